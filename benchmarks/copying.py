@@ -47,7 +47,7 @@ def candidates(rows: int) -> Candidates:
     log_probs = -torch.rand(rows, 57)
     log_probs[:, 0] = 0.0
     paths = torch.cat([log_probs[:, :9], log_probs[:, 9:] + log_probs.gather(1, parents[:, 9:])], 1)
-    return Candidates(torch.randint(0, 9, (rows, 57)), parents, paths, log_probs)
+    return Candidates(torch.randint(0, 9, (rows, 57)), parents, paths)
 
 
 def costs(rows: int) -> Iterator[tuple[str, float]]:

@@ -1,6 +1,7 @@
 """The distribution of a model's answers, and a test of whether sampled answers have it."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +49,13 @@ def joint_distribution(model: TargetModel, penalty: float = 1.0) -> dict[Answer,
     return found
 
 
-def sampled_answers(model: TargetModel, *, first_seed: int = 0, **drafting: Any) -> Counter[Answer]:
+def sampled_answers(
+    model: TargetModel, own: SamplingSettings = SAMPLED, *, first_seed: int = 0, **drafting: Any
+) -> Counter[Answer]:
     """``drafting``: a drafter and a shape."""
     engine = Engine(model, max_batch_size=NUM_ANSWERS, **drafting)
     seeds = range(first_seed, first_seed + NUM_ANSWERS)
-    results = engine.generate([PROMPT] * NUM_ANSWERS, [replace(SAMPLED, seed=seed) for seed in seeds])
+    results = engine.generate([PROMPT] * NUM_ANSWERS, [replace(own, seed=seed) for seed in seeds])
     return Counter(result.token_ids for result in results)
 
 
@@ -64,6 +67,11 @@ def p_value(counts: Counter[Answer], expected: dict[Answer, float]) -> float:
     rare = total - sum(mean for _, mean in cells)
     cells.append((total - sum(count for count, _ in cells), max(rare, 1e-9)))
     assert len(cells) > 30, "a distribution of few answers tests little"
+    return chi_square(cells)
+
+
+def chi_square(cells: Sequence[tuple[int, float]]) -> float:
+    """The chance of counts that differ as much from their means."""
     statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))

@@ -61,7 +61,7 @@ def damaged(own: Own, kind: str, *, rows: int = 1, from_depth: int = 0) -> Own:
 def damaged_head(method: str, kind: str, **options: Any) -> DraftHead:
     head = tiny_head(method, some_model("llama"))
     predict = damaged(type(head).predict, kind, **options)
-    head.predict = lambda state, depth: predict(head, state, depth)  # type: ignore[method-assign]
+    head.predict = lambda state, depth: predict(head, state, depth)
     return head
 
 
@@ -119,7 +119,7 @@ def test_grammars_and_biases(kind: str, shape: str) -> None:
         SamplingSettings(max_new_tokens=24, logit_bias={120: 3.5, 60: -100}),
     ]
     expected = ids(Engine(model).generate([[40, 41, 42]] * 3, own))
-    head.predict = lambda state, depth: predict(head, state, depth)  # type: ignore[method-assign]
+    head.predict = lambda state, depth: predict(head, state, depth)
     for drafter in (head, Copying(head)):
         assert ids(Engine(model, drafter, shape=SHAPES[shape]).generate([[40, 41, 42]] * 3, own)) == expected
 
@@ -176,5 +176,5 @@ def test_damaged_weights() -> None:
     for weight in half.parameters():
         weight.data *= 1e4
     predict = type(half).predict
-    half.predict = lambda state, depth: predict(half, state, depth).half()  # type: ignore[method-assign]
+    half.predict = lambda state, depth: predict(half, state, depth).half()
     assert ids(decode(half, BestFirst(12))) == plain()

@@ -2,30 +2,21 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from distribution import (
-    NUM_ANSWERS,
-    ODDS,
-    SAMPLED,
-    Answer,
-    joint_distribution,
-    p_value,
-    sampled_answers,
-)
+from distribution import NUM_ANSWERS, ODDS, SAMPLED, Answer, joint_distribution, p_value, sampled_answers
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
 from draftheads.heads import HEADS
-from draftheads.heads.base import DraftHead
+from draftheads.models.kv_target import Target
 from draftheads.models.model import StepMode, TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
-from draftheads.speculation.draft import AcceptResult, Context, Draft
-from draftheads.speculation.drafter import Drafter, DraftSession
+from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.sampling import RowSettings, choose
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
@@ -68,15 +59,7 @@ def test_answers_have_the_models_distribution(
     assert p_value(counts, exact) > ODDS
 
 
-def resampling(
-    draft: Draft,
-    logits: Tensor,
-    rows: RowSettings,
-    uniforms: Tensor,
-    seen: Tensor | None = None,
-    *,
-    rejection_uniforms: object = None,
-) -> AcceptResult:
+def resampling(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: None, **_: Any) -> AcceptResult:
     """A wrong rule: where no guess is right, the next token is drawn anew, as if nothing had been tried."""
     verdict = accept(draft, logits, rows, uniforms, seen)
     batch = torch.arange(len(logits))
@@ -87,17 +70,9 @@ def resampling(
     return AcceptResult(verdict.path, verdict.num_accepted, torch.where(rejected, fresh, verdict.next_ids))
 
 
-def greedy_root(
-    draft: Draft,
-    logits: Tensor,
-    rows: RowSettings,
-    uniforms: Tensor,
-    seen: Tensor | None = None,
-    *,
-    rejection_uniforms: object = None,
-) -> AcceptResult:
+def greedy_root(draft: Draft, logits: Tensor, *others: Any, **_: Any) -> AcceptResult:
     """Another: the token after the accepted path is the likeliest."""
-    verdict = accept(draft, logits, rows, uniforms, seen)
+    verdict = accept(draft, logits, *others)
     batch = torch.arange(len(logits))
     best = logits[batch, verdict.path[batch, verdict.num_accepted - 1]].argmax(-1)
     return AcceptResult(verdict.path, verdict.num_accepted, best)
@@ -133,50 +108,28 @@ def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, m
     assert len({result.token_ids for result in plain}) == len(cases)
 
 
-class Recorder(Drafter, DraftSession):
-    """A head whose drafts are remembered."""
-
-    def __init__(self, head: DraftHead) -> None:
-        self.head = head
-        self.needs_history, self.default_shape = head.needs_history, head.default_shape
-        self.hidden_layers = head.hidden_layers
-        self.drafts: list[Draft] = []
-
-    def start(self) -> Self:
-        self.session = self.head.start()
-        return self
-
-    def propose(self, context: Context, shape: Shape) -> Draft:
-        self.drafts.append(self.session.propose(context, shape))
-        return self.drafts[-1]
-
-    def observe(self, context: Context) -> None:
-        self.session.observe(context)
-
-    def keep(self, rows: Tensor) -> None:
-        self.session.keep(rows)
-
-
 @pytest.mark.parametrize("num_heads", some([3, 6], 6))
 @pytest.mark.parametrize("rule", some(GROWING, "fewer nodes than depths", "best paths"))
 @pytest.mark.parametrize("method", some(HEADS, "hydra", "mlp-speculator", "eagle"))
 def test_where_everything_is_typical_the_deepest_path_is_the_answer(
-    model: TargetModel, method: str, rule: str, num_heads: int
+    model: TargetModel, method: str, rule: str, num_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On grown trees, of which some have fewer nodes than there are heads."""
     head = tiny_head(method, model, num_heads=num_heads)
     shape = GROWING[rule]
     if isinstance(shape, BestPaths) and method == "mlp-speculator":  # which needs a width for each stage
         shape = BestPaths((*shape.widths, *(1,) * (num_heads - len(shape.widths))), shape.num_paths)
-    recorder = Recorder(head)
+    drafts: list[Draft] = []
+    verify = Target.verify
+    monkeypatch.setattr(Target, "verify", lambda target, draft: drafts.append(draft) or verify(target, draft))
     own = replace(
         SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical-sampled", typical_epsilon=1e-200
     )
     for seed, prompt in enumerate(PROMPTS):
-        recorder.drafts.clear()
-        answer = Engine(model, recorder, shape=shape).generate([prompt], replace(own, seed=seed))[0].token_ids
+        drafts.clear()
+        answer = Engine(model, head, shape=shape).generate([prompt], replace(own, seed=seed))[0].token_ids
         place = 0
-        for draft in recorder.drafts:
+        for draft in drafts:
             assert draft.max_depth < draft.num_nodes
             deepest = int(draft.depths.max())
             ends = [node for node in range(draft.num_nodes) if int(draft.depths[0, node]) == deepest]

@@ -42,19 +42,11 @@ SHAPES: dict[str, Shape] = {
 
 def mixed(**changes: Any) -> list[SamplingSettings]:
     """A grammar in some rows, biases in others, both, and neither."""
-    grammars = [
-        GRAMMARS["person"],
-        GRAMMARS["choice"],
-        None,
-        GRAMMARS["call"],
-        None,
-        GRAMMARS["object"],
-        GRAMMARS["sums"],
-    ]
+    names = ("person", "choice", "", "call", "", "object", "sums")
     biases = [{}, {}, {}, {120: 3.5, 60: -100}, {70: 100, 71: 99.5, EOS: -100}, {97: 2.0}, {}]
     return [
-        SamplingSettings(**{"max_new_tokens": 48, "seed": 5, "grammar": grammar, "logit_bias": bias, **changes})
-        for grammar, bias in zip(grammars, biases, strict=True)
+        SamplingSettings(max_new_tokens=48, seed=5, grammar=GRAMMARS.get(name), logit_bias=bias, **changes)
+        for name, bias in zip(names, biases, strict=True)
     ]
 
 
@@ -67,13 +59,17 @@ SETTINGS = {
 }
 
 
-def decode(model: TargetModel, drafter: Drafter | None, settings: str, **parts: Any) -> list[GenerationResult]:
-    return Engine(model, drafter, max_batch_size=4, **parts).generate(PROMPTS, SETTINGS[settings])
+def decode(drafter: Drafter | None, settings: str, family: str = "llama", **parts: Any) -> list[GenerationResult]:
+    return Engine(json_model(family), drafter, max_batch_size=4, **parts).generate(PROMPTS, SETTINGS[settings])
 
 
 @cache
-def plain(family: str, settings: str) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in decode(json_model(family), None, settings)]
+def plain(settings: str, family: str = "llama") -> list[tuple[int, ...]]:
+    return ids(decode(None, settings, family))
+
+
+def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
 
 
 def check_answers(results: list[GenerationResult], settings: list[SamplingSettings]) -> None:
@@ -121,18 +117,16 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Draft, int]]:
     ),
 )
 def test_heads(method: str, shape: str, settings: str):
-    model = json_model()
-    results = decode(model, tiny_head(method, model), settings, shape=SHAPES[shape])
-    assert [result.token_ids for result in results] == plain("llama", settings)
+    results = decode(tiny_head(method, json_model()), settings, shape=SHAPES[shape])
+    assert ids(results) == plain(settings)
     check_answers(results, SETTINGS[settings])
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", some(["gpt2", "gemma2", "mistral", "phi3"], "gpt2"))
 def test_families(family: str, settings: str):
-    model = json_model(family)
-    results = decode(model, tiny_head("hydra", model), settings, shape=SHAPES["best first"])
-    assert [result.token_ids for result in results] == plain(family, settings)
+    head = tiny_head("hydra", json_model(family))
+    assert ids(decode(head, settings, family, shape=SHAPES["best first"])) == plain(settings, family)
 
 
 @pytest.mark.few(11)
@@ -141,20 +135,16 @@ def test_families(family: str, settings: str):
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_trimmed_draft_vocabularies(method: str, shape: str, settings: str):
     """Most tokens cannot be drafted, so often no allowed token can."""
-    model = json_model()
-    head = tiny_head(method, model, draft_vocab_size=40)
-    assert [result.token_ids for result in decode(model, head, settings, shape=SHAPES[shape])] == plain(
-        "llama", settings
-    )
+    head = tiny_head(method, json_model(), draft_vocab_size=40)
+    assert ids(decode(head, settings, shape=SHAPES[shape])) == plain(settings)
 
 
 @pytest.mark.few(7)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", ["prompt lookup", "lookahead", "copying", "copying static", "draft model"])
 def test_other_drafters(name: str, settings: str):
-    model = json_model()
-    drafter, parts = other_drafter(name, model)
-    assert [result.token_ids for result in decode(model, drafter, settings, **parts)] == plain("llama", settings)
+    drafter, parts = other_drafter(name, json_model())
+    assert ids(decode(drafter, settings, **parts)) == plain(settings)
 
 
 def other_drafter(name: str, model: TargetModel) -> tuple[Drafter, dict[str, Any]]:
@@ -253,13 +243,9 @@ def test_free_rows_are_drafted_as_without_their_neighbours(verified: list[tuple[
 def test_an_answer_may_be_cut_by_its_limit_or_a_stop_string():
     model = json_model()
     engine = Engine(model, tiny_head("hydra", model))
-    cut, stopped = engine.generate(
-        [PROMPT, PROMPT],
-        [
-            SamplingSettings(grammar=GRAMMARS["person"], max_new_tokens=5),
-            SamplingSettings(grammar=GRAMMARS["person"], stop='"age"'),
-        ],
-    )
+    limits: tuple[dict[str, Any], ...] = ({"max_new_tokens": 5}, {"stop": '"age"'})
+    settings = [SamplingSettings(grammar=GRAMMARS["person"], **limit) for limit in limits]
+    cut, stopped = engine.generate([PROMPT, PROMPT], settings)
     assert (cut.finish_reason, len(cut.token_ids)) == ("length", 5)
     assert stopped.finish_reason == "stop"
     assert stopped.text.startswith('{"name": "')
@@ -344,7 +330,7 @@ def real_model() -> TargetModel:
 
 @cache
 def real_plain() -> list[tuple[int, ...]]:
-    return [result.token_ids for result in Engine(real_model()).generate(REAL_PROMPTS, REAL_SETTINGS)]
+    return ids(Engine(real_model()).generate(REAL_PROMPTS, REAL_SETTINGS))
 
 
 @pytest.mark.real
@@ -352,7 +338,7 @@ def real_plain() -> list[tuple[int, ...]]:
 def test_on_the_real_model(head: str):
     engine = Engine(real_model(), load_drafter(head, MODEL, real_model()), shape=BestFirst(10))
     results = engine.generate(REAL_PROMPTS, REAL_SETTINGS)
-    assert [result.token_ids for result in results] == real_plain()
+    assert ids(results) == real_plain()
     for result in (results[0], results[2]):
         assert list(json.loads(result.text)) == ["name", "age", "mood"]
     assert results[0].tokens_per_step > 1.5

@@ -30,10 +30,7 @@ def bounded(draw: st.DrawFn, *, smallest: int, largest: int) -> tuple[int, int]:
 @st.composite
 def strings(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
-        return {
-            "type": "string",
-            "pattern": draw(PATTERNS),
-        }
+        return {"type": "string", "pattern": draw(PATTERNS)}
     least, most = draw(bounded(smallest=0, largest=6))
     return {"type": "string", "minLength": least, "maxLength": most}
 

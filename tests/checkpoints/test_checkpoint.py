@@ -165,9 +165,9 @@ def test_the_size_of_amphistas_coupling_is_saved_where_there_is_one(base: Target
         assert (loaded.config, loaded.reads_path) == (head.config, size > 0)
         ours, theirs = (propose(one, context(), BestFirst(12)) for one in (head, loaded))
         assert torch.equal(ours.token_ids, theirs.token_ids)
-        assert ours.log_probs is not None
-        assert theirs.log_probs is not None
-        assert torch.equal(ours.log_probs, theirs.log_probs)
+        assert ours.path_log_probs is not None
+        assert theirs.path_log_probs is not None
+        assert torch.equal(ours.path_log_probs, theirs.path_log_probs)
 
 
 # --- there and back ---
@@ -188,9 +188,9 @@ def test_a_loaded_head_proposes_what_the_saved_one_did(
     assert loaded.default_shape == head.default_shape, "the assumed profile's"
     ours, theirs = (propose(one, context(), BestFirst(12)) for one in (head, loaded))
     assert torch.equal(ours.token_ids, theirs.token_ids)
-    assert ours.log_probs is not None
-    assert theirs.log_probs is not None
-    assert torch.equal(ours.log_probs, theirs.log_probs)
+    assert ours.path_log_probs is not None
+    assert theirs.path_log_probs is not None
+    assert torch.equal(ours.path_log_probs, theirs.path_log_probs)
     assert type(loaded) is type(head)
     assert loaded.config == head.config
 

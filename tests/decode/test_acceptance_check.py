@@ -52,7 +52,6 @@ def test_the_warning_names_both_numbers_and_the_fix_once(place: Path) -> None:
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     assert len(said) == 1
     check = engine.check
-    assert check is not None
     assert check.num_steps + check.accepted >= 200
     measured, promised = (1 + count / check.num_steps for count in (check.accepted, check.expected))
     words = str(said[0].message)
@@ -106,7 +105,6 @@ def test_rows_of_other_settings_in_the_same_batch_do_not_count(place: Path) -> N
     engine = loaded(place)
     settings = [draftheads.SamplingSettings(max_new_tokens=20, temperature=t, seed=1) for t in (0.0, 0.9)]
     greedy, _ = engine.generate(PROMPTS[:2], settings)
-    assert engine.check is not None
     assert 0 < engine.check.num_steps <= greedy.num_steps
 
 

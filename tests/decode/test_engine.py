@@ -80,7 +80,7 @@ def test_contexts_hold_the_hidden_states_of_accepted_tokens(
     answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
     recorder = HiddenStateRecorder(TREES["ragged"], answers)
     results = Engine(model, recorder, max_batch_size=room).generate(MANY, lengths_as_settings())
-    assert ids(results) == [answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)]
+    assert ids(results) == of_lengths(plain)
     assert sum(result.num_steps for result in results) < sum(LENGTHS) - len(LENGTHS)
     assert recorder.texts == [], "rows whose first token was the last one are not drafted for"
     assert max(len(hidden) for text, hidden in recorder.recorded if tuple(text) not in answers) > 2
@@ -91,6 +91,15 @@ def test_contexts_hold_the_hidden_states_of_accepted_tokens(
 
 def lengths_as_settings() -> list[SamplingSettings]:
     return [SamplingSettings(max_new_tokens=length, ignore_eos=True) for length in LENGTHS]
+
+
+def of_lengths(answers: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """What these settings leave of longer answers."""
+    return [answer[:length] for answer, length in zip(answers, LENGTHS, strict=True)]
+
+
+def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
 
 
 # --- rows come and go ---
@@ -117,9 +126,7 @@ def test_who_is_done_makes_room_for_the_next(
     step = Batch.step
     monkeypatch.setattr(Batch, "step", lambda batch: (sizes.append(len(batch.requests)), step(batch))[1])
     results = Engine(model, max_batch_size=max_batch_size).generate(MANY, lengths_as_settings())
-    assert [result.token_ids for result in results] == [
-        answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
-    ]
+    assert ids(results) == of_lengths(plain)
     assert sizes == rows_per_step(LENGTHS, max_batch_size)
     assert [result.num_steps for result in results] == [length - 1 for length in LENGTHS]
     assert [result.num_prompt_tokens for result in results] == [len(prompt) for prompt in MANY]
@@ -138,9 +145,7 @@ def test_requests_may_come_while_others_are_decoded(
     for event in engine.events(core):
         if event.finish_reason and later:
             core.add(later.pop(0), first=len(later) % 2 == 0)
-    assert [tuple(request.token_ids) for request in requests] == [
-        answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
-    ]
+    assert [tuple(request.token_ids) for request in requests] == of_lengths(plain)
 
 
 def test_no_prompts_no_answers(model: TargetModel):
@@ -219,14 +224,10 @@ def test_settings_for_each_row_and_overrides_for_all(model: TargetModel, plain: 
     assert [request.settings.stop_token_ids for request in requests] == [(VOCAB + 9,), ()]
 
 
-def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in results]
-
-
 def test_rows_with_penalties_keep_to_their_own_texts(model: TargetModel):
     """What a row has seen must follow it when others leave, and be set up anew for those that join."""
     each = [
-        SamplingSettings(max_new_tokens=length + 8, repetition_penalty=1.0 + 0.4 * (row % 3), ignore_eos=True)
+        SamplingSettings(max_new_tokens=length + 8, repetition_penalty=1.0 + 0.4 * (row % 3), **ON)
         for row, length in enumerate(LENGTHS)
     ]
     alone = [Engine(model).generate([prompt], own)[0].token_ids for prompt, own in zip(MANY, each, strict=True)]
@@ -376,11 +377,11 @@ BAD_INPUTS: list[tuple[str, Callable[[Engine], object], type[DraftHeadsError], s
         )
         for name, own, more, words in BAD_SETTINGS
     ),
-    ("a stream's settings", lambda engine: engine.stream([5], {"seed": 1}), InvalidSettings, "not dict"),  # type: ignore[arg-type]
+    ("a stream's settings", lambda engine: engine.stream([5], {"seed": 1}), InvalidSettings, "not dict"),
     ("a stream's other name", lambda engine: engine.stream([5], max_tokens=1), InvalidSettings, "max_new_tokens"),
-    ("several settings of a stream", lambda engine: engine.stream([5], [SETTINGS] * 2), InvalidSettings, "2 settings"),  # type: ignore[arg-type]
-    ("requests for None", lambda engine: engine.requests(None), InvalidPrompt, "found NoneType"),  # type: ignore[arg-type]
-    ("None to encode", lambda engine: engine.encode(None), InvalidPrompt, "not NoneType: None"),  # type: ignore[arg-type]
+    ("several settings of a stream", lambda engine: engine.stream([5], [SETTINGS] * 2), InvalidSettings, "2 settings"),
+    ("requests for None", lambda engine: engine.requests(None), InvalidPrompt, "found NoneType"),
+    ("None to encode", lambda engine: engine.encode(None), InvalidPrompt, "not NoneType: None"),
     ("an id to encode", lambda engine: engine.encode([5, 10**20]), InvalidPrompt, f"token id {10**20}"),
 ]
 
@@ -405,7 +406,7 @@ def test_bad_inputs(
 def test_prompts_and_ids_of_other_types(model: TargetModel, plain: list[tuple[int, ...]]):
     engine = Engine(model)
     numpy_ids = [np.int64(token) for token in MANY[1]]
-    found = engine.generate(iter([MANY[0], numpy_ids]), max_new_tokens=np.int64(5), **ON)  # type: ignore[arg-type]
+    found = engine.generate(iter([MANY[0], numpy_ids]), max_new_tokens=np.int64(5), **ON)
     assert ids(found) == [answer[:5] for answer in plain[:2]]
     assert {type(token) for token in engine.encode(numpy_ids)} == {int}
 
@@ -465,7 +466,7 @@ def test_a_template_that_refuses(model: TargetModel):
 
 def without_template(model: TargetModel, given: str | None = None) -> Engine:
     tokenizer = ChatTokenizer()
-    tokenizer.chat_template = None  # type: ignore[assignment]
+    tokenizer.chat_template = None
     return Engine(TargetModel(model.model, tokenizer, model.model_id, given))
 
 
@@ -481,7 +482,7 @@ def test_a_chat_prompt_without_a_template_warns_and_token_ids_do_not(model: Targ
     words = r"tiny-.* has no chat template: .* --chat-template .* chatml, hermes, llama-2, vicuna"
     for prompt in ("hi", [{"role": "user", "content": "hi"}]):
         with pytest.warns(ChatTemplateWarning, match=words):
-            engine.encode(prompt)  # type: ignore[arg-type]
+            engine.encode(prompt)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.encode([5, 6]) == [5, 6]

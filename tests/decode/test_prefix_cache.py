@@ -38,12 +38,8 @@ def test_the_longest_common_beginning_is_found_also_of_a_part():
     cache = PrefixCache(1 << 20)
     cache.add("a", text_of(numbers(20, 50, 51)))
     cache.add("a", text_of(numbers(12, 60, 61)))
-    found = cache.find("a", numbers(20, 99))
-    assert found is not None
-    check(found, numbers(20))
-    found = cache.find("a", numbers(12, 60, 77))
-    assert found is not None
-    check(found, numbers(12, 60))
+    check(cache.find("a", numbers(20, 99)), numbers(20))
+    check(cache.find("a", numbers(12, 60, 77)), numbers(12, 60))
     assert cache.find("b", numbers(20, 99)) is None
     assert cache.find("a", numbers(FEWEST_TOKENS - 1, 99, 98)) is None
     assert (cache.hits, cache.tokens_reused) == (2, 20 + 13)
@@ -52,9 +48,7 @@ def test_the_longest_common_beginning_is_found_also_of_a_part():
 def test_the_last_token_of_a_prompt_is_not_found():
     cache = PrefixCache(1 << 20)
     cache.add("a", text_of(numbers(20)))
-    found = cache.find("a", numbers(20))
-    assert found is not None
-    check(found, numbers(19))
+    check(cache.find("a", numbers(20)), numbers(19))
 
 
 def test_a_text_replaces_those_that_it_extends():
@@ -90,7 +84,6 @@ def test_bytes_are_those_that_the_memory_takes(copy: bool):
     assert cache.num_bytes == 10 * SLOT + (0 if copy else 6 * 48)
     given_text.entries.layers[0][0].zero_()
     found = cache.find("a", numbers(11))
-    assert found is not None
     assert bool(found.entries.layers[0][0].any()) == copy
     small = PrefixCache(10 * SLOT)
     small.add("a", text_of(numbers(10), slack=6), copy=copy)
@@ -127,7 +120,6 @@ def test_it_equals_a_slow_reference(actions: list[tuple[str, list[int], bool]], 
             if max(lengths, default=0) < FEWEST_TOKENS:
                 assert found is None
             else:
-                assert found is not None
                 check(found, ids[: max(lengths)])
                 kept.append(kept.pop(lengths.index(max(lengths))))
         assert cache.num_bytes == sum(len(pair[1]) for pair in kept) * SLOT <= room * SLOT

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -21,11 +21,18 @@ from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, ti
 EOS = 2
 
 
-def request_of(*, prompt: list[int] | None = None, max_length: int | None = None, **own: Any) -> Request:
+def request_of(
+    own: SamplingSettings | None = None,
+    *,
+    prompt: Sequence[int] = (5, 6),
+    max_length: int | None = None,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> Request:
     return Request(
-        [5, 6] if prompt is None else prompt,
-        SamplingSettings(**own),
-        tokenizer=IntegerTokenizer(),
+        prompt,
+        own or SamplingSettings(**settings),
+        tokenizer=tokenizer or IntegerTokenizer(),
         eos_ids=frozenset({EOS}),
         max_length=max_length,
         index=3,
@@ -52,8 +59,7 @@ def test_half_a_character_is_shown_when_the_answer_ends() -> None:
         def decode(self, token_ids: list[int], **_: object) -> str:
             return "é" * (len(token_ids) // 2) + "\ufffd" * (len(token_ids) % 2)
 
-    own = SamplingSettings(max_new_tokens=3)
-    request = Request([5], own, tokenizer=Halves(), eos_ids=frozenset(), max_length=None)
+    request = request_of(tokenizer=Halves(), max_new_tokens=3)
     assert [event.text for event in fed(request, [7], [8], [9])] == ["", "é", "\ufffd"]
 
 
@@ -92,7 +98,7 @@ stop_texts = st.sampled_from(["<7>", "7", "><", "<7><8>", "8><9", "<1", "9>", "n
 def test_the_answer_is_the_same_in_whatever_runs_it_comes(
     tokens: list[int], own: SamplingSettings, sizes: list[int]
 ) -> None:
-    request = Request([5], own, tokenizer=IntegerTokenizer(), eos_ids=frozenset({EOS}), max_length=None, index=0)
+    request = request_of(own)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     runs = [tokens[start : start + size] for start, size in zip(starts, sizes, strict=True)]
     events = fed(request, *filter(None, runs))
@@ -136,16 +142,10 @@ def test_a_result_has_text_counts_and_reason() -> None:
     request.append([7], num_drafted=0)  # from reading the prompt, which is no step
     fed(request, [8, 9, 10, 11], [12])
     result = request.result()
-    assert result.num_prompt_tokens == 3
-    assert result.num_steps == 2
-    assert result.tokens_per_step == 2.5
-
-
-def test_an_answer_of_one_token_took_no_step() -> None:
-    request = request_of(max_new_tokens=1)
-    request.append([7], num_drafted=0)
-    assert request.result().num_steps == 0
-    assert request.result().tokens_per_step == 1.0
+    assert (result.num_prompt_tokens, result.num_steps, result.tokens_per_step) == (3, 2, 2.5)
+    short = request_of(max_new_tokens=1)
+    short.append([7], num_drafted=0)
+    assert (short.result().num_steps, short.result().tokens_per_step) == (0, 1.0)
 
 
 def test_an_unfinished_answer_has_no_result() -> None:
@@ -211,11 +211,8 @@ def test_drafted_answers_end_as_plain_ones(model: TargetModel, stop: str, tree: 
         drafted = [request.result() for request in requests]
         for index, (found, expected) in enumerate(zip(drafted, plain, strict=True)):
             own_events = [event for event in events if event.index == index]
-            assert (found.token_ids, found.text, found.finish_reason) == (
-                expected.token_ids,
-                expected.text,
-                expected.finish_reason,
-            )
+            for name in ("token_ids", "text", "finish_reason"):
+                assert getattr(found, name) == getattr(expected, name)
             assert "".join(event.text for event in own_events) == expected.text
             assert sum((event.token_ids for event in own_events), ()) == expected.token_ids
             assert own_events[-1].finish_reason == expected.finish_reason
@@ -239,8 +236,7 @@ def test_the_models_own_end_of_text(model: TargetModel) -> None:
 
 
 def result_of(tokenizer: Any, *runs: list[int], **own: Any) -> GenerationResult:
-    settings = SamplingSettings(max_new_tokens=sum(map(len, runs)), **own)
-    request = Request([5], settings, tokenizer=tokenizer, eos_ids=frozenset({EOS}), max_length=None)
+    request = request_of(tokenizer=tokenizer, max_new_tokens=sum(map(len, runs)), **own)
     fed(request, *runs)
     return request.result()
 

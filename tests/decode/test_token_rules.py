@@ -16,7 +16,7 @@ BIAS = {3: 0.013, 5: -0.4, 9: 7.77}
 def test_biases_are_added_in_fp32_in_every_type(dtype: torch.dtype) -> None:
     """In bf16 small biases would be lost."""
     engine = Engine(tiny_model("llama", dtype=dtype))
-    requests = [engine.request([4], SamplingSettings(logit_bias=bias)) for bias in (BIAS, {})]  # type: ignore[arg-type]
+    requests = [engine.request([4], SamplingSettings(logit_bias=bias)) for bias in (BIAS, {})]
     rules = BatchRules(requests, vocab_size=VOCAB, device=engine.model.device)
     logits = (3 * torch.randn(2, 4, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype)
     expected = logits.float().clone()

@@ -139,8 +139,8 @@ def cells(toy: Toy, own: SamplingSettings, *, where: float) -> tuple[Tensor, Ten
     return points, measures
 
 
-def seen_in(texts: list[list[int]]) -> Tensor:
-    seen = torch.zeros(len(texts), V, dtype=torch.bool)
+def seen_in(texts: list[list[int]], num_tokens: int = V) -> Tensor:
+    seen = torch.zeros(len(texts), num_tokens, dtype=torch.bool)
     for row, text in enumerate(texts):
         seen[row, text] = True
     return seen
@@ -164,7 +164,6 @@ def answers(toy: Toy, own: SamplingSettings, points: Tensor) -> tuple[list[tuple
         for i, row in enumerate(going):
             kept = verdict.path[i, 1 : verdict.num_accepted[i]]
             texts[row] += [*draft.token_ids[i, kept].tolist(), int(verdict.next_ids[i])]
-    assert first is not None
     return [tuple(text[:ANSWER]) for text in texts], first
 
 
@@ -284,13 +283,8 @@ class World:
         for row in range(len(self.parents)):
             for node in range(self.num_nodes):
                 ancestors[row, node, self.ancestry(row, node)] = True
-        return Draft(
-            torch.tensor(self.tokens),
-            torch.tensor(self.parents),
-            torch.tensor(depths),
-            ancestors,
-            max(map(max, depths)),
-        )
+        tokens, parents = torch.tensor(self.tokens), torch.tensor(self.parents)
+        return Draft(tokens, parents, torch.tensor(depths), ancestors, max(map(max, depths)))
 
     @property
     def uniforms(self) -> Tensor:
@@ -299,29 +293,15 @@ class World:
         numbers = [torch.rand(self.num_nodes, generator=g, dtype=torch.float64) for g in generators]
         return torch.stack(numbers)
 
-    @property
-    def seen(self) -> Tensor:
-        seen = torch.zeros(self.num_rows, WIDE, dtype=torch.bool)
-        for row, text in enumerate(self.texts):
-            seen[row, text] = True
-        return seen
-
     def verdict(self, draft: Draft | None = None) -> AcceptResult:
         draft = self.draft if draft is None else draft
         rows = RowSettings.of(self.settings, vocab_size=WIDE, device=CPU)
         uniforms = self.uniforms[:, : draft.max_depth + 1]
-        return accept(draft, self.logits, rows, uniforms, self.seen if rows.any_penalty else None)
+        return accept(draft, self.logits, rows, uniforms, seen_in(self.texts, WIDE) if rows.any_penalty else None)
 
     def alone(self, row: int) -> "World":
-        one = slice(row, row + 1)
-        return World(
-            [self.tree(row)],
-            self.tokens[one],
-            self.texts[one],
-            self.settings[one],
-            self.seeds[one],
-            self.seed,
-        )
+        tokens, texts, settings, seeds = ([part[row]] for part in (self.tokens, self.texts, self.settings, self.seeds))
+        return World([self.tree(row)], tokens, texts, settings, seeds, self.seed)
 
 
 def kept_nodes(verdict: AcceptResult, row: int) -> list[int]:
@@ -329,9 +309,9 @@ def kept_nodes(verdict: AcceptResult, row: int) -> list[int]:
     return nodes
 
 
-def outcomes(world: World) -> list[tuple[list[int], int]]:
+def outcomes(world: World, verdict: AcceptResult | None = None) -> list[tuple[list[int], int]]:
     """Per row the nodes that are kept and the token after them."""
-    verdict = world.verdict()
+    verdict = verdict or world.verdict()
     return [(kept_nodes(verdict, row), int(verdict.next_ids[row])) for row in range(world.num_rows)]
 
 
@@ -438,8 +418,7 @@ def test_a_tree_may_be_shallower_than_its_max_depth(world: World, depth: int) ->
     draft = world.draft
     deep = replace(draft, max_depth=min(max(depth, draft.max_depth), draft.num_nodes - 1))
     verdict = world.verdict(deep)
-    found = [(kept_nodes(verdict, row), int(verdict.next_ids[row])) for row in range(world.num_rows)]
-    assert found == outcomes(world)
+    assert outcomes(world, verdict) == outcomes(world)
     assert verdict.path.shape == (world.num_rows, deep.max_depth + 1)
     assert int(verdict.path.max()) < world.num_nodes, "what is not accepted is looked up, too"
 
@@ -459,10 +438,14 @@ def peaked(rows: list[list[int]], num_tokens: int = 10) -> Tensor:
     return 20.0 * torch.nn.functional.one_hot(torch.tensor(rows), num_tokens).double()
 
 
-def judge(tree: Tree, tokens: list[int], best: list[int], own: SamplingSettings) -> tuple[list[int], int]:
-    rows = RowSettings.of([own], vocab_size=10, device=CPU)
-    uniforms = torch.full((1, tree.max_depth + 1), 0.5, dtype=torch.float64)
-    verdict = accept(Draft.on_tree(tree, torch.tensor([tokens])), peaked([best]), rows, uniforms)
+def judge(
+    tree: Tree, tokens: list[int], target: list[int] | Tensor, own: SamplingSettings, uniform: float = 0.5
+) -> tuple[list[int], int]:
+    """The kept nodes and the next token. ``target`` has the logits (N, V) at each node, or the best token there."""
+    logits = peaked([target]) if isinstance(target, list) else target[None]
+    rows = RowSettings.of([own], vocab_size=logits.shape[-1], device=CPU)
+    uniforms = torch.full((1, tree.max_depth + 1), uniform, dtype=torch.float64)
+    verdict = accept(Draft.on_tree(tree, torch.tensor([tokens])), logits, rows, uniforms)
     return kept_nodes(verdict, 0), int(verdict.next_ids[0])
 
 
@@ -504,22 +487,12 @@ def test_equal_siblings_are_kept_once(rule: str) -> None:
     assert judge(tree, [5, 4, 4, 2], [4, 2, 2, 9], RULES[rule]) == ([0, 1, 3], 9)
 
 
-def test_the_likelier_of_two_typical_paths_of_one_length_wins() -> None:
-    tree = Tree.from_paths([(0,), (1,)])
-    rows = RowSettings.of([RULES["typical"]], vocab_size=3, device=CPU)
-    probs = torch.tensor([[0.1, 0.3, 0.6]]).double().log().expand(1, 3, 3)
-    uniforms = torch.zeros(1, 2, dtype=torch.float64)
-    verdict = accept(Draft.on_tree(tree, torch.tensor([[0, 1, 2]])), probs, rows, uniforms)
-    assert kept_nodes(verdict, 0) == [0, 2]
-
-
-def test_a_longer_typical_path_wins_over_a_likelier_one() -> None:
-    tree = Tree.from_paths([(0,), (1,), (1, 0)])
-    rows = RowSettings.of([RULES["typical"]], vocab_size=3, device=CPU)
-    logits = torch.tensor([[0.1, 0.7, 0.2]]).double().log().expand(1, 4, 3)
-    uniforms = torch.zeros(1, 3, dtype=torch.float64)
-    verdict = accept(Draft.on_tree(tree, torch.tensor([[0, 1, 2, 2]])), logits, rows, uniforms)
-    assert kept_nodes(verdict, 0) == [0, 2, 3]
+def test_the_likelier_of_two_typical_paths_of_one_length_wins_and_a_longer_one_over_both() -> None:
+    siblings, longer = Tree.from_paths([(0,), (1,)]), Tree.from_paths([(0,), (1,), (1, 0)])
+    logits = torch.tensor([[0.1, 0.3, 0.6]]).double().log().expand(3, 3)
+    assert judge(siblings, [0, 1, 2], logits, RULES["typical"])[0] == [0, 2]
+    logits = torch.tensor([[0.1, 0.7, 0.2]]).double().log().expand(4, 3)
+    assert judge(longer, [0, 1, 2, 2], logits, RULES["typical"])[0] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -537,33 +510,24 @@ def test_a_longer_typical_path_wins_over_a_likelier_one() -> None:
 )
 def test_typical_acceptance_by_hand(probs: list[float], epsilon: float, is_accepted: bool) -> None:
     """Medusa, section 3.3.1, δ = √ε: the last token is drafted, and the greedy token follows, whatever the number."""
-    logits = torch.tensor([probs, probs[::-1]]).double().log()[None]
-    best = [probs.index(max(probs)), probs[::-1].index(max(probs))]
-    drafted = Draft.on_tree(Tree.chain(1), torch.tensor([[0, len(probs) - 1]]))
+    logits = torch.tensor([probs, probs[::-1]]).double().log()
+    best, last = [probs.index(max(probs)), probs[::-1].index(max(probs))], len(probs) - 1
     for rule, number in (("typical", 0.0), ("typical", 0.999), ("typical-sampled", 0.999)):
         own = SamplingSettings(temperature=1.0, acceptance=rule, typical_epsilon=epsilon)
-        rows = RowSettings.of([own], vocab_size=len(probs), device=CPU)
-        verdict = accept(drafted, logits, rows, torch.full((1, 2), number, dtype=torch.float64))
-        assert kept_nodes(verdict, 0) == [0, 1][: 1 + is_accepted]
-        is_last = rule == "typical-sampled"
-        assert verdict.next_ids.tolist() == [len(probs) - 1 if is_last else best[is_accepted]]
+        next_id = last if rule == "typical-sampled" else best[is_accepted]
+        assert judge(Tree.chain(1), [0, last], logits, own, number) == ([0, 1][: 1 + is_accepted], next_id)
 
 
 def test_typical_acceptance_uses_the_distribution_at_the_parent() -> None:
     """Not by that of what comes after it: a flat one allows what a sharp one does not."""
-    own = SamplingSettings(temperature=1.0, acceptance="typical", typical_epsilon=0.3, typical_delta=0.5)
-    rows = RowSettings.of([own], vocab_size=10, device=CPU)
-    logits = torch.stack([torch.zeros(10), 20.0 * torch.eye(10)[3]])[None].double()
-    draft = Draft.on_tree(Tree.chain(1), torch.tensor([[5, 6]]))
-    assert kept_nodes(accept(draft, logits, rows, torch.zeros(1, 2, dtype=torch.float64)), 0) == [0, 1]
+    own = replace(RULES["typical"], typical_epsilon=0.3, typical_delta=0.5)
+    logits = torch.stack([torch.zeros(10), 20.0 * torch.eye(10)[3]]).double()
+    assert judge(Tree.chain(1), [5, 6], logits, own)[0] == [0, 1]
 
 
 def test_as_likely_as_the_threshold_is_not_enough() -> None:
-    own = SamplingSettings(temperature=1.0, acceptance="typical", typical_epsilon=0.5, typical_delta=9.0)
-    rows = RowSettings.of([own], vocab_size=2, device=CPU)
-    draft = Draft.on_tree(Tree.chain(1), torch.tensor([[0, 1]]))
-    verdict = accept(draft, torch.zeros(1, 2, 2), rows, torch.zeros(1, 2, dtype=torch.float64))
-    assert kept_nodes(verdict, 0) == [0]
+    own = replace(RULES["typical"], typical_epsilon=0.5, typical_delta=9.0)
+    assert judge(Tree.chain(1), [0, 1], torch.zeros(2, 2), own)[0] == [0]
 
 
 def test_the_callers_record_of_seen_tokens_is_left_alone() -> None:

@@ -30,14 +30,6 @@ def test_a_profile_comes_back(profile: AcceptanceProfile, path: Path) -> None:
     assert json.loads(path.read_text())["format_version"] == 2
 
 
-def test_a_missing_part_is_named(path: Path) -> None:
-    values = json.loads(PROFILE.to_json())
-    del values["shallower_tokens"]
-    path.write_text(json.dumps(values))
-    with pytest.raises(CheckpointCorrupt, match="shallower_tokens is missing"):
-        read_profile(path)
-
-
 def test_trees_of_a_lower_depth() -> None:
     shallower = [[1.0, 1.3], [1.0, 1.3, 1.4]]
     profile = replace(PROFILE, shallower_tokens=shallower)
@@ -129,7 +121,7 @@ def test_a_missing_key_is_named(key: str, path: Path) -> None:
     raw = json.loads(PROFILE.to_json())
     del raw[key]
     path.write_text(json.dumps(raw))
-    with pytest.raises(CheckpointCorrupt, match=key):
+    with pytest.raises(CheckpointCorrupt, match=f"{key} is {'None' if key == 'format_version' else 'missing'}"):
         read_profile(path)
 
 

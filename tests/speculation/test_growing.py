@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,17 +21,7 @@ from draftheads.speculation.growing import fill
 from draftheads.speculation.shapes import BestFirst, BestPaths
 from draftheads.speculation.tree import Tree
 from families import propose
-from slow_heads import (
-    DRAFT_VOCAB,
-    KINDS,
-    METHODS,
-    K,
-    V,
-    random_context,
-    random_head,
-    slow_features,
-    slow_logits,
-)
+from slow_heads import DRAFT_VOCAB, KINDS, METHODS, K, V, random_context, random_head, slow_features, slow_logits
 
 ROWS = 4
 CONFIDENCE = (0.6, 1.7, 3.0)
@@ -42,12 +33,11 @@ class Node:
     """A guess, by the tokens on its path."""
 
     tokens: Tokens
-    log_prob: float  # given its path
-    path_log_prob: float
+    log_prob: float  # of the whole path
 
 
 Guesses = Callable[[Tokens], list[tuple[float, int]]]  # the children of a node: log-probability and token, best first
-ROOT = Node((), 0.0, 0.0)
+ROOT = Node((), 0.0)
 
 
 # --- slow twins: one row, one node at a time ---
@@ -70,8 +60,7 @@ def guesses_of(head: DraftHead, context: Context, row: int) -> Guesses:
 
 def children(guesses: Guesses, parent: Node, top_k: int) -> list[Node]:
     return [
-        Node((*parent.tokens, token), log_prob, parent.path_log_prob + log_prob)
-        for log_prob, token in guesses(parent.tokens)[:top_k]
+        Node((*parent.tokens, token), parent.log_prob + log_prob) for log_prob, token in guesses(parent.tokens)[:top_k]
     ]
 
 
@@ -84,7 +73,7 @@ def slow_best_first(guesses: Guesses, shape: BestFirst, depth: int) -> list[Node
         found.append(node)
         if len(node.tokens) < depth:
             for child in children(guesses, node, shape.top_k):
-                heapq.heappush(known, (-child.path_log_prob, next(counter), child))
+                heapq.heappush(known, (-child.log_prob, next(counter), child))
     return found
 
 
@@ -94,8 +83,8 @@ def slow_beam(guesses: Guesses, shape: BestFirst, depth: int) -> list[Node]:
     for _ in range(depth):
         below = [child for node in level for child in children(guesses, node, shape.top_k)]
         found = found + below
-        level = sorted(below, key=lambda node: -node.path_log_prob)[: shape.beam]
-    return sorted(found, key=lambda node: -node.path_log_prob)[: shape.num_nodes]
+        level = sorted(below, key=lambda node: -node.log_prob)[: shape.beam]
+    return sorted(found, key=lambda node: -node.log_prob)[: shape.num_nodes]
 
 
 def slow_paths(guesses: Guesses, shape: BestPaths) -> list[list[Node]]:
@@ -103,7 +92,7 @@ def slow_paths(guesses: Guesses, shape: BestPaths) -> list[list[Node]]:
     paths = [[ROOT]]
     for width in shape.widths:
         paths = [[*path, child] for path in paths for child in children(guesses, path[-1], width)]
-    return sorted(paths, key=lambda path: -path[-1].path_log_prob)
+    return sorted(paths, key=lambda path: -path[-1].log_prob)
 
 
 def merged(paths: Sequence[Sequence[Node]]) -> list[Node]:
@@ -119,8 +108,6 @@ def nodes_of(draft: Draft, row: int) -> list[Node]:
 
     Nodes that only fill up the row stand behind the others and see no more than the root.
     """
-    assert draft.log_probs is not None
-    assert draft.path_log_probs is not None
     parents, depths = (part.expand_as(draft.token_ids)[row].tolist() for part in (draft.parents, draft.depths))
     tokens, ancestors = draft.token_ids[row].tolist(), draft.ancestors[row]
     paths: list[Tokens] = [()]
@@ -140,19 +127,12 @@ def nodes_of(draft: Draft, row: int) -> list[Node]:
     assert len(set(paths)) == len(paths), "a guess is there twice"
     assert [set(mask.nonzero()[:, 0].tolist()) for mask in ancestors[:size]] == above
     assert max(depths) <= draft.max_depth <= draft.num_nodes - 1
-    return [
-        Node(*each)
-        for each in zip(
-            paths, draft.log_probs[row, :size].tolist(), draft.path_log_probs[row, :size].tolist(), strict=True
-        )
-    ]
+    return list(map(Node, paths, draft.path_log_probs[row, :size].tolist()))
 
 
 def assert_equal(found: Sequence[Node], expected: Sequence[Node]) -> None:
     assert [node.tokens for node in found] == [node.tokens for node in expected]
-    for name in ("log_prob", "path_log_prob"):
-        numbers = [[getattr(node, name) for node in nodes] for nodes in (found, expected)]
-        assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
+    assert [node.log_prob for node in found] == pytest.approx([node.log_prob for node in expected], abs=1e-4)
 
 
 def proposed(head: DraftHead, shape: BestFirst | BestPaths, context: Context) -> Draft:
@@ -184,23 +164,13 @@ BEST_FIRST = {
 
 @pytest.mark.parametrize("shape", BEST_FIRST)
 @pytest.mark.parametrize("kind", ["shared", "own", "trimmed", "trimmed, low rank"])
-def test_heads_that_do_not_read_the_path_grow_by_best_first_search(kind: str, shape: str) -> None:
-    """Whatever the beam is."""
-    (head, context), rule = confident("medusa", kind), BEST_FIRST[shape]
+@pytest.mark.parametrize(("method", "slow"), [("medusa", slow_best_first), ("hydra", slow_beam)])
+def test_trees_grow_by_best_first_search_or_from_a_beam(method: str, slow: Any, kind: str, shape: str) -> None:
+    """A head that does not read the path grows by the search whatever the beam is, one that does from the beam."""
+    (head, context), rule = confident(method, kind), BEST_FIRST[shape]
     draft = proposed(head, rule, context)
     for row in range(ROWS):
-        expected = slow_best_first(guesses_of(head, context, row), rule, rule.max_depth or K)
-        assert_equal(nodes_of(draft, row), expected)
-
-
-@pytest.mark.parametrize("shape", BEST_FIRST)
-@pytest.mark.parametrize("kind", ["shared", "own", "trimmed", "trimmed, low rank"])
-def test_heads_that_read_the_path_grow_from_a_beam(kind: str, shape: str) -> None:
-    (head, context), rule = confident("hydra", kind), BEST_FIRST[shape]
-    draft = proposed(head, rule, context)
-    for row in range(ROWS):
-        expected = slow_beam(guesses_of(head, context, row), rule, rule.max_depth or K)
-        assert_equal(nodes_of(draft, row), expected)
+        assert_equal(nodes_of(draft, row), slow(guesses_of(head, context, row), rule, rule.max_depth or K))
 
 
 @pytest.mark.parametrize("kind", ["shared", "trimmed"])
@@ -368,10 +338,13 @@ def test_nodes_grown_best_first_hang_together_and_fall_in_probability(world: Wor
     assert draft.num_nodes <= shape.num_nodes
     for row in range(world.num_rows):
         nodes = nodes_of(draft, row)
-        known = {node.tokens: node.path_log_prob for node in nodes}
+        known = {node.tokens: node.log_prob for node in nodes}
+        guesses = table_guesses(world, row)
         for node in nodes[1:]:
-            assert node.path_log_prob == pytest.approx(known[node.tokens[:-1]] + node.log_prob, abs=1e-4)
-        totals = [node.path_log_prob for node in nodes]
+            *above, token = node.tokens
+            own = next(log_prob for log_prob, guess in guesses(tuple(above)) if guess == token)
+            assert node.log_prob == pytest.approx(known[tuple(above)] + own, rel=1e-6, abs=1e-3)
+        totals = [node.log_prob for node in nodes]
         assert totals[0] == 0.0
         assert totals == sorted(totals, reverse=True)
         assert max(len(node.tokens) for node in nodes) <= min(shape.max_depth or world.depth, world.depth)
@@ -397,8 +370,8 @@ def test_the_first_nodes_are_the_tree_of_so_few_nodes(world: World, shape: BestF
     assert first.max_depth == small.max_depth
     for row in range(world.num_rows):
         nodes, expected = nodes_of(first, row), nodes_of(small, row)
-        totals = [node.path_log_prob for node in expected]
-        assert [node.path_log_prob for node in nodes] == pytest.approx(totals, abs=1e-4)
+        totals = [node.log_prob for node in expected]
+        assert [node.log_prob for node in nodes] == pytest.approx(totals, abs=1e-4)
         if all(before - after > 1e-3 for before, after in itertools.pairwise(totals)):
             # the last one's equals may stand behind it
             assert_equal(nodes[:-1], expected[:-1])
@@ -410,7 +383,7 @@ def test_cutting_twice_is_cutting_once(world: World, shape: BestFirst, some: int
     draft = world.grow(shape)
     twice, once = draft.first(some).first(others), draft.first(min(some, others))
     assert twice.max_depth == once.max_depth
-    for name in ("token_ids", "parents", "depths", "ancestors", "log_probs", "path_log_probs"):
+    for name in ("token_ids", "parents", "depths", "ancestors", "path_log_probs"):
         assert torch.equal(getattr(twice, name), getattr(once, name))
     assert draft.first(draft.num_nodes) is draft
 
@@ -423,14 +396,11 @@ def test_the_threshold_leaves_out_what_is_unlikely_in_every_row(
     every = world.grow(replace(shape, threshold=0.0))
     found = world.grow(replace(shape, threshold=threshold))
     # a probability that rounding may put on either side counts for neither
+    chances = [[math.exp(node.log_prob) for node in nodes_of(every, row)] for row in range(world.num_rows)]
     surely, likely = (
-        [
-            sum(math.exp(node.path_log_prob) >= threshold + margin for node in nodes_of(every, row))
-            for row in range(world.num_rows)
-        ]
-        for margin in (1e-6, -1e-6)
+        max(sum(chance >= threshold + margin for chance in row) for row in chances) for margin in (1e-6, -1e-6)
     )
-    assert max(surely) <= found.num_nodes <= max(likely)
+    assert surely <= found.num_nodes <= likely
     for row in range(world.num_rows):
         assert nodes_of(found, row) == nodes_of(every.first(found.num_nodes), row)
 
@@ -543,13 +513,13 @@ def test_certain_draft_tokens_come_after_their_parents(reads_path: bool) -> None
     for row in range(2):
         nodes = nodes_of(draft, row)
         assert [node.tokens for node in nodes] == [(), (5,), (5, 5), (5, 5, 5)]
-        assert [node.path_log_prob for node in nodes] == [0.0] * 4
+        assert [node.log_prob for node in nodes] == [0.0] * 4
 
 
 @pytest.mark.parametrize("reads_path", [False, True])
 def test_impossible_draft_tokens_come_last(reads_path: bool) -> None:
     world = world_of([[1.0, -math.inf, 0.0]], 2, reads_path=reads_path)
-    totals = [node.path_log_prob for node in nodes_of(world.grow(BestFirst(13, beam=9)), 0)]
+    totals = [node.log_prob for node in nodes_of(world.grow(BestFirst(13, beam=9)), 0)]
     assert [math.isfinite(total) for total in totals] == [True] * 7 + [False] * 6
     assert totals == sorted(totals, reverse=True)
 
@@ -627,8 +597,8 @@ def test_no_tree_of_so_many_nodes_is_likelier(world: World, shape: BestFirst) ->
     draft = world.grow(shape)
     for row in range(world.num_rows):
         best = slow_best_first(table_guesses(world, row), shape, min(shape.max_depth or world.depth, world.depth))
-        totals = [node.path_log_prob for node in best]
-        assert [node.path_log_prob for node in nodes_of(draft, row)] == pytest.approx(totals, abs=1e-3)
+        totals = [node.log_prob for node in best]
+        assert [node.log_prob for node in nodes_of(draft, row)] == pytest.approx(totals, abs=1e-3)
 
 
 # --- numbers that no rule can have ---
@@ -637,21 +607,17 @@ def test_no_tree_of_so_many_nodes_is_likelier(world: World, shape: BestFirst) ->
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (lambda: BestFirst(0), "num_nodes is 0; it must be at least 1"),
-        (lambda: BestFirst(-3), "num_nodes is -3; it must be at least 1"),
-        (lambda: BestFirst(4, top_k=0), "top_k is 0; it must be at least 1"),
-        (lambda: BestFirst(4, beam=0), "beam is 0; it must be at least 1"),
-        (lambda: BestFirst(4, max_depth=0), "max_depth is 0; it must be at least 1"),
-        (lambda: BestFirst(4, threshold=1.0), "threshold is 1.0; it must be at least 0 and below 1"),
-        (lambda: BestFirst(4, threshold=-0.1), "threshold is -0.1; it must be at least 0 and below 1"),
-        (lambda: BestFirst(4, threshold=math.nan), "threshold is nan; it must be at least 0 and below 1"),
-        (
-            lambda: BestFirst(4, min_level_probability=-0.1),
-            "min_level_probability is -0.1; it must be at least 0, or None",
-        ),
-        (
-            lambda: BestFirst(4, min_level_probability=math.inf),
-            "min_level_probability is inf; it must be at least 0, or None",
+        *(
+            (lambda name=name, value=value: BestFirst(**{"num_nodes": 4, name: value}), f"{name} is {value}; {rule}")
+            for name, values, rule in (
+                ("num_nodes", (0, -3), "it must be at least 1"),
+                ("top_k", (0,), "it must be at least 1"),
+                ("beam", (0,), "it must be at least 1"),
+                ("max_depth", (0,), "it must be at least 1"),
+                ("threshold", (1.0, -0.1, math.nan), "it must be at least 0 and below 1"),
+                ("min_level_probability", (-0.1, math.inf), "it must be at least 0, or None"),
+            )
+            for value in values
         ),
         (lambda: BestPaths(num_paths=0), "num_paths is 0; it must be at least 1"),
         (lambda: BestPaths(()), "widths []: at least one, and every one at least 1"),
@@ -669,9 +635,7 @@ def test_an_impossible_rule_is_named_with_its_numbers(rule: Callable[[], object]
 def test_shapes_that_the_head_cannot_fill(method: str) -> None:
     head = random_head(method, draft_vocab_size=len(DRAFT_VOCAB))
     for deep in (BestFirst(9, max_depth=4), BestPaths((2, 2, 2, 2))):
-        with pytest.raises(
-            InvalidTree, match="the tree is 4 deep but the head has 3 heads: cut the tree or train more"
-        ):
+        with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads: cut the tree or train"):
             propose(head, random_context(2), deep)
     for wide in (BestPaths((9, 2)), BestPaths((2, 2, 9))):
         with pytest.raises(InvalidTree, match="rank 8 is beyond the draft vocabulary of 8"):

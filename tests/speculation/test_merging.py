@@ -133,8 +133,6 @@ def test_merging_equals_merging_dictionaries(equal: bool, data: st.DataObject) -
         paths = paths_of(found, row)
         kept = len(paths)
         assert kept == len(expected)
-        assert found.path_log_probs is not None
-        assert found.copied is not None
         values = found.path_log_probs[row].tolist()
         assert values[:kept] == pytest.approx([value for _, value in expected], abs=1e-5)
         assert values[kept:] == [-math.inf] * (found.num_nodes - kept)
@@ -150,9 +148,7 @@ def test_an_example() -> None:
     copies = chain_of([1, 2, 3], [-0.5, -1.5, -4.0]) | chain_of([0, 5], [-1.2, -2.0])
     found = merged(draft, copies_of([copies], 5), 6)
     assert paths_of(found, 0) == [(), (1,), (0,), (1, 2), (0, 5), (0, 0)]
-    assert found.path_log_probs is not None
     assert found.path_log_probs.tolist() == [[0.0, -0.5, -1.0, -1.5, -2.0, -2.5]]
-    assert found.copied is not None
     assert found.copied.tolist() == [[False, False, False, True, True, False]]
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distribution import (
-    NUM_ANSWERS,
-    ODDS,
-    PROMPT,
-    SAMPLED,
-    Answer,
-    joint_distribution,
-    p_value,
-)
+from distribution import ODDS, SAMPLED, Answer, chi_square, joint_distribution, p_value, sampled_answers
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import InvalidSettings, InvalidTree
@@ -27,7 +19,7 @@ from draftheads.heads.base import HeadSession
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept, num_rejection_uniforms
-from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.growing import fill
 from draftheads.speculation.rejection import block_chances, sibling_chances
 from draftheads.speculation.sampling import RowSettings
@@ -272,10 +264,7 @@ def test_a_step_emits_by_the_targets_law(shape: str, rule: Any) -> None:
     target, drafter = random_laws(3), random_laws(4)
     context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=7)
     draft = sample(Laws(drafter), SHAPES[shape], context)
-    logits = table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
-    verdict = accept(
-        draft, logits, rows, draws(draft.max_depth + 1), None, rejection_uniforms=draws(num_rejection_uniforms(draft))
-    )
+    verdict = judged(draft, target_logits(target, draft), rows, draws)
     emitted: Counter[Path] = Counter()
     for row, paths in enumerate(paths_of(draft)):
         count = int(verdict.num_accepted[row])
@@ -284,16 +273,14 @@ def test_a_step_emits_by_the_targets_law(shape: str, rule: Any) -> None:
         assert [paths[node] for node in verdict.path[row, :count].tolist()] == [last[:n] for n in range(count)]
         emitted[*last, int(verdict.next_ids[row])] += 1
     # what follows is the target's by construction, so the first token and the second one after it tell all
-    first = Counter({(token,): sum(n for path, n in emitted.items() if path[0] == token) for token in range(V)})
-    assert chi_square(first, {(token,): float(p) for token, p in enumerate(target[()])}) > ODDS
+    assert obeys(first_tokens(draft, verdict), target[()])
     for token in range(V):
-        second = Counter({path[:2]: 0 for path in emitted if path[0] == token})
+        second: Counter[int] = Counter()
         for path, n in emitted.items():
             if path[0] == token and len(path) > 1:
-                second[path[:2]] += n
+                second[path[1]] += n
         if second.total() > 200 and rule != "block":  # given that the first is kept, the second is by the law, too
-            law = {(token, other): float(p) for other, p in enumerate(target[token,])}
-            assert chi_square(second, law) > ODDS
+            assert obeys(second, target[token,])
     mean = sum((len(path) - 1) * n for path, n in emitted.items()) / COUNT
     tree = SHAPES[shape].tree
     if rule == "block" and tree.num_nodes == tree.max_depth + 1:
@@ -305,12 +292,26 @@ def test_a_step_emits_by_the_targets_law(shape: str, rule: Any) -> None:
     assert mean == pytest.approx(expected, abs=4 * (tree.max_depth / COUNT) ** 0.5)
 
 
-def chi_square(counts: Counter[Path], law: dict[Path, float]) -> float:
-    total = counts.total()
-    cells = [(counts[path], mass * total) for path, mass in law.items() if mass > 0]
-    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+def obeys(counts: Counter[int], law: Tensor) -> bool:
+    """Whether tokens come as often as a law (V,) says."""
+    cells = [(counts[token], mass * counts.total()) for token, mass in enumerate(law.tolist()) if mass > 0]
+    return chi_square(cells) > ODDS
+
+
+def target_logits(target: dict[Path, Tensor], draft: Draft) -> Tensor:
+    """(B, N, V) at the nodes of a draft."""
+    return table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
+
+
+def judged(draft: Draft, logits: Tensor, rows: RowSettings, draws: Callable[[int], Tensor]) -> AcceptResult:
+    uniforms = draws(draft.max_depth + 1)
+    return accept(draft, logits, rows, uniforms, None, rejection_uniforms=draws(num_rejection_uniforms(draft)))
+
+
+def first_tokens(draft: Draft, verdict: AcceptResult) -> Counter[int]:
+    """The tokens after the roots, drafted or drawn."""
+    drafted = draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]]
+    return Counter(torch.where(verdict.num_accepted > 1, drafted, verdict.next_ids).tolist())
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -321,12 +322,9 @@ def test_drawn_tokens_have_the_drafters_distribution(shape: str, rule: Any) -> N
     context, _, _ = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=1)
     draft = sample(Laws(drafter), SHAPES[shape], context)
     assert draft.sampled
-    assert draft.log_probs is not None
-    assert draft.probs is not None
     paths = paths_of(draft)
     law = drafter[()]
-    first = Counter((row[1][0],) for row in paths)
-    assert chi_square(first, {(token,): float(p) for token, p in enumerate(law)}) > ODDS
+    assert obeys(Counter(row[1][0] for row in paths), law)
     for row in range(0, COUNT, 500):
         assert len(set(paths[row])) == len(paths[row])
         torch.testing.assert_close(draft.probs[row, 0], law.float())
@@ -336,8 +334,7 @@ def test_drawn_tokens_have_the_drafters_distribution(shape: str, rule: Any) -> N
         law = law.clone()
         law[0] = 0
         law /= law.sum()
-        found = Counter((paths[row][2][0],) for row in second)
-        assert chi_square(found, {(token,): float(p) for token, p in enumerate(law)}) > ODDS
+        assert obeys(Counter(paths[row][2][0] for row in second), law)
         row = second[0]
         assert float(draft.log_probs[row, 2]) == pytest.approx(float(law[paths[row][2][0]].log()), abs=1e-5)
 
@@ -346,23 +343,11 @@ def test_a_drafter_without_further_tokens_leaves_children_out() -> None:
     laws = {path: torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64) for path in random_laws(0)}
     context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="rejection"), seed=1)
     draft = sample(Laws(laws), Sampled(Tree.cartesian([2])), context)
-    assert draft.log_probs is not None
     assert (draft.log_probs[:, 1] == 0).all()
     assert (draft.log_probs[:, 2] == -torch.inf).all()
     target = random_laws(3)[()]
-    verdict = accept(
-        draft,
-        target.log().expand(COUNT, 3, V),
-        rows,
-        draws(2),
-        None,
-        rejection_uniforms=draws(num_rejection_uniforms(draft)),
-    )
-    first = torch.where(
-        verdict.num_accepted > 1, draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]], verdict.next_ids
-    )
-    counts = Counter((token,) for token in first.tolist())
-    assert chi_square(counts, {(token,): float(p) for token, p in enumerate(target)}) > ODDS
+    verdict = judged(draft, target.log().expand(COUNT, 3, V), rows, draws)
+    assert obeys(first_tokens(draft, verdict), target)
 
 
 def test_ranks_of_drawn_children_have_no_gaps() -> None:
@@ -406,9 +391,8 @@ def drafter_of(model: TargetModel, kind: str) -> Any:
 def test_answers_have_the_models_distribution(
     model: TargetModel, exact: dict[Answer, float], kind: str, shape: str, rule: Any
 ) -> None:
-    engine = Engine(model, drafter_of(model, kind), shape=SHAPES[shape], max_batch_size=NUM_ANSWERS)
-    settings = [replace(SAMPLED, acceptance=rule, seed=seed) for seed in range(NUM_ANSWERS)]
-    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
+    own = replace(SAMPLED, acceptance=rule)
+    counts = sampled_answers(model, own, drafter=drafter_of(model, kind), shape=SHAPES[shape])
     assert set(counts) <= set(exact)
     assert p_value(counts, exact) > ODDS
 
@@ -416,12 +400,9 @@ def test_answers_have_the_models_distribution(
 @pytest.mark.parametrize(("shape", "rule"), [("tree", "rejection"), ("chain", "rejection"), ("chain", "block")])
 def test_penalised_answers_have_the_models_distribution(model: TargetModel, shape: str, rule: Any) -> None:
     """The penalty counts what was kept within the step, too."""
-    penalty = 1.6
-    engine = Engine(model, tiny_head("hydra", model), shape=SHAPES[shape], max_batch_size=NUM_ANSWERS)
-    penalised = replace(SAMPLED, acceptance=rule, repetition_penalty=penalty)
-    settings = [replace(penalised, seed=seed) for seed in range(NUM_ANSWERS)]
-    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
-    expected = joint_distribution(model, penalty)
+    own = replace(SAMPLED, acceptance=rule, repetition_penalty=1.6)
+    counts = sampled_answers(model, own, drafter=tiny_head("hydra", model), shape=SHAPES[shape])
+    expected = joint_distribution(model, own.repetition_penalty)
     assert set(counts) <= set(expected)
     assert p_value(counts, expected) > ODDS
 
@@ -430,7 +411,6 @@ def test_rejection_of_tokens_that_were_not_drawn_is_detected(
     model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best guesses passed off as drawn ones: what the rule is not made for."""
-    head = tiny_head("hydra", model)
     drawing = HeadSession.propose
 
     def best(session: HeadSession, context: Context, shape: Shape) -> Draft:
@@ -438,44 +418,35 @@ def test_rejection_of_tokens_that_were_not_drawn_is_detected(
         return replace(drawn, token_ids=drawing(session, context, Tree.chain(2)).token_ids)
 
     monkeypatch.setattr(HeadSession, "propose", best)
-    engine = Engine(model, head, max_batch_size=NUM_ANSWERS)
-    settings = [replace(SAMPLED, acceptance="rejection", seed=seed) for seed in range(NUM_ANSWERS)]
-    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
-    assert p_value(counts, exact) < ODDS
+    own = replace(SAMPLED, acceptance="rejection")
+    assert p_value(sampled_answers(model, own, drafter=tiny_head("hydra", model)), exact) < ODDS
 
 
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "draft model"])
 @pytest.mark.parametrize("rule", some(["exact", "rejection", "block", "typical"], "rejection", "block"))
 def test_drawn_drafts_change_no_greedy_text(model: TargetModel, kind: str, rule: Any) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "acceptance": rule}
-    expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
+    expected = texts(Engine(model), acceptance=rule)
     for shape in SHAPES.values():
-        found = Engine(model, drafter_of(model, kind), shape=shape).generate(PROMPTS, **options)
-        assert [result.token_ids for result in found] == expected
+        assert texts(Engine(model, drafter_of(model, kind), shape=shape), acceptance=rule) == expected
+
+
+def texts(engine: Engine, prompts: Sequence[list[int]] = PROMPTS, **settings: Any) -> list[Answer]:
+    results = engine.generate(prompts, max_new_tokens=30, ignore_eos=True, **settings)
+    return [result.token_ids for result in results]
 
 
 def test_exact_acceptance_of_drawn_drafts_gives_the_tokens_of_plain_decoding(model: TargetModel) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.9, "seed": 3}
-    expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
-    found = Engine(model, tiny_head("hydra", model), shape=SHAPES["tree"]).generate(PROMPTS, **options)
-    assert [result.token_ids for result in found] == expected
+    drafted = Engine(model, tiny_head("hydra", model), shape=SHAPES["tree"])
+    assert texts(drafted, temperature=0.9, seed=3) == texts(Engine(model), temperature=0.9, seed=3)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_seed_fixes_the_answer_whatever_the_other_rows(model: TargetModel, rule: Any) -> None:
-    options: dict[str, Any] = {
-        "max_new_tokens": 30,
-        "ignore_eos": True,
-        "temperature": 0.9,
-        "seed": 3,
-        "acceptance": rule,
-    }
     engine = Engine(model, tiny_head("hydra", model), shape=SHAPES["chain"])
-    together = [result.token_ids for result in engine.generate(PROMPTS, **options)]
-    alone = [engine.generate([prompt], **options)[0].token_ids for prompt in PROMPTS]
-    assert together == alone
-    other = [result.token_ids for result in engine.generate(PROMPTS, **{**options, "seed": 4})]
-    assert other != together
+    options: dict[str, Any] = {"temperature": 0.9, "acceptance": rule}
+    together = texts(engine, **options, seed=3)
+    assert together == [text for prompt in PROMPTS for text in texts(engine, [prompt], **options, seed=3)]
+    assert together != texts(engine, **options, seed=4)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -491,7 +462,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(model: TargetModel, rule
 
 def test_unknown_rules_name_all() -> None:
     with pytest.raises(InvalidSettings, match="acceptance is 'hope'; it must be 'exact' or 'rejection' or 'block' or"):
-        SamplingSettings(acceptance="hope")  # type: ignore[arg-type]
+        SamplingSettings(acceptance="hope")
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 20}])
@@ -514,11 +485,6 @@ def test_a_tree_cut_to_siblings_is_no_chain() -> None:
     context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="block"), seed=7)
     draft = sample(Laws(drafter), Sampled(Tree.from_paths([(0,), (1,), (0, 0)])), context).first(3)
     assert draft.num_nodes == draft.max_depth + 1 == 3
-    logits = table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
-    verdict = accept(draft, logits, rows, draws(3), None, rejection_uniforms=draws(num_rejection_uniforms(draft)))
+    verdict = judged(draft, target_logits(target, draft), rows, draws)
     assert int(verdict.num_accepted.max()) == 2
-    first = torch.where(
-        verdict.num_accepted > 1, draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]], verdict.next_ids
-    )
-    law = {(token,): float(p) for token, p in enumerate(target[()])}
-    assert chi_square(Counter((token,) for token in first.tolist()), law) > ODDS
+    assert obeys(first_tokens(draft, verdict), target[()])

@@ -198,23 +198,6 @@ def test_a_draw_is_the_token_whose_stretch_holds_the_number(probs: list[float], 
     assert probs[found] > 0
 
 
-@settings(deadline=None)
-@given(weights)
-def test_the_ends_of_the_interval_draw_the_first_and_the_last_possible_token(probs: list[float]) -> None:
-    ends = torch.tensor([0.0, BELOW_ONE], dtype=torch.float64)
-    running = list(accumulate(probs))
-    first = next(token for token, p in enumerate(probs) if p > 0)
-    last = running.index(running[-1])  # what comes later is too small to be told from nothing
-    assert draw(torch.tensor([probs, probs], dtype=torch.float64), ends).tolist() == [first, last]
-
-
-def test_draws_are_as_frequent_as_their_probabilities() -> None:
-    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0], dtype=torch.float64)
-    numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    counts = draw(probs.expand(1000, -1), numbers).bincount(minlength=7)
-    assert counts.tolist() == [0, 250, 0, 500, 125, 125, 0]
-
-
 def test_rows_know_what_they_need() -> None:
     off = of(SamplingSettings(), SamplingSettings(top_k=3, top_p=0.5, acceptance="typical"))
     # at temperature 0 there is nothing to filter, and the typical rule is the exact one

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -41,33 +43,15 @@ def test_json_round_trip(tree: Tree) -> None:
 
 @settings(deadline=None)
 @given(trees)
-def test_parents_come_before_their_children(tree: Tree) -> None:
-    assert tree.parents[0] == -1
+def test_parents_depths_masks_and_tensors_say_what_the_paths_say(tree: Tree) -> None:
+    assert (tree.parents[0], tree.ranks[0]) == (-1, 0)
     for node in range(1, tree.num_nodes):
         assert 0 <= tree.parents[node] < node
         assert tree.paths[node] == (*tree.paths[tree.parents[node]], tree.ranks[node])
-    assert tree.ranks[0] == 0
-
-
-@settings(deadline=None)
-@given(trees)
-def test_depths_grow_and_their_neighbours_share_a_depth(tree: Tree) -> None:
     assert list(tree.depths) == [len(path) for path in tree.paths] == sorted(tree.depths)
-    assert tree.max_depth == max(tree.depths)
-    assert tree.num_nodes == len(tree.paths)
-
-
-@settings(deadline=None)
-@given(trees)
-def test_the_ancestor_mask_marks_the_beginnings_of_each_path(tree: Tree) -> None:
-    slow = [[path[: len(other)] == other for other in tree.paths] for path in tree.paths]
+    assert (tree.max_depth, tree.num_nodes) == (max(tree.depths), len(tree.paths))
     assert tree.ancestor_mask.dtype == torch.bool
-    assert tree.ancestor_mask.tolist() == slow
-
-
-@settings(deadline=None)
-@given(trees)
-def test_the_tensors_of_a_tree_equal_its_tuples(tree: Tree) -> None:
+    assert tree.ancestor_mask.tolist() == [[path[: len(other)] == other for other in tree.paths] for path in tree.paths]
     tensors = tree_tensors(tree, torch.device("cpu"))
     assert tensors.parents.tolist() == [[max(parent, 0) for parent in tree.parents]]
     assert tensors.depths.tolist() == [list(tree.depths)]
@@ -98,12 +82,6 @@ def test_the_drawing_can_be_read_back(tree: Tree) -> None:
             bar = " " if path[:above] == max(uncles) else "│"
             assert stem[4 * (above - 1) : 4 * above] == f"{bar}   "
     assert read == sorted(tree.paths[1:]), "children in the order of their ranks, each below its parent"
-
-
-def test_a_drawing() -> None:
-    tree = Tree.from_paths([(0,), (3,), (0, 0), (0, 12), (0, 0, 1), (3, 1)])
-    lines = ["root", "├── 0", "│   ├── 0", "│   │   └── 1", "│   └── 12", "└── 3", "    └── 1"]
-    assert tree.draw().splitlines() == lines
 
 
 @settings(deadline=None)
@@ -138,14 +116,8 @@ def test_no_paths_are_the_root_alone() -> None:
 @pytest.mark.parametrize("rank", [-1, 1.0, "0", None, True])
 def test_a_rank_that_is_none(rank: object) -> None:
     with pytest.raises(InvalidTree, match=r"every rank must be an integer of at least 0") as caught:
-        Tree.from_paths([(0,), (0, rank)])  # type: ignore[list-item]
+        Tree.from_paths([(0,), (0, rank)])
     assert str([0, rank]) in str(caught.value)
-
-
-@pytest.mark.parametrize("paths", [[(0,), (1,), (0,)], [(), (0,), ()]])
-def test_a_path_twice(paths: list[Path]) -> None:
-    with pytest.raises(InvalidTree, match="is there twice"):
-        Tree.from_paths(paths)
 
 
 @pytest.mark.parametrize("paths", [[(0, 1)], [(0,), (1, 0)], [(0,), (0, 0, 0)]])
@@ -156,43 +128,23 @@ def test_a_path_without_its_parent(paths: list[Path]) -> None:
     assert str(list(paths[-1][:-1])) in str(caught.value)
 
 
-@pytest.mark.parametrize("widths", [[0], [2, 0], [3, -1, 2]])
-def test_a_width_of_nothing(widths: list[int]) -> None:
-    with pytest.raises(InvalidTree, match="every width must be at least 1"):
-        Tree.cartesian(widths)
-
-
-def test_a_chain_of_less_than_nothing() -> None:
-    with pytest.raises(InvalidTree):
-        Tree.chain(-1)
-
-
-@pytest.mark.parametrize("text", ["", "[[0]", "{}", "3", "null", '"[[0]]"', "[0]", "[[0], 1]", '["00"]', "[[[0]]]"])
-def test_json_that_is_no_list_of_paths(text: str) -> None:
-    with pytest.raises(InvalidTree):
-        Tree.from_json(text)
-
-
-def test_json_that_is_nested_too_deeply() -> None:
-    with pytest.raises(InvalidTree, match="must be a JSON list of rank paths"):
-        Tree.from_json("[" * 100_000)
+NO_JSON = ["", "[[0]", "{}", "3", "null", '"[[0]]"', "[0]", "[[0], 1]", '["00"]', "[" * 100_000]
+DISORDER = [(), ((0,),), ((), (1,), (0,)), ((), (0,), (0, 0), (1,)), ((), (0,), (0,))]
 
 
 @pytest.mark.parametrize(
-    "paths",
+    ("make", "argument", "words"),
     [
-        (),
-        ((0,),),
-        ((), (1,), (0,)),
-        ((), (0,), (0, 0), (1,)),
-        ((), (0,), (0,)),
+        *((Tree.from_paths, paths, "is there twice") for paths in ([(0,), (1,), (0,)], [(), (0,), ()])),
+        *((Tree.cartesian, widths, "every width must be at least 1") for widths in ([0], [2, 0], [3, -1, 2])),
+        (Tree.chain, -1, "start with the root"),
+        *((Tree.from_json, text, "must be a JSON list of rank paths") for text in NO_JSON),
+        (Tree.from_json, "[[[0]]]", "every rank must be an integer"),
+        *((Tree, paths, "unique, start with the root") for paths in DISORDER),
+        (Tree, ((), (0, 0)), "has no parent"),
     ],
+    ids=lambda value: repr(value)[:40],
 )
-def test_nodes_that_are_not_in_order(paths: tuple[Path, ...]) -> None:
-    with pytest.raises(InvalidTree, match="unique, start with the root"):
-        Tree(paths)
-
-
-def test_a_path_without_its_parent_is_refused_by_every_constructor() -> None:
-    with pytest.raises(InvalidTree, match="has no parent"):
-        Tree(((), (0, 0)))
+def test_what_is_no_tree(make: Callable[[Any], Tree], argument: Any, words: str) -> None:
+    with pytest.raises(InvalidTree, match=words):
+        make(argument)

@@ -78,14 +78,14 @@ class Batch:
         hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
         rows, seen, rules = self._settings_of(requests)
         uniforms = self._uniforms(requests, 1)
-        scores = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
-        roots = choose(scores, rows, seen, uniforms[:, 0])
+        allowed = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
+        roots = choose(allowed, rows, seen, uniforms[:, 0])
         new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
         context = self._prompt_context(texts, hidden, to_device(new_ids, roots.device)[:, 0], new_ids)
         logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
         events = [
-            self._append(request, ids, num_drafted=0, **own)
-            for request, ids, own in zip(requests, new_ids, logprobs, strict=True)
+            self._append(request, ids, num_drafted=0, **scores)
+            for request, ids, scores in zip(requests, new_ids, logprobs, strict=True)
             if not request.token_ids
         ]
         self._context = _merged(self._context, context)
@@ -198,7 +198,6 @@ class Batch:
         return True
 
     def _note_hidden(self, counts: Sequence[int]) -> None:
-        """Keeps the hidden states of the tokens that the step accepted."""
         if self.on_leave is not None:
             assert self._context is not None
             for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
@@ -214,7 +213,6 @@ class Batch:
                 self.on_leave(request, ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)]))
 
     def _read_settings(self) -> None:
-        """Rows came or went."""
         self._rows, self._seen, self._rules = self._settings_of(self.requests)
         self._are_free = [_is_free(request.settings) for request in self.requests]
 
@@ -330,23 +328,23 @@ def _logprobs(
         new_ids: at most P tokens of each row.
         counts: how many of them are new.
     """
-    found: list[dict[str, Any]] = [{} for _ in requests]
+    arguments: list[dict[str, Any]] = [{} for _ in requests]
     asked = {row: k for row, request in enumerate(requests) if (k := request.settings.logprobs) is not None}
     if not asked:
-        return found
+        return arguments
     rows = to_device(list(asked), logits.device)
     width = max(counts[row] for row in asked)
     tokens = to_device([new_ids[row][:width] for row in asked], logits.device)
     at = logits[rows[:, None], path[rows, :width]]  # (b, width, V)
-    own, top, top_ids = token_logprobs(at, tokens, max(asked.values()))
-    packed = torch.cat([own[..., None].double(), top.double(), top_ids.double()], -1).tolist()  # one transfer
+    of_tokens, top, top_ids = token_logprobs(at, tokens, max(asked.values()))
+    packed = torch.cat([of_tokens[..., None].double(), top.double(), top_ids.double()], -1).tolist()  # one transfer
     num_top = top.shape[-1]
     for (row, k), places in zip(asked.items(), packed, strict=True):
         pairs: list[TopLogprobs] = [
             tuple(zip(map(int, place[1 + num_top :]), place[1 : 1 + num_top], strict=True))[:k] for place in places
         ]
-        found[row] = {"logprobs": [place[0] for place in places], "top_logprobs": pairs}
-    return found
+        arguments[row] = {"logprobs": [place[0] for place in places], "top_logprobs": pairs}
+    return arguments
 
 
 def _num_copied(draft: Draft, result: AcceptResult) -> Tensor:

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from draftheads.decode.prefix_cache import PrefixCache
-from draftheads.decode.prompt_reader import ReadPrompt, ReadText
+from draftheads.decode.prompt_reader import ReadPrompt
 from draftheads.decode.reading import Reading, ReadingQueue
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.running import RunningLane, SlotBytes
@@ -254,7 +254,7 @@ class EngineCore:
                 return lane
         new = RunningLane(queued.lane, engine, self._on_phase)
         if self._keeps_answers:
-            new.batch.on_leave = partial(self._remember, new)
+            new.batch.on_leave = lambda request, text: self.prefixes.add(new.namespace(request), text)
         return new if self._makes_room(new, queued.request, kept_free) else None
 
     def _rows_of_clients(self) -> Counter[str]:
@@ -371,10 +371,6 @@ class EngineCore:
         lane.batch.drop([request])
         lane.batch.target.trim()
         self.waiting.push(lane.requests.pop(request), first=True)
-
-    def _remember(self, lane: RunningLane, request: Request, text: ReadText) -> None:
-        """Keeps what was read of a row that leaves."""
-        self.prefixes.add(lane.namespace(request), text)
 
     # --- passes of the model ---
 

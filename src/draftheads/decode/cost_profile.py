@@ -145,11 +145,11 @@ class CostProfile:
         that was measured counts, as disturbances only add.
         """
         lines = {rows: [(rows * nodes, value) for nodes, value in line] for rows, line in self._lines["verify"].items()}
-        one = _from_below(lines[1])
+        one_row = _from_below(lines[1])
         by_rows: Line = []
         for rows, line in sorted(lines.items(), reverse=True):
-            known = [point for point in line if point[0] <= one[-1][0]] or line[:1]
-            added = max(0.0, min(value - _on_line(one, tokens) for tokens, value in known))
+            known = [point for point in line if point[0] <= one_row[-1][0]] or line[:1]
+            added = max(0.0, min(value - _on_line(one_row, tokens) for tokens, value in known))
             by_rows.append((rows, min([added, *(more for _, more in by_rows)]) if rows > 1 else 0.0))
         by_rows.reverse()
         least: dict[int, float] = {}
@@ -160,11 +160,11 @@ class CostProfile:
 
     @staticmethod
     def _by_rows(lines: Mapping[int, Line], rows: int, nodes: int) -> float:
-        """Interpolates between numbers of rows; never less for more rows, and in proportion beyond the last number."""
+        """Between numbers of rows; never less for more rows, and in proportion beyond the last number."""
         highest: list[tuple[int, float]] = []
         for number, line in sorted(lines.items()):
-            found = _on_line(_from_below(line), nodes)
-            highest.append((number, max([found, *(value for _, value in highest)])))
+            added = _on_line(_from_below(line), nodes)
+            highest.append((number, max([added, *(value for _, value in highest)])))
         most = highest[-1][0]
         return _on_line(highest, min(rows, most)) * max(1.0, rows / most)
 
@@ -183,11 +183,11 @@ class CostProfile:
         part = kind if kind in self._lines else "static"
         if depth is None or part not in self._levels:
             return self._bilinear(self._lines.get(part), rows, nodes)
-        found = [
+        by_rows = [
             (number, first + (depth - 1) * _on_line(line, nodes))
             for number, (first, line) in sorted(self._levels[part].items())
         ]
-        return max(0.0, _on_line(found, rows))
+        return max(0.0, _on_line(by_rows, rows))
 
     @cached_property
     def _levels(self) -> dict[str, dict[int, tuple[float, Line]]]:
@@ -340,8 +340,8 @@ def _after_long_text(
         fits = rows * length * timer.bytes_per_token <= _LONG_TEXT_BYTES
         if length <= TEXT_TOKENS or not fits or timer.now + _LONG_REPEATS * 2 * expected / 1e3 > deadline:
             continue
-        found = min(timer.milliseconds("verify", rows, nodes, text_tokens=length) for _ in range(_LONG_REPEATS))
-        yield CostPoint("verify", rows, nodes, round(found, 4), length)
+        least = min(timer.milliseconds("verify", rows, nodes, text_tokens=length) for _ in range(_LONG_REPEATS))
+        yield CostPoint("verify", rows, nodes, round(least, 4), length)
 
 
 def _estimate(samples: dict[tuple[Part, int, int], float], part: Part, rows: int, nodes: int) -> float:
@@ -413,41 +413,37 @@ def cost_of(target: TargetModel, drafter: DraftHead, *, extra_nodes: int = 0, ke
         CacheWarning: the cache is damaged or cannot be written. Then it is measured anew.
         SpeedWarning: other programs use the cores.
     """
-    with thread_choice().unchanged():
-        return _cost_of(target, drafter, extra_nodes, keep=keep)
-
-
-def _cost_of(target: TargetModel, drafter: DraftHead, extra_nodes: int, *, keep: bool) -> CostProfile:
     problems = []
-    others, on_cpu = OtherPrograms(), target.device.type == "cpu"
     path = None
-    try:
-        path = cache_folder() / "costs" / f"{cost_key(target, drafter, extra_nodes)}.json"
-        if path.exists():
-            stored = read_cost(path)
-            factor = slowdown(stored, target, drafter)
-            is_busy = on_cpu and others.disturb(torch.get_num_threads())
-            if 1.0 / _SAME <= factor <= _SAME or (factor > 1.0 and is_busy):
-                if factor > _SAME:
-                    _warn_of_others(f"a step takes {factor:.1f} times as long as on the idle machine")
-                return stored
-    except (CheckpointError, ValueError, OSError) as error:
-        problems.append(f"the cost profile cannot be read: {error}")
-    except InvalidSettings as error:
-        problems.append(f"the cost profile is not kept: {error}")
-    logger.info("measuring the costs of steps (%.0f seconds, once per machine, model and head)", BUDGET_SECONDS)
-    others.busy_cores()
-    found = measure_cost(target, drafter, extra_nodes=extra_nodes)
-    if on_cpu and others.disturb(torch.get_num_threads()):
-        _warn_of_others("the measured costs of steps are rough, and not kept")
-    elif keep and path is not None:
+    with thread_choice().unchanged():
+        others, on_cpu = OtherPrograms(), target.device.type == "cpu"
         try:
-            write_atomic(path, found.to_json().encode())
-        except StorageError as error:
+            path = cache_folder() / "costs" / f"{cost_key(target, drafter, extra_nodes)}.json"
+            if path.exists():
+                stored = read_cost(path)
+                factor = slowdown(stored, target, drafter)
+                is_busy = on_cpu and others.disturb(torch.get_num_threads())
+                if 1.0 / _SAME <= factor <= _SAME or (factor > 1.0 and is_busy):
+                    if factor > _SAME:
+                        _warn_of_others(f"a step takes {factor:.1f} times as long as on the idle machine")
+                    return stored
+        except (CheckpointError, ValueError, OSError) as error:
+            problems.append(f"the cost profile cannot be read: {error}")
+        except InvalidSettings as error:
             problems.append(f"the cost profile is not kept: {error}")
+        logger.info("measuring the costs of steps (%.0f seconds, once per machine, model and head)", BUDGET_SECONDS)
+        others.busy_cores()
+        measured = measure_cost(target, drafter, extra_nodes=extra_nodes)
+        if on_cpu and others.disturb(torch.get_num_threads()):
+            _warn_of_others("the measured costs of steps are rough, and not kept")
+        elif keep and path is not None:
+            try:
+                write_atomic(path, measured.to_json().encode())
+            except StorageError as error:
+                problems.append(f"the cost profile is not kept: {error}")
     if problems:
-        warnings.warn("; ".join(problems), CacheWarning, stacklevel=4)
-    return found
+        warnings.warn("; ".join(problems), CacheWarning, stacklevel=3)
+    return measured
 
 
 def slowdown(stored: CostProfile, target: TargetModel, drafter: DraftHead) -> float:
@@ -463,4 +459,4 @@ def slowdown(stored: CostProfile, target: TargetModel, drafter: DraftHead) -> fl
 
 def _warn_of_others(effect: str) -> None:
     load = f"the load average is {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "the machine is busy"
-    warnings.warn(f"other programs use the processor ({load}): {effect}", SpeedWarning, stacklevel=5)
+    warnings.warn(f"other programs use the processor ({load}): {effect}", SpeedWarning, stacklevel=4)

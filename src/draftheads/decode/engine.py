@@ -98,13 +98,12 @@ class Engine:
             raise InvalidSettings("profiles are for a drafter that fills trees, such as a draft head")
         if shape is not None and not fills_shapes:
             raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
-        shape = None if shape is None else as_shape(shape)
-        if shape is not None and drafter is not None:
-            drafter.check_shape(shape)
         self.model = model
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
-        self.shape = shape
+        self.shape = None if shape is None else as_shape(shape)
+        if self.shape is not None:
+            self.drafter.check_shape(self.shape)
         self.profile = profile
         self.cost = cost
         self.check = check
@@ -153,16 +152,16 @@ class Engine:
         """Checked requests, ready for :meth:`run`. Arguments and errors as for :meth:`generate`."""
         prompts = prompt_list(prompts)
         if isinstance(settings, Sequence) and not isinstance(settings, str):
-            each = list(settings)
+            rows = list(settings)
         else:
-            each = [SamplingSettings() if settings is None else settings] * len(prompts)
-        if len(each) != len(prompts):
+            rows = [SamplingSettings() if settings is None else settings] * len(prompts)
+        if len(rows) != len(prompts):
             raise InvalidSettings(
-                f"{len(each)} settings for {counted(len(prompts), 'prompt')}: give one for all, or one for each"
+                f"{len(rows)} settings for {counted(len(prompts), 'prompt')}: give one for all, or one for each"
             )
         return [
-            self.request(prompt, _overridden(own, overrides), index=index)
-            for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
+            self.request(prompt, _overridden(row, overrides), index=index)
+            for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
 
     def request(self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0) -> Request:
@@ -323,20 +322,17 @@ class Engine:
         return f"<table>{''.join(rows)}</table>"
 
     def _parts(self) -> dict[str, str]:
-        shape = self.shape or self.drafter.default_shape
-        if self.profile is not None:
-            tree = "trees by profile"
-        else:
-            tree = "trees of its own" if shape is None else f"tree: {in_words(shape)}"
         parts = {
             "model": self.model.model_id,
             "precision": self.model.precision,
             "device": str(self.model.device),
             "drafter": self.drafter.name,
-            "drafts": tree,
         }
-        if self.drafter.name == NoDraft.name:
-            del parts["drafts"]
+        shape = self.shape or self.drafter.default_shape
+        if self.profile is not None:
+            parts["drafts"] = "trees by profile"
+        elif self.drafter.name != NoDraft.name:
+            parts["drafts"] = "trees of its own" if shape is None else f"tree: {in_words(shape)}"
         return parts
 
 

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 
 from draftheads.decode.prompt_reader import ReadText
 
+Key = tuple[Hashable, tuple[int, ...]]  # a namespace, and the tokens of a text
 FEWEST_TOKENS = 8  # a shorter common beginning is not worth a copy: most prompts begin with the same special tokens
 
 
@@ -23,7 +24,7 @@ class PrefixCache:
         self.num_bytes = 0
         self.hits = 0
         self.tokens_reused = 0
-        self._texts: OrderedDict[tuple[Hashable, tuple[int, ...]], ReadText] = OrderedDict()  # used last comes last
+        self._texts: OrderedDict[Key, ReadText] = OrderedDict()  # used last comes last
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -46,9 +47,7 @@ class PrefixCache:
         """How many tokens :meth:`find` would return."""
         return self._best(namespace, token_ids)[1]
 
-    def _best(
-        self, namespace: Hashable, token_ids: Sequence[int]
-    ) -> tuple[tuple[Hashable, tuple[int, ...]] | None, int]:
+    def _best(self, namespace: Hashable, token_ids: Sequence[int]) -> tuple[Key | None, int]:
         """The text that shares the longest beginning with a prompt, and its length."""
         wanted = token_ids[:-1]
         shared = {key: num_shared(key[1], wanted) for key in self._texts if key[0] == namespace}
@@ -60,10 +59,7 @@ class PrefixCache:
 
         A text that is the beginning of a kept one, or larger than the whole cache, is not kept.
 
-        Args:
-            namespace: the text belongs to.
-            text: that was read.
-            copy: or the memory of the text is the cache's from now on.
+        Without ``copy`` the memory of the text is the cache's from now on.
         """
         ids = tuple(text.token_ids)
         for key in [key for key in self._texts if key[0] == namespace]:
@@ -88,15 +84,15 @@ class PrefixCache:
         while self.num_bytes > num_bytes:
             self._remove(next(iter(self._texts)))
 
-    def _remove(self, key: tuple[Hashable, tuple[int, ...]]) -> None:
+    def _remove(self, key: Key) -> None:
         self.num_bytes -= self._texts.pop(key).num_bytes
 
 
-def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens that both begin with.
 
     >>> num_shared([1, 2, 3], [1, 2, 4, 5]), num_shared([1], [1, 2])
     (2, 1)
     """
-    places = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in places if a != b), min(len(one), len(other)))
+    places = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in places if a != b), min(len(first), len(second)))

@@ -116,7 +116,7 @@ class SizePolicy(WrappedDrafter):
         """Expected draft tokens that are accepted, per row; entry n-1 is of trees of n nodes."""
         ways = [(kind, depth) for kind in KINDS for depth in self.profile.depths(kind)]
         gains = {way: np.array(self.profile.tokens(*way)) - 1.0 for way in ways}
-        return {way: some for way, some in gains.items() if len(some) > 1}
+        return {way: by_size for way, by_size in gains.items() if len(by_size) > 1}
 
     def _drafting_of(self, batch: int) -> dict[Candidate, Floats]:
         if batch not in self._drafting:
@@ -152,8 +152,8 @@ class SizePolicy(WrappedDrafter):
         """
         batch = len(ratios)
         table = self.table(batch, text_tokens)
-        found: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
-        fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * found[2]
+        choice: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
+        fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * choice[2]
         for way, gains in table.gains.items():
             rates = (batch + ratios.sum() * gains) / (table.verifying[: len(gains)] + table.drafting[way])
             best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
@@ -162,8 +162,8 @@ class SizePolicy(WrappedDrafter):
             rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if way[0] == "dynamic" else 0.0))
             if rate > fastest:
                 fastest = rate
-                found = (self.shape(way, best + 1), float(gains[best]), float(rates[best]))
-        return found
+                choice = (self.shape(way, best + 1), float(gains[best]), float(rates[best]))
+        return choice
 
 
 class SizePolicySession(WrappedSession):
@@ -222,12 +222,8 @@ class SizePolicySession(WrappedSession):
         Several rows that are decoded without drafts for a while may end soon. So drafting begins when it would have
         saved as much time as reading takes, as in the ski rental problem: the loss is at most twice the least possible.
 
-        Args:
-            context: of the rows.
-            table: of these rows.
-            chosen: the shape that is fastest by the table, None for plain decoding.
-            rate: its tokens per millisecond.
-            tokens: that a step with it is expected to give.
+        ``chosen`` is the fastest shape by the table (None: plain decoding), ``rate`` its tokens per millisecond, and
+        ``tokens`` what a step with it is expected to give.
         """
         batch = len(context.root_ids)
         if not self.policy.drafter.reads_whole_text or context.root_ids.device.type != "cpu":
@@ -274,16 +270,16 @@ class SizePolicySession(WrappedSession):
     def on_accept(self, num_accepted: Sequence[int], num_copied: Sequence[int], are_free: Sequence[bool]) -> None:
         """Records it. The profile expects rows that are free."""
         self.session.on_accept(num_accepted, num_copied, are_free)
-        own = list(map(sub, num_accepted, num_copied))
+        drafted = list(map(sub, num_accepted, num_copied))
         for records, accepted, expected in (
-            (self._records, own, self._expected),
+            (self._records, drafted, self._expected),
             (self._copies, num_copied, self._expected_copies),
         ):
             for record, number, most in zip(records, accepted, expected, strict=True):
                 record.note(number, most)
         if self._gain and self.check is not None:
             num_rows = sum(are_free)
-            self.check.note(num_rows, sum(compress(own, are_free)), num_rows * self._gain)
+            self.check.note(num_rows, sum(compress(drafted, are_free)), num_rows * self._gain)
 
     def _cut(self, draft: Draft, ratios: Floats, copies: Floats, rate: float, table: _Table) -> Draft:
         """The first nodes of a draft, as many as gain more tokens than their time is worth at that rate.
@@ -307,13 +303,8 @@ class SizePolicySession(WrappedSession):
         Only on a CPU: elsewhere the host would have to wait for the probabilities, so nothing is cut.
 
         Where levels can be left out (:attr:`BestFirst.min_level_probability`) it may be as deep as the head was
-        measured, but each level is drafted only if the tokens that it is likely to gain are worth its time.
-
-        Args:
-            shape: the fastest one by the table.
-            table: of these rows.
-            context: of these rows.
-            rate: tokens per millisecond, as if all requests accepted what the profile expects.
+        measured, but each level is drafted only if the tokens that it is likely to gain are worth its time. ``rate`` is
+        in tokens per millisecond, as if all requests accepted what the profile expects.
         """
         if not isinstance(shape, BestFirst) or context.root_ids.device.type != "cpu":
             return shape
@@ -327,7 +318,7 @@ class SizePolicySession(WrappedSession):
         return replace(self.profile.growing(most), min_level_probability=round(reach, 2))
 
 
-def weights(room: Sequence[int], one: float, all_rows: float) -> Floats:
+def weights(room: Sequence[int], one_row: float, all_rows: float) -> Floats:
     """How much a token counts that only one row gains, where no request waits for a place.
 
     A plain step takes a little longer for each row, but most of its time is there for any number of them. So a row that
@@ -335,7 +326,7 @@ def weights(room: Sequence[int], one: float, all_rows: float) -> Floats:
 
     Args:
         room: tokens that each row may still take.
-        one: milliseconds of a plain step of one row.
+        one_row: milliseconds of a plain step of one row.
         all_rows: the same of all rows together.
 
     >>> weights([40, 40], 20.0, 22.0).round(2)
@@ -346,9 +337,9 @@ def weights(room: Sequence[int], one: float, all_rows: float) -> Floats:
     array([1., 1.])
     """
     batch = len(room)
-    share = min(1.0, batch * max(0.0, (all_rows - one) / (batch - 1)) / all_rows)
-    found = np.full(batch, share)
+    share = min(1.0, batch * max(0.0, (all_rows - one_row) / (batch - 1)) / all_rows)
+    weight = np.full(batch, share)
     *_, second, first = sorted(room)
     if first - second >= _BEHIND:
-        found[room.index(first)] += batch * (1.0 - share)
-    return found
+        weight[room.index(first)] += batch * (1.0 - share)
+    return weight

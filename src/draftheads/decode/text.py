@@ -18,19 +18,21 @@ class TextStream:
     def push(self, token_ids: list[int]) -> str:
         """Adds tokens and returns the new text that is certain: whole characters only."""
         self._ids += token_ids
-        before = self._decode(self._ids[self._start : self._shown])
-        after = self._decode(self._ids[self._start :])
-        if len(after) <= len(before) or after.endswith(_UNFINISHED):
+        new = self._new_text()
+        if not new or new.endswith(_UNFINISHED):
             return ""
         self._start, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
+        return new
 
     def flush(self) -> str:
         """The rest, half characters included: the text will not grow any more."""
-        before = self._decode(self._ids[self._start : self._shown])
-        after = self._decode(self._ids[self._start :])
+        new = self._new_text()
         self._start = self._shown = len(self._ids)
-        return after[len(before) :]
+        return new
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[self._start : self._shown])
+        return self._decode(self._ids[self._start :])[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

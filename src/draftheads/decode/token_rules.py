@@ -52,14 +52,14 @@ class BatchRules:
 
     def below(self, places: Places, parents: Tensor, token_ids: Tensor) -> Places:
         """The places (B, W') of children, from the indices (B, W') of their parents' places and their tokens."""
-        found: Places = [[0] * token_ids.shape[1] for _ in self._states]
+        below: Places = [[0] * token_ids.shape[1] for _ in self._states]
         if not self._ruled_rows:
-            return found
+            return below
         packed = torch.stack([parents, token_ids], 2).tolist()
         for row, state in enumerate(self._states):
             if state is not None:
-                found[row] = [state.place_below(places[row][parent], token) for parent, token in packed[row]]
-        return found
+                below[row] = [state.place_below(places[row][parent], token) for parent, token in packed[row]]
+        return below
 
     def num_allowed(self, row: int, token_ids: Sequence[int]) -> int:
         """How many tokens of a chain below the root are allowed."""

@@ -1,4 +1,4 @@
-"""Acceptance: which path of a verified tree is accepted, and the next token. Tensors in, a AcceptResult out.
+"""Acceptance: which path of a verified tree is accepted, and the next token. Tensors in, an AcceptResult out.
 
 * exact — the token at every node is chosen as plain decoding would choose it (argmax, or a draw from the processed
   distribution), and the walk continues at the child that equals it. Greedy rows have the text of plain decoding, and
@@ -13,6 +13,8 @@
 
 B rows, N nodes, V vocabulary, P = depth of the tree + 1.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -43,12 +45,12 @@ def accept(
         rejection_uniforms: (B, :func:`num_rejection_uniforms`) float64 in [0, 1), for drafts that were drawn, where
             a row asks for rejection.
     """
-    verdict = _walk(draft, logits, rows, uniforms, seen)
+    verdict = _exact(draft, logits, rows, uniforms, seen)
     if rows.any_typical:
         verdict = _where(rows.typical, _longest_typical(draft, logits, rows, uniforms, seen), verdict)
     if rows.any_rejection and draft.sampled:
         assert rejection_uniforms is not None, "rejection needs uniform numbers"
-        rejection = _rejection_walk(draft, logits, rows, rejection_uniforms, seen)
+        rejection = _by_sibling(draft, logits, rows, rejection_uniforms, seen)
         is_chain = draft.max_siblings <= 1
         by_sibling = rows.rejection if is_chain else rows.rejection | rows.block
         verdict = _where(by_sibling, rejection, verdict)
@@ -62,31 +64,65 @@ def num_rejection_uniforms(draft: Draft) -> int:
     return (draft.max_depth + 1) * (draft.max_siblings + 1)
 
 
-def _where(chosen: Tensor, one: AcceptResult, other: AcceptResult) -> AcceptResult:
-    """Of two verdicts the first one for the rows that are chosen."""
+def _where(chosen: Tensor, first: AcceptResult, second: AcceptResult) -> AcceptResult:
+    """The first verdict for the rows that are chosen, the second for the others."""
     return AcceptResult(
-        torch.where(chosen[:, None], one.path, other.path),
-        torch.where(chosen, one.num_accepted, other.num_accepted),
-        torch.where(chosen, one.next_ids, other.next_ids),
+        torch.where(chosen[:, None], first.path, second.path),
+        torch.where(chosen, first.num_accepted, second.num_accepted),
+        torch.where(chosen, first.next_ids, second.next_ids),
     )
 
 
-def _rejection_walk(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None
-) -> AcceptResult:
-    """At each node try the children in turn; step into the first that is accepted, or draw from what is left."""
-    assert draft.probs is not None
-    assert draft.log_probs is not None
-    batch = torch.arange(len(logits), device=logits.device)
-    places = torch.arange(draft.num_nodes, 0, -1, device=logits.device)
-    uniforms = uniforms.view(len(logits), draft.max_depth + 1, -1)
+# depth, nodes (B,), tokens (B, V) seen there -> whether a child is accepted, which one, and the next token if none
+Decide = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+
+
+def _walk(draft: Draft, seen: Tensor | None, decide: Decide) -> AcceptResult:
+    """From the root into the child that is accepted, until there is none."""
+    batch = torch.arange(len(draft.token_ids), device=draft.token_ids.device)
     node = torch.zeros_like(batch)
     going = torch.ones_like(batch, dtype=torch.bool)
     num_accepted = torch.ones_like(batch)
     path = node[:, None].repeat(1, draft.max_depth + 1)
     next_ids = node
-    width = min(draft.max_siblings, draft.num_nodes)
     for depth in range(draft.max_depth + 1):
+        is_accepted, child, following = decide(depth, node, seen)
+        next_ids = torch.where(going, following, next_ids)
+        going = going & is_accepted
+        if depth == draft.max_depth or (going.device.type == "cpu" and not going.any()):
+            break
+        node = torch.where(going, child, node)
+        path[:, depth + 1] = node
+        num_accepted = num_accepted + going
+        if seen is not None:
+            seen = seen.clone()
+            seen[batch, draft.token_ids[batch, node]] |= going
+    return AcceptResult(path, num_accepted, next_ids)
+
+
+def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> AcceptResult:
+    """Choose at the node, and step into the child that was chosen."""
+    batch = torch.arange(len(logits), device=logits.device)
+    below_root = draft.depths > 0
+
+    def decide(depth: int, node: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = choose(logits[batch, node], rows, seen, uniforms[:, depth])
+        child = (draft.parents == node[:, None]) & (draft.token_ids == chosen[:, None]) & below_root  # (B, N)
+        return child.any(1), child.int().argmax(1), chosen
+
+    return _walk(draft, seen, decide)
+
+
+def _by_sibling(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> AcceptResult:
+    """Try the children in turn; step into the first that is accepted, or draw from what is left."""
+    batch = torch.arange(len(logits), device=logits.device)
+    places = torch.arange(draft.num_nodes, 0, -1, device=logits.device)
+    uniforms = uniforms.view(len(logits), draft.max_depth + 1, -1)
+    width = min(draft.max_siblings, draft.num_nodes)
+
+    def decide(depth: int, node: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        assert draft.probs is not None
+        assert draft.log_probs is not None
         p = probabilities(penalised(logits[batch, node], rows, seen), rows)
         is_child = (draft.parents == node[:, None]) & (draft.depths > 0)
         order = (is_child * places).expand(len(logits), -1).topk(width, dim=1)  # the first child first
@@ -95,20 +131,10 @@ def _rejection_walk(
         tokens = draft.token_ids.gather(1, children)
         chances, left = sibling_chances(p, draft.probs[batch, node].double(), tokens, present)
         accepted = uniforms[:, depth, :width] < chances
-        steps = going & accepted.any(1)
-        first = accepted.int().argmax(1) if width else node
-        taken = tokens[batch, first] if width else node
-        next_ids = torch.where(going & ~steps, draw(left, uniforms[:, depth, -1]), next_ids)
-        going = steps
-        if depth == draft.max_depth or (going.device.type == "cpu" and not going.any()):
-            break
-        node = torch.where(going, children[batch, first], node)
-        path[:, depth + 1] = node
-        num_accepted = num_accepted + going
-        if seen is not None:
-            seen = seen.clone()
-            seen[batch, taken] |= going
-    return AcceptResult(path, num_accepted, next_ids)
+        child = children[batch, accepted.int().argmax(1)] if width else node
+        return accepted.any(1), child, draw(left, uniforms[:, depth, -1])
+
+    return _walk(draft, seen, decide)
 
 
 def _longest_block(
@@ -119,9 +145,7 @@ def _longest_block(
     assert draft.log_probs is not None
     batch = torch.arange(len(logits), device=logits.device)
     length = draft.num_nodes - 1
-    ancestors = draft.ancestors.expand(len(logits), -1, -1)
-    seen_nodes = None if seen is None else _seen_at_nodes(draft, ancestors, seen)
-    p = probabilities(penalised(logits, rows, seen_nodes), rows)  # (B, L + 1, V)
+    p = probabilities(penalised(logits, rows, _seen_at_nodes(draft, seen)), rows)  # (B, L + 1, V)
     chances, left = block_chances(p, draft.probs[:, :-1].double(), draft.token_ids[:, 1:])
     present = (draft.log_probs[:, 1:] > -torch.inf).int().cumprod(1).bool()
     uniforms = uniforms.view(len(logits), length + 1, -1)
@@ -133,31 +157,6 @@ def _longest_block(
     return AcceptResult(path, count + 1, draw(left[batch, count], uniforms[batch, count, -1]))
 
 
-def _walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> AcceptResult:
-    """Choose at the node, step into the child that was chosen, until there is none."""
-    batch = torch.arange(len(logits), device=logits.device)
-    node = torch.zeros_like(batch)
-    going = torch.ones_like(batch, dtype=torch.bool)
-    num_accepted = torch.ones_like(batch)
-    path = node[:, None].repeat(1, draft.max_depth + 1)
-    next_ids = node
-    below_root = draft.depths > 0
-    for depth in range(draft.max_depth + 1):
-        chosen = choose(logits[batch, node], rows, seen, uniforms[:, depth])
-        next_ids = torch.where(going, chosen, next_ids)
-        child = (draft.parents == node[:, None]) & (draft.token_ids == chosen[:, None]) & below_root  # (B, N)
-        going = going & child.any(1)
-        if depth == draft.max_depth or (going.device.type == "cpu" and not going.any()):
-            break
-        node = torch.where(going, child.int().argmax(1), node)
-        path[:, depth + 1] = node
-        num_accepted = num_accepted + going
-        if seen is not None:
-            seen = seen.clone()
-            seen[batch, chosen] |= going
-    return AcceptResult(path, num_accepted, next_ids)
-
-
 def _longest_typical(
     draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None
 ) -> AcceptResult:
@@ -165,7 +164,7 @@ def _longest_typical(
     batch = torch.arange(len(logits), device=logits.device)
     parents = draft.parents.expand_as(draft.token_ids)
     ancestors = draft.ancestors.expand(len(logits), -1, -1)
-    seen_nodes = None if seen is None else _seen_at_nodes(draft, ancestors, seen)
+    seen_nodes = _seen_at_nodes(draft, seen)
     probs = probabilities(penalised(logits, rows, seen_nodes), rows)  # (B, N, V)
     entropy = torch.special.entr(probs).sum(-1)  # (B, N)
     threshold = torch.minimum(rows.epsilon[:, None], rows.delta[:, None] * (-entropy).exp())
@@ -183,17 +182,16 @@ def _longest_typical(
     on_path = ancestors[batch, node].int() * torch.arange(draft.num_nodes, 0, -1, device=logits.device)
     path = draft.num_nodes - on_path.topk(min(draft.max_depth + 1, draft.num_nodes), dim=1).values
     path = torch.where(steps < num_accepted[:, None], path, 0)
-    next_ids = choose(logits[batch, node], rows, _row(seen_nodes, batch, node), uniforms[batch, num_accepted - 1])
+    seen_there = None if seen_nodes is None else seen_nodes[batch, node]
+    next_ids = choose(logits[batch, node], rows, seen_there, uniforms[batch, num_accepted - 1])
     return AcceptResult(path, num_accepted, next_ids)
 
 
-def _seen_at_nodes(draft: Draft, ancestors: Tensor, seen: Tensor) -> Tensor:
-    """(B, N, V) bool: the text and the tokens on each node's own path."""
-    nodes = draft.num_nodes
+def _seen_at_nodes(draft: Draft, seen: Tensor | None) -> Tensor | None:
+    """(B, N, V) bool: the text and the tokens on each node's own path; None without ``seen``."""
+    if seen is None:
+        return None
+    batch, nodes = draft.token_ids.shape
     tokens = draft.token_ids[:, None].expand(-1, nodes, nodes)
-    on_path = torch.zeros(*ancestors.shape[:2], seen.shape[-1], dtype=torch.int32, device=seen.device)
-    return seen[:, None] | (on_path.scatter_add_(2, tokens, ancestors.int()) > 0)
-
-
-def _row(seen_nodes: Tensor | None, batch: Tensor, node: Tensor) -> Tensor | None:
-    return None if seen_nodes is None else seen_nodes[batch, node]
+    on_path = torch.zeros(batch, nodes, seen.shape[-1], dtype=torch.int32, device=seen.device)
+    return seen[:, None] | (on_path.scatter_add_(2, tokens, draft.ancestors.expand_as(tokens).int()) > 0)

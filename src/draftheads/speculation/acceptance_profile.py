@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
@@ -59,8 +59,7 @@ class AcceptanceProfile:
         for num_nodes in range(1, len(self.paths)):
             self.tree(num_nodes + 1)
         self.growing(1)
-        expected = (*self.static_tokens, *self.dynamic_tokens, *(one for some in self.shallower_tokens for one in some))
-        copied = [share for shares in self.copies for share in shares]
+        expected = [*self.static_tokens, *self.dynamic_tokens, *chain.from_iterable(self.shallower_tokens)]
         _check(self.num_texts >= 0, f"num_texts is {self.num_texts}; it must be at least 0")
         _check(self.num_tokens >= 0, f"num_tokens is {self.num_tokens}; it must be at least 0")
         _check(0 <= self.temperature < math.inf, f"temperature is {self.temperature}; it must be at least 0")
@@ -79,7 +78,7 @@ class AcceptanceProfile:
         )
         for name, growing in (
             ("dynamic_tokens", self.dynamic_tokens),
-            *(("shallower_tokens", one) for one in self.shallower_tokens),
+            *(("shallower_tokens", tokens) for tokens in self.shallower_tokens),
         ):
             _check(
                 len(growing) <= MAX_NODES,
@@ -100,7 +99,7 @@ class AcceptanceProfile:
             f"a step has {min(expected)} tokens; it must have at least 1",
         )
         _check(
-            all(0 <= share <= 1 for share in copied),
+            all(0 <= share <= 1 for share in chain.from_iterable(self.copies)),
             f"copies is {self.copies}; every number must lie between 0 and 1",
         )
 
@@ -177,8 +176,8 @@ class AcceptanceProfile:
         """The paths of the static trees of at most that depth, and the tokens per step that each adds."""
         added = (after - before for before, after in pairwise(self.static_tokens))
         return [
-            (tuple(path), more)
-            for path, more in zip(self.paths, added, strict=False)
+            (tuple(path), tokens)
+            for path, tokens in zip(self.paths, added, strict=False)
             if depth is None or len(path) <= depth
         ]
 

@@ -18,17 +18,16 @@ class Candidates:
     token_ids: Tensor  # (B, M)
     parents: Tensor  # (B, M): indices in this list
     path_log_probs: Tensor  # (B, M): of the whole path
-    log_probs: Tensor | None = None  # (B, M): of each given its path
 
 
-def best_nodes(found: Candidates, priority: Tensor, count: int, max_depth: int) -> tuple[Draft, Tensor]:
+def best_nodes(candidates: Candidates, priority: Tensor, count: int, max_depth: int) -> tuple[Draft, Tensor]:
     """The tree of the ``count`` candidates of highest priority, and their indices (B, N).
 
     Of equals the first in the list is better, so a parent comes before its child if no child has a higher priority.
     The first n nodes are the tree of n nodes.
 
     Args:
-        found: the candidates.
+        candidates: of all rows.
         priority: (B, M), never higher than the parent's.
         count: N.
         max_depth: of any candidate.
@@ -37,17 +36,16 @@ def best_nodes(found: Candidates, priority: Tensor, count: int, max_depth: int) 
     numbers = torch.arange(order.shape[1], device=order.device).expand_as(order)
     place = torch.empty_like(order).scatter_(1, order, numbers)
     order = order[:, :count]
-    parents = place.gather(1, found.parents.gather(1, order))  # (B, N)
+    parents = place.gather(1, candidates.parents.gather(1, order))  # (B, N)
     max_depth = min(max_depth, count - 1)
     ancestors = ancestors_of(parents, max_depth)
     draft = Draft(
-        token_ids=found.token_ids.gather(1, order),
+        token_ids=candidates.token_ids.gather(1, order),
         parents=parents,
         depths=ancestors.sum(2) - 1,
         ancestors=ancestors,
         max_depth=max_depth,
-        log_probs=None if found.log_probs is None else found.log_probs.gather(1, order),
-        path_log_probs=found.path_log_probs.gather(1, order),
+        path_log_probs=candidates.path_log_probs.gather(1, order),
     )
     return draft, order
 
@@ -58,8 +56,8 @@ def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
     >>> ancestors_of(torch.tensor([[0, 0, 1]]), 2).int().tolist()
     [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
     """
-    one = torch.eye(parents.shape[1], device=parents.device)
-    reached = one + one[parents]  # in one step up or none; each squaring doubles the steps
+    itself = torch.eye(parents.shape[1], device=parents.device)
+    reached = itself + itself[parents]  # in one step up or none; each squaring doubles the steps
     for _ in range(max(0, max_depth - 1).bit_length()):
         reached = (reached @ reached).clamp_max_(1.0)
     return reached > 0

@@ -7,7 +7,7 @@ Trees may be shared by all rows (leading dimension 1) or differ by row (leading 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from draftheads.cpu.kernels import Product
 from draftheads.speculation.sampling import RowSettings
 from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
+
+_OF_NODES = ("token_ids", "parents", "depths", "log_probs", "path_log_probs", "probs", "copied")  # tensors (B, N, …)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Draft:
     depths: Tensor  # (1 or B, N) int64: root 0
     ancestors: Tensor  # (1 or B, N, N) bool: [n, m] says that m lies on the path from the root to n, n included
     max_depth: int  # at least the depth of the deepest node, known without asking the device
-    log_probs: Tensor | None = None  # (B, N): the drafter's log-probability of each node given its path, if it has one
+    log_probs: Tensor | None = None  # (B, N), of sampled drafts: of each draw, given its path and the draws before it
     path_log_probs: Tensor | None = None  # (B, N): of each node's whole path; falls along what grew best first
     probs: Tensor | None = None  # (B, N, V) float32, of sampled drafts: what a node's children were drawn from
     max_siblings: int = 0  # of sampled drafts: the most children that a node has
@@ -52,18 +54,10 @@ class Draft:
         """The tree of the first ``num_nodes`` nodes; they must form a tree, as in grown trees."""
         if num_nodes >= self.num_nodes:
             return self
-        return replace(
-            self,
-            token_ids=self.token_ids[:, :num_nodes],
-            parents=self.parents[:, :num_nodes],
-            depths=self.depths[:, :num_nodes],
-            ancestors=self.ancestors[:, :num_nodes, :num_nodes],
-            max_depth=min(self.max_depth, num_nodes - 1),
-            log_probs=None if self.log_probs is None else self.log_probs[:, :num_nodes],
-            path_log_probs=None if self.path_log_probs is None else self.path_log_probs[:, :num_nodes],
-            probs=None if self.probs is None else self.probs[:, :num_nodes],
-            copied=None if self.copied is None else self.copied[:, :num_nodes],
-        )
+        of_nodes = {name: getattr(self, name) for name in _OF_NODES}
+        first: dict[str, Any] = {name: part[:, :num_nodes] for name, part in of_nodes.items() if part is not None}
+        first["ancestors"] = self.ancestors[:, :num_nodes, :num_nodes]
+        return replace(self, max_depth=min(self.max_depth, num_nodes - 1), **first)
 
     def filled_up(self, filling: Tensor) -> Self:
         """The same draft where some nodes, (B, N) bool, and the nodes below them only fill up their row."""

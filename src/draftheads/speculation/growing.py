@@ -131,11 +131,11 @@ def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> 
         if probs is None:
             probs = whole.new_zeros(len(root), tree.num_nodes, whole.shape[-1])
         probs[:, at] = whole
-        ids, own = _without_replacement(drawn, level.top_k, context.draws(count * level.top_k))
+        ids, ids_log_probs = _without_replacement(drawn, level.top_k, context.draws(count * level.top_k))
         rank = tree_tensors(tree, root.device).ranks[level.start : level.stop]
         children = head.to_target_ids(ids[:, parents, rank])
         tokens.append(children)
-        log_probs.append(own[:, parents, rank])
+        log_probs.append(ids_log_probs[:, parents, rank])
         widest = max(widest, level.top_k)
         if level.expanded:
             chosen = _on_device(level.expanded, root.device)
@@ -195,24 +195,23 @@ def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin
     depth = min(shape.depth or max_depth, max_depth)
     if isinstance(shape, BestPaths):
         widths = shape.widths[:depth]
-        found = _expand(
-            head, begin(depth), context.root_ids, [(width, None) for width in widths], divisors=shape.temperatures
-        )
-        priority = _best_path_through(found.path_log_probs, widths)
+        whole = [(width, None) for width in widths]
+        candidates = _expand(head, begin(depth), context.root_ids, whole, divisors=shape.temperatures)
+        priority = _best_path_through(candidates.path_log_probs, widths)
         counts = _nodes_on_paths(priority, shape, depth)
         is_cpu = counts.device.type == "cpu"  # elsewhere the host would wait for the number
         most = int(counts.max()) if is_cpu else min(shape.most_nodes, priority.shape[1])
-        draft, _ = best_nodes(found, priority, most, depth)
+        draft, _ = best_nodes(candidates, priority, most, depth)
         return draft.filled_up(torch.arange(draft.num_nodes, device=counts.device) >= counts[:, None])
     beams = _beams(shape, depth, reads_path=head.reads_path)
     depth = min(depth, len(beams))
     levels = [(shape.top_k, beam) for beam in beams]
     stops_early = head.reads_path and shape.min_level_probability is not None and context.root_ids.device.type == "cpu"
     limit = (shape.num_nodes, shape.min_level_probability or 0.0) if stops_early else None
-    found = _expand(head, begin(depth), context.root_ids, levels, divisors=shape.temperatures, limit=limit)
-    priority = found.path_log_probs
+    candidates = _expand(head, begin(depth), context.root_ids, levels, divisors=shape.temperatures, limit=limit)
+    priority = candidates.path_log_probs
     count = likely_enough(priority, shape.num_nodes, shape.threshold)
-    return best_nodes(found, priority, min(count, found.token_ids.shape[1]), depth)[0]
+    return best_nodes(candidates, priority, min(count, priority.shape[1]), depth)[0]
 
 
 def _beams(shape: BestFirst, depth: int, *, reads_path: bool) -> list[int]:
@@ -251,7 +250,7 @@ def _expand(
     root = root_ids[:, None]  # (B, 1)
     score = torch.zeros_like(root, dtype=torch.float32)  # of the nodes at hand: their paths' log-probability
     node = torch.zeros_like(root)  # and their places in the list
-    tokens, parents, own, total, counts = [root], [node], [score], [score], [1]
+    tokens, parents, total, counts = [root], [node], [score], [1]
     # heads that do not read the path are asked all at once
     ready = (
         None if head.reads_path or not widths else _likeliest(head, state, range(len(widths)), max(widths), divisors)
@@ -264,7 +263,6 @@ def _expand(
         offset, count = sum(counts), paths[0].numel()
         tokens.append(ids.flatten(1))
         parents.append(node[:, :, None].expand(paths.shape).flatten(1))
-        own.append(log_probs.expand(paths.shape).flatten(1))
         total.append(paths.flatten(1))
         counts.append(count)
         if depth + 1 < len(widths):
@@ -282,7 +280,7 @@ def _expand(
             if head.reads_path:
                 above = place // paths.shape[2]
                 state = head.descend(state, depth, above, tokens[-1].gather(1, place))
-    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(total, 1), torch.cat(own, 1))
+    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(total, 1))
 
 
 def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_level_probability: float) -> int:

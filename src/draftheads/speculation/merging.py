@@ -1,7 +1,4 @@
-"""Copied tokens merged into a drafted tree. Tensors in, a Draft out.
-
-B rows, N nodes of the draft, M copied tokens.
-"""
+"""Copied tokens merged into a drafted tree. B rows, N nodes of the draft, M copied tokens."""
 
 from dataclasses import replace
 
@@ -31,7 +28,7 @@ def merged(draft: Draft, copies: Candidates, num_nodes: int) -> Draft:
     known = same.any(1)  # (B, 1 + M) whether the draft has that node, the root included
     new = torch.arange(old - 1, old + number, device=known.device)
     place = torch.where(known, same.int().argmax(1), new)  # of each copied token in the list of all candidates
-    found = Candidates(
+    candidates = Candidates(
         token_ids=torch.cat([draft.token_ids, copies.token_ids[:, 1:]], 1),
         parents=torch.cat(
             [draft.parents.expand_as(draft.token_ids), place.gather(1, copies.parents.expand_as(place))[:, 1:]], 1
@@ -45,9 +42,9 @@ def merged(draft: Draft, copies: Candidates, num_nodes: int) -> Draft:
         ),
     )
     count = min(num_nodes, old + number)
-    tree, order = best_nodes(found, found.path_log_probs, count, max(draft.max_depth, number))
+    tree, order = best_nodes(candidates, candidates.path_log_probs, count, max(draft.max_depth, number))
     tree = replace(tree, copied=order >= old)
-    return tree if count <= old else tree.filled_up(found.path_log_probs.gather(1, order).isneginf())
+    return tree if count <= old else tree.filled_up(candidates.path_log_probs.gather(1, order).isneginf())
 
 
 def _same_paths(draft: Draft, copies: Candidates) -> Tensor:

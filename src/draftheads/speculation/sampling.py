@@ -51,12 +51,8 @@ class RowSettings:
             return to_device(values, device, dtype)
 
         # at temperature 0 the typical set is the most likely token: the exact rule gives the same and is cheaper
-        best_root, sampled_root, rejection, block = (
-            [s.acceptance == rule and s.temperature > 0 for s in settings]
-            for rule in ("typical", "typical-sampled", "rejection", "block")
-        )
-        typical = [one or other for one, other in zip(best_root, sampled_root, strict=True)]
-        takes_best = [s.temperature == 0 or best for s, best in zip(settings, best_root, strict=True)]
+        rules = ["exact" if s.temperature == 0 else s.acceptance for s in settings]
+        takes_best = [s.temperature == 0 or s.acceptance == "typical" for s in settings]
         return cls(
             vocab_size=vocab_size,
             temperature=column([s.temperature for s in settings], torch.float64),
@@ -65,16 +61,16 @@ class RowSettings:
             repetition_penalty=column([s.repetition_penalty for s in settings], torch.float32),
             epsilon=column([s.typical_epsilon for s in settings], torch.float64),
             delta=column([s.typical_delta or s.typical_epsilon**0.5 for s in settings], torch.float64),
-            typical=column(typical, torch.bool),
+            typical=column([rule.startswith("typical") for rule in rules], torch.bool),
             takes_best=column(takes_best, torch.bool),
-            rejection=column(rejection, torch.bool),
-            block=column(block, torch.bool),
+            rejection=column([rule == "rejection" for rule in rules], torch.bool),
+            block=column([rule == "block" for rule in rules], torch.bool),
             drawn=column([row for row, best in enumerate(takes_best) if not best], torch.int64),
             any_sampled=not all(takes_best),
             any_filtered=any(s.temperature > 0 and (s.top_k is not None or s.top_p < 1.0) for s in settings),
             any_penalty=any(s.repetition_penalty != 1.0 for s in settings),
-            any_typical=any(typical),
-            any_rejection=any(rejection) or any(block),
+            any_typical=any(rule.startswith("typical") for rule in rules),
+            any_rejection="rejection" in rules or "block" in rules,
         )
 
     @cached_property
@@ -85,12 +81,8 @@ class RowSettings:
     @cached_property
     def of_drawn(self) -> Self:
         """The settings of the S rows whose next token is drawn."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        picked: dict[str, Any] = {
-            name: column[self.drawn]
-            for name, column in columns.items()
-            if name != "drawn" and isinstance(column, Tensor)
-        }
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "drawn"}
+        picked: dict[str, Any] = {name: part[self.drawn] for name, part in columns.items() if isinstance(part, Tensor)}
         return replace(self, **picked, drawn=torch.arange(len(self.drawn), device=self.drawn.device))
 
 
@@ -151,8 +143,8 @@ def most_likely(scores: Tensor) -> Tensor:
     parts = scores.unflatten(-1, (-1, _PART))
     part = parts.amax(-1).argmax(-1, keepdim=True)  # (…, 1)
     inside = parts.take_along_dim(part[..., None], -2)[..., 0, :].argmax(-1)
-    found: Tensor = part[..., 0] * _PART + inside
-    return found
+    best: Tensor = part[..., 0] * _PART + inside
+    return best
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
