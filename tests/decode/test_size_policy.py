@@ -708,7 +708,7 @@ def test_nodes_of_all_rows_compete_for_the_time_of_a_pass(seed: int) -> None:
 
 def test_a_node_is_taken_after_those_before_it() -> None:
     """Also where a copied token behind an unlikely one counts more."""
-    assert best_sizes(np.array([[0.0, 0.1, 0.9], [0.0, 0.3, 0.2]]), np.array([0.0, 0.2, 0.4])).tolist() == [1, 3]
+    assert best_sizes(np.array([[0.0, 0.1, 0.5], [0.0, 0.5, 0.4]]), np.array([0.0, 0.7, 1.4])).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("trees_differ", [False, True])
