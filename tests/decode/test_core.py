@@ -1,14 +1,20 @@
-"""Which prompts the core reads in one pass."""
+"""Which prompts the core reads in one pass, and who waits for whom."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from draftheads.decode.core import PromptReader
+from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
+from draftheads.decode.prompt_reader import PromptReader
+from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.running import SlotBytes
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
-from families import tiny_model
+from draftheads.speculation.drafter import NoDraft
+from families import TREES, tiny_head, tiny_model
 from scheduler_world import plain_answer, request_of
 
 SHORT = [[3, 4, 5], [9, 8, 7, 6], [11, 5]]
@@ -36,9 +42,138 @@ def groups_of(model: TargetModel, prompts: Sequence[Sequence[int]], monkeypatch:
 def test_short_prompts_are_read_together_and_those_of_other_blocks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader's rows are as long as its longest one, and each request reserves the blocks of its own prompt."""
     model = tiny_model("llama")
-    assert groups_of(model, [SHORT[0], LONG, *SHORT[1:]], monkeypatch) == [[3, 4, 2], [140]]
+    assert groups_of(model, [SHORT[0], LONG, *SHORT[1:]], monkeypatch) == [[2, 3, 4], [140]]
 
 
 def test_with_batch_invariance_each_prompt_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama").sped_up(batch_invariant=True)
-    assert groups_of(model, SHORT, monkeypatch) == [[3], [4], [2]]
+    assert groups_of(model, SHORT, monkeypatch) == [[2], [3], [4]]
+
+
+# --- fairness and memory ---
+
+
+def core_of(engine: Engine, **limits: Any) -> EngineCore:
+    return EngineCore({"": engine}, CoreLimits(**limits), keeps_answers=True)
+
+
+def add(core: EngineCore, engine: Engine, prompt: Sequence[int], client: str = "", **settings: Any) -> Request:
+    request = request_of(engine, prompt, **settings)
+    core.add(request, client=client)
+    return request
+
+
+def run(core: EngineCore, *requests: Request, most: int = 500) -> int:
+    """The number of steps until these requests have ended."""
+    for number in range(most):
+        if all(request.finish_reason for request in requests):
+            return number
+        for _, event in core.step():
+            assert isinstance(event, StreamEvent), event
+    raise AssertionError(f"not finished after {most} steps")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model = tiny_model("llama", max_position_embeddings=65536)
+    return Engine(model, tiny_head("hydra", model), shape=TREES["ragged"])
+
+
+def test_a_long_answer_reserves_no_more_than_its_next_tokens(engine: Engine) -> None:
+    """The memory is that of the longest answer alone, and yet fifteen others are decoded beside it."""
+    core = core_of(engine, kv_bytes=60_200 * SlotBytes().per_slot(engine))
+    add(core, engine, [3, 4], "one", max_new_tokens=59_000)
+    core.step()
+    others = [add(core, engine, [5, 6, n], f"client {n}", max_new_tokens=20) for n in range(3, 18)]
+    assert run(core, *others) <= 20
+    assert [request.result().token_ids for request in others] == [
+        plain_answer(engine, [5, 6, n], max_new_tokens=20) for n in range(3, 18)
+    ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 7}])
+@pytest.mark.parametrize("drafter", ["plain", "hydra", "eagle", "small-llama", "copying", "lookahead"])
+def test_interrupted_answers_are_plain_answers(drafter: str, settings: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    made = {"plain": NoDraft, "lookahead": Lookahead, "copying": lambda: Copying(tiny_head("hydra", model))}
+    engine = Engine(model, made.get(drafter, lambda: tiny_head(drafter, model))())
+    core = core_of(engine, kv_bytes=128 * 5 * SlotBytes().per_slot(engine), headroom_tokens=4)
+    prompts = [[3 + n, 4, 5] for n in range(3)]
+    requests = [add(core, engine, prompt, max_new_tokens=150, **settings) for prompt in prompts]
+    run(core, *requests)
+    assert core.interruptions > 0
+    expected = [plain_answer(engine, prompt, max_new_tokens=150, **settings) for prompt in prompts]
+    assert [request.result().token_ids for request in requests] == expected
+    assert [request.num_cached for request in requests] == [0, 0, 0]
+
+
+def test_a_request_that_fits_overtakes_one_that_does_not_but_not_for_ever(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftheads.decode.core._MOST_OVERTAKEN", 3)
+    core = core_of(engine, kv_bytes=1100 * SlotBytes().per_slot(engine), max_rows=4)
+    first = add(core, engine, [3, 4], max_new_tokens=40)
+    core.step()
+    large = add(core, engine, [5] * 400, max_new_tokens=2)
+    order: list[Request] = []
+    small: list[Request] = []
+    while not large.token_ids:
+        small.append(add(core, engine, [6, 7, len(small) % 9], max_new_tokens=6))
+        order += [request for request, event in core.step() if isinstance(event, StreamEvent) and event.finish_reason]
+    before = [request for request in small if request in order]
+    assert len(before) >= 3
+    assert first in order
+    assert run(core, *small, large) < 100
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(engine: Engine) -> None:
+    core = core_of(engine, chunk_tokens=64)
+    long = add(core, engine, [5 + n % 13 for n in range(2000)], "one", max_new_tokens=3)
+    core.step()
+    short = add(core, engine, [5, 6, 7], "other", max_new_tokens=1)
+    core.step()
+    assert short.finish_reason == "length"
+    # and a long one is read whatever comes: at least half of each chunk is its own
+    for number in range(60):
+        add(core, engine, [5, number % 20] * 30, "other", max_new_tokens=1)
+        core.step()
+    assert long.result().token_ids == plain_answer(engine, long.prompt_ids, max_new_tokens=3)
+
+
+def test_a_client_gives_up_rows_when_another_one_waits(engine: Engine) -> None:
+    core = core_of(engine, max_rows=4)
+    many = [add(core, engine, [3, 4, n], "one", max_new_tokens=60) for n in range(3, 9)]
+    core.step()
+    other = add(core, engine, [5, 6, 7], "other", max_new_tokens=3)
+    core.step()
+    assert other.token_ids
+    assert core.interruptions == 1
+    third = add(core, engine, [5, 6, 8], "third", max_new_tokens=3)
+    core.step()
+    assert third.token_ids
+    run(core, *many, other, third)
+    for request in (*many, other, third):
+        assert request.result().token_ids == plain_answer(
+            engine, request.prompt_ids, max_new_tokens=request.most_new_tokens
+        )
+
+
+def test_no_row_is_given_up_for_a_client_that_has_as_many(engine: Engine) -> None:
+    core = core_of(engine, max_rows=4)
+    requests = [add(core, engine, [3, 4, n], f"client {n % 2}", max_new_tokens=9) for n in range(8)]
+    run(core, *requests)
+    assert core.interruptions == 0
+
+
+def test_a_long_row_among_short_ones_gets_a_lane_of_its_own(engine: Engine) -> None:
+    """Else each step would read as much of the short ones' empty slots as of its text."""
+    core = core_of(engine)
+    long = add(core, engine, [5 + n % 13 for n in range(3000)], max_new_tokens=30)
+    core.step()
+    short = [add(core, engine, [3, 4, n], max_new_tokens=20) for n in range(3)]
+    for _ in range(3):
+        core.step()
+    lanes = [set(lane.requests) for lane in core.lanes]
+    assert lanes == [{long}, set(short)]
+    run(core, long, *short)
+    assert long.result().token_ids == plain_answer(engine, long.prompt_ids, max_new_tokens=30)

@@ -563,20 +563,24 @@ def layers_of(engine: Engine) -> set[type]:
 
 @pytest.mark.usefixtures("tiny_by_name")
 def test_kernels_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch):
-    def exact(**options: Any) -> set[bool]:
+    def multiples(**options: Any) -> set[tuple[int, int]]:
+        """To which number of rows products are filled up, and to which one they must be for exact bits."""
         engine = draftheads.load("tiny", **options)
-        return {m.multiple > 1 for m in engine.model.model.modules() if isinstance(m, PackedLinear)}
+        layers = [layer for layer in engine.model.model.modules() if isinstance(layer, PackedLinear)]
+        return {(layer.multiple, layer.product.exact_rows) for layer in layers}
 
     monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: True)
     bf16: dict[str, Any] = {"precision": "bf16"}
     assert layers_of(draftheads.load("tiny", fast=False)) == {torch.nn.Linear}
-    assert exact(**bf16, batch_invariant=True) == {True}
-    assert True not in exact() | exact(**bf16)
+    exact = multiples(**bf16, batch_invariant=True)
+    assert (8, 8) in exact
+    assert all(multiple == needed for multiple, needed in exact)
+    assert all(multiple == 1 for multiple, _ in multiples() | multiples(**bf16))
     for options in ({"batch_invariant": True}, {"fast": False, "batch_invariant": True}):
         assert draftheads.load("tiny", **options).model.batch_invariant
     monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: False)
     with pytest.raises(InvalidSettings, match="batch_invariant: this CPU's kernels change a row's bits"):
-        exact(batch_invariant=True)
+        multiples(batch_invariant=True)
 
 
 def test_batch_invariant_are_for_cpus(monkeypatch: pytest.MonkeyPatch):

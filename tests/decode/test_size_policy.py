@@ -1,5 +1,6 @@
 """How much is drafted: by hand-made profiles and costs, without a clock."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostPoint, CostProfile
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import LEVEL_GAIN, SizePolicy, SizePolicySession
+from draftheads.decode.size_policy import LEVEL_GAIN, SizePolicy, SizePolicySession, best_sizes
 from draftheads.drafters.copying import Copying as TextCopying
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
@@ -683,3 +684,44 @@ def test_the_batches_of_an_engine_share_tables() -> None:
     assert one.policy.table(2, 100) is other.policy.table(2, 100)
     engine.drafter = tiny_head("medusa", model)
     assert engine.batch().session.policy.drafter is engine.drafter
+
+
+# --- trees of different sizes ---
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nodes_of_all_rows_compete_for_the_time_of_a_pass(seed: int) -> None:
+    """As many as the best of all possible sizes gains, if each further node costs the same."""
+    generator = np.random.default_rng(seed)
+    gains = np.zeros((3, 5))
+    gains[:, 1:] = -np.sort(-generator.random((3, 4)), axis=1)
+    per_node = 0.9 * generator.random()
+    cost = 3 * per_node * np.arange(5)
+
+    def worth(sizes: Sequence[int]) -> float:
+        gained = sum(float(gains[row, :size].sum()) for row, size in enumerate(sizes))
+        return gained - per_node * (sum(sizes) - 3)
+
+    sizes = best_sizes(gains, cost)
+    assert worth(sizes.tolist()) == pytest.approx(max(worth(each) for each in itertools.product(range(1, 6), repeat=3)))
+
+
+def test_a_node_is_taken_after_those_before_it() -> None:
+    """Also where a copied token behind an unlikely one counts more."""
+    assert best_sizes(np.array([[0.0, 0.1, 0.5], [0.0, 0.5, 0.4]]), np.array([0.0, 0.7, 1.4])).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("trees_differ", [False, True])
+def test_rows_get_as_many_nodes_as_their_tokens_are_likely(trees_differ: bool) -> None:
+    likely = [[0.9 * 0.95**n for n in range(40)], [0.02] * 40, [0.5 * 0.4**n for n in range(40)]]
+    policy = SizePolicy(Scripted(likely.__getitem__), GROWING, machine(0.4), trees_differ=trees_differ)
+    session = policy.start()
+    draft = session.propose(context(3), ROOT_ONLY)
+    if not trees_differ:
+        assert draft.row_nodes is None
+        return
+    assert draft.row_nodes is not None
+    sure, none, unsure = draft.row_nodes
+    assert sure > unsure > none == 1
+    expected = [sum(row[: count - 1]) for row, count in zip(likely, draft.row_nodes, strict=True)]
+    assert session._expected == pytest.approx(expected, rel=1e-5)

@@ -7,7 +7,8 @@ the other tokens of the pass.
 Alphabet: b texts, H query heads, G key and value heads, N tokens, S slots, d head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from draftheads.cpu.kernels import MAX_TREE_ROWS, native_bf16
 
 GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
+_LAYOUTS: Any = WeakTensorKeyDictionary()  # of flat passes, by their mask: the text and the node of each token
 _REPEATED: Any = WeakTensorKeyDictionary()  # masks of several query heads by the mask of a pass
 # from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention (LOG.md)
 _MANY_SCORES = 32_000
@@ -28,6 +30,42 @@ _MOST_SCORES = 256_000  # per product; the memory of larger results returns to t
 _EXACT_ROWS, _EXACT_SLOTS = 8, 32  # with fewer rows or keys, other kernels add in another order
 
 
+def has_own_attention(config: Any) -> bool:
+    """Whether a model's attention is one of these functions."""
+    return config._attn_implementation in (GROUPED_ATTENTION, EXACT_ATTENTION)  # noqa: SLF001 - no public name
+
+
+def lay_out(mask: Tensor, texts: Tensor, nodes: Tensor) -> None:
+    """A pass has M tokens of several texts in one row: token m is node ``nodes[m]`` of ``texts[m]``.
+
+    Args:
+        mask: of the pass, (b, 1, N, S), as attention receives it.
+        texts: (M,).
+        nodes: (M,), each below N.
+    """
+    _LAYOUTS[mask] = texts, nodes
+
+
+def _takes_flat_tokens(attention: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function that also takes queries (1, H, M, d), see :func:`lay_out`."""
+
+    @wraps(attention)
+    def function(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        if query.shape[0] == key.shape[0]:
+            return attention(module, query, key, value, mask, **options)
+        assert mask is not None
+        texts, nodes = _LAYOUTS[mask]
+        padded = query.new_zeros(len(key), query.shape[1], mask.shape[2], query.shape[3])  # (b, H, N, d)
+        padded[texts, :, nodes] = query[0].transpose(0, 1)
+        out, _ = attention(module, padded, key, value, mask, **options)  # (b, N, H, d)
+        return out[texts, nodes][None], None
+
+    return function
+
+
+@_takes_flat_tokens
 def grouped_attention(
     module: nn.Module,
     query: Tensor,
@@ -58,6 +96,7 @@ def grouped_attention(
     return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+@_takes_flat_tokens
 def exact_attention(
     module: nn.Module,
     query: Tensor,

@@ -67,8 +67,12 @@ class Batch:
 
     @torch.inference_mode()
     def adopt(self, prompts: Sequence[ReadPrompt]) -> list[StreamEvent]:
-        """New rows with prompts that were read, which are copied. Each row gets its first token."""
+        """New rows with prompts that were read, which are copied. Each row gets its first token.
+
+        A request that has tokens was interrupted: it goes on with the last of them, without an event.
+        """
         requests = [prompt.request for prompt in prompts]
+        texts = [prompt.text.token_ids for prompt in prompts]
         self.target.adopt([prompt.text.entries for prompt in prompts])
         logits = torch.stack([prompt.logits for prompt in prompts])  # (b, V)
         hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
@@ -76,19 +80,18 @@ class Batch:
         uniforms = self._uniforms(requests, 1)
         allowed = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
         roots = choose(allowed, rows, seen, uniforms[:, 0])
-        new_ids = roots[:, None].tolist()
-        context = self._prompt_context(requests, hidden, roots, new_ids)
+        new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
+        context = self._prompt_context(texts, hidden, to_device(new_ids, roots.device)[:, 0], new_ids)
         logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
         events = [
             self._append(request, ids, num_drafted=0, **scores)
             for request, ids, scores in zip(requests, new_ids, logprobs, strict=True)
+            if not request.token_ids
         ]
         self._context = _merged(self._context, context)
         self.requests += requests
         if self.on_leave is not None:
-            self._hidden += [
-                [states[: len(request.prompt_ids)]] for request, states in zip(requests, hidden, strict=True)
-            ]
+            self._hidden += [[states[: len(ids)]] for ids, states in zip(texts, hidden, strict=True)]
         if not self._drop_ended():
             self._read_settings()
         self.on_phase("prompt")
@@ -248,16 +251,14 @@ class Batch:
             self._seen.scatter_(1, torch.cat([accepted, roots], 1), value=True)
 
     def _prompt_context(
-        self, requests: Sequence[Request], hidden: Tensor, roots: Tensor, root_ids: Sequence[Sequence[int]]
+        self, texts: Sequence[list[int]], hidden: Tensor, roots: Tensor, root_ids: Sequence[Sequence[int]]
     ) -> Context:
-        """What a drafter sees of new rows: the whole prompt if it keeps a history, else its last token."""
-        prompts = [
-            request.prompt_ids if self.drafter.needs_history else request.prompt_ids[-1:] for request in requests
-        ]
+        """What a drafter sees of new rows: all that was read if it keeps a history, else the last token."""
+        prompts = [ids if self.drafter.needs_history else ids[-1:] for ids in texts]
         tokens = to_device(pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True), hidden.device)
         lengths = to_device([len(ids) for ids in prompts], hidden.device)
         if not self.drafter.needs_history:
-            ends = to_device([len(request.prompt_ids) - 1 for request in requests], hidden.device)
+            ends = to_device([len(ids) - 1 for ids in texts], hidden.device)
             hidden = hidden[torch.arange(len(ends), device=ends.device), ends][:, None]
         known = [[*ids, *root] for ids, root in zip(prompts, root_ids, strict=True)]
         return Context(hidden, tokens, lengths, roots, known_ids=known)

@@ -1,23 +1,27 @@
 """The core of all decoding: it admits requests, reads their prompts in chunks and steps their rows.
 
+Memory is reserved for the next tokens of an answer, not for the longest possible one. If it runs out, a request is
+interrupted: it waits again, and its text is read again when it goes on. So plain, drafted, and interrupted answers are
+the same. A client also gives up rows when it has more of them than another one that waits.
+
 ``Engine.generate`` and ``stream``, ``draftheads chat`` and the server are callers of it. One thread calls
 :meth:`EngineCore.step`; others may add and cancel requests.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
-from draftheads.decode.batch import Batch
-from draftheads.decode.prefix_cache import PrefixCache, num_shared
-from draftheads.decode.prompt_reader import PromptReader, ReadPrompt
+from draftheads.decode.prefix_cache import PrefixCache
+from draftheads.decode.prompt_reader import ReadPrompt
+from draftheads.decode.reading import Reading, ReadingQueue
 from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.running import RunningLane, SlotBytes
 from draftheads.decode.waiting import FairQueue, Lane, QueuedRequest
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
-from draftheads.models.kv_target import PREFILL_TOKENS, bytes_per_slot, slots_for
 from draftheads.utils.counts import counted
 
 if TYPE_CHECKING:
@@ -25,7 +29,8 @@ if TYPE_CHECKING:
 
 CoreEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a finish reason or an exception
 _PREFIX_BYTES = 1 << 30  # of texts that were read, where memory has no limit
-_WORTH_READING_ONCE = 32  # tokens that two prompts share; with more, one waits until the other is read
+_MANY_IDLE_SLOTS = 2048  # fewer cost no time, even of a tiny model
+_MOST_OVERTAKEN = 64  # times that a request is overtaken before memory is kept free for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,72 +47,11 @@ class CoreLimits:
     """Memory for keys and values, of running requests and cached prefixes together; None: no limit."""
     chunk_tokens: int = 256
     """Prompt tokens that are read between two steps."""
+    headroom_tokens: int = 256
+    """Further tokens of its answer for which there must be memory when a request is admitted."""
 
     def __post_init__(self) -> None:
         require_at_least(1, **{name: value for name, value in vars(self).items() if value is not None})
-
-
-class SlotBytes:
-    """Memory of the requests of each model, as it would be at most."""
-
-    def __init__(self) -> None:
-        self._per_slot: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # heads are replaced
-
-    def per_slot(self, engine: "Engine") -> int:
-        """Memory of one token: keys, values and hidden states, and what the drafter keeps of it."""
-        if engine not in self._per_slot:
-            model = engine.model
-            states = max(1, len(engine.hidden_layers)) * model.hidden_size * model.dtype.itemsize
-            self._per_slot[engine] = bytes_per_slot(model) + states + engine.drafter.bytes_per_slot
-        return self._per_slot[engine]
-
-    def of_prompt(self, engine: "Engine", request: Request) -> int:
-        """While the prompt is read."""
-        return slots_for(engine.model, len(request.prompt_ids)) * self.per_slot(engine)
-
-    def alone(self, engine: "Engine", draft_nodes: int | None, request: Request) -> int:
-        """If there is no other request."""
-        slots = slots_for(engine.model, request.most_tokens, engine.most_nodes(draft_nodes))
-        return slots * self.per_slot(engine) + self.of_prompt(engine, request)
-
-
-class RunningLane:
-    """A batch, and the requests of its rows and of prompts that are being read for it."""
-
-    def __init__(self, lane: Lane, engine: "Engine", on_phase: Callable[[str], object]) -> None:
-        self.lane, self.engine = lane, engine
-        self.batch: Batch = engine.batch(draft_nodes=lane.draft_nodes, on_phase=on_phase)
-        self.requests: dict[Request, QueuedRequest] = {}
-        self._most_nodes = engine.most_nodes(lane.draft_nodes)
-
-    def namespace(self, request: Request) -> Hashable:
-        """Where the request's text is found in the cache of prefixes."""
-        return self.engine.model, self.batch.target.layers, self.requests[request].cache_salt
-
-    def slots(self, *more: Request, trimmed: bool = False) -> int:
-        """Slots of the batch's cache, a rectangle, at the end of the longest possible answer.
-
-        Args:
-            more: requests beside those of the lane.
-            trimmed: as if unused slots were freed first.
-        """
-        requests = [*self.requests, *more]
-        longest = max((request.most_tokens for request in requests), default=0)
-        slots = slots_for(self.engine.model, longest, self._most_nodes) if requests else 0
-        cache = self.batch.target.cache
-        if trimmed:
-            return len(requests) * slots
-        return max(len(requests), cache.held_rows) * max(slots, cache.capacity)
-
-
-@dataclass(eq=False)
-class _Reading:
-    """A prompt that is being read, or that waits for it."""
-
-    lane: RunningLane
-    request: Request
-    reader: PromptReader | None = None  # made when reading begins: another prompt may have left a common beginning
-    alone: bool = False  # whether it is read beside no other, because reading it with others failed
 
 
 class EngineCore:
@@ -139,8 +83,10 @@ class EngineCore:
         self.lanes: list[RunningLane] = []
         self.steps = 0
         self.tokens_read = 0
+        self.interruptions = 0
         self._keeps_answers, self._answers_together, self._on_phase = keeps_answers, answers_together, on_phase
-        self._reading: list[_Reading] = []  # first come, first served
+        self._reading = ReadingQueue(self.prefixes)
+        self._admissions = 0
         self._cancelled: set[Request] = set()
         self._lock = Lock()  # of _cancelled
 
@@ -198,6 +144,7 @@ class EngineCore:
     def step(self) -> list[CoreEvent]:
         """Admits waiting requests, reads a chunk of prompts and steps every lane once."""
         self._drop_cancelled()
+        self._interrupt_what_does_not_fit()
         events = self._admit() + self._read()
         for lane in list(self.lanes):
             if lane.batch.requests:
@@ -210,7 +157,7 @@ class EngineCore:
     def clear(self) -> None:
         """Forgets all requests, without events."""
         self.waiting.clear()
-        self._reading, self.lanes = [], []
+        self._reading, self.lanes = ReadingQueue(self.prefixes), []
 
     @property
     def has_work(self) -> bool:
@@ -230,28 +177,62 @@ class EngineCore:
     @property
     def kv_bytes(self) -> int:
         """Memory of the requests that are read and decoded."""
-        readers = {reading.reader for reading in self._reading if reading.reader is not None}
-        return sum(lane.batch.num_bytes for lane in self.lanes) + sum(reader.num_bytes for reader in readers)
+        return sum(lane.batch.num_bytes for lane in self.lanes) + self._reading.num_bytes
 
     # --- admission ---
 
     def _admit(self) -> list[CoreEvent]:
-        """Waiting requests whose turn it is join, as long as there are rows and memory."""
+        """Waiting requests join, as long as there are rows and memory; one that fits overtakes one that does not."""
         events: list[CoreEvent] = []
-        while (queued := self.waiting.first()) and self.num_running < self.limits.max_rows:
+        while self._admit_one(events):
+            pass
+        self._drop_empty_lanes()
+        return events
+
+    def _admit_one(self, events: list[CoreEvent]) -> bool:
+        """Whether a request joined. The events are of those that no engine can take any more."""
+        overtaken: list[QueuedRequest] = []
+        kept_free = 0
+        rows = self._rows_of_clients()
+        for queued in sorted(self.waiting.in_turn(), key=lambda queued: rows[queued.client]):
             try:
-                lane = self._lane_of(queued)
+                place = self._place_for(queued, kept_free)
             except DraftHeadsError as error:  # the engine was replaced by one that cannot take it
                 if self.waiting.pop(queued):
                     events.append((queued.request, error))
                 continue
-            if not self._makes_room(lane, queued.request):
-                break
-            if self.waiting.pop(queued):  # else it was cancelled meanwhile
-                lane.requests[queued.request] = queued
-                self._reading.append(_Reading(lane, queued.request))
-        self._drop_empty_lanes()
-        return events
+            if place is not None and self.waiting.pop(queued):  # else it was cancelled meanwhile
+                self._join(queued, *place)
+                for each in overtaken:
+                    each.num_overtaken += 1
+                return True
+            if place is None and self.num_running < self.limits.max_rows:  # there is no memory for it
+                overtaken.append(queued)
+                if queued.num_overtaken >= _MOST_OVERTAKEN:
+                    kept_free += self.sizes.at_first(self._engine_of(queued.lane), queued, self.limits.headroom_tokens)
+        return False
+
+    def _place_for(
+        self, queued: QueuedRequest, kept_free: int
+    ) -> tuple[RunningLane, tuple[RunningLane, Request] | None] | None:
+        """The lane that a request joins, and the request that gives its place to it if none is free."""
+        if self.num_running < self.limits.max_rows and (lane := self._lane_for(queued, kept_free)) is not None:
+            return lane, None
+        giving = self._giving_to(queued.client)
+        if giving is None:
+            return None
+        lane = self._lane_for(queued, kept_free - self._freed(*giving))
+        return None if lane is None else (lane, giving)
+
+    def _join(self, queued: QueuedRequest, lane: RunningLane, giving: tuple[RunningLane, Request] | None) -> None:
+        if giving is not None:
+            self._interrupt(*giving)
+        self._admissions += 1
+        queued.admission = self._admissions
+        lane.requests[queued.request] = queued
+        if lane not in self.lanes:
+            self.lanes.append(lane)
+        self._reading.readings.append(Reading(lane, queued.request))
 
     def _engine_of(self, lane: Lane) -> "Engine":
         engine = self.engines.get(lane.model)
@@ -259,23 +240,43 @@ class EngineCore:
             raise no_such("model", lane.model, self.engines, other_names={})
         return engine
 
-    def _lane_of(self, queued: QueuedRequest) -> RunningLane:
+    def _lane_for(self, queued: QueuedRequest, kept_free: int) -> RunningLane | None:
+        """Where the request joins, a new lane if none is suitable; None if there is no memory for it.
+
+        Raises:
+            DraftHeadsError: no engine can take it.
+        """
         engine = self._engine_of(queued.lane)
-        for lane in self.lanes:
-            if lane.lane == queued.lane and lane.engine is engine:
+        lanes = [lane for lane in self.lanes if lane.lane == queued.lane and lane.engine is engine]
+        lanes = [lane for lane in lanes if not self._wastes_time(lane, queued.request)]
+        for lane in sorted(lanes, key=lambda lane: self._growth(lane, queued.request)):
+            if self._makes_room(lane, queued.request, kept_free):
                 return lane
-        lane = RunningLane(queued.lane, engine, self._on_phase)
+        new = RunningLane(queued.lane, engine, self._on_phase)
         if self._keeps_answers:
-            lane.batch.on_leave = lambda request, text: self.prefixes.add(lane.namespace(request), text)
-        self.lanes.append(lane)
-        return lane
+            new.batch.on_leave = lambda request, text: self.prefixes.add(new.namespace(request), text)
+        return new if self._makes_room(new, queued.request, kept_free) else None
+
+    def _rows_of_clients(self) -> Counter[str]:
+        return Counter(queued.client for lane in self.lanes for queued in lane.requests.values())
+
+    def _giving_to(self, client: str) -> tuple[RunningLane, Request] | None:
+        """The request that gives its place to a client: the latest one of the client that has most.
+
+        None if that one would then have fewer places than this client.
+        """
+        rows = self._rows_of_clients()
+        owner = max(rows, key=rows.__getitem__, default=client)
+        if rows[owner] < rows[client] + 2:
+            return None
+        return max(self._interruptible(owner), key=lambda pair: pair[0].requests[pair[1]].admission, default=None)
 
     def _drop_cancelled(self) -> None:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
         for lane in self.lanes if cancelled else ():
             gone = [request for request in lane.requests if request in cancelled]
-            self._reading = [reading for reading in self._reading if reading.request not in gone]
+            self._reading.remove(*gone)
             lane.batch.drop(gone)
             for request in gone:
                 del lane.requests[request]
@@ -288,26 +289,88 @@ class EngineCore:
 
     # --- memory ---
 
-    def _makes_room(self, lane: RunningLane, request: Request) -> bool:
+    def _makes_room(self, lane: RunningLane, request: Request, kept_free: int = 0) -> bool:
         """Whether the memory of one more request is free; frees unused slots if that helps."""
         limit = self.limits.kv_bytes
-        if limit is None or self._reserved() + self._growth(lane, request) <= limit:
+        if limit is None:
             return True
-        if self._reserved(trimmed=True) + self._growth(lane, request, trimmed=True) > limit:
+        if self._with(lane, request, trimmed=False) + kept_free <= limit:
+            return True
+        if self._with(lane, request, trimmed=True) + kept_free > limit:
             return False
-        for each in self.lanes:
-            each.batch.target.trim()
+        self._trim()
         return True
 
-    def _reserved(self, *, trimmed: bool = False) -> int:
-        """Memory that the requests take at most before the next one is admitted."""
-        lanes = sum(lane.slots(trimmed=trimmed) * self.sizes.per_slot(lane.engine) for lane in self.lanes)
-        return lanes + sum(self.sizes.of_prompt(each.lane.engine, each.request) for each in self._reading)
+    def _reserved(self, *, headroom: int = 0, trimmed: bool = False) -> int:
+        """Memory that the requests take at most in the next step, if each answer were longer by so many tokens."""
+        slots = ((lane, lane.slots(headroom=headroom, trimmed=trimmed)) for lane in self.lanes)
+        return sum(count * self.sizes.per_slot(lane.engine) for lane, count in slots) + sum(
+            self.sizes.of_text(reading.lane.engine, reading.request) for reading in self._reading.readings
+        )
 
     def _growth(self, lane: RunningLane, request: Request, *, trimmed: bool = False) -> int:
         """By how much one more request adds to it."""
-        slots = lane.slots(request, trimmed=trimmed) - lane.slots(trimmed=trimmed)
-        return slots * self.sizes.per_slot(lane.engine) + self.sizes.of_prompt(lane.engine, request)
+        headroom = self.limits.headroom_tokens
+        slots = lane.slots(request, headroom=headroom, trimmed=trimmed) - lane.slots(headroom=headroom, trimmed=trimmed)
+        return slots * self.sizes.per_slot(lane.engine) + self.sizes.of_text(lane.engine, request)
+
+    def _with(self, lane: RunningLane, request: Request, *, trimmed: bool) -> int:
+        """Memory that is reserved if one more request is admitted."""
+        reserved = self._reserved(headroom=self.limits.headroom_tokens, trimmed=trimmed)
+        return reserved + self._growth(lane, request, trimmed=trimmed)
+
+    def _wastes_time(self, lane: RunningLane, *more: Request, passes: int = 2) -> bool:
+        """Whether reading the idle slots of a lane's rectangle takes longer than so many passes of a further lane."""
+        idle = lane.num_idle_slots(*more)
+        weights = self.sizes.of_weights(lane.engine)
+        return idle > _MANY_IDLE_SLOTS and idle * self.sizes.per_slot(lane.engine) > passes * weights
+
+    def _trim(self) -> None:
+        for lane in self.lanes:
+            lane.batch.target.trim()
+
+    def _interrupt_what_does_not_fit(self) -> None:
+        """Requests whose next step would take more memory than there is wait again, and long rows among short ones.
+
+        The one that frees most memory leaves first, so a lane's longest one: it soon goes on in a lane of its own.
+        """
+        for lane in self.lanes:
+            if self._keeps_answers and len(lane.batch.requests) > 1 and self._wastes_time(lane, passes=4):
+                self._interrupt(lane, max(lane.batch.requests, key=lambda request: request.num_tokens))
+        limit = self.limits.kv_bytes
+        if limit is None or self._reserved() <= limit:
+            return
+        self._trim()
+        while self._reserved() > limit and self.num_running > 1:
+            self._interrupt(*max(self._interruptible(), key=lambda pair: self._freed(*pair)))
+
+    def _interruptible(self, client: str | None = None) -> list[tuple[RunningLane, Request]]:
+        """Requests of a client, or of all. Those whose prompts are partly read only if there are no others."""
+        pairs = [
+            (lane, request)
+            for lane in self.lanes
+            for request, queued in lane.requests.items()
+            if client in (None, queued.client)
+        ]
+        begun = {reading.request for reading in self._reading.readings if reading.reader is not None}
+        return [pair for pair in pairs if pair[1] not in begun] or pairs
+
+    def _freed(self, lane: RunningLane, request: Request) -> int:
+        """Memory that is free without a request."""
+        slots = lane.slots(trimmed=True) - lane.slots(without=request, trimmed=True)
+        text = self.sizes.of_text(lane.engine, request) if self._reading.of(request) else 0
+        return slots * self.sizes.per_slot(lane.engine) + text
+
+    def _interrupt(self, lane: RunningLane, request: Request) -> None:
+        """A request waits again. What was read of it is kept as long as there is memory."""
+        self.interruptions += 1
+        if self.limits.kv_bytes is not None:
+            free = self.limits.kv_bytes - self._reserved() + self._freed(lane, request)
+            self.prefixes.limit(max(0, free))
+        self._reading.remove(request)
+        lane.batch.drop([request])
+        lane.batch.target.trim()
+        self.waiting.push(lane.requests.pop(request), first=True)
 
     # --- passes of the model ---
 
@@ -317,9 +380,9 @@ class EngineCore:
         done: dict[RunningLane, list[ReadPrompt]] = {}
         events: list[CoreEvent] = []
         while self._reading and left > 0:
-            group = self._next_group(min(left, PREFILL_TOKENS))
+            group, most = self._reading.next_group(left, self.limits.chunk_tokens)
             try:
-                prompts, count = self._read_next(group, left)
+                prompts, count = self._reading.read(group, most, keep=self._keeps_answers or bool(len(self.waiting)))
             except Exception as error:  # noqa: BLE001 - it is the end of that request
                 events += self._not_read(group, error)
                 continue
@@ -329,68 +392,18 @@ class EngineCore:
                 done.setdefault(group[0].lane, []).extend(prompts)
         for lane, prompts in done.items():
             if lane in self.lanes:
-                requests = [prompt.request for prompt in prompts]
+                requests = [prompt.request for prompt in prompts if not prompt.request.token_ids]
                 events += self._advance(lane, requests, partial(lane.batch.adopt, prompts))
         return events
 
-    def _read_next(self, group: list[_Reading], most_tokens: int) -> tuple[list[ReadPrompt], int]:
-        """Reads the next tokens of prompts: those that are read whole now, all of them or none, and how many tokens."""
-        lane = group[0].lane
-        reader = group[0].reader or self._reader(group)
-        for reading in group:
-            reading.reader = reader
-        count = reader.read(most_tokens)
-        if reader.num_left:
-            return [], count
-        self._reading = [reading for reading in self._reading if reading not in group]
-        for prompt in reader.prompts:
-            if self._keeps_answers or self._reading or len(self.waiting):
-                self.prefixes.add(lane.namespace(prompt.request), prompt.text, copy=len(group) > 1)
-        return reader.prompts, count
-
-    def _not_read(self, group: list[_Reading], error: Exception) -> list[CoreEvent]:
+    def _not_read(self, group: list[Reading], error: Exception) -> list[CoreEvent]:
         """After an error: several prompts are read again, each alone; a single one is the end of its request."""
         if len(group) == 1:
-            self._reading.remove(group[0])
+            self._reading.remove(group[0].request)
             return self._failed(group[0].lane, [group[0].request], error)
         for reading in group:
             reading.reader, reading.alone = None, True
         return []
-
-    def _next_group(self, most_tokens: int) -> list[_Reading]:
-        """Prompts of one lane that the next pass reads together: the first one, and others that fit beside it."""
-        first = self._reading[0]
-        group, lane = [first], first.lane
-        # with batch invariance, bits must not depend on the other prompts
-        if first.reader is not None or first.alone or lane.engine.model.batch_invariant:
-            return group
-        slots = slots_for(lane.engine.model, len(first.request.prompt_ids))
-        longest = self._num_unread(first)
-        for other in self._reading[1:]:
-            if other.lane is not lane or other.reader is not None or other.alone:
-                continue
-            prompt = other.request.prompt_ids
-            if slots_for(lane.engine.model, len(prompt)) != slots:  # they share a rectangle
-                continue
-            unread = max(longest, self._num_unread(other))
-            if (len(group) + 1) * unread > most_tokens:
-                continue
-            known = len(prompt) - self._num_unread(other)
-            if any(num_shared(prompt, each.request.prompt_ids) - known > _WORTH_READING_ONCE for each in group):
-                continue
-            group.append(other)
-            longest = unread
-        return group
-
-    def _num_unread(self, reading: _Reading) -> int:
-        prompt = reading.request.prompt_ids
-        return len(prompt) - self.prefixes.num_known(reading.lane.namespace(reading.request), prompt)
-
-    def _reader(self, group: list[_Reading]) -> PromptReader:
-        lane = group[0].lane
-        requests = [reading.request for reading in group]
-        known = [self.prefixes.find(lane.namespace(request), request.prompt_ids) for request in requests]
-        return PromptReader(lane.engine.model, requests, known, lane.batch.target.layers)
 
     def _advance(
         self, lane: RunningLane, requests: list[Request], work: Callable[[], list[StreamEvent]]
@@ -399,7 +412,7 @@ class EngineCore:
         try:
             made = work()
         except Exception as error:  # noqa: BLE001 - it is the end of these requests
-            self._reading = [reading for reading in self._reading if reading.lane is not lane]
+            self._reading.remove(*lane.requests)
             self.lanes.remove(lane)
             return self._failed(lane, list(lane.requests), error)
         going = [request for request in requests if request.failure is None]

@@ -261,7 +261,9 @@ class Engine:
         if self.profile is None or self.cost is None:
             return None
         if self._policy is None or self._policy.drafter is not self.drafter:
-            self._policy = SizePolicy(self.drafter, self.profile, self.cost, self.check)
+            self._policy = SizePolicy(
+                self.drafter, self.profile, self.cost, self.check, trees_differ=self.model.takes_flat_tokens
+            )
         return self._policy
 
     @property

@@ -1,4 +1,7 @@
-"""Reads prompts on a cache of their own: a long one in chunks, short ones side by side, from a known beginning on."""
+"""Reads prompts on a cache of their own: a long one in chunks, short ones side by side, from a known beginning on.
+
+The text of a request that was interrupted is read in the same way: its prompt, and its answer so far.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,18 +71,20 @@ class PromptReader:
         layers: Sequence[int] = (),
     ) -> None:
         self.requests = list(requests)
+        self._texts = [request.ids_to_read for request in requests]
         self._target = Target(model, layers)
-        self._target.cache.reserve(len(self.requests), max(len(request.prompt_ids) for request in self.requests))
+        self._target.cache.reserve(len(self.requests), max(map(len, self._texts)))
         self._hidden: list[list[Tensor]] = [[] for _ in self.requests]  # of each, parts (t, D or n·D)
         self._last: list[Tensor | None] = [None] * len(self.requests)  # h_t (D,) at the end of each prompt
         beginnings: list[ReadText | None] = []
         for place, request in enumerate(self.requests):
             text = known[place] if known else None
             if text is not None:
-                text = text.first(len(request.prompt_ids) - 1)
-                assert text.token_ids == request.prompt_ids[: len(text.token_ids)], "the prompt begins with that text"
+                text = text.first(len(self._texts[place]) - 1)
+                assert text.token_ids == self._texts[place][: len(text.token_ids)], "the prompt begins with that text"
                 self._hidden[place].append(text.hidden.clone())
-                request.num_cached = len(text.token_ids)
+                if not request.token_ids:
+                    request.num_cached = len(text.token_ids)
             beginnings.append(text)
         self._target.adopt([None if text is None else text.entries for text in beginnings])
 
@@ -100,7 +105,7 @@ class PromptReader:
         Several prompts are read whole, in one pass.
         """
         chunks = self._unread(most if len(self.requests) == 1 else None)
-        ends = [len(request.prompt_ids) for request in self.requests]
+        ends = list(map(len, self._texts))
         for place, (last, hidden) in enumerate(self._target.read(chunks)):
             self._hidden[place].append(hidden)
             if self._target.lengths[place] == ends[place]:
@@ -117,7 +122,7 @@ class PromptReader:
         return [
             ReadPrompt(
                 request,
-                ReadText(request.prompt_ids, self._target.cache.entries(place, len(hidden)), hidden),
+                ReadText(self._texts[place], self._target.cache.entries(place, len(hidden)), hidden),
                 logits[place],
             )
             for place, (request, [hidden]) in enumerate(zip(self.requests, self._hidden, strict=True))
@@ -125,7 +130,4 @@ class PromptReader:
 
     def _unread(self, most: int | None) -> list[list[int]]:
         """The next tokens of each prompt, at most so many."""
-        return [
-            request.prompt_ids[length:][:most]
-            for request, length in zip(self.requests, self._target.lengths, strict=True)
-        ]
+        return [text[length:][:most] for text, length in zip(self._texts, self._target.lengths, strict=True)]

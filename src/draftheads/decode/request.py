@@ -146,6 +146,16 @@ class Request:
         return self.most_new_tokens - len(self.token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def ids_to_read(self) -> list[int]:
+        """What is read before the next step: the prompt, and all tokens of the answer so far but the next root."""
+        return [*self.prompt_ids, *self.token_ids[:-1]]
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of the prompt and of the longest possible answer."""
         return len(self.prompt_ids) + self.most_new_tokens

@@ -42,7 +42,8 @@ _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of
 # extends; measured, see "Growing trees stop early" in LOG.md
 LEVEL_GAIN = 0.3
 _BEHIND = 4  # tokens by which one row must be behind all others to be the one that ends last
-_CUT_GAIN = 0.05  # relative speed that cutting each growing tree adds; divided by the number of rows
+# relative speed that cutting growing trees adds: all to one size, divided by the rows; or each row to a size of its own
+_CUT_GAIN, _OWN_SIZE_GAIN = 0.05, 0.12
 
 
 @dataclass
@@ -81,16 +82,24 @@ class SizePolicy(WrappedDrafter):
         profile: tokens per step by tree.
         cost: milliseconds by rows and nodes.
         check: is told what the drafter gains, and what the profile expects.
+        trees_differ: whether the rows' trees may have different sizes without padding.
     """
 
     def __init__(
-        self, drafter: Drafter, profile: AcceptanceProfile, cost: CostProfile, check: AcceptanceCheck | None = None
+        self,
+        drafter: Drafter,
+        profile: AcceptanceProfile,
+        cost: CostProfile,
+        check: AcceptanceCheck | None = None,
+        *,
+        trees_differ: bool = False,
     ) -> None:
         super().__init__(drafter)
         self.default_shape = None
         self.profile = profile
         self.cost = cost
         self.check = check
+        self.trees_differ = trees_differ
         self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
         self._drafting: dict[int, dict[Candidate, Floats]] = {}  # by rows
         self._levels: dict[tuple[int, int], float] = {}  # by rows and nodes
@@ -138,6 +147,10 @@ class SizePolicy(WrappedDrafter):
             self._levels[batch, num_nodes] = second - first
         return self._levels[batch, num_nodes]
 
+    def cut_gain(self, batch: int) -> float:
+        """Relative speed that is expected of cutting growing trees."""
+        return _OWN_SIZE_GAIN if self.trees_differ and batch > 1 else _CUT_GAIN / batch
+
     def shape(self, way: Candidate, num_nodes: int) -> Shape:
         """The best of so many nodes."""
         if (way, num_nodes) not in self._shapes:
@@ -159,7 +172,7 @@ class SizePolicy(WrappedDrafter):
             best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
             if not best:
                 continue
-            rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if way[0] == "dynamic" else 0.0))
+            rate = float(rates[best]) * (1.0 + (self.cut_gain(batch) if way[0] == "dynamic" else 0.0))
             if rate > fastest:
                 fastest = rate
                 choice = (self.shape(way, best + 1), float(gains[best]), float(rates[best]))
@@ -214,7 +227,7 @@ class SizePolicySession(WrappedSession):
         if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
             self._expected = (gain,) * batch
             return draft
-        return self._cut(draft, ratios, copies, rate, table)
+        return self._cut(draft, ratios, copies, rate * (1.0 + self.policy.cut_gain(batch)), table)
 
     def _waits(self, context: Context, table: _Table, chosen: Shape | None, rate: float, tokens: float) -> bool:
         """Whether drafting waits, because the drafter would have to read much that was put aside.
@@ -282,7 +295,7 @@ class SizePolicySession(WrappedSession):
             self.check.note(num_rows, sum(compress(drafted, are_free)), num_rows * self._gain)
 
     def _cut(self, draft: Draft, ratios: Floats, copies: Floats, rate: float, table: _Table) -> Draft:
-        """The first nodes of a draft, as many as gain more tokens than their time is worth at that rate.
+        """The first nodes of each row's tree, as many as gain more tokens than their time is worth at that rate.
 
         A row accepts ``ratios`` times as many of the draft's own tokens as their probabilities say, and ``copies``
         times as many copied ones.
@@ -291,11 +304,16 @@ class SizePolicySession(WrappedSession):
         likely = draft.path_log_probs.exp().double().cpu().numpy()  # (B, N)
         likely[:, 0] = 0.0  # the root is no draft token
         copied = np.zeros_like(likely) if draft.copied is None else likely * draft.copied.cpu().numpy()
-        worth = (ratios @ (likely - copied) + copies @ copied).cumsum() - rate * table.verifying[: draft.num_nodes]
-        nodes = int(worth.argmax()) + 1
-        self._expected = (likely - copied)[:, :nodes].sum(1).tolist()
-        self._expected_copies = copied[:, :nodes].sum(1).tolist()
-        return draft.first(nodes)
+        gains = ratios[:, None] * (likely - copied) + copies[:, None] * copied
+        cost = rate * table.verifying[: draft.num_nodes]
+        if self.policy.trees_differ and len(gains) > 1:
+            counts = best_sizes(gains, cost)
+        else:
+            counts = np.full(len(gains), (gains.sum(0).cumsum() - cost).argmax() + 1)
+        is_kept = np.arange(draft.num_nodes) < counts[:, None]
+        self._expected = ((likely - copied) * is_kept).sum(1).tolist()
+        self._expected_copies = (copied * is_kept).sum(1).tolist()
+        return draft.cut(counts.tolist())
 
     def _with_spare(self, shape: Shape, table: _Table, context: Context, rate: float) -> Shape:
         """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little.
@@ -316,6 +334,27 @@ class SizePolicySession(WrappedSession):
             most -= 1
         reach = rate * self.policy.level_cost(len(context.root_ids), most) / LEVEL_GAIN
         return replace(self.profile.growing(most), min_level_probability=round(reach, 2))
+
+
+def best_sizes(gains: Floats, cost: Floats) -> npt.NDArray[np.int64]:
+    """How many nodes each tree gets (B,), root included, if the nodes of all rows compete for the time of a pass.
+
+    A node is taken after those before it in its row, which are its ancestors and likelier nodes.
+
+    Args:
+        gains: (B, N) tokens that each node is likely to gain; 0 for the root.
+        cost: (N,) what a pass costs, in tokens, if the trees have 1 … N nodes on average.
+
+    >>> best_sizes(np.array([[0, 0.9, 0.8], [0, 0.1, 0.0]]), np.array([0.0, 0.8, 1.6]))
+    array([3, 1])
+    """
+    batch, nodes = gains.shape
+    falling = np.minimum.accumulate(gains[:, 1:], axis=1)
+    order = np.argsort(-falling, axis=None, kind="stable")
+    total = np.concatenate([[0.0], gains[:, 1:].ravel()[order].cumsum()])
+    average = 1 + np.arange(len(total)) / batch
+    taken = order[: (total - np.interp(average, np.arange(1, nodes + 1), cost)).argmax()]
+    return 1 + np.bincount(taken // max(1, nodes - 1), minlength=batch)
 
 
 def weights(room: Sequence[int], one_row: float, all_rows: float) -> Floats:

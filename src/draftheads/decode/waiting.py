@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from itertools import zip_longest
 from threading import Lock
 
 from draftheads.decode.request import Request
@@ -17,7 +18,7 @@ class Lane:
     """0 decodes plainly; n drafts on growing trees of n nodes; None leaves it to the engine."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class QueuedRequest:
     """A request, and how it is decoded."""
 
@@ -27,6 +28,10 @@ class QueuedRequest:
     """Clients take turns: an API key or an address."""
     cache_salt: str = ""
     """Prompts with the same salt share what was read of a common beginning."""
+    num_overtaken: int = 0
+    """How many requests were admitted before it, although it was their turn later, because it did not fit."""
+    admission: int = 0
+    """Its number in the order of admissions."""
 
 
 class FairQueue:
@@ -45,19 +50,20 @@ class FairQueue:
             line = self._lines.setdefault(queued.client, deque())
             line.appendleft(queued) if first else line.append(queued)
 
-    def first(self) -> QueuedRequest | None:
-        """The one whose turn it is."""
+    def in_turn(self) -> list[QueuedRequest]:
+        """All that wait: the first one of each client, then the second one of each, and so on."""
         with self._lock:
-            return next((line[0] for line in self._lines.values()), None)
+            ranks = zip_longest(*map(tuple, self._lines.values()))
+        return [queued for rank in ranks for queued in rank if queued is not None]
 
     def pop(self, queued: QueuedRequest) -> bool:
-        """Removes the one whose turn it was, if it still waits. Its client is the last one then."""
+        """Removes one, if it still waits. Its client is the last one then."""
         with self._lock:
-            line = self._lines.get(queued.client)
-            if line is None or line[0] is not queued:
+            line = self._lines.get(queued.client, ())
+            if queued not in line:
                 return False
             del self._lines[queued.client]
-            line.popleft()
+            line.remove(queued)
             if line:
                 self._lines[queued.client] = line
             return True

@@ -5,13 +5,14 @@ Knows nothing of heads or acceptance rules. Rows are dense: 0 … num_rows-1, an
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.cpu.attention import by_products
+from draftheads.cpu.attention import by_products, has_own_attention, lay_out
 from draftheads.cpu.threads import thread_choice
 from draftheads.errors import UnsupportedModel
 from draftheads.models.graphs import StepGraphs, capture_for
@@ -106,6 +107,8 @@ class Target:
         """One pass over all nodes of all rows: logits (B, N, V) and hidden states (B, N, D or n·D)."""
         if self.model.has_static_steps:
             return self._verify_static(draft)
+        if draft.row_nodes is not None and self.model.takes_flat_tokens:
+            return self._verify_flat(draft, draft.row_nodes)
         rows = slice(0, self.num_rows)
         last, hidden = self._forward(rows, self.lengths, draft.token_ids, draft.depths, draft.ancestors)
         return self.model.logits(last), hidden
@@ -144,7 +147,9 @@ class Target:
 
         Takes tokens (B, N), depths (B, N), ancestors (B, N, N), and the lengths of the texts (B,).
         """
-        last, hidden = self._decode(slice(0, len(tokens)), lengths, tokens, depths, ancestors, span=self.cache.capacity)
+        self._set_window(slice(0, len(tokens)), lengths, tokens.shape[1], span=self.cache.capacity)
+        positions, masks = self._positions(lengths, depths), self._masks(lengths, depths, ancestors)
+        last, hidden = self._pass(tokens, positions, masks)
         return self.model.logits(last), hidden
 
     def move_static(self, path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[()]:
@@ -188,7 +193,7 @@ class Target:
         return list(groups)
 
     def _read(self, first_row: int, starts: Sequence[int], token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """As :meth:`_decode`, of the next T tokens of neighbouring rows with so many tokens, read in chunks."""
+        """As :meth:`_pass`, of the next T tokens of neighbouring rows with so many tokens, read in chunks."""
         tokens = to_device(pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True), self.model.device)
         rows = slice(first_row, first_row + len(tokens))
         self.cache.reserve(rows.stop, max(starts) + tokens.shape[1])
@@ -206,43 +211,63 @@ class Target:
     def _forward(
         self, rows: slice, starts: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`_decode`, of tokens (b, N) at positions ``starts`` + ``depths``."""
-        nodes = tokens.shape[1]
+        """h_t (b, N, D) and hidden states (b, N, D or n·D) of tokens (b, N) at positions ``starts`` + ``depths``."""
+        lengths = to_device(starts, tokens.device)
+        start = starts[0] if len(set(starts)) == 1 else None
+        span = self._span(starts, len(tokens), tokens.shape[1])
+        self._set_window(rows, lengths, tokens.shape[1], span=span, start=start)
+        return self._pass(tokens, self._positions(lengths, depths), self._masks(lengths, depths, ancestors))
+
+    def _verify_flat(self, draft: Draft, row_nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As :meth:`verify`, but nodes that fill up their row are not computed: their results are those of others."""
+        nodes, lengths, counts = draft.num_nodes, torch.tensor(self.lengths), torch.tensor(row_nodes)
+        places = torch.arange(nodes)
+        texts, numbers = (places < counts[:, None]).nonzero(as_tuple=True)  # (M,)
+        self._set_window(slice(0, self.num_rows), lengths, nodes, span=self._span(self.lengths, self.num_rows, nodes))
+        window = self.cache.window
+        window.row_index, window.slots = texts[None], window.slots[texts, numbers][None]
+        masks = self._masks(lengths, draft.depths, draft.ancestors)
+        for mask in masks.values() if isinstance(masks, dict) else [masks]:
+            lay_out(mask, texts, numbers)
+        positions = self._positions(lengths, draft.depths).expand(self.num_rows, nodes)
+        last, hidden = self._pass(draft.token_ids[texts, numbers][None], positions[texts, numbers][None], masks)
+        index = (counts.cumsum(0) - counts)[:, None] + places.minimum(counts[:, None] - 1)  # (B, N) into M
+        return self.model.logits(last[0])[index], hidden[0][index]
+
+    def _span(self, starts: Sequence[int], num_rows: int, nodes: int) -> int:
+        """How many slots a pass reads, which are reserved."""
         span = max(starts) + nodes
         self.cache.reserve(self.cache.num_rows, span)
         whole = min(self.cache.capacity, whole_blocks(span))
-        queries = (len(tokens), self.num_heads, nodes, 0)
+        queries = (num_rows, self.num_heads, nodes, 0)
         if not self.model.batch_invariant and by_products(queries, whole, self.model.dtype, self.model.device):
-            span = whole  # few different sizes, because each needs its own kernel; and contiguous keys
-        start = starts[0] if len(set(starts)) == 1 else None
-        return self._decode(rows, to_device(starts, tokens.device), tokens, depths, ancestors, span=span, start=start)
+            return whole  # few different sizes, because each needs its own kernel; and contiguous keys
+        return span
 
-    def _decode(
-        self,
-        rows: slice,
-        lengths: Tensor,
-        tokens: Tensor,
-        depths: Tensor,
-        ancestors: Tensor,
-        *,
-        span: int,
-        start: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """h_t (b, N, D) and hidden states (b, N, D or n·D) of tokens (b, N) after texts of ``lengths`` (b,).
+    def _set_window(self, rows: slice, lengths: Tensor, nodes: int, *, span: int, start: int | None = None) -> None:
+        """The slots of the cache that a pass writes and reads.
 
-        Reads the first ``span`` slots. ``start`` is the common length of all rows, or None if the lengths differ.
+        Args:
+            rows: b neighbouring ones.
+            lengths: (b,) of their texts.
+            nodes: N, which are written after the texts.
+            span: slots that are read, the first ones of each row.
+            start: the common length of all rows, or None if the lengths differ.
         """
-        if self._threads is not None:
-            self._threads.before_pass()
         window = self.cache.window
         window.rows, window.span, window.start = rows, span, start
-        window.row_index = torch.arange(rows.start, rows.stop, device=tokens.device)[:, None]
-        window.slots = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        window.row_index = torch.arange(rows.start, rows.stop, device=lengths.device)[:, None]
+        window.slots = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+
+    def _pass(self, tokens: Tensor, positions: Tensor, masks: Tensor | dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """h_t (b, N, D) and hidden states (b, N, D or n·D) of tokens (b, N)."""
+        if self._threads is not None:
+            self._threads.before_pass()
         return self.model.run(
             self.layers,
             input_ids=tokens,
-            position_ids=self._positions(lengths, depths),
-            attention_mask=self._masks(lengths, depths, ancestors, span),
+            position_ids=positions,
+            attention_mask=masks,
             use_cache=True,
             **{self.model.cache_name: self.cache},
         )
@@ -253,8 +278,9 @@ class Target:
         limit = self.model.max_positions
         return positions if limit is None else positions.clamp(max=limit - 1)
 
-    def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> Tensor | dict[str, Tensor]:
-        """One mask, or one per kind of layer if the model has several kinds."""
+    def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor | dict[str, Tensor]:
+        """One mask over the window's slots, or one per kind of layer if the model has several kinds."""
+        span = self.cache.window.span
         visible = tree_visibility(lengths, ancestors, span)
         kinds = sorted(set(self.model.layer_kinds))
         masks = {}
@@ -314,6 +340,7 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
     """Checks that logits in a tree equal those of its paths as plain text, after two texts of different lengths.
 
     Returns the logits of all nodes (2·N, V). Given those of the model with its ``stock`` modules, they must equal them.
+    It also finds out whether the model takes flat tokens (:attr:`TargetModel.takes_flat_tokens`).
 
     Raises:
         UnsupportedModel: they differ, so decoding with drafts would not be lossless.
@@ -331,11 +358,15 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
     target = Target(model)
     try:
         target.prefill(texts)
-        in_tree = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
+        draft = Draft.on_tree(tree, tokens)
+        in_tree = target.verify(draft)[0].flatten(0, 1)  # (2·N, V)
         in_text = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
     exact = model.precision == "fp32"
+    model.step_mode.flat = has_own_attention(model.config) and _flat_gap(target, draft, in_tree) <= (
+        1e-3 if exact else _ROUNDED
+    )
     # int8 rounds each layer's inputs, so what attention rounds in another order becomes larger
     if (gap := _gap(in_tree, in_text)) > (1e-3 if exact else _ROUNDED if model.precision == "int8" else 5e-2):
         raise UnsupportedModel(
@@ -345,6 +376,19 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
     if stock is not None and (gap := _gap(in_tree, stock)) > (1e-3 if exact else _ROUNDED):
         raise UnsupportedModel(f"{model.model_id}: its logits differ from those of the stock modules by {gap:.1%}")
     return in_tree
+
+
+def _flat_gap(target: Target, draft: Draft, in_tree: Tensor) -> float:
+    """How much the logits (2·N, V) change where the second of two rows has only three nodes, and no padding."""
+    smaller = replace(draft, parents=draft.parents.expand(2, -1), depths=draft.depths.expand(2, -1))
+    smaller = smaller.cut([draft.num_nodes, 3])
+    target.model.step_mode.flat = True
+    try:
+        flat = target.verify(smaller)[0]
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return math.inf
+    expected = in_tree.view_as(flat)
+    return max(_gap(flat[0], expected[0]), _gap(flat[1, :3], expected[1, :3]))
 
 
 def _gap(logits: Tensor, expected: Tensor) -> float:

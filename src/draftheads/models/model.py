@@ -73,9 +73,10 @@ class WeightFacts:
 
 @dataclass
 class StepMode:
-    """How steps are run. A capture that fails changes it."""
+    """How steps are run. A capture that fails changes it, and so does the check of a loaded model."""
 
     graphs: bool | None = None  # capture decoding steps as CUDA graphs; None: if the model is on CUDA
+    flat: bool = False  # a pass can take the tokens of several texts in one row, as many of each as there are
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,6 +268,11 @@ class TargetModel:
     def set_graphs(self, *, on: bool) -> None:
         """Turns static steps on or off, also for a running batch."""
         self.step_mode.graphs = on
+
+    @property
+    def takes_flat_tokens(self) -> bool:
+        """Whether trees of different sizes are verified without padding."""
+        return self.step_mode.flat and not self.has_static_steps
 
     @property
     def batch_invariant(self) -> bool:

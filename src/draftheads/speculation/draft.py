@@ -38,6 +38,7 @@ class Draft:
     probs: Tensor | None = None  # (B, N, V) float32, of sampled drafts: what a node's children were drawn from
     max_siblings: int = 0  # of sampled drafts: the most children that a node has
     copied: Tensor | None = None  # (B, N) bool: nodes that only a copy from the text so far brought
+    row_nodes: tuple[int, ...] | None = None  # how many nodes of each row are no filling; None: it may be all
     reads_all_nodes: bool = False  # whether the drafter reads the target's logits at all nodes, accepted or not
 
     @property
@@ -58,6 +59,15 @@ class Draft:
         first: dict[str, Any] = {name: part[:, :num_nodes] for name, part in of_nodes.items() if part is not None}
         first["ancestors"] = self.ancestors[:, :num_nodes, :num_nodes]
         return replace(self, max_depth=min(self.max_depth, num_nodes - 1), **first)
+
+    def cut(self, row_nodes: Sequence[int]) -> Self:
+        """The trees of the first so many nodes of each row; they must form trees, as in :meth:`first`."""
+        draft = self.first(max(row_nodes))
+        if min(row_nodes) == draft.num_nodes:
+            return draft
+        places = torch.arange(draft.num_nodes, device=self.token_ids.device)
+        counts = to_device(list(row_nodes), places.device)
+        return replace(draft.filled_up(places >= counts[:, None]), row_nodes=tuple(row_nodes))
 
     def filled_up(self, filling: Tensor) -> Self:
         """The same draft where some nodes, (B, N) bool, and the nodes below them only fill up their row."""
