@@ -59,8 +59,8 @@ class FairQueue:
     def pop(self, queued: QueuedRequest) -> bool:
         """Removes one, if it still waits. Its client is the last one then."""
         with self._lock:
-            line = self._lines.get(queued.client, ())
-            if queued not in line:
+            line = self._lines.get(queued.client)
+            if line is None or queued not in line:
                 return False
             del self._lines[queued.client]
             line.remove(queued)

@@ -11,7 +11,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
 from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, special_ids, template_of
 from draftheads.settings import SamplingSettings
-from draftheads.utils.saved import identity_digest
+from draftheads.utils.identity import identity_digest
 
 _TOKEN_CHARACTERS = 64  # hardly any token is longer
 _WORDS = "seventeen purple elephants"  # stands for the user's words; templates strip white space around them
