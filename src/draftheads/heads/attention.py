@@ -45,13 +45,8 @@ class LayerConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(
-            1,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_size=self.head_size,
-            intermediate_size=self.intermediate_size,
-        )
+        names = ("num_attention_heads", "num_key_value_heads", "head_size", "intermediate_size")
+        require_at_least(1, **{name: getattr(self, name) for name in names})
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidSettings(
                 f"num_attention_heads is {self.num_attention_heads}; "

@@ -53,14 +53,8 @@ class HeadConfig:
     one_layer: ClassVar[str] = ""  # what has one layer, of heads that cannot have more
 
     def __post_init__(self) -> None:
-        require_at_least(
-            1,
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            num_heads=self.num_heads,
-            num_layers=self.num_layers,
-            lm_head_rank=self.lm_head_rank,
-        )
+        names = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank")
+        require_at_least(1, **{name: getattr(self, name) for name in names})
         if self.one_layer and self.num_layers != 1:
             raise InvalidSettings(f"num_layers is {self.num_layers}; {self.one_layer} has one layer")
         if self.lm_head not in ("shared", "own", "low_rank"):
@@ -270,7 +264,6 @@ class DraftHead(nn.Module, Drafter):
         self.lm_heads.bind(weights, rows, self.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature
-        """What ``to``, ``float``, ``bfloat16`` … do to all tensors."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._read_type()
         return self
