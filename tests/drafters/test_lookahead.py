@@ -147,12 +147,13 @@ def test_drafters_without_a_head_change_nothing(kind: str, family: str) -> None:
     }[kind]
     prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
     options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, "seed": 5}
-    for temperature, batch_size, least in ((0.0, 1, 1.2), (0.0, 3, 1.2), (0.7, 2, 1.0)):
+    for temperature, batch_size in ((0.0, 1), (0.0, 3), (0.7, 2)):
         expected = Engine(target).generate(prompts, **options, temperature=temperature)
         engine = Engine(target, drafter, shape=shape, max_batch_size=batch_size)
         results = engine.generate(prompts, **options, temperature=temperature)
         assert [result.token_ids for result in results] == [result.token_ids for result in expected]
-        assert max(result.tokens_per_step for result in results) > least, "tiny models repeat themselves"
+        least = 1.2 if shape is None and temperature == 0.0 else 1.0  # tiny models repeat themselves
+        assert max(result.tokens_per_step for result in results) > least
 
 
 @pytest.mark.parametrize(
