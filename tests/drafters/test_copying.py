@@ -138,18 +138,15 @@ class Varied(Copying):
         super().__init__(drafter)
         self.vary = vary  # from the tokens so far and the shape to the shape and the extra nodes of a step
 
-    def start(self) -> "VariedSession":
-        return VariedSession(self)
+    def start(self) -> CopyingSession:
+        session = super().start()
 
+        def propose(context: Context, shape: Shape, *, as_usual: Any = session.propose) -> Draft:
+            shape, extra_nodes = self.vary(sum(len(text.ids) for text in session._texts.rows), shape)
+            return as_usual(replace(context, copies=CopyLimits(extra_nodes)), shape)
 
-class VariedSession(CopyingSession):
-    def __init__(self, copying: Varied) -> None:
-        super().__init__(copying)
-        self.vary = copying.vary
-
-    def propose(self, context: Context, shape: Shape) -> Draft:
-        shape, extra_nodes = self.vary(sum(len(text.ids) for text in self._texts.rows), shape)
-        return super().propose(replace(context, copies=CopyLimits(extra_nodes)), shape)
+        session.propose = propose  # type: ignore[method-assign]
+        return session
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, "mistral", "gpt2"))

@@ -195,10 +195,6 @@ def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
     assert isinstance(alone.drafter, DraftModel)
     found = engine.generate(["a dog"], max_new_tokens=25, temperature=0.8, acceptance="block", ignore_eos=True, seed=1)
     assert found[0].tokens_per_step == 4.0
-    with pytest.raises(InvalidSettings, match=r"head .*hydra and draft_model .*model: give one of them"):
-        draftheads.load(world / "model", world / "hydra", draft_model=world / "model", **options)
-    with pytest.raises(InvalidSettings, match="nothing is there to fill it; give a draft head by head="):
-        draftheads.load(world / "model", tree=Tree.chain(1), **options)
 
 
 PATHS = BestPaths((3, 2, 2), 3)

@@ -51,6 +51,7 @@ class HeadConfig:
     method: ClassVar[str]
     optional: ClassVar[frozenset[str]] = frozenset()  # options that are saved only where they are not the default
     one_layer: ClassVar[str] = ""  # what has one layer, of heads that cannot have more
+    one_lm_head: ClassVar[bool] = False  # whether all depths share it
 
     def __post_init__(self) -> None:
         names = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank")
@@ -77,7 +78,7 @@ class HeadConfig:
     @property
     def num_lm_heads(self) -> int:
         """How many lm_heads there are, unless they are the target's."""
-        return self.num_heads
+        return 1 if self.one_lm_head else self.num_heads
 
     @property
     def feature_size(self) -> int:

@@ -40,6 +40,7 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
 
     method: ClassVar[str] = "eagle3"
     one_layer: ClassVar[str] = "EAGLE-3"
+    one_lm_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,11 +51,6 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
     def hidden_layers(self) -> tuple[int, ...]:
         """Those of ``layers``."""
         return tuple(self.layers)
-
-    @property
-    def num_lm_heads(self) -> int:
-        """One for all depths."""
-        return 1
 
 
 class NormedParts(nn.Module):

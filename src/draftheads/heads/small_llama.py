@@ -28,11 +28,7 @@ class SmallLlamaConfig(LayerConfig, EmbeddingConfig):
     """
 
     method: ClassVar[str] = "small-llama"
-
-    @property
-    def num_lm_heads(self) -> int:
-        """One for all depths."""
-        return 1
+    one_lm_head: ClassVar[bool] = True
 
 
 class SmallLlamaHead(PathHead):
