@@ -248,8 +248,7 @@ class PlantedDrafter(Drafter, DraftSession):
         self.default_shape = tree
         self.answers = answers  # prompt -> plain answer
         self.generator = torch.Generator().manual_seed(seed)
-        self.texts: list[list[int]] = []  # of the rows, as the contexts told
-        self.roots: list[int] = []
+        self.texts: list[list[int]] = []  # of the rows, roots included, as the contexts told
 
     def start(self) -> Self:
         self.texts = []
@@ -274,18 +273,17 @@ class PlantedDrafter(Drafter, DraftSession):
         self.texts = [self.texts[row] for row in rows.tolist()]
 
     def _note(self, context: Context) -> None:
-        for row in range(len(self.texts), len(context.root_ids)):  # rows that joined: their context is the whole prompt
-            self.texts.append([])
-            assert int(context.num_accepted[row]) >= 1
-        self.roots = context.root_ids.tolist()
-        for row in range(len(self.texts)):
-            self.texts[row] += context.token_ids[row, : context.num_accepted[row]].tolist()
+        counts, roots = context.num_accepted.tolist(), context.root_ids.tolist()
+        self.texts += [[] for _ in roots[len(self.texts) :]]  # rows that joined: their context is the whole prompt
+        for row, (count, root) in enumerate(zip(counts, roots, strict=True)):
+            assert count >= 1
+            self.texts[row] = [*self.texts[row][:-1], *context.token_ids[row, :count].tolist(), root]
 
     def _any_node(self, nodes: int) -> int:
         return int(torch.randint(0, nodes, (1,), generator=self.generator))
 
     def _plant(self, token_ids: torch.Tensor, path: list[int], row: int) -> None:
-        for node, token in zip(path, self._coming([*self.texts[row], self.roots[row]]), strict=False):
+        for node, token in zip(path, self._coming(self.texts[row]), strict=False):
             token_ids[node] = token
 
     def _coming(self, text: list[int]) -> tuple[int, ...]:

@@ -8,11 +8,7 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
-from draftheads.search.calibrate import (
-    Answer,
-    draft_along,
-    observe,
-)
+from draftheads.search.calibrate import Answer, draft_along, observe
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import BestFirst
 from families import tiny_head
@@ -86,5 +82,5 @@ def drafted_along(head: DraftHead, model: TargetModel, answers: list[Answer], sh
     """(K, m, K) of each answer, with states as they are observed."""
     hidden = [observe(head, model, answer, top_k=2, temperature=0.0)[1] for answer in answers]
     layers = head.hidden_layers
-    prompts = [head.split(model.hidden_states(torch.tensor([one.prompt_ids]), layers))[0][0] for one in answers]
+    prompts = [head.split(model.hidden_states(torch.tensor([answer.prompt_ids]), layers))[0][0] for answer in answers]
     return draft_along(head, shape, answers, hidden, prompts)

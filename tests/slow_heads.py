@@ -1,5 +1,6 @@
 """Tiny heads with random weights, and their slow twins from the papers' formulas."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,14 +97,22 @@ def slow_logits(head: DraftHead, i: int, features: Tensor) -> Tensor:
     return logits[DRAFT_VOCAB] if head.config.draft_vocab_size else logits
 
 
-def slow_attention(
-    layer: TransformerLayer, x: Tensor, config: LayerConfig, *, causal: bool = True, rotary: bool = True
-) -> Tensor:
-    """The layer's output (T, D) one query and one head at a time."""
-    size, heads, groups = config.head_size, config.num_attention_heads, config.num_key_value_heads
+def rms_norm(v: Tensor, weight: Tensor) -> Tensor:
+    """One vector, with the usual epsilon."""
+    return v / (v.square().mean() + 1e-5).sqrt() * weight
 
-    def norm(v: Tensor, weight: Tensor) -> Tensor:
-        return v / (v.square().mean() + config.norm_epsilon).sqrt() * weight
+
+def slow_attention(
+    layer: TransformerLayer,
+    x: Tensor,
+    config: LayerConfig,
+    *,
+    causal: bool = True,
+    rotary: bool = True,
+    normed: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The layer's output (T, D) one query and one head at a time; ``normed`` is what attention reads, if not x."""
+    size, heads, groups = config.head_size, config.num_attention_heads, config.num_key_value_heads
 
     def turned(v: Tensor, position: int) -> Tensor:
         out = v.clone()
@@ -114,7 +123,8 @@ def slow_attention(
             out[j + size // 2] = b * angle.cos() + a * angle.sin()
         return out
 
-    normed = [norm(v, layer.input_norm.weight) for v in x]  # type: ignore[arg-type]
+    if normed is None:
+        normed = [rms_norm(v, layer.input_norm.weight) for v in x]  # type: ignore[arg-type]
     outputs = []
     for t, v in enumerate(x):
         attended = []
@@ -127,9 +137,8 @@ def slow_attention(
             weights = (torch.stack(keys) @ q / size**0.5).softmax(0)
             attended.append(weights @ torch.stack(values))
         middle = v + layer.o_proj.weight @ torch.cat(attended)
-        inner = norm(middle, layer.middle_norm.weight)
-        part = layer.feed_forward
-        outputs.append(
-            middle + part.down_proj.weight @ (F.silu(part.gate_proj.weight @ inner) * (part.up_proj.weight @ inner))
-        )
+        inner = rms_norm(middle, layer.middle_norm.weight)
+        mlp = layer.feed_forward
+        gated = F.silu(mlp.gate_proj.weight @ inner) * (mlp.up_proj.weight @ inner)
+        outputs.append(middle + mlp.down_proj.weight @ gated)
     return torch.stack(outputs)

@@ -69,6 +69,10 @@ def plain(name: str) -> list[tuple[int, ...]]:
     return plain_text(name)
 
 
+def by_prompt(answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    return {tuple(prompt): answer for prompt, answer in zip(EIGHT, answers, strict=True)}
+
+
 def by_transformers(family: TargetModel, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     texts = [family.model.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
@@ -85,13 +89,12 @@ def test_plain_equals_transformers(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FURTHER_FAMILIES)
 def test_plain_trees_and_fast_modules_equal_transformers_in_further_families(name: str) -> None:
-    model, fast = tiny_model(name), tiny_model(name)
+    model = tiny_model(name)
     check_trees(model)
     expected = by_transformers(model, EIGHT)
     assert len({token for answer in expected for token in answer}) > 5, "a model that says one thing tests nothing"
-    fast = fast.sped_up()
-    answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, expected, strict=True)}
-    for target in (model, fast):
+    answers = by_prompt(expected)
+    for target in (model, tiny_model(name).sped_up()):
         assert ids(decode(Engine(target, max_batch_size=3), EIGHT)) == expected
         for drafter in (PlantedDrafter(TREES["ragged"], answers), PlantedRandomTrees(answers, max_nodes=24)):
             results = decode(Engine(target, drafter, max_batch_size=3), EIGHT)
@@ -157,28 +160,21 @@ def test_trees_deeper_than_the_head_was_trained_equal_plain_in_batches(method: s
     assert ids(decode(engine, EIGHT, temperature=0.8, seed=5)) == plain_text(name, 0.8)
 
 
-@pytest.mark.parametrize("batch_size", some([1, 3], 3))
-@pytest.mark.parametrize("tree", some(TREES, "ragged", "64 nodes"))
+@pytest.mark.parametrize("batch_size", some([1, 3, 8], 3))
+@pytest.mark.parametrize("tree", some([*TREES, "random trees"], "ragged", "64 nodes", "random trees"))
 def test_any_accepted_path_equals_plain(
     family: TargetModel, plain: list[tuple[int, ...]], tree: str, batch_size: int
 ) -> None:
-    answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, plain, strict=True)}
-    # eight prompts through batches of three: rows leave and join at different steps
-    planted = PlantedDrafter(TREES[tree], answers)
+    """Eight prompts through batches of three: rows leave and join at different steps."""
+    answers = by_prompt(plain)
+    planted, least = (
+        (PlantedDrafter(TREES[tree], answers), 1.4)
+        if tree in TREES
+        else (PlantedRandomTrees(answers, max_nodes=24), 2.0)
+    )
     results = decode(Engine(family, planted, max_batch_size=batch_size), EIGHT)
     assert ids(results) == plain
-    assert sum(result.tokens_per_step for result in results) / len(results) > 1.4
-
-
-@pytest.mark.parametrize("batch_size", some([1, 3, 8], 3))
-def test_any_accepted_path_on_any_trees_equals_plain(
-    family: TargetModel, plain: list[tuple[int, ...]], batch_size: int
-) -> None:
-    answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, plain, strict=True)}
-    planted = PlantedRandomTrees(answers, max_nodes=24)
-    results = decode(Engine(family, planted, max_batch_size=batch_size), EIGHT)
-    assert ids(results) == plain
-    assert sum(result.tokens_per_step for result in results) / len(results) > 2.0
+    assert sum(result.tokens_per_step for result in results) / len(results) > least
 
 
 class ShapeChanger(Drafter, DraftSession):
@@ -257,8 +253,8 @@ def test_the_fast_path_equals_the_stock_model(batch_invariant: bool) -> None:
     head = tiny_head("hydra", fast)
     for shape in (TREES["64 nodes"], *GROWING.values()):
         assert ids(decode(Engine(fast, head, shape=shape), EIGHT)) == ids(stock)
-    answers = {tuple(prompt): result.token_ids for prompt, result in zip(EIGHT, stock, strict=True)}
-    assert ids(decode(Engine(fast, PlantedRandomTrees(answers, max_nodes=24)), EIGHT)) == ids(stock)
+    planted = PlantedRandomTrees(by_prompt(ids(stock)), max_nodes=24)
+    assert ids(decode(Engine(fast, planted), EIGHT)) == ids(stock)
 
 
 @pytest.mark.parametrize("shape", [TREES["cartesian"], GROWING["sure ones"], GROWING["best paths"]])
@@ -306,27 +302,21 @@ def test_text_up_to_the_last_position_of_the_model() -> None:
     assert ids(results) == ids(decode(Engine(model), [[5, 6, 7]]))
 
 
-def test_trees_only_change_the_speed() -> None:
-    model = tiny_model("llama")
-    head = tiny_head("hydra", model)
+@pytest.mark.parametrize(
+    ("method", "shapes"),
+    [
+        ("hydra", [Tree.cartesian([6] * depth) for depth in range(4)]),
+        # nested in their number of nodes
+        ("medusa", [BestFirst(num_nodes, top_k=VOCAB) for num_nodes in (1, 2, 4, 16, 64, 256)]),
+    ],
+)
+def test_larger_trees_need_no_more_steps(method: str, shapes: list[Shape]) -> None:
+    model = some_model("llama")
+    head = tiny_head(method, model)
     steps = []
-    for depth in range(4):
-        engine = Engine(model, head, shape=Tree.cartesian([6] * depth))
-        steps.append(sum(result.num_steps for result in decode(engine, PROMPTS)))
-    assert all(before >= after for before, after in pairwise(steps))
-    assert steps[0] == len(PROMPTS) * (NEW_TOKENS - 1)
-    assert steps[-1] < steps[0]
-
-
-def test_larger_trees_need_no_more_steps() -> None:
-    """Trees that grow best first are nested in their number of nodes."""
-    model = tiny_model("llama")
-    head = tiny_head("medusa", model)
-    plain = decode(Engine(model), EIGHT)
-    steps = []
-    for num_nodes in (1, 2, 4, 16, 64, 256):
-        results = decode(Engine(model, head, shape=BestFirst(num_nodes, top_k=VOCAB)), EIGHT)
-        assert ids(results) == ids(plain)
+    for shape in shapes:
+        results = decode(Engine(model, head, shape=shape), EIGHT)
+        assert ids(results) == plain_text("llama")
         steps.append(sum(result.num_steps for result in results))
     assert all(before >= after for before, after in pairwise(steps))
     assert steps[0] == len(EIGHT) * (NEW_TOKENS - 1)

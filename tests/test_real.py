@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from draftheads import BestFirst, Engine, GenerationResult, TargetModel, Tree
 from draftheads.bench.demo import Scorer
@@ -42,9 +41,11 @@ def answers(engine: Engine, num_tokens: int) -> list[GenerationResult]:
     return engine.generate(PROMPTS, max_new_tokens=num_tokens)
 
 
-def oracle(engine: Engine, plain: list[GenerationResult]) -> Oracle:
+def with_oracle(engine: Engine, plain: list[GenerationResult]) -> Engine:
     prompts = [tuple(engine.encode(prompt)) for prompt in PROMPTS]
-    return Oracle(TREE, {prompt: result.token_ids for prompt, result in zip(prompts, plain, strict=True)})
+    known = {prompt: result.token_ids for prompt, result in zip(prompts, plain, strict=True)}
+    engine.drafter = Oracle(TREE, known)
+    return engine
 
 
 def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
@@ -79,18 +80,14 @@ def test_plain_text_is_transformers_text(stock: TargetModel):
         assert result.text == stock.tokenizer.decode(output[0, length:], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16]))
-def test_with_batch_invariant_speculative_text_is_plains(dtype: torch.dtype):
+@pytest.mark.parametrize("precision", some(["fp32", "bf16"]))
+def test_with_batch_invariant_speculative_text_is_plains(precision: str):
     try:
-        target = load_target(
-            MODEL, precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], batch_invariant=True
-        )
+        target = load_target(MODEL, precision=precision, batch_invariant=True)
     except InvalidSettings as error:
         pytest.skip(str(error))
     plain = answers(Engine(target), 24)
-    engine = Engine(target)
-    engine.drafter = oracle(engine, plain)
-    found = answers(engine, 24)
+    found = answers(with_oracle(Engine(target), plain), 24)
     assert ids(found) == ids(plain)
     assert 1.5 < sum(result.tokens_per_step for result in found) / len(found) < 4.0
 
@@ -98,17 +95,14 @@ def test_with_batch_invariant_speculative_text_is_plains(dtype: torch.dtype):
 def test_int8_is_loaded_and_its_speculative_text_is_its_plain_text():
     target = load_target(MODEL, precision="int8")
     plain = answers(Engine(target), 8)
-    engine = Engine(target)
-    engine.drafter = oracle(engine, plain)
-    assert ids(answers(engine, 8)) == ids(plain)
+    assert ids(answers(with_oracle(Engine(target), plain), 8)) == ids(plain)
 
 
 @pytest.mark.thorough
 def test_the_worst_margin_is_no_larger_with_drafts(stock: TargetModel):
     target = load_target(MODEL, batch_invariant=False)
     plain = answers(Engine(target, max_batch_size=1), 24)
-    engine = Engine(target)
-    engine.drafter = oracle(engine, plain)
+    engine = with_oracle(Engine(target), plain)
     scorer = Scorer(stock)
     prompts = [engine.encode(prompt) for prompt in PROMPTS]
 
@@ -140,7 +134,7 @@ def test_a_bundled_head_saves_steps(head: str):
 def test_bundled_heads_are_small(head: str):
     folder = find_head(head, MODEL)
     assert (folder / "model.safetensors").stat().st_size <= 30e6
-    assert sum((one.folder / "model.safetensors").stat().st_size for one in zoo_heads()) <= 135e6
+    assert sum((bundled.folder / "model.safetensors").stat().st_size for bundled in zoo_heads()) <= 135e6
     profile = read_profile(folder / "acceptance.json")
     assert profile.num_texts >= 60
     assert (len(profile.static_tokens), len(profile.dynamic_tokens)) == (64, 64)
@@ -160,7 +154,7 @@ def test_the_session_in_the_readme(verb: str, capsys: pytest.CaptureFixture[str]
 def test_streamed_text_is_the_results_text():
     engine = Engine(fp32())
     plain = answers(engine, 24)
-    engine.drafter = oracle(engine, plain)
+    engine = with_oracle(engine, plain)
     for prompt, result in zip(PROMPTS, plain, strict=True):
         events = list(engine.stream(prompt, max_new_tokens=24))
         assert "".join(event.text for event in events) == result.text

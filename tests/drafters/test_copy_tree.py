@@ -61,7 +61,7 @@ def paths_of(tree: list[Copied]) -> dict[tuple[int, ...], float]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=40), st.integers(1, 8))
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 8))
 def test_the_most_probable_copies_by_votes(text: list[int], count: int) -> None:
     tree = copy_tree(voters_of(text, count), count)
     found = paths_of(tree)
@@ -73,23 +73,11 @@ def test_the_most_probable_copies_by_votes(text: list[int], count: int) -> None:
     assert found == pytest.approx({path: likely[path] for path in found})
 
 
-def test_two_continuations_share_the_votes() -> None:
-    """1 2 stood three times: twice 3 followed, once 4. Below 3 the match is one token longer."""
-    tree = copy_tree(voters_of([1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2], 4), 4)
-    assert [node[:2] for node in tree] == [(3, 0), (4, 0), (7, 1), (9, 1)]
-    assert [node.probability for node in tree] == pytest.approx([2 / 4, 1 / 4, 2 / 4 * 2 / 5, 2 / 4 * 2 / 5])
-
-
 def test_a_text_that_repeats_itself_is_copied_on_and_on() -> None:
     tree = copy_tree(voters_of([5, 6, 7] * 8, 9, votes_of(DEFAULT_ODDS)), 9)
     assert [node.token_id for node in tree] == [5, 6, 7] * 3
     assert [node.parent for node in tree] == list(range(9))
     assert tree[-1].probability > 0.9
-
-
-def test_nothing_is_copied_without_a_match() -> None:
-    assert copy_tree(voters_of([1, 2, 3], 4), 4) == []
-    assert copy_tree(voters_of([1], 4), 4) == []
 
 
 def test_a_place_whose_text_ends_votes_for_no_token() -> None:

@@ -24,7 +24,7 @@ from draftheads.speculation.draft import Context, CopyLimits, Draft
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.speculation.tree import Tree
-from families import IntegerTokenizer, PlantedDrafter, by_hand, propose, tiny_head, tiny_model
+from families import TREES, IntegerTokenizer, PlantedDrafter, by_hand, propose, tiny_head, tiny_model
 from thorough import some
 
 FAMILIES = ["llama", "mistral", "mixtral", "gpt2", "gemma3_text", "qwen3"]
@@ -38,8 +38,8 @@ PROMPTS = [
     [8, 8, 8, 8, 8, 8],
 ]
 SHAPES: dict[str, Shape] = {
-    "chain": Tree.chain(3),
-    "ragged": Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)]),
+    "chain": TREES["chain"],
+    "ragged": TREES["ragged"],
     "best first": BestFirst(10, top_k=6, beam=4),
     "sure ones": BestFirst(20, top_k=6, beam=4, threshold=0.05),
 }
@@ -66,41 +66,42 @@ def copied(results: list[GenerationResult]) -> int:
     return sum(result.num_copied for result in results)
 
 
+def num_steps(results: list[GenerationResult]) -> int:
+    return sum(result.num_steps for result in results)
+
+
 # --- the same text ---
+
+
+def decode_as_plain(name: str, drafter: Drafter, shape: str, *, batch_size: int = 3) -> list[GenerationResult]:
+    """Greedily with copies; also checks that greedy and sampled text is plain's and that something was copied."""
+    options: dict[str, Any] = {"shape": SHAPES[shape], "batch_size": batch_size}
+    results = decode(name, Copying(drafter), **options)
+    assert ids(results) == plain(name)
+    assert copied(results) > 0, "tiny models repeat themselves"
+    assert ids(decode(name, Copying(drafter), **options, temperature=0.8, seed=5)) == plain(name, 0.8)
+    return results
 
 
 @pytest.mark.parametrize("batch_size", some([1, 3], 3))
 @pytest.mark.parametrize("shape", some(SHAPES, "ragged", "sure ones"))
 @pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gpt2", "gemma3_text"))
-def test_copies_change_nothing(name: str, shape: str, batch_size: int) -> None:
+def test_copies_change_nothing_but_the_number_of_steps(name: str, shape: str, batch_size: int) -> None:
     head = tiny_head("hydra", some_model(name))
-    found = decode(name, Copying(head), shape=SHAPES[shape], batch_size=batch_size)
-    assert ids(found) == plain(name)
-    assert copied(found) > 0, "tiny models repeat themselves"
-    alone = decode(name, head, batch_size=batch_size)
-    assert sum(result.num_steps for result in found) < sum(result.num_steps for result in alone)
-    sampled = decode(name, Copying(head), shape=SHAPES[shape], batch_size=batch_size, temperature=0.8, seed=5)
-    assert ids(sampled) == plain(name, 0.8)
+    results = decode_as_plain(name, head, shape, batch_size=batch_size)
+    assert num_steps(results) < num_steps(decode(name, head, batch_size=batch_size))
 
 
 @pytest.mark.parametrize("shape", some(["ragged", "best first"], "best first"))
 @pytest.mark.parametrize("method", HEADS)
 def test_copies_change_nothing_with_any_head(method: str, shape: str) -> None:
-    head = tiny_head(method, some_model("llama"))
-    found = decode("llama", Copying(head), shape=SHAPES[shape])
-    assert ids(found) == plain("llama")
-    assert copied(found) > 0
-    assert ids(decode("llama", Copying(head), shape=SHAPES[shape], temperature=0.8, seed=5)) == plain("llama", 0.8)
+    decode_as_plain("llama", tiny_head(method, some_model("llama")), shape)
 
 
 @pytest.mark.parametrize("shape", some(["ragged", "best first"], "best first"))
 @pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
 def test_copies_change_nothing_with_a_draft_model(name: str, shape: str) -> None:
-    drafter = DraftModel(tiny_model("llama", seed=3, num_hidden_layers=1), some_model(name))
-    found = decode(name, Copying(drafter), shape=SHAPES[shape])
-    assert ids(found) == plain(name)
-    assert copied(found) > 0
-    assert ids(decode(name, Copying(drafter), shape=SHAPES[shape], temperature=0.8, seed=5)) == plain(name, 0.8)
+    decode_as_plain(name, DraftModel(tiny_model("llama", seed=3, num_hidden_layers=1), some_model(name)), shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -125,8 +126,7 @@ def test_a_corpus_changes_nothing(name: str, shape: str) -> None:
         options: dict[str, Any] = {"shape": SHAPES[shape], "temperature": temperature, "seed": 5}
         found = decode(name, Copying(head, corpus=index_texts(expected)), **options)
         assert ids(found) == expected
-        without = decode(name, Copying(head), **options)
-        assert sum(result.num_steps for result in found) < sum(result.num_steps for result in without)
+        assert num_steps(found) < num_steps(decode(name, Copying(head), **options))
         other = decode(name, Copying(head, corpus=index_texts([list(range(3, 23)) * 3])), **options)
         assert ids(other) == expected
 
@@ -138,18 +138,15 @@ class Varied(Copying):
         super().__init__(drafter)
         self.vary = vary  # from the tokens so far and the shape to the shape and the extra nodes of a step
 
-    def start(self) -> "VariedSession":
-        return VariedSession(self)
+    def start(self) -> CopyingSession:
+        session = super().start()
 
+        def propose(context: Context, shape: Shape, *, as_usual: Any = session.propose) -> Draft:
+            shape, extra_nodes = self.vary(sum(len(text.ids) for text in session._texts.rows), shape)
+            return as_usual(replace(context, copies=CopyLimits(extra_nodes)), shape)
 
-class VariedSession(CopyingSession):
-    def __init__(self, copying: Varied) -> None:
-        super().__init__(copying)
-        self.vary = copying.vary
-
-    def propose(self, context: Context, shape: Shape) -> Draft:
-        shape, extra_nodes = self.vary(sum(len(text.ids) for text in self._texts.rows), shape)
-        return super().propose(replace(context, copies=CopyLimits(extra_nodes)), shape)
+        session.propose = propose  # type: ignore[method-assign]
+        return session
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, "mistral", "gpt2"))
@@ -174,13 +171,19 @@ def test_shapes_that_change_from_step_to_step(method: str) -> None:
 # --- what is drafted ---
 
 
-def context_of(texts: list[list[int]], size: int) -> Context:
+def context_of(texts: list[list[int]], limits: CopyLimits | None = None) -> Context:
     """Rows that have just joined; the last token of a text is its root."""
     width = max(map(len, texts)) - 1
     tokens = torch.tensor([[*text[:-1], *[0] * (width + 1 - len(text))] for text in texts])
-    hidden = torch.randn(len(texts), width, size, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(len(texts), width, 32, generator=torch.Generator().manual_seed(0))
     roots = torch.tensor([text[-1] for text in texts])
-    return Context(hidden, tokens, torch.tensor([len(text) - 1 for text in texts]), roots)
+    return Context(hidden, tokens, torch.tensor([len(text) - 1 for text in texts]), roots, copies=limits)
+
+
+def copied_below_a_root(text: list[int], num_nodes: int, **options: Any) -> Draft:
+    """What is drafted for one text without a head."""
+    copying = Copying(tiny_head("medusa", some_model("llama")), **options)
+    return propose(copying, context_of([text], CopyLimits(num_nodes)), ROOT_ONLY)
 
 
 TEXTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5], [9, 10, 11]]  # the first has something to copy
@@ -189,11 +192,8 @@ TEXTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5], [9, 10, 11]]  # the first has something to
 @pytest.mark.parametrize("extra_nodes", [0, 3])
 @pytest.mark.parametrize("shape", ["ragged", "best first"])
 def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
-    model = some_model("llama")
-    head = tiny_head("medusa", model)
-    copying = Copying(head, odds=[[0.99, 0.98, 0.97, 0.96, 0.95]]).start()
-    context = context_of(TEXTS, model.hidden_size)
-    draft = copying.propose(replace(context, copies=CopyLimits(extra_nodes)), SHAPES[shape])
+    head, context = tiny_head("medusa", some_model("llama")), context_of(TEXTS, CopyLimits(extra_nodes))
+    draft = propose(Copying(head, odds=[[0.99, 0.98, 0.97, 0.96, 0.95]]), context, SHAPES[shape])
     assert draft.num_nodes == propose(head, context, SHAPES[shape]).num_nodes + extra_nodes
     assert draft.copied is not None
     assert draft.token_ids[0, :6].tolist() == [5, 6, 7, 8, 3, 4]
@@ -206,58 +206,47 @@ def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
 
 def test_without_a_head_only_copies_are_drafted() -> None:
     """And the head takes note of the text."""
-    model = some_model("llama")
-    head = tiny_head("eagle", model)
-    copying = Copying(head).start()
-    context = context_of(TEXTS, model.hidden_size)
-    draft = copying.propose(replace(context, copies=CopyLimits(3)), ROOT_ONLY)
+    head = tiny_head("eagle", some_model("llama"))
+    session = Copying(head).start()
+    draft = session.propose(context_of(TEXTS, CopyLimits(3)), ROOT_ONLY)
     assert draft.token_ids[0].tolist() == [5, 6, 7, 8]
     assert draft.depths.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
-    assert copying.session.num_rows == 2  # type: ignore[attr-defined]
-    assert propose(Copying(head), context, ROOT_ONLY).num_nodes == 1
+    assert session.session.num_rows == 2  # type: ignore[attr-defined]
+    assert propose(Copying(head), context_of(TEXTS), ROOT_ONLY).num_nodes == 1
 
 
 @pytest.mark.parametrize("shape", [Sampled(Tree.chain(2)), BestPaths((3, 2), 3)])
 def test_drawn_trees_and_best_paths_are_left_as_they_are(shape: Shape) -> None:
-    model = some_model("llama")
-    head = tiny_head("hydra", model)
+    head = tiny_head("hydra", some_model("llama"))
     options: dict[str, Any] = {"shape": shape, "temperature": 0.7, "seed": 5, "acceptance": "rejection"}
     found = decode("llama", Copying(head), **options)
-    expected = decode("llama", head, **options)
-    assert ids(found) == ids(expected)
+    assert ids(found) == ids(decode("llama", head, **options))
     assert copied(found) == 0
 
 
 def test_a_corpus_is_copied_from_after_a_match_of_four_tokens() -> None:
-    model = some_model("llama")
-    copying = Copying(tiny_head("medusa", model), corpus=index_texts([[1, 7, 9, 10, 11, 12, 13]]))
-    context = context_of([[7, 9, 10, 11], [8, 9, 10, 11]], model.hidden_size)
-    draft = copying.start().propose(replace(context, copies=CopyLimits(3)), ROOT_ONLY)
-    assert draft.token_ids[0].tolist() == [11, 12, 13, 0]
-    assert draft.depths.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]
+    corpus = index_texts([[1, 7, 9, 10, 11, 12, 13]])
+    draft = copied_below_a_root([7, 9, 10, 11], 3, corpus=corpus)
+    assert draft.token_ids.tolist() == [[11, 12, 13, 0]]
+    assert draft.depths.tolist() == [[0, 1, 2, 0]]
+    assert copied_below_a_root([8, 9, 10, 11], 3, corpus=corpus).num_nodes == 1
 
 
 def test_copies_branch_where_the_same_tokens_were_followed_by_different_ones() -> None:
-    model = some_model("llama")
-    context = context_of([[1, 2, 3, 9, 1, 2, 4, 8, 1, 2]], model.hidden_size)
-    draft = Copying(tiny_head("medusa", model)).start().propose(replace(context, copies=CopyLimits(4)), ROOT_ONLY)
+    draft = copied_below_a_root([1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 4)
     tokens, parents = draft.token_ids[0].tolist(), draft.parents[0].tolist()
     edges = {(tokens[parent], token) for parent, token in zip(parents[1:], tokens[1:], strict=True)}
     assert edges == {(2, 3), (3, 9), (2, 4), (4, 8)}
 
 
 def test_sixteen_tokens_are_copied_at_most() -> None:
-    model = some_model("llama")
-    context = context_of([[*range(3, 23), 3, 4]], model.hidden_size)
-    draft = Copying(tiny_head("medusa", model)).start().propose(replace(context, copies=CopyLimits(18)), ROOT_ONLY)
+    draft = copied_below_a_root([*range(3, 23), 3, 4], 18)
     assert draft.depths.tolist() == [[*range(17)]]
     assert draft.token_ids[0].tolist() == [4, *range(5, 21)]
 
 
 def test_unlikely_copies_do_not_change_the_tree() -> None:
-    model = some_model("llama")
-    head = tiny_head("hydra", model)
-    context = context_of(TEXTS, model.hidden_size)
+    head, context = tiny_head("hydra", some_model("llama")), context_of(TEXTS)
     tree = Tree.cartesian([3, 2])
     copying = Copying(head, odds=[[0.02, 0.001]], values=dict.fromkeys(tree.paths, 0.5))
     draft = propose(copying, context, tree)
@@ -267,11 +256,9 @@ def test_unlikely_copies_do_not_change_the_tree() -> None:
 
 
 def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
-    model = some_model("llama")
-    head = tiny_head("medusa", model)
+    head, context = tiny_head("medusa", some_model("llama")), context_of(TEXTS)
     tree = Tree.from_paths([(0,), (1,), (0, 0), (2,)])
     values = {(0,): 0.6, (1,): 0.1, (0, 0): 0.5, (2,): 0.4}
-    context = context_of(TEXTS, model.hidden_size)
     whole = propose(head, context, tree)
     draft = propose(Copying(head, odds=[[0.45, 0.2]], values=values), context, tree)
     token = {path: int(whole.token_ids[0, node]) for node, path in enumerate(tree.paths)}
@@ -300,7 +287,7 @@ def test_a_drafter_that_watches_sees_what_was_checked_and_learns_what_it_asked_f
     watching.seen, watching.learnt = [], []
     copying = Copying(watching)
     found = decode("llama", copying, batch_size=1)
-    assert len(watching.seen) == sum(result.num_steps for result in found)
+    assert len(watching.seen) == num_steps(found)
     assert watching.learnt == watching.seen
 
 
@@ -347,13 +334,11 @@ def test_nothing_is_copied_without_copies() -> None:
 
 
 def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone() -> None:
-    head = tiny_head("medusa", some_model("llama"))
-    drafter = Copying(head, odds=((0.5, 0.2), (0.9, 0.8)))
+    drafter = Copying(tiny_head("medusa", some_model("llama")), odds=((0.5, 0.2), (0.9, 0.8)))
 
     def nodes(*min_gains: float) -> int:
-        tokens = torch.tensor([[5, 6, 7, 5], [8, 9, 10, 11]])
-        context = Context(torch.zeros(2, 4, 32), tokens, torch.tensor([4, 4]), torch.tensor([6, 12]))
-        return drafter.start().propose(replace(context, copies=CopyLimits(2, min_gains)), ROOT_ONLY).num_nodes
+        context = context_of([[5, 6, 7, 5, 6], [8, 9, 10, 11, 12]], CopyLimits(2, min_gains))
+        return propose(drafter, context, ROOT_ONLY).num_nodes
 
     assert nodes() == 3, "without a least gain every match counts"
     assert nodes(0.8, 9.0) == 3, "one token is worth 0.9"
@@ -362,8 +347,7 @@ def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone()
 
 
 def test_the_policy_gives_copies_the_gain_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = some_model("llama")
-    head = tiny_head("medusa", model)
+    head = tiny_head("medusa", some_model("llama"))
     cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 11, 110.0)])  # two rows cost as one with twice the nodes
     drafter = Copying(head, odds=((0.5, 0.2), (0.9, 0.8)))
     given: list[Sequence[float]] = []
@@ -376,6 +360,6 @@ def test_the_policy_gives_copies_the_gain_that_they_need(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(CopyingSession, "propose", recording)
     policy = SizePolicy(drafter, AcceptanceProfile.assumed(head.config.num_heads), cost)
-    assert propose(policy, context_of(TEXTS, model.hidden_size), ROOT_ONLY).num_nodes == 1
+    assert propose(policy, context_of(TEXTS), ROOT_ONLY).num_nodes == 1
     # plain decoding makes two tokens in 20 ms; 40 and 60 ms must make a tenth more than 4 and 6
     assert list(given[0][:2]) == pytest.approx([1.1 * 4 - 2, 1.1 * 6 - 2])

@@ -51,11 +51,3 @@ def test_of_many_places_some_are_taken_evenly() -> None:
     numbers = [number for (number,) in found]
     assert len(set(numbers)) == len(numbers) == MOST_PLACES
     assert all(8 <= after - before <= 12 for before, after in pairwise(numbers))
-
-
-def test_no_match_goes_beyond_a_text() -> None:
-    corpus = index_texts([[1, 2], [3, 4]])
-    assert corpus.match([2], 3) == (1, [[]])
-    assert corpus.match([1], 3) == (1, [[2]])
-    assert corpus.match([1, 2, 3], 3) == (1, [[4]])
-    assert index_texts([]).match([1, 2], 3) == (0, [])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
+from draftheads.decode.request import GenerationResult
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
@@ -15,7 +16,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
-from families import PROMPTS, VOCAB, tiny_head, tiny_model
+from families import PROMPTS, TREES, VOCAB, tiny_head, tiny_model
 from thorough import some, some_rows
 
 
@@ -24,9 +25,13 @@ def model() -> TargetModel:
     return tiny_model("llama")
 
 
-TREES: dict[str, Shape] = {
-    "chain": Tree.chain(3),
-    "ragged": Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)]),
+def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+SHAPES: dict[str, Shape] = {
+    "chain": TREES["chain"],
+    "ragged": TREES["ragged"],
     "best first": BestFirst(12, top_k=4, beam=3, max_depth=4),
     "best paths": BestPaths((4, 2, 1), 4),
 }
@@ -37,7 +42,7 @@ TREES: dict[str, Shape] = {
     some_rows(
         [
             *((family, "ragged") for family in ("mixtral", "gpt2", "gpt_neox", "gemma3_text")),
-            *(("llama", shape) for shape in TREES),
+            *(("llama", shape) for shape in SHAPES),
         ],
         *[("llama", "best first"), ("mixtral", "ragged"), ("gpt2", "ragged"), ("gemma3_text", "ragged")],
     ),
@@ -45,13 +50,10 @@ TREES: dict[str, Shape] = {
 def test_a_draft_model_changes_nothing(family: str, shape: str) -> None:
     target, small = tiny_model(family), tiny_model("llama", seed=3, num_hidden_layers=1)
     prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
-    expected = [result.token_ids for result in Engine(target).generate(prompts, max_new_tokens=24)]
-    drafter = DraftModel(small, target)
+    expected = ids(Engine(target).generate(prompts, max_new_tokens=24))
     for batch_size in (1, 3):
-        found = Engine(target, drafter, shape=TREES[shape], max_batch_size=batch_size).generate(
-            prompts, max_new_tokens=24
-        )
-        assert [result.token_ids for result in found] == expected
+        engine = Engine(target, DraftModel(small, target), shape=SHAPES[shape], max_batch_size=batch_size)
+        assert ids(engine.generate(prompts, max_new_tokens=24)) == expected
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -68,22 +70,19 @@ def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graph
     assert Copying(tiny_head("medusa", model)).bytes_per_slot == 0
 
 
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", some(["llama", "gpt2", "gemma2"], "gemma2"))
 def test_a_model_that_drafts_for_itself_greedily_is_always_right(family: str, shape: str) -> None:
     target = tiny_model(family)
-    drafter = DraftModel(target, target)
-    depth = TREES[shape].max_depth if isinstance(TREES[shape], Tree) else TREES[shape].depth  # type: ignore[union-attr]
     options: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}
-    results = Engine(target, drafter, shape=TREES[shape], max_batch_size=2).generate([*PROMPTS, [4, 5]], **options)
-    expected = Engine(target).generate([*PROMPTS, [4, 5]], **options)
-    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
-    assert depth is not None
+    engine = Engine(target, DraftModel(target, target), shape=SHAPES[shape], max_batch_size=2)
+    results = engine.generate([*PROMPTS, [4, 5]], **options)
+    assert ids(results) == ids(Engine(target).generate([*PROMPTS, [4, 5]], **options))
     for result in results:
         if shape == "ragged":  # its first ranks are two deep, then the third is rank 2's
             assert result.tokens_per_step >= 3.0
         elif shape == "chain":
-            assert result.num_steps == 24 / (1 + depth)
+            assert result.num_steps == 24 / (1 + 3)
         else:
             assert result.tokens_per_step > 2.0
 
@@ -132,18 +131,21 @@ def test_a_draft_model_needs_the_same_tokenizer(model: TargetModel) -> None:
         DraftModel(other, model)
 
 
-def test_a_draft_model_grows_trees_up_to_max_depth(model: TargetModel) -> None:
-    drafter = DraftModel(model, model, max_depth=2)
-    results = Engine(model, drafter, shape=BestFirst(8, top_k=1)).generate([[3, 4]], max_new_tokens=25, ignore_eos=True)
-    assert results[0].num_steps == 24 / 3
-
-
-@pytest.mark.parametrize("shape", [BestFirst(12, top_k=1, beam=1, max_depth=8), BestPaths((1,) * 8, 1)])
-def test_a_draft_model_drafts_as_deep_as_the_shape_says(shape: Shape, model: TargetModel) -> None:
-    """Also where the shape is deeper than ``max_depth``, which is for shapes without a depth."""
+@pytest.mark.parametrize(
+    ("shape", "depth"),
+    [
+        (BestFirst(8, top_k=1), 2),
+        (BestFirst(12, top_k=1, beam=1, max_depth=8), 8),
+        (BestPaths((1,) * 8, 1), 8),
+    ],
+)
+def test_a_draft_model_drafts_as_deep_as_the_shape_or_max_depth_says(
+    shape: Shape, depth: int, model: TargetModel
+) -> None:
+    """The shape may be deeper than ``max_depth``, which is for shapes without a depth."""
     drafter = DraftModel(model, model, max_depth=2)
     (result,) = Engine(model, drafter, shape=shape).generate([PROMPTS[0]], max_new_tokens=19, ignore_eos=True)
-    assert result.num_steps == 18 / 9
+    assert result.num_steps == 18 / (1 + depth)
 
 
 @pytest.mark.parametrize("shape", [Tree.from_paths([(VOCAB,)]), BestPaths((2, VOCAB + 1), 2)])
@@ -155,20 +157,20 @@ def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Sh
 
 
 def test_a_draft_model_of_a_smaller_vocabulary_changes_no_text(model: TargetModel) -> None:
-    small = tiny_model("llama", seed=5, vocab_size=VOCAB - 4)
-    expected = Engine(model).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids
-    drafter = DraftModel(small, model)
-    assert Engine(model, drafter).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids == expected
+    drafter = DraftModel(tiny_model("llama", seed=5, vocab_size=VOCAB - 4), model)
+    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+    expected = Engine(model).generate([[3, 4]], **options)
+    assert ids(Engine(model, drafter).generate([[3, 4]], **options)) == ids(expected)
 
 
 @pytest.mark.parametrize("kind", ["draft model", "prompt lookup", "lookahead"])
 def test_a_missing_row_that_was_not_dropped_raises(kind: str, model: TargetModel) -> None:
-    session = {
-        "draft model": lambda: DraftModel(tiny_model("llama", seed=5), model),
-        "prompt lookup": PromptLookup,
-        "lookahead": Lookahead,
-    }[kind]().start()
-    roots = torch.tensor([3, 4, 5])
+    drafter = {
+        "draft model": DraftModel(tiny_model("llama", seed=5), model),
+        "prompt lookup": PromptLookup(),
+        "lookahead": Lookahead(),
+    }[kind]
+    session, roots = drafter.start(), torch.tensor([3, 4, 5])
 
     def context(rows: int, count: int) -> Context:
         tokens = torch.full((rows, count), 7)

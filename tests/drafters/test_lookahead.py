@@ -33,6 +33,11 @@ def said(draft: Draft) -> Tensor:
     return torch.nn.functional.one_hot((3 * draft.token_ids + 1) % 17, 17).float()
 
 
+def last_step(text: list[int]) -> Context:
+    """The last token is the root, the one before is accepted."""
+    return Context(torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.tensor([1]), torch.tensor(text[-1:]))
+
+
 @pytest.mark.parametrize(("window", "ngram", "guesses"), [(5, 4, 3), (1, 3, 2), (4, 2, 4), (3, 5, 1)])
 def test_ngrams_of_the_pool_are_the_models_outputs(window: int, ngram: int, guesses: int) -> None:
     lookahead = Lookahead(window=window, ngram=ngram, guesses=guesses)
@@ -40,10 +45,7 @@ def test_ngrams_of_the_pool_are_the_models_outputs(window: int, ngram: int, gues
     text = [2, 9]
     met = 0
     for _ in range(40):
-        context = Context(
-            torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.ones(1).long(), torch.tensor(text[-1:])
-        )
-        draft = session.propose(context, ROOT_ONLY)
+        draft = session.propose(last_step(text), ROOT_ONLY)
         assert int(draft.depths.max()) == draft.max_depth
         assert draft.num_nodes <= lookahead.most_nodes
         session.on_read(session.on_verify(draft, said(draft)).tolist())
@@ -94,10 +96,7 @@ def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -
     text = [2, 9, 4]
     for step in range(12):
         root = text[-1]
-        context = Context(
-            torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.ones(1).long(), torch.tensor(text[-1:])
-        )
-        draft = session.propose(context, ROOT_ONLY)
+        draft = session.propose(last_step(text), ROOT_ONLY)
         row = session._rows[0]
         levels = [list(level) for level in row.levels]
         assert len(levels) == min(step + 1, ngram - 1)
@@ -118,16 +117,15 @@ def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -
 
 def test_the_draft_is_a_tree_of_the_window_and_the_pool() -> None:
     session = Lookahead(window=3, ngram=4, guesses=2).start()
-    row_texts = torch.tensor([[4, 5, 6], [7, 8, 9]])
-    context = Context(torch.zeros(2, 3, 1), row_texts, torch.tensor([3, 2]), torch.tensor([10, 11]))
+    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    context = Context(torch.zeros(2, 3, 1), tokens, torch.tensor([3, 2]), torch.tensor([10, 11]))
     draft = session.propose(context, ROOT_ONLY)
     assert draft.token_ids[:, 0].tolist() == [10, 11]
-    parents, depths = draft.parents, draft.depths
     for row in range(2):
         for node in range(1, draft.num_nodes):
-            parent = int(parents[row, node])
+            parent = int(draft.parents[row, node])
             assert parent < node
-            assert depths[row, node] == depths[row, parent] + 1
+            assert draft.depths[row, node] == draft.depths[row, parent] + 1
             expected = draft.ancestors[row, parent].clone()
             expected[node] = True
             assert torch.equal(draft.ancestors[row, node], expected)
@@ -135,24 +133,10 @@ def test_the_draft_is_a_tree_of_the_window_and_the_pool() -> None:
     assert len(session._rows) == 1
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
-@pytest.mark.parametrize("kind", [Lookahead, PromptLookup])
-def test_drafters_without_a_model_change_nothing(kind: type[Lookahead | PromptLookup], family: str) -> None:
-    target = tiny_model(family)
-    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
-    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
-    expected = Engine(target).generate(prompts, **options)
-    for batch_size in (1, 3):
-        found = Engine(target, kind(), max_batch_size=batch_size).generate(prompts, **options)
-        assert [result.token_ids for result in found] == [result.token_ids for result in expected]
-    assert max(result.tokens_per_step for result in found) > 1.2, "tiny models repeat themselves"
-
-
-@pytest.mark.few(5)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("kind", ["lookahead", "prompt lookup", "draft model", "draft model that grows"])
-def test_drafters_without_a_head_change_no_sampled_token(kind: str, family: str) -> None:
+def test_drafters_without_a_head_change_nothing(kind: str, family: str) -> None:
     target = tiny_model(family)
     small = tiny_model("llama", seed=3, num_hidden_layers=1)
     drafter, shape = {
@@ -161,11 +145,15 @@ def test_drafters_without_a_head_change_no_sampled_token(kind: str, family: str)
         "draft model": (DraftModel(small, target), Tree.cartesian([3, 2])),
         "draft model that grows": (DraftModel(small, target), BestFirst(12, top_k=4)),
     }[kind]
-    options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
-    expected = [result.token_ids for result in Engine(target).generate(PROMPTS, **options)]
-    found = Engine(target, drafter, shape=shape, max_batch_size=2).generate(PROMPTS, **options)
-    assert [result.token_ids for result in found] == expected
-    assert max(result.tokens_per_step for result in found) > 1.0, "something was kept"
+    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, "seed": 5}
+    for temperature, batch_size in ((0.0, 1), (0.0, 3), (0.7, 2)):
+        expected = Engine(target).generate(prompts, **options, temperature=temperature)
+        engine = Engine(target, drafter, shape=shape, max_batch_size=batch_size)
+        results = engine.generate(prompts, **options, temperature=temperature)
+        assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+        least = 1.2 if shape is None and temperature == 0.0 else 1.0  # tiny models repeat themselves
+        assert max(result.tokens_per_step for result in results) > least
 
 
 @pytest.mark.parametrize(
@@ -207,10 +195,6 @@ def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
     assert isinstance(alone.drafter, DraftModel)
     found = engine.generate(["a dog"], max_new_tokens=25, temperature=0.8, acceptance="block", ignore_eos=True, seed=1)
     assert found[0].tokens_per_step == 4.0
-    with pytest.raises(InvalidSettings, match=r"head .*hydra and draft_model .*model: give one of them"):
-        draftheads.load(world / "model", world / "hydra", draft_model=world / "model", **options)
-    with pytest.raises(InvalidSettings, match="nothing is there to fill it; give a draft head by head="):
-        draftheads.load(world / "model", tree=Tree.chain(1), **options)
 
 
 PATHS = BestPaths((3, 2, 2), 3)

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import HEADS, head_classes
-from draftheads.heads.amphista import AmphistaHead
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig
 from draftheads.heads.head_options import parse_head_options
+from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from draftheads.heads.stateful import StatefulHead, StatefulSession
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import layer_sizes
@@ -31,41 +31,36 @@ from slow_heads import slow_attention
 from thorough import some_rows
 
 STATEFUL = [method for method in HEADS if issubclass(head_classes(method)[1], StatefulHead)]
-# of every architecture, its variants
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{method: (method, {}) for method in HEADS},
-    "hydra++, deep": ("hydra++", {"num_layers": 3}),
-    "hydra++, grouped": ("hydra++", {"num_key_value_heads": 2, "head_size": 6}),
-    "hydra++, scaled": (
-        "hydra++",
-        {"rope_frequencies": [1.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001, 0.0], "rope_scale": 1.2},
-    ),
-    "amphista-alpha": ("amphista", {"num_auto_embedding_blocks": 2}),
-    "amphista, no blocks": ("amphista", {"num_auto_embedding_blocks": 0}),
-    "amphista, no positions": ("amphista", {"head_positions": False}),
-    "amphista, one stage": ("amphista", {"num_adaptation_layers": 1}),
-    "amphista, no stage": ("amphista", {"num_adaptation_layers": 0}),
-    "amphista, no token": ("amphista", {"sampled_token": False}),
-    "amphista, own": ("amphista", {"lm_head": "own"}),
-    "amphista, low rank": ("amphista", {"lm_head": "low_rank", "lm_head_rank": 5, "draft_vocab_size": 12}),
-    "amphista, coupled": ("amphista", {"coupling_size": 5}),
-    "amphista, coupled, no stage": ("amphista", {"coupling_size": 3, "num_adaptation_layers": 0}),
-    "amphista, coupled, trimmed": ("amphista", {"coupling_size": 4, "lm_head": "own", "draft_vocab_size": 12}),
-    "mlp-speculator, own": ("mlp-speculator", {"embeddings": "own", "lm_head": "own", "inner_size": 24}),
-    "mlp-speculator, tied": (
-        "mlp-speculator",
-        {"embeddings": "own", "lm_head": "own", "tie_weights": True, "scale_input": True, "inner_size": 20},
-    ),
-    "mlp-speculator, tied, shared": ("mlp-speculator", {"tie_weights": True}),
-    "eagle3, 3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "draft_vocab_size": 12, "lm_head": "own"}),
-    "eagle3, one state": ("eagle3", {"layers": [], "num_key_value_heads": 1}),
-    "eagle, no bias": ("eagle", {"fusion_bias": False, "num_key_value_heads": 1}),
-    "eagle, own": ("eagle", {"lm_head": "own"}),
-    "eagle, low rank": ("eagle", {"lm_head": "low_rank", "lm_head_rank": 5}),
-    "markov-medusa, no gates": ("markov-medusa", {"gated": False, "markov_rank": 3}),
-    "small-llama, low rank": ("small-llama", {"lm_head": "low_rank", "lm_head_rank": 5}),
-    "small-llama, deep": ("small-llama", {"num_layers": 2, "num_key_value_heads": 2, "draft_vocab_size": 12}),
-    "markov-medusa, own": ("markov-medusa", {"lm_head": "own", "num_layers": 2, "draft_vocab_size": 12}),
+SCALE = 1.7  # of embeddings, in variant()
+# of every architecture, its variants: the method stands before the comma
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{method: {} for method in HEADS},
+    "hydra++, deep": {"num_layers": 3},
+    "hydra++, grouped": {"num_key_value_heads": 2, "head_size": 6},
+    "hydra++, scaled": {"rope_frequencies": [1.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001, 0.0], "rope_scale": 1.2},
+    "amphista, alpha": {"num_auto_embedding_blocks": 2},
+    "amphista, no blocks": {"num_auto_embedding_blocks": 0},
+    "amphista, no positions": {"head_positions": False},
+    "amphista, one stage": {"num_adaptation_layers": 1},
+    "amphista, no stage": {"num_adaptation_layers": 0},
+    "amphista, no token": {"sampled_token": False},
+    "amphista, own": {"lm_head": "own"},
+    "amphista, low rank": {"lm_head": "low_rank", "lm_head_rank": 5, "draft_vocab_size": 12},
+    "amphista, coupled": {"coupling_size": 5},
+    "amphista, coupled, no stage": {"coupling_size": 3, "num_adaptation_layers": 0},
+    "amphista, coupled, trimmed": {"coupling_size": 4, "lm_head": "own", "draft_vocab_size": 12},
+    "mlp-speculator, own": {"embeddings": "own", "lm_head": "own", "inner_size": 24},
+    "mlp-speculator, tied": {"embeddings": "own", "lm_head": "own", "tie_weights": True, "inner_size": 20},
+    "mlp-speculator, tied, shared": {"tie_weights": True, "scale_input": True},
+    "eagle3, 3.1": {"fc_norm": True, "norm_output": True, "draft_vocab_size": 12, "lm_head": "own"},
+    "eagle3, one state": {"layers": [], "num_key_value_heads": 1},
+    "eagle, no bias": {"fusion_bias": False, "num_key_value_heads": 1},
+    "eagle, own": {"lm_head": "own"},
+    "eagle, low rank": {"lm_head": "low_rank", "lm_head_rank": 5},
+    "markov-medusa, no gates": {"gated": False, "markov_rank": 3},
+    "small-llama, low rank": {"lm_head": "low_rank", "lm_head_rank": 5},
+    "small-llama, deep": {"num_layers": 2, "num_key_value_heads": 2, "draft_vocab_size": 12},
+    "markov-medusa, own": {"lm_head": "own", "num_layers": 2, "draft_vocab_size": 12},
 }
 
 
@@ -75,34 +70,26 @@ def model() -> TargetModel:
 
 
 def variant(name: str, model: TargetModel, **changes: Any) -> DraftHead:
-    method, options = VARIANTS[name][0], {**VARIANTS[name][1], **changes}
-    return (
-        tiny_head(method, model, embedding_scale=SCALE, **options)
-        if reads(method)
-        else tiny_head(method, model, **options)
-    )
+    method = method_of(name)
+    scale = {"embedding_scale": SCALE} if issubclass(head_classes(method)[0], EmbeddingConfig) else {}
+    return tiny_head(method, model, **{**scale, **VARIANTS[name], **changes})
 
 
-def reads(method: str) -> bool:
-    return issubclass(head_classes(method)[0], EmbeddingConfig)
+def method_of(name: str) -> str:
+    return name.partition(",")[0]
 
 
-def input_size(head: DraftHead) -> int:
-    """Numbers in the hidden states of a token that it reads."""
-    return max(1, len(head.hidden_layers)) * head.config.hidden_size
-
-
-def random_text(rows: int, length: int, *, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Hidden states (B, T, D) and tokens (B, T)."""
+def random_text(head: DraftHead, rows: int, length: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Hidden states that the head reads (B, T, D or n·D) and tokens (B, T)."""
     chance = torch.Generator().manual_seed(seed)
+    size = max(1, len(head.hidden_layers)) * head.config.hidden_size
     hidden = torch.randn(rows, length, size, generator=chance)
     return hidden, torch.randint(0, VOCAB, (rows, length), generator=chance)
 
 
 def whole(hidden: Tensor, tokens: Tensor, ends: Sequence[int]) -> Context:
     """Contexts of texts of which ``ends[b]`` tokens are accepted and one is the root."""
-    rows = range(len(ends))
-    roots = torch.stack([tokens[row, end] for row, end in zip(rows, ends, strict=True)])
+    roots = tokens[torch.arange(len(ends)), ends]
     width = max(ends)
     real = torch.arange(width) < torch.tensor(ends)[:, None]  # what lies beyond means nothing
     states = torch.where(real[:, :, None], hidden[:, :width], 7.0)
@@ -114,7 +101,7 @@ def test_logits_when_drafting_equal_logits_in_training(name: str, model: TargetM
     """Where all guesses before were right, each head's logits are those of its features along the text."""
     head = variant(name, model)
     heads = head.config.num_heads
-    hidden, tokens = random_text(3, 12 + heads, size=input_size(head))
+    hidden, tokens = random_text(head, 3, 12 + heads)
     features = head(hidden, tokens)  # (K, B, T, F)
     ends = [12, 7, 1]
     state = head.begin(head.start().root(whole(hidden, tokens, ends)), heads)
@@ -133,7 +120,7 @@ def test_every_node_of_a_tree_is_predicted_from_its_own_path(name: str, model: T
     """What a node's children are drawn from is what the features along the text say, had its path been the text."""
     head = variant(name, model)
     tree = TREES["cartesian"]
-    hidden, tokens = random_text(3, 16, size=input_size(head))
+    hidden, tokens = random_text(head, 3, 16)
     ends = [11, 6, 1]
     rows = RowSettings.of([SamplingSettings(temperature=1.0)] * 3, vocab_size=VOCAB, device=torch.device("cpu"))
     chance = torch.Generator().manual_seed(1)
@@ -161,7 +148,7 @@ def test_every_node_of_a_tree_is_predicted_from_its_own_path(name: str, model: T
 @pytest.mark.parametrize("name", VARIANTS)
 def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: str, model: TargetModel) -> None:
     head = variant(name, model)
-    hidden, tokens = random_text(1, 20, size=input_size(head))
+    hidden, tokens = random_text(head, 1, 20)
     changed = tokens.clone()
     changed[0, 12] = (changed[0, 12] + 1) % VOCAB
     before, after = (
@@ -196,16 +183,10 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
 @pytest.mark.parametrize(
     ("name", "without_draft"),
     some_rows(
-        product([name for name, (method, _) in VARIANTS.items() if method in STATEFUL], WITHOUT_DRAFT),
+        product([name for name in VARIANTS if method_of(name) in STATEFUL], WITHOUT_DRAFT),
         *[("hydra++", "at first"), ("hydra++, grouped", "without room"), ("amphista", "without room")],
-        *[
-            ("amphista, coupled", "without room"),
-            ("amphista-alpha", "in a row"),
-            ("eagle", "in a row"),
-            ("eagle", "without room"),
-            ("eagle", "single"),
-            ("eagle3", "single"),
-        ],
+        *[("amphista, coupled", "without room"), ("amphista, alpha", "in a row"), ("eagle", "in a row")],
+        *[("eagle", "without room"), ("eagle", "single"), ("eagle3", "single")],
         *[("small-llama", "single"), ("small-llama, deep", "without room")],
     ),
 )
@@ -218,7 +199,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
     head = variant(name, model)
     # heads without a limit of depth: beyond the depth that they are trained for
     shape = BestFirst(12, top_k=4, beam=3, max_depth=None if head.depth_limit else 6)
-    hidden, tokens = random_text(6, 200, size=input_size(head), seed=3)
+    hidden, tokens = random_text(head, 6, 200, seed=3)
     chance = torch.Generator().manual_seed(5)
     session = head.start()
     rows: list[int] = []  # texts at work
@@ -271,7 +252,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
 )
 def test_a_head_drafts_deeper_than_it_was_trained_as_one_of_that_depth_does(name: str, model: TargetModel) -> None:
     head, deep = variant(name, model), variant(name, model, num_heads=6)
-    hidden, tokens = random_text(2, 14, size=input_size(head))
+    hidden, tokens = random_text(head, 2, 14)
     context = whole(hidden, tokens, [12, 7])
     assert (head.depth_limit, head.config.num_heads) == (None, 3)
     for shape in (Tree.chain(6), BestFirst(30, top_k=4, beam=3, max_depth=6)):
@@ -293,17 +274,31 @@ def test_heads_with_weights_for_each_depth_draft_no_deeper_than_trained(name: st
     for shape in (Tree.chain(4), BestFirst(9, max_depth=4)):
         with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
             head.check_shape(shape)
-    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    hidden, tokens = random_text(head, 1, 9)
     shape = BestFirst(9, temperatures=(1.0,) * 5)
     assert propose(head, whole(hidden, tokens, [7]), shape).max_depth == 3
+
+
+def test_a_single_lm_head_serves_all_depths(model: TargetModel) -> None:
+    head = variant("eagle, own", model, num_heads=1)
+    assert propose(head, whole(*random_text(head, 1, 9), [7]), Tree.chain(4)).max_depth == 4
+
+
+def recorded(head: DraftHead) -> list[tuple[slice, Context]]:
+    """What the head reads from now on: rows and their contexts."""
+    read = []
+    head.read = lambda context, rows, *args, read_it=head.read: (  # type: ignore[method-assign]
+        read.append((rows, context)),
+        read_it(context, rows, *args),
+    )[1]
+    return read
 
 
 @pytest.mark.parametrize("method", STATEFUL)
 def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model: TargetModel) -> None:
     head = tiny_head(method, model)
-    hidden, tokens = random_text(2, 30, size=input_size(head))
-    read = []
-    head.read = lambda context, *args, read_it=head.read: (read.append(context), read_it(context, *args))[1]  # type: ignore[method-assign]
+    hidden, tokens = random_text(head, 2, 30)
+    read = recorded(head)
     session = head.start()
     session.observe(whole(hidden, tokens, [5, 8]))
     session.observe(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
@@ -311,30 +306,27 @@ def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model
     assert isinstance(session, StatefulSession)
     assert (session.num_rows, len(session.unread)) == (2, 2)
     session.propose(Context(hidden[:, :3], tokens[:, :3], torch.tensor([3, 2]), tokens[:, 4]), head.default_shape)
-    assert [context.num_accepted.tolist() for context in read] == [[9, 12]]
+    assert [context.num_accepted.tolist() for _, context in read] == [[9, 12]]
     assert session.unread == []
 
 
 def test_a_row_that_has_put_much_aside_is_read_alone(model: TargetModel) -> None:
     """Read together, each row would be as long as the longest."""
     head = tiny_head("eagle", model)
-    hidden, tokens = random_text(3, 60, size=input_size(head))
-    read = []
-    head.read = lambda context, rows, *args, read_it=head.read: (  # type: ignore[method-assign]
-        read.append((rows, tuple(context.token_ids.shape))),
-        read_it(context, rows, *args),
-    )[1]
+    hidden, tokens = random_text(head, 3, 60)
+    read = recorded(head)
     session = head.start()
     session.observe(whole(hidden, tokens, [3, 50, 16]))
     assert not read
     session.propose(Context(hidden[:, :2], tokens[:, :2], torch.tensor([2, 1, 2]), tokens[:, 9]), head.default_shape)
-    assert read == [(slice(1, 2), (1, 50)), (slice(0, 3), (3, 18))]
+    shapes = [(rows, tuple(context.token_ids.shape)) for rows, context in read]
+    assert shapes == [(slice(1, 2), (1, 50)), (slice(0, 3), (3, 18))]
 
 
 @pytest.mark.parametrize("method", STATEFUL)
 def test_rows_of_which_nothing_is_read_yet_move_with_the_others(method: str, model: TargetModel) -> None:
     head = tiny_head(method, model)
-    hidden, tokens = random_text(3, 30, size=input_size(head))
+    hidden, tokens = random_text(head, 3, 30)
     session = head.start()
     session.propose(whole(hidden[:2], tokens[:2], [9, 9]), head.default_shape)
     session.observe(Context(hidden[:, 9:11], tokens[:, 9:11], torch.tensor([2, 1, 2]), tokens[:, 11]))
@@ -351,7 +343,7 @@ def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.Monkey
     """A long prompt is read at once: its hidden states take more memory than what the head keeps of it."""
     monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 12)
     head = tiny_head("eagle", model)
-    hidden, tokens = random_text(1, 60, size=input_size(head))
+    hidden, tokens = random_text(head, 1, 60)
     session = head.start()
     session.observe(whole(hidden, tokens, [30]))
     assert isinstance(session, StatefulSession)
@@ -367,25 +359,20 @@ def values_of(head: DraftHead) -> dict[str, Any]:
     """Everything that a head holds, tensors by what is in them."""
     found: dict[str, Any] = {name: tensor.clone() for name, tensor in head.state_dict(keep_vars=True).items()}
     for prefix, module in head.named_modules():
-        held = {
-            name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")
-        }
-        found |= {f"{prefix}:{name}": copy.copy(value) for name, value in held.items()}
+        for name in vars(module).keys() - {"_parameters", "_buffers", "_modules"}:
+            found[f"{prefix}:{name}"] = copy.copy(vars(module)[name])
     return found
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
+    """So its sessions do not see each other's rows."""
     head = variant(name, model)
-    hidden, tokens = random_text(2, 12, size=input_size(head))
+    hidden, tokens = random_text(head, 2, 12)
     before = values_of(head)
     session = head.start()
     session.observe(whole(hidden, tokens, [5, 8]))
-    for shape in (
-        head.default_shape,
-        BestFirst(12, top_k=4, beam=3),
-        BestPaths((2, 1, 1, 1)[: head.config.num_heads], 2),
-    ):
+    for shape in (head.default_shape, BestFirst(12, top_k=4, beam=3), BestPaths((2, 1, 1), 2)):
         session.propose(Context(hidden[:, :1], tokens[:, :1], torch.tensor([1, 1]), tokens[:, 9]), shape)
     session.keep(torch.tensor([1]))
     after = values_of(head)
@@ -395,25 +382,11 @@ def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
         assert same, key
 
 
-@pytest.mark.parametrize("method", list(HEADS))
-def test_two_sessions_do_not_see_each_others_rows(method: str, model: TargetModel) -> None:
-    head = tiny_head(method, model)
-    hidden, tokens = random_text(2, 12, size=input_size(head))
-    first, second = head.start(), head.start()
-    alone = propose(head, whole(hidden[1:], tokens[1:], [8]))
-    first.propose(whole(hidden[:1], tokens[:1], [5]), head.default_shape)
-    between = second.propose(whole(hidden[1:], tokens[1:], [8]), head.default_shape)
-    assert torch.equal(between.token_ids, alone.token_ids)
-    next_step = Context(hidden[:1, 5:7], tokens[:1, 5:7], torch.tensor([2]), tokens[:1, 7])
-    again = first.propose(next_step, head.default_shape)
-    assert torch.equal(again.token_ids, propose(head, whole(hidden[:1], tokens[:1], [7])).token_ids)
-
-
 @pytest.mark.parametrize("method", STATEFUL)
 def test_a_missing_row_that_was_not_dropped_raises(method: str, model: TargetModel) -> None:
     head = tiny_head(method, model)
     session, shape = head.start(), head.default_shape
-    hidden, tokens = random_text(3, 9, size=input_size(head))
+    hidden, tokens = random_text(head, 3, 9)
     session.propose(whole(hidden, tokens, [5, 8, 2]), shape)
     with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
         session.propose(whole(hidden[:2], tokens[:2], [5, 8]), shape)
@@ -434,51 +407,36 @@ VICUNA = {
     "head_size": 128,
     "intermediate_size": INNER,
 }
-SIZES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "medusa": ("medusa", {"lm_head": "own"}, 4 * (SQUARE + V * D)),
-    "medusa, deep": ("medusa", {"num_layers": 2}, 4 * 2 * SQUARE),
-    "medusa, low rank": ("medusa", {"lm_head": "low_rank", "lm_head_rank": 64}, 4 * (SQUARE + 64 * (D + V))),
-    "medusa, trimmed": ("medusa", {"lm_head": "own", "draft_vocab_size": 8000}, 4 * (SQUARE + 8000 * D)),
-    "hydra": ("hydra", {}, sum(2 * ((i + 2) * D * D + D) for i in range(4))),
-    "hydra, deep": ("hydra", {"num_layers": 4}, sum(2 * ((i + 2) * D * D + D) + 3 * SQUARE for i in range(4))),
+SIZES: dict[str, tuple[dict[str, Any], int]] = {  # of 4 heads, where the options do not say otherwise
+    "medusa": ({"lm_head": "own"}, 4 * (SQUARE + V * D)),
+    "medusa, deep": ({"num_layers": 2}, 4 * 2 * SQUARE),
+    "medusa, low rank": ({"lm_head": "low_rank", "lm_head_rank": 64}, 4 * (SQUARE + 64 * (D + V))),
+    "medusa, trimmed": ({"lm_head": "own", "draft_vocab_size": 8000}, 4 * (SQUARE + 8000 * D)),
+    "hydra": ({}, sum(2 * ((i + 2) * D * D + D) for i in range(4))),
+    "hydra, deep": ({"num_layers": 4}, sum(2 * ((i + 2) * D * D + D) + 3 * SQUARE for i in range(4))),
     "hydra++": (
-        "hydra++",
-        {"num_heads": 4, "num_layers": 4, "lm_head": "own"},
-        sum(2 * ((i + 2) * D * D + D) + 3 * (D * D + D) + V * D + V for i in range(4)) + LAYER + D,
+        {"num_layers": 4, "lm_head": "own"},
+        sum(2 * ((i + 2) * D * D + D) + 3 * SQUARE + V * D + V for i in range(4)) + LAYER + D,
     ),
-    "mlp-speculator": (
-        "mlp-speculator",
-        {"num_heads": 3, "lm_head": "own", "embeddings": "own"},
-        3 * (V * D + D * D + V * D + 2 * D),
-    ),
+    "mlp-speculator": ({"num_heads": 3, "lm_head": "own", "embeddings": "own"}, 3 * (V * D + D * D + V * D + 2 * D)),
     "mlp-speculator, tied": (
-        "mlp-speculator",
-        {"num_heads": 4, "lm_head": "own", "embeddings": "own", "tie_weights": True, "inner_size": 3584},
+        {"lm_head": "own", "embeddings": "own", "tie_weights": True, "inner_size": 3584},
         2 * V * 3584 + 3584 * D + 3584 * 3584 + 2 * 3584,
     ),
-    "eagle": ("eagle", {}, 2 * D * D + D + LAYER - D),
-    "amphista": (
-        "amphista",
-        {"num_heads": 4, "lm_head": "own"},
-        2 * (2 * D * D + D + LAYER) + 4 * (D * D + D) + 4 * D + LAYER + 4 * V * D,
-    ),
+    "eagle": ({}, 2 * D * D + D + LAYER - D),
+    "amphista": ({"lm_head": "own"}, 2 * (2 * D * D + D + LAYER) + 4 * (SQUARE + D) + LAYER + 4 * V * D),
     "amphista, low rank": (
-        "amphista",
-        {"num_heads": 4, "lm_head": "low_rank", "lm_head_rank": 256},
-        2 * (2 * D * D + D + LAYER) + 4 * (D * D + D) + 4 * D + LAYER + 4 * 256 * (V + D),
+        {"lm_head": "low_rank", "lm_head_rank": 256},
+        2 * (2 * D * D + D + LAYER) + 4 * (SQUARE + D) + LAYER + 4 * 256 * (V + D),
     ),
-    "markov-medusa": (
-        "markov-medusa",
-        {"num_heads": 4, "markov_rank": 256},
-        4 * (D * D + D) + 4 * 256 * (D + V) + 4 * (256 * D + 256),
-    ),
+    "markov-medusa": ({"markov_rank": 256}, 4 * SQUARE + 4 * 256 * (D + V) + 4 * (256 * D + 256)),
 }
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_at_vicunas_sizes_heads_have_the_papers_parameters(name: str) -> None:
-    method, options, expected = SIZES[name]
-    config_class, head_class = head_classes(method)
+    options, expected = SIZES[name]
+    config_class, head_class = head_classes(method_of(name))
     sizes = VICUNA if issubclass(config_class, LayerConfig) else {"hidden_size": D, "vocab_size": V}
     with torch.device("meta"):
         head = head_class(config_class(**{**sizes, **options}))
@@ -487,8 +445,6 @@ def test_at_vicunas_sizes_heads_have_the_papers_parameters(name: str) -> None:
 
 def test_the_weights_of_state_and_token_are_ibms() -> None:
     """After n stages half of the state's variance stems from h_t; own embeddings have a variance of 1/M."""
-    from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead  # noqa: PLC0415
-
     head = MlpSpeculatorHead(MlpSpeculatorConfig(64, VOCAB, num_heads=3, embeddings="own", lm_head="own"))
     state_weight = 0.5 ** (0.5 / 3)
     assert head.embedding_weight == pytest.approx(((1 - state_weight**2) * 64 / 2) ** 0.5 / state_weight)
@@ -499,15 +455,12 @@ def test_the_weights_of_state_and_token_are_ibms() -> None:
 
 # --- formulas, one number after the other ---
 
-SCALE = 1.7  # of embeddings, in variant()
-
 
 def test_ibms_weights_start_at_one_over_the_root_of_the_size(model: TargetModel) -> None:
     """Of a state; norms start as no change."""
-    options = {"hidden_size": model.hidden_size, "vocab_size": VOCAB, "num_heads": 3, "inner_size": 100}
-    config_class, head_class = head_classes("mlp-speculator")
     torch.manual_seed(0)
-    head = head_class(config_class(**options, embeddings="own", lm_head="own"))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"num_heads": 3, "inner_size": 100, "embeddings": "own", "lm_head": "own"}
+    head = MlpSpeculatorHead(MlpSpeculatorConfig(model.hidden_size, VOCAB, **options))
     head.initialise(model.weights)
     matrices = {name: weight.detach() for name, weight in head.named_parameters() if weight.dim() == 2}
     assert len(matrices) == 9
@@ -519,6 +472,11 @@ def test_ibms_weights_start_at_one_over_the_root_of_the_size(model: TargetModel)
 
 def numbers(head: DraftHead) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in head.named_parameters()}
+
+
+def with_text(head: DraftHead, model: TargetModel) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
+    """The head's weights, scaled embeddings (V, D), and of a text of nine tokens hidden states (1, T, D) and tokens."""
+    return numbers(head), SCALE * model.weights.embedding, *random_text(head, 1, 9)
 
 
 def affine(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -533,8 +491,7 @@ def residual(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 def test_hydra_plus_plus_follows_its_formula(name: str, model: TargetModel) -> None:
     """u = [s_t; E(x_{t+1}); …], R u + SiLU(W u), then residual blocks; s_t of a layer and a norm."""
     head = variant(name, model)
-    weights, embedding = numbers(head), SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 9, size=input_size(head))
+    weights, embedding, hidden, tokens = with_text(head, model)
     assert isinstance(head.config, LayerConfig)
     layer = slow_attention(head.prefix, hidden[0], head.config)  # type: ignore[arg-type]
     rms = (layer.square().mean(-1, keepdim=True) + head.config.norm_epsilon).sqrt()
@@ -551,23 +508,22 @@ def test_hydra_plus_plus_follows_its_formula(name: str, model: TargetModel) -> N
 @pytest.mark.parametrize(
     "name",
     [
-        *("amphista", "amphista-alpha", "amphista, no blocks", "amphista, no positions", "amphista, one stage"),
+        *("amphista", "amphista, alpha", "amphista, no blocks", "amphista, no positions", "amphista, one stage"),
         *("amphista, no stage", "amphista, no token"),
     ],
 )
-@pytest.mark.parametrize(("num_heads", "from_stage_one"), [(3, 1), (4, 2), (5, 2)])  # ⌊3/2⌋, ⌊4/2⌋, ⌊5/2⌋
+@pytest.mark.parametrize(("num_heads", "from_stage_one"), [(1, 0), (2, 1), (4, 2), (5, 2)])  # ⌊K/2⌋
 def test_amphista_follows_its_equations(name: str, model: TargetModel, num_heads: int, from_stage_one: int) -> None:
-    """Stages on fc([h; e_{t+1}]), an MLP a head on one of them, positions, then all heads see all."""
+    """Stages on fc([h; e_{t+1}]), an MLP a head on one of them (equation 2), positions, then all heads see all."""
     head = variant(name, model, num_heads=num_heads)
-    config, weights, embedding = head.config, numbers(head), SCALE * model.weights.embedding
+    config, (weights, embedding, hidden, tokens) = head.config, with_text(head, model)
     assert isinstance(config, LayerConfig)
-    hidden, tokens = random_text(1, 9, size=input_size(head))
     stages = [hidden[0]]
     for i, layer in enumerate(head.adaptations):  # type: ignore[arg-type, var-annotated]
         x = stages[-1][:-1]
         if name != "amphista, no token":
             both = [torch.cat([state, embedding[token]]) for state, token in zip(x, tokens[0, 1:], strict=True)]
-            x = torch.stack([affine(weights, f"fusions.{i}", one) for one in both])
+            x = torch.stack([affine(weights, f"fusions.{i}", pair) for pair in both])
         stages.append(F.pad(slow_attention(layer, x, config), (0, 0, 0, 1)))
     first = {"amphista, no stage": 0}.get(name, 1)
     last = {"amphista, no stage": 0, "amphista, one stage": 1}.get(name, 2)
@@ -578,40 +534,14 @@ def test_amphista_follows_its_equations(name: str, model: TargetModel, num_heads
     found = torch.stack(heads)
     for block in head.auto_embedding:  # type: ignore[union-attr]
         found = slow_attention(block, found, config, causal=False, rotary=False)
-    assert len(head.auto_embedding) == {"amphista-alpha": 2, "amphista, no blocks": 0}.get(name, 1)  # type: ignore[arg-type]
+    assert len(head.auto_embedding) == {"amphista, alpha": 2, "amphista, no blocks": 0}.get(name, 1)  # type: ignore[arg-type]
     torch.testing.assert_close(head(hidden, tokens)[:, 0, 4], found, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "stages"),
-    [(1, [2]), (2, [1, 2]), (3, [1, 2, 2]), (4, [1, 1, 2, 2]), (5, [1, 1, 2, 2, 2])],
-)
-def test_the_first_half_of_amphistas_heads_rounded_down_reads_stage_one(
-    model: TargetModel, num_heads: int, stages: list[int]
-) -> None:
-    """Equation 2: heads 1 … ⌊K/2⌋ read h¹ and the others h²; one more head reads stage two if K is odd."""
-    head = tiny_head("amphista", model, num_heads=num_heads, num_auto_embedding_blocks=0)
-    assert isinstance(head, AmphistaHead)
-    for parameter in head.parameters():
-        parameter.data.zero_()  # then MLPs and positions change nothing
-    outputs = [torch.full((1, model.hidden_size), float(stage)) for stage in (0, 1, 2)]  # h_t, h¹, h²
-    assert head._heads(outputs)[:, 0, 0].tolist() == stages
-
-
-def test_eagles_first_prediction_follows_its_formula(model: TargetModel) -> None:
-    head = variant("eagle", model)
-    weights, embedding = numbers(head), SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 9, size=input_size(head))
-    pairs = zip(tokens[0, 1:], hidden[0], strict=False)
-    x = torch.stack([affine(weights, "fusion", torch.cat([embedding[token], state])) for token, state in pairs])
-    torch.testing.assert_close(head(hidden, tokens)[0, 0, :8], head.layer(x[None])[0], rtol=1e-4, atol=1e-4)  # type: ignore[operator]
-
-
-def test_eagles_further_predictions_read_its_own_hidden_states(model: TargetModel) -> None:
+def test_eagle_reads_hidden_states_and_then_its_own(model: TargetModel) -> None:
     """Entries of the text up to t, then fc([E(x_{t+1+j}); f_{t+j}]) at positions t+j: the last one's output is next."""
     head = variant("eagle", model)
-    embedding = SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 9, size=input_size(head))
+    _, embedding, hidden, tokens = with_text(head, model)
     features = head(hidden, tokens)[:, 0]
     for t in (0, 3):
         states = list(hidden[0, : t + 1])
@@ -625,12 +555,7 @@ def test_eagles_further_predictions_read_its_own_hidden_states(model: TargetMode
 ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -671,10 +596,8 @@ def test_the_positions_of_full_attention_are_those_of_heads() -> None:
     kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 77.0}, "full_attention": linear}
     sizes = tiny_model("gemma3_text", rope_parameters=kinds).layer_sizes
     assert sizes["rope_frequencies"] == pytest.approx([0.125, 0.0125, 0.00125, 0.000125])
-    assert (
-        "rope_frequencies"
-        not in tiny_model("gpt_neox", rope_parameters={**linear, "partial_rotary_factor": 0.5}).layer_sizes
-    )
+    partial = tiny_model("gpt_neox", rope_parameters={**linear, "partial_rotary_factor": 0.5})
+    assert "rope_frequencies" not in partial.layer_sizes
     assert "rope_frequencies" not in llama_sizes(ROPE["default"])
 
 
@@ -711,7 +634,7 @@ def test_the_small_llama_is_a_llama(model: TargetModel, rope: str) -> None:
         part = "self_attn." + part if part.endswith("_proj") else names[part]
         weights[".".join(["model.layers", number, part, *rest])] = tensor
     llama.load_state_dict(weights)
-    hidden, tokens = random_text(2, 9, size=input_size(head))
+    hidden, tokens = random_text(head, 2, 9)
     features = head(hidden, tokens)
     expected = llama(tokens).logits[..., draft_vocab]
     for i in range(config.num_heads):
@@ -722,16 +645,12 @@ def test_the_small_llama_is_a_llama(model: TargetModel, rope: str) -> None:
 def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
     """lm_head(blocks(h_t)) + U (2 σ(G h_t) * A E(x_{t+1+i}))."""
     head = variant("markov-medusa, own", model)
-    weights, embedding = numbers(head), SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 9, size=input_size(head))
+    weights, embedding, hidden, tokens = with_text(head, model)
     features, state = head(hidden, tokens), hidden[0, 2]
     for i in range(head.config.num_heads):
         x = residual(weights, f"blocks.{i}.1", residual(weights, f"blocks.{i}.0", state))
-        low = (
-            2
-            * torch.sigmoid(affine(weights, f"gates.{i}", state))
-            * (weights[f"down.{i}.weight"] @ embedding[tokens[0, 3 + i]])
-        )
+        gate = 2 * torch.sigmoid(affine(weights, f"gates.{i}", state))
+        low = gate * (weights[f"down.{i}.weight"] @ embedding[tokens[0, 3 + i]])
         expected = weights[f"lm_heads.heads.{i}.weight"] @ x + weights[f"up.{i}.weight"] @ low
         torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
 
@@ -740,10 +659,9 @@ def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
 def test_amphistas_coupling_follows_its_formula(name: str, model: TargetModel) -> None:
     """F_i + P_i SiLU(L_i [F_i; E(x_{t+1+i})]) for i > 0, with the F_i of the same head without coupling."""
     head = variant(name, model)
-    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    weights, embedding, hidden, tokens = with_text(head, model)
     without = variant(name, model, coupling_size=0)
     without.load_state_dict(weights, strict=False)
-    hidden, tokens = random_text(1, 9, size=model.hidden_size)
     features, own = head(hidden, tokens), without(hidden, tokens)
     assert torch.equal(features[0], own[0])
     for i in range(1, head.config.num_heads):
@@ -760,7 +678,7 @@ def test_an_amphista_whose_coupling_adds_nothing_is_the_papers(model: TargetMode
             parameter.zero_()
     base.load_state_dict(head.state_dict(), strict=False)
     assert (head.reads_path, base.reads_path) == (True, False)
-    hidden, tokens = random_text(3, 12, size=model.hidden_size)
+    hidden, tokens = random_text(head, 3, 12)
     assert torch.equal(head(hidden, tokens), base(hidden, tokens))
     context = whole(hidden, tokens, [11, 6, 1])
     for shape in (Tree.chain(0), *TREES.values(), BestFirst(24, top_k=6, beam=24), BestPaths((6, 3, 2), 5)):
@@ -792,8 +710,7 @@ def slow_stage(head: DraftHead, embedding: Tensor, state: Tensor, stage: int, to
 def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -> None:
     head = variant(name, model)
     tied, shared = "tied" in name, head.config.lm_head == "shared"
-    weights, embedding = numbers(head), SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 8, size=input_size(head))
+    weights, embedding, hidden, tokens = with_text(head, model)
     state = hidden[0, 2]
     if head.config.scale_input:  # type: ignore[attr-defined]
         state = state / (state.square().mean() + 1e-6).sqrt() / 2**0.5
@@ -893,18 +810,14 @@ def test_layers_take_the_targets_sizes(family: str) -> None:
     assert sizes["head_size"] == 8
     assert sizes["intermediate_size"] == (128 if family == "gpt2" else 48)
     assert isinstance(head, DraftHead)
-    others = {
+    rope = {"rope_type": "default", "rope_theta": 1234.0}
+    of_kinds = {"sliding_attention": {**rope, "rope_theta": 77.0}, "full_attention": rope}
+    others: dict[str, dict[str, Any]] = {
         "gpt2": {"layer_norm_epsilon": 3e-4},
-        "gpt_neox": {"layer_norm_eps": 3e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}},
-        "gemma3_text": {
-            "rms_norm_eps": 3e-4,
-            "rope_parameters": {
-                kind: {"rope_type": "default", "rope_theta": theta}
-                for kind, theta in (("sliding_attention", 77.0), ("full_attention", 1234.0))
-            },
-        },
+        "gpt_neox": {"layer_norm_eps": 3e-4, "rope_parameters": rope},
+        "gemma3_text": {"rms_norm_eps": 3e-4, "rope_parameters": of_kinds},
     }
-    usual = {"rms_norm_eps": 3e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}}
+    usual: dict[str, Any] = {"rms_norm_eps": 3e-4, "rope_parameters": rope}
     sizes = tiny_model(family, **others.get(family, usual)).layer_sizes
     assert sizes["norm_epsilon"] == 3e-4
     assert sizes["rope_theta"] == (10000.0 if family == "gpt2" else 1234.0)

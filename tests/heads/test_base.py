@@ -85,8 +85,7 @@ def test_forward_equals_direct_maths(method: str, kind: str) -> None:
                 following = token_ids[row, t + 1 :].tolist()
                 expected = slow_features(head, i, hidden[row, t], following)
                 assert torch.allclose(features[i, row, t], expected, atol=1e-5)
-                with torch.no_grad():
-                    logits = head.logits(features[i, row, t], i)
+                logits = head.logits(features[i, row, t], i)
                 assert torch.allclose(logits, slow_logits(head, i, expected), atol=1e-4)
 
 
@@ -145,12 +144,11 @@ def test_a_new_head_predicts_the_targets_next_token(method: str, kind: str) -> N
             torch.testing.assert_close(head.logits(features, i), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("trimmed", [False, True])
-def test_a_low_rank_lm_head_is_the_best_of_its_rank(*, trimmed: bool) -> None:
+@pytest.mark.parametrize(("kind", "rows"), [("low rank", slice(None)), ("trimmed, low rank", DRAFT_VOCAB)])
+def test_a_low_rank_lm_head_is_the_best_of_its_rank(kind: str, rows: slice | Tensor) -> None:
     weights = random_weights(bias=False)
-    options = {"draft_vocab_size": len(DRAFT_VOCAB)} if trimmed else {}
-    head = fresh_head("medusa", weights, lm_head="low_rank", lm_head_rank=4, **options)
-    matrix = weights.lm_head[DRAFT_VOCAB if trimmed else slice(None)] * weights.logit_scale
+    head = fresh_head("medusa", weights, **{**KINDS[kind], "lm_head_rank": 4})
+    matrix = weights.lm_head[rows] * weights.logit_scale
     with torch.no_grad():
         found = torch.stack([head.logits(each, 0) for each in torch.eye(D)], 1)
     # Eckart and Young: what is missing is the smaller singular values
@@ -252,10 +250,9 @@ def test_a_target_of_another_size(name: str, shape: tuple[int, int]) -> None:
 
 
 def test_a_draft_vocabulary_comes_exactly_when_it_is_asked_for() -> None:
-    trimmed, whole = fresh_head("medusa", draft_vocab_size=len(DRAFT_VOCAB)), fresh_head("medusa")
-    with pytest.raises(InvalidSettings, match="exactly when draft_vocab_size is set"):
-        trimmed.initialise(random_weights())
-    with pytest.raises(InvalidSettings, match="exactly when draft_vocab_size is set"):
-        whole.initialise(random_weights(), DRAFT_VOCAB)
+    trimmed = fresh_head("medusa", draft_vocab_size=len(DRAFT_VOCAB))
+    for head, vocab in ((trimmed, None), (fresh_head("medusa"), DRAFT_VOCAB)):
+        with pytest.raises(InvalidSettings, match="exactly when draft_vocab_size is set"):
+            head.initialise(random_weights(), vocab)
     with pytest.raises(InvalidSettings, match="has 3 tokens; draft_vocab_size is 8"):
         trimmed.initialise(random_weights(), DRAFT_VOCAB[:3])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -51,31 +51,23 @@ def test_an_unknown_method_is_refused() -> None:
 
 def test_a_registered_head_is_found_by_its_method() -> None:
     draftheads.register(TwinConfig, TwinHead)
+    register(TwinConfig, TwinHead)  # the same classes again change nothing
     assert head_classes("twin") == (TwinConfig, TwinHead)
     assert "twin" in head_methods()
 
 
-def test_registering_the_same_classes_twice_does_nothing() -> None:
-    register(TwinConfig, TwinHead)
-    register(TwinConfig, TwinHead)
-    assert head_classes("twin") == (TwinConfig, TwinHead)
-
-
-def test_a_method_that_is_taken_is_refused() -> None:
-    with pytest.raises(InvalidSettings, match=r"the method 'medusa' is taken by .*MedusaHead"):
-        register(MedusaConfig, TwinHead)
-
-
-def test_classes_of_another_kind_are_refused() -> None:
-    with pytest.raises(InvalidSettings, match="must be a subclass of HeadConfig"):
-        register(TwinHead, TwinHead)  # type: ignore[arg-type]
-    with pytest.raises(InvalidSettings, match="must be a subclass of DraftHead"):
-        register(TwinConfig, TwinConfig)  # type: ignore[arg-type]
-
-
-def test_a_configuration_without_a_method_is_refused() -> None:
-    with pytest.raises(InvalidSettings, match=r"HeadConfig.method is None; it must be the architecture's name"):
-        register(HeadConfig, TwinHead)
+@pytest.mark.parametrize(
+    ("config_class", "head_class", "words"),
+    [
+        (MedusaConfig, TwinHead, r"the method 'medusa' is taken by .*MedusaHead"),
+        (TwinHead, TwinHead, "must be a subclass of HeadConfig"),
+        (TwinConfig, TwinConfig, "must be a subclass of DraftHead"),
+        (HeadConfig, TwinHead, r"HeadConfig.method is None; it must be the architecture's name"),
+    ],
+)
+def test_impossible_registrations_are_refused(config_class: Any, head_class: Any, words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        register(config_class, head_class)
 
 
 def test_an_entry_point_is_loaded_for_an_unknown_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,9 @@ def copy_odds(
             copied, match = text.copy(num_tokens, longest=max_match)
             if match:
                 row = min(match, max_match) - 1
-                for depth, (one, other) in enumerate(zip(copied, answer[place:], strict=False), start=1):
+                for depth, (copy, real) in enumerate(zip(copied, answer[place:], strict=False), start=1):
                     tried[row][depth] += 1
-                    if one != other:
+                    if copy != real:
                         break
                     right[row][depth] += 1
             text.read([token])
@@ -98,12 +98,12 @@ def _odds(
 
 def _rounded(row: Sequence[float]) -> list[float]:
     """To three digits, still falling, above 0."""
-    found: list[float] = []
+    rounded: list[float] = []
     for depth, value in enumerate(row):
         lowest = _STEP * (len(row) - depth)
-        highest = found[-1] - _STEP if found else 1.0
-        found.append(round(min(max(value, lowest), highest), 3))
-    return found
+        highest = rounded[-1] - _STEP if rounded else 1.0
+        rounded.append(round(min(max(value, lowest), highest), 3))
+    return rounded
 
 
 def check_odds(odds: Odds) -> None:

@@ -42,10 +42,10 @@ def copy_tree(voters: Sequence[Voter], count: int) -> list[Copied]:
     >>> [(node.token_id, node.parent, round(node.probability, 2)) for node in copy_tree(voters, 3)]
     [(1, 0, 0.4), (2, 0, 0.2), (8, 1, 0.2)]
     """
-    found: list[Copied] = []
+    tree: list[Copied] = []
     waiting: list[tuple[float, int, int, int, int, list[Voter]]] = []  # the most probable first, the oldest of equals
     depth, parent, above = 0, 0, 1.0
-    while len(found) < count:
+    while len(tree) < count:
         shares: dict[int, float] = {}
         agreeing: dict[int, list[Voter]] = {}
         total = 1.0
@@ -59,11 +59,11 @@ def copy_tree(voters: Sequence[Voter], count: int) -> list[Copied]:
         for token, share in shares.items():
             probability = above * share / total
             if probability >= LEAST:
-                heappush(waiting, (-probability, len(found), token, parent, depth + 1, agreeing[token]))
+                heappush(waiting, (-probability, len(tree), token, parent, depth + 1, agreeing[token]))
         if not waiting:
             break
         negative, _, token, parent, depth, voters = heappop(waiting)
         above = -negative
-        found.append(Copied(token, parent, above))
-        parent = len(found)
-    return found
+        tree.append(Copied(token, parent, above))
+        parent = len(tree)
+    return tree

@@ -15,7 +15,7 @@ from draftheads.drafters.corpus import LONGEST_MATCH, Corpus
 from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.speculation.candidates import Candidates
-from draftheads.speculation.draft import Context, Draft, TokenRules
+from draftheads.speculation.draft import Context, CopyLimits, Draft, TokenRules
 from draftheads.speculation.drafter import Drafter, WrappedDrafter, WrappedSession
 from draftheads.speculation.growing import likely_enough
 from draftheads.speculation.merging import merged
@@ -98,11 +98,15 @@ class CopyingSession(WrappedSession):
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, with the copies of the rows that have a match."""
         self._texts.read(context)
-        draft = self._drafted(context, shape)
+        if shape == ROOT_ONLY:  # it needs no drafter
+            self.session.observe(context)
+            draft = Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
+        else:
+            draft = self.session.propose(context, shape)
         if not isinstance(shape, Tree | BestFirst):
             return draft
-        limits = context.copies
-        num_nodes = shape.num_nodes + (0 if limits is None else limits.extra_nodes)
+        limits = context.copies or CopyLimits(0)
+        num_nodes = shape.num_nodes + limits.extra_nodes
         if num_nodes == 1:
             return draft
         copies = [copy_tree(self._voters(text), self.num_tokens) for text in self._texts.rows]
@@ -111,7 +115,7 @@ class CopyingSession(WrappedSession):
         if not any(copies):
             return draft
         is_cpu = context.root_ids.device.type == "cpu"
-        if limits is not None and limits.min_gains and (shape == ROOT_ONLY or not is_cpu):
+        if limits.min_gains and (shape == ROOT_ONLY or not is_cpu):
             weighted = [
                 [weight * node.probability for node in tree]
                 for tree, weight in zip(copies, limits.weights or [1.0] * len(copies), strict=True)
@@ -140,38 +144,27 @@ class CopyingSession(WrappedSession):
         self._texts.keep(rows)
         self.session.keep(rows)
 
-    def _drafted(self, context: Context, shape: Shape) -> Draft:
-        if shape != ROOT_ONLY:
-            return self.session.propose(context, shape)
-        self.session.observe(context)  # the root alone needs no drafter
-        return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
-
     def _voters(self, text: TextIndex) -> list[Voter]:
         """The earlier places of a text's last tokens, and those in the corpus."""
         places = text.matches(MOST_PLACES, len(self._votes))
         voters = [Voter(text.following(place, self.num_tokens), match, self._votes) for place, match in places.items()]
         if self.corpus is not None:
-            match, found = self.corpus.match(text.ids[-LONGEST_MATCH:], self.num_tokens, most=MOST_PLACES)
+            match, texts = self.corpus.match(text.ids[-LONGEST_MATCH:], self.num_tokens, most=MOST_PLACES)
             if match >= _SHORTEST_MATCH:
-                voters += [Voter(following, match, _CORPUS_VOTES) for following in found]
+                voters += [Voter(following, match, _CORPUS_VOTES) for following in texts]
         return voters
 
     def _candidates(self, copies: Sequence[Sequence[Copied]], root_ids: Tensor) -> Candidates:
         """The copies of all rows; a row with fewer is filled up with tokens of probability 0."""
-        device, missing = root_ids.device, [self.num_tokens - len(tree) for tree in copies]
-        ids = [[*(node.token_id for node in tree), *[0] * more] for tree, more in zip(copies, missing, strict=True)]
-        parents = [
-            [0, *(node.parent for node in tree), *[0] * more] for tree, more in zip(copies, missing, strict=True)
-        ]
-        log_probs = [
-            [0.0, *(math.log(node.probability) for node in tree), *[-math.inf] * more]
-            for tree, more in zip(copies, missing, strict=True)
-        ]
-        return Candidates(
-            torch.cat([root_ids[:, None], to_device(ids, device)], 1),
-            to_device(parents, device),
-            to_device(log_probs, device, torch.float32),
-        )
+        root, nothing = Copied(0, 0, probability=1.0), Copied(0, 0, probability=0.0)
+        trees = [[root, *tree, *[nothing] * (self.num_tokens - len(tree))] for tree in copies]
+        ids = [[node.token_id for node in tree] for tree in trees]
+        parents = [[node.parent for node in tree] for tree in trees]
+        log_probs = [[math.log(p) if (p := node.probability) else -math.inf for node in tree] for tree in trees]
+        device = root_ids.device
+        token_ids = to_device(ids, device)
+        token_ids[:, 0] = root_ids
+        return Candidates(token_ids, to_device(parents, device), to_device(log_probs, device, torch.float32))
 
     def _valued(self, draft: Draft, tree: Tree) -> Draft:
         """A draft on a static tree with the probabilities of its nodes."""

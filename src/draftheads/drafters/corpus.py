@@ -8,6 +8,8 @@ import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 
 import numpy as np
 import numpy.typing as npt
@@ -61,23 +63,23 @@ class Corpus:
         """Length of the longest match of an ending that is read backwards, and the range of places after it."""
         place = bisect_left(self.places, ending, key=self._before)
         near = self.places[max(0, place - 1) : place + 1].tolist()
-        length = max((_common(ending, self._before(one)) for one in near), default=0)
+        length = max((_num_equal(ending, self._before(neighbour)) for neighbour in near), default=0)
         if not length:
             return 0, 0, 0
         part = ending[:length]
-        first = bisect_left(self.places, part, hi=place, key=lambda one: self._before(one)[:length])
-        last = bisect_right(self.places, part, lo=place, key=lambda one: self._before(one)[:length])
+        first = bisect_left(self.places, part, hi=place, key=lambda other: self._before(other)[:length])
+        last = bisect_right(self.places, part, lo=place, key=lambda other: self._before(other)[:length])
         return length, first, last
 
     def _before(self, place: int) -> list[int]:
         """The tokens before a place, read backwards."""
-        found: list[int] = self.ids[max(0, place - LONGEST_MATCH) : place][::-1].tolist()
-        return found
+        tokens: list[int] = self.ids[max(0, place - LONGEST_MATCH) : place][::-1].tolist()
+        return tokens
 
     def _following(self, place: int, count: int) -> list[int]:
         """The tokens from a place to the end of its text."""
-        found: list[int] = self.ids[place : place + count].tolist()
-        return found[: found.index(_END)] if _END in found else found
+        tokens: list[int] = self.ids[place : place + count].tolist()
+        return tokens[: tokens.index(_END)] if _END in tokens else tokens
 
 
 def index_texts(texts: Iterable[Sequence[int]], *, progress: Progress | None = None) -> Corpus:
@@ -113,9 +115,6 @@ def _ranked(keys: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDA
     return ranks, order
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     """How many first tokens are equal."""
-    for number, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return number
-    return min(len(one), len(other))
+    return sum(takewhile(bool, map(eq, left, right)))

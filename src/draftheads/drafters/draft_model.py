@@ -113,14 +113,8 @@ class DraftModelSession(DraftSession):
         """The root, once the accepted tokens before it are read; both in one pass."""
         batch, device = len(context.root_ids), context.root_ids.device
         logits = self._catch_up(context)
-        one = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        return _State(
-            token_ids=self._known(context.root_ids)[:, None],
-            parents=one,
-            depths=one[0],
-            at=one,
-            logits=logits[:, None],
-        )
+        root = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        return _State(self._known(context.root_ids)[:, None], root, root[0], root, logits[:, None])
 
     def predict(self, state: _State, depth: int) -> Tensor:
         """(B, W, V)."""
@@ -163,12 +157,12 @@ class DraftModelSession(DraftSession):
             target.prefill([[min(token, last) for token in ids[:-1]] for ids in context.ids[known:]])
         width = max(counts) + 1
         device = context.root_ids.device
-        number = to_device(counts, device) if batch > known else context.num_accepted
+        num_read = to_device(counts, device) if batch > known else context.num_accepted
         steps = torch.arange(width, device=device)
         before = context.token_ids[:, :width] if known else context.root_ids[:, None]
         if before.shape[1] < width:
             before = torch.cat([before, context.root_ids[:, None]], 1)
-        chain = torch.where(steps < number[:, None], before, context.root_ids[:, None])  # (B, width)
+        chain = torch.where(steps < num_read[:, None], before, context.root_ids[:, None])  # (B, width)
         logits, _ = target.verify(Draft.on_tree(Tree.chain(width - 1), self._known(chain)))
-        target.commit(AcceptResult(steps.expand(batch, -1), number, context.root_ids), counts)
-        return logits[torch.arange(batch, device=device), number]
+        target.commit(AcceptResult(steps.expand(batch, -1), num_read, context.root_ids), counts)
+        return logits[torch.arange(batch, device=device), num_read]

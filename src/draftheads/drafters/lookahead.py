@@ -36,23 +36,23 @@ class _Trie:
 
     def add(self, parent: int, token: int) -> int:
         """The node of a token below another one."""
-        known = self.children.get((parent, token))
-        if known is None:
-            known = self.children[parent, token] = len(self.token_ids)
+        node = self.children.get((parent, token))
+        if node is None:
+            node = self.children[parent, token] = len(self.token_ids)
             self.token_ids.append(token)
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
-        return known
+        return node
 
 
 class _Row:
     """The window and the pool of one text."""
 
-    def __init__(self, window: int, ngram: int, guesses: int) -> None:
-        self.window, self.ngram, self.guesses = window, ngram, guesses
+    def __init__(self, drafter: "Lookahead", text: Sequence[int]) -> None:
+        self.window, self.ngram, self.guesses = drafter.window, drafter.ngram, drafter.guesses
         self.levels: list[list[int]] = []  # up to N-1, each W tokens
         self.pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
-        self.seed: list[int] = []  # tokens that the first window is filled with
+        self.seed = text[-self.window :]  # the first window is filled with these tokens
         self.ends: list[int] = []  # of this step: node at the end of each column
         self.root = 0
 
@@ -88,12 +88,12 @@ class _Row:
         self.levels.append(newest)
 
     def _remember(self, first: int, rest: tuple[int, ...]) -> None:
-        known = self.pool.setdefault(first, OrderedDict())
+        ngrams = self.pool.setdefault(first, OrderedDict())
         self.pool.move_to_end(first)
-        known[rest] = None
-        known.move_to_end(rest)
-        if len(known) > self.guesses:
-            known.popitem(last=False)
+        ngrams[rest] = None
+        ngrams.move_to_end(rest)
+        if len(ngrams) > self.guesses:
+            ngrams.popitem(last=False)
         if len(self.pool) > _POOL:
             self.pool.popitem(last=False)
 
@@ -177,6 +177,4 @@ class LookaheadSession(DraftSession):
     def _join(self, context: Context) -> None:
         known = len(self._rows)
         for place in range(known, known + context.num_new_rows(known)):
-            row = _Row(self.drafter.window, self.drafter.ngram, self.drafter.guesses)
-            row.seed = list(context.ids[place][:-1])[-row.window :]
-            self._rows.append(row)
+            self._rows.append(_Row(self.drafter, context.ids[place][:-1]))

@@ -51,20 +51,16 @@ class TextIndex:
         Returns:
             The tokens, and the length of the match; no tokens and 0 without a match.
         """
-        ids = self.ids
-        for size in self.sizes:
-            place = self._places.get(tuple(ids[-size:])) if size <= len(ids) else None
-            if place is None:
-                continue
-            return self.following(place, count), self._match(place, size, longest)
+        for place, match in self.matches(1, longest).items():
+            return self.following(place, count), match
         return [], 0
 
     def following(self, place: int, count: int) -> list[int]:
         """The tokens from a place on. At the end of the text they go on with what follows the place."""
-        found = self.ids[place : place + count]
-        while len(found) < count:
-            found += found[: count - len(found)]
-        return found
+        ids = self.ids[place : place + count]
+        while len(ids) < count:
+            ids += ids[: count - len(ids)]
+        return ids
 
     def matches(self, most: int, longest: int) -> dict[int, int]:
         """Earlier places of the text's last n-gram, the longest n-gram and the latest place first.
@@ -76,20 +72,17 @@ class TextIndex:
         Returns:
             For the index of the token that follows, the length of the match.
         """
-        found: dict[int, int] = {}
+        matches: dict[int, int] = {}
         for size in self.sizes:
             place = self._places.get(tuple(self.ids[-size:]), 0) if size <= len(self.ids) else 0
-            while place and len(found) < most:
-                if place not in found:
-                    found[place] = self._match(place, size, longest)
+            while place and len(matches) < most:
+                if place not in matches:
+                    length = size
+                    while length < min(longest, place) and self.ids[place - 1 - length] == self.ids[-1 - length]:
+                        length += 1
+                    matches[place] = length
                 place = self._earlier[size][place - size]
-        return found
-
-    def _match(self, place: int, length: int, longest: int) -> int:
-        """How many tokens before ``place`` equal the text's last ones; at least ``length``."""
-        while length < min(longest, place) and self.ids[place - 1 - length] == self.ids[-1 - length]:
-            length += 1
-        return length
+        return matches
 
 
 class RowTexts:

@@ -27,8 +27,6 @@ HEADS: "dict[str, str | tuple[type[HeadConfig], type[DraftHead]]]" = {
     "mlp-speculator": "mlp_speculator.MlpSpeculator",
     "small-llama": "small_llama.SmallLlama",
 }
-
-
 ENTRY_POINTS = "draftheads.heads"
 
 
@@ -70,12 +68,12 @@ def head_classes(method: str) -> "tuple[type[HeadConfig], type[DraftHead]]":
         UnknownMethod: no architecture has that name.
     """
     check_method(method)
-    found = HEADS[method]
-    if isinstance(found, str):
-        file, name = found.split(".")
+    classes = HEADS[method]
+    if isinstance(classes, str):
+        file, name = classes.split(".")
         module: Any = import_module(f"draftheads.heads.{file}")
-        found = HEADS[method] = getattr(module, f"{name}Config"), getattr(module, f"{name}Head")
-    return found
+        classes = HEADS[method] = getattr(module, f"{name}Config"), getattr(module, f"{name}Head")
+    return classes
 
 
 def check_method(method: str) -> None:

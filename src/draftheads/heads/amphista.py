@@ -28,7 +28,7 @@ from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.kv_cache import HeadKVCache
-from draftheads.heads.layers import ResidualBlock, fusion
+from draftheads.heads.layers import ResidualBlock, fusion, linears
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 from draftheads.speculation.draft import Context
 
@@ -91,8 +91,8 @@ class AmphistaHead(StatefulHead):
         )
         self.reads_path = config.coupling_size > 0
         r, count = config.coupling_size, config.num_heads - 1 if self.reads_path else 0
-        self.coupling_inputs = nn.ModuleList(nn.Linear(2 * size, r) for _ in range(count))
-        self.coupling_outputs = nn.ModuleList(nn.Linear(r, size, bias=False) for _ in range(count))
+        self.coupling_inputs = linears(count, 2 * size, r, bias=True)
+        self.coupling_outputs = linears(count, r, size)
         for layer in self.coupling_outputs.parameters():
             nn.init.zeros_(layer)
 
@@ -106,7 +106,7 @@ class AmphistaHead(StatefulHead):
         if not self.reads_path:
             return features
         scaled = self.scaled_embedding(token_ids)
-        coupled = [self._coupled(i, own, scaled.roll(-(i + 1), dims=1)) for i, own in enumerate(features[1:], start=1)]
+        coupled = [self._coupled(i, features[i], scaled.roll(-(i + 1), dims=1)) for i in range(1, len(features))]
         return torch.stack([features[0], *coupled])
 
     def begin(self, root: Root, depth: int) -> _State:
@@ -119,8 +119,8 @@ class AmphistaHead(StatefulHead):
         """(B, W, V'); (B, 1, V') of heads that do not read the token above."""
         if depth < len(state.logits):
             return state.logits[depth][:, None].expand(-1, state.token_ids.shape[1] if self.reads_path else 1, -1)
-        own = state.features[depth][:, None].expand(-1, state.token_ids.shape[1], -1)
-        return self.logits(self._coupled(depth, own, self.scaled_embedding(state.token_ids)), depth)
+        features = state.features[depth][:, None].expand(-1, state.token_ids.shape[1], -1)
+        return self.logits(self._coupled(depth, features, self.scaled_embedding(state.token_ids)), depth)
 
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
         """Only the token above matters."""
@@ -128,8 +128,8 @@ class AmphistaHead(StatefulHead):
 
     def _coupled(self, head_index: int, features: Tensor, embedded: Tensor) -> Tensor:
         """Features of a head that knows the token above, from its own and the embedding, (…, D) each: (…, D)."""
-        found = F.silu(self.coupling_inputs[head_index - 1](torch.cat([features, embedded], -1)))
-        added: Tensor = self.coupling_outputs[head_index - 1](found)
+        inner = F.silu(self.coupling_inputs[head_index - 1](torch.cat([features, embedded], -1)))
+        added: Tensor = self.coupling_outputs[head_index - 1](inner)
         return features + added
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:

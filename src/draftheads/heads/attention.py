@@ -45,13 +45,8 @@ class LayerConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(
-            1,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_size=self.head_size,
-            intermediate_size=self.intermediate_size,
-        )
+        names = ("num_attention_heads", "num_key_value_heads", "head_size", "intermediate_size")
+        require_at_least(1, **{name: getattr(self, name) for name in names})
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidSettings(
                 f"num_attention_heads is {self.num_attention_heads}; "
@@ -69,28 +64,6 @@ class LayerConfig(HeadConfig):
                 raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be above 0")
 
 
-@dataclass(frozen=True)
-class RotaryConfig:
-    """How rotary positions turn queries and keys."""
-
-    theta: float
-    frequencies: tuple[float, ...] | None  # in place of those of theta
-    scale: float
-
-    @classmethod
-    def of(cls, config: LayerConfig) -> "RotaryConfig":
-        """Those of the target."""
-        given = config.rope_frequencies
-        return cls(config.rope_theta, None if given is None else tuple(given), config.rope_scale)
-
-    def speeds(self, size: int, device: torch.device) -> Tensor:
-        """Radians per position, (size / 2,) float32."""
-        if self.frequencies is not None:
-            return _on_device(self.frequencies, device)
-        speeds: Tensor = self.theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
-        return speeds
-
-
 class RmsNorm(nn.Module):
     """x / rms(x) · w, computed in fp32."""
 
@@ -101,7 +74,12 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.epsilon).to(x.dtype) * self.weight
+        return scaled_to_unit(x, self.epsilon) * self.weight
+
+
+def scaled_to_unit(x: Tensor, epsilon: float) -> Tensor:
+    """Divides by the root mean square, in fp32: (…, D) -> (…, D)."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=epsilon).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -146,9 +124,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         size, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         inputs = num_inputs * size
-        self.heads, self.groups = heads, groups
-        self.head_size = config.head_size
-        self.turns = RotaryConfig.of(config) if rotary else None
+        self.config, self.rotary = config, rotary
         self.input_norm: nn.Module = RmsNorm(size, config.norm_epsilon) if input_norm else nn.Identity()
         self.q_proj = nn.Linear(inputs, heads * config.head_size, bias=False)
         self.k_proj = nn.Linear(inputs, groups * config.head_size, bias=False)
@@ -171,10 +147,10 @@ class TransformerLayer(nn.Module):
             every = torch.cat([self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)], -1)
         else:
             every = self.qkv(normed)
-        heads = every.view(*x.shape[:2], -1, self.head_size)
-        q, k, v = heads.split([self.heads, self.groups, self.groups], 2)
-        if self.turns is not None:
-            q, k = _rotated(q, positions, self.turns), _rotated(k, positions, self.turns)
+        heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
+        q, k, v = every.view(*x.shape[:2], -1, self.config.head_size).split([heads, groups, groups], 2)
+        if self.rotary:
+            q, k = _rotated(q, positions, self.config), _rotated(k, positions, self.config)
         return q, KeysValues(k, v)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -214,8 +190,8 @@ def attend(queries: Tensor, seen: KeysValues, mask: Tensor | None = None, *, cau
     k, v = (part.transpose(1, 2) for part in seen)  # (B, G, C, d)
     if mask is not None:
         mask = mask.repeat_interleave(heads // groups, dim=1)[:, None]  # (B, 1, S·H/G, C)
-    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return found.view(batch, groups, length, heads // groups, size).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return attended.view(batch, groups, length, heads // groups, size).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
 def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: KeysValues) -> Tensor:
@@ -235,17 +211,22 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
     common = common.masked_fill(~mask[:, None, :, None], -torch.inf)
     weights = torch.cat([common, own], -1).float().softmax(-1).to(q.dtype)
     shared, private = weights.split([common.shape[-1], own.shape[-1]], -1)
-    found = torch.einsum("bgsrc,bcgd->bsgrd", shared, seen.values)
-    found = found + torch.einsum("bgsrl,bslgd->bsgrd", private, path.values)
-    return found.flatten(2, 3)
+    attended = torch.einsum("bgsrc,bcgd->bsgrd", shared, seen.values)
+    attended = attended + torch.einsum("bgsrl,bslgd->bsgrd", private, path.values)
+    return attended.flatten(2, 3)
 
 
-def _rotated(x: Tensor, positions: Tensor, turns: RotaryConfig) -> Tensor:
-    """(B, S, heads, d) with rotary positions (1 or B, S), computed in fp32."""
-    angles = positions[..., None, None].float() * turns.speeds(x.shape[-1], positions.device)  # (1 or B, S, 1, d/2)
+def _rotated(x: Tensor, positions: Tensor, config: LayerConfig) -> Tensor:
+    """(B, S, heads, d) with rotary positions (1 or B, S), computed in fp32 (RoPE, Su et al. 2021)."""
+    size, device = config.head_size, positions.device
+    if config.rope_frequencies is None:
+        speeds = config.rope_theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    else:
+        speeds = _on_device(tuple(config.rope_frequencies), device)
+    angles = positions[..., None, None].float() * speeds  # (1 or B, S, 1, d/2)
     cos, sin = angles.cos(), angles.sin()
-    if turns.scale != 1.0:
-        cos, sin = cos * turns.scale, sin * turns.scale
+    if config.rope_scale != 1.0:
+        cos, sin = cos * config.rope_scale, sin * config.rope_scale
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 

@@ -50,16 +50,14 @@ class HeadConfig:
 
     method: ClassVar[str]
     optional: ClassVar[frozenset[str]] = frozenset()  # options that are saved only where they are not the default
+    one_layer: ClassVar[str] = ""  # what has one layer, of heads that cannot have more
+    one_lm_head: ClassVar[bool] = False  # whether all depths share it
 
     def __post_init__(self) -> None:
-        require_at_least(
-            1,
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            num_heads=self.num_heads,
-            num_layers=self.num_layers,
-            lm_head_rank=self.lm_head_rank,
-        )
+        names = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank")
+        require_at_least(1, **{name: getattr(self, name) for name in names})
+        if self.one_layer and self.num_layers != 1:
+            raise InvalidSettings(f"num_layers is {self.num_layers}; {self.one_layer} has one layer")
         if self.lm_head not in ("shared", "own", "low_rank"):
             raise InvalidSettings(f"lm_head is {self.lm_head!r}; choose shared, own or low_rank")
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
@@ -80,7 +78,7 @@ class HeadConfig:
     @property
     def num_lm_heads(self) -> int:
         """How many lm_heads there are, unless they are the target's."""
-        return self.num_heads
+        return 1 if self.one_lm_head else self.num_heads
 
     @property
     def feature_size(self) -> int:
@@ -267,7 +265,6 @@ class DraftHead(nn.Module, Drafter):
         self.lm_heads.bind(weights, rows, self.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature
-        """What ``to``, ``float``, ``bfloat16`` … do to all tensors."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._read_type()
         return self
@@ -282,12 +279,6 @@ class DraftHead(nn.Module, Drafter):
     def scaled_embedding(self, token_ids: Tensor) -> Tensor:
         """The same times ``embedding_scale``."""
         return self.embedded(token_ids) * self.embedding_scale
-
-    def in_own_type(self, context: Context) -> Context:
-        """The same context with hidden states in this head's type."""
-        if context.hidden.dtype == self.dtype:
-            return context
-        return replace(context, hidden=context.hidden.to(self.dtype))
 
     def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
         """Starting values for training that come from the target; ``draft_vocab`` is (V',) target ids."""
@@ -323,8 +314,8 @@ class DraftHead(nn.Module, Drafter):
 
     def logits(self, features: Tensor, head_index: int) -> Tensor:
         """Head ``head_index``'s logits over the draft vocabulary: (…, F) -> (…, V')."""
-        found: Tensor = self.lm_heads(features, head_index)
-        return found
+        logits: Tensor = self.lm_heads(features, head_index if self.config.num_lm_heads > 1 else 0)
+        return logits
 
     def lm_head_logits(self, features: Tensor) -> Tensor:
         """The lm_heads' logits of the first heads at once, (depth, B, D) -> (depth, B, V'): one product if shared."""

@@ -4,19 +4,18 @@ Entry s of its history is fc([E(x_{s+1}); h_s]) at position s; from the entries 
 prediction of h_{t+1}, and the target's lm_head predicts x_{t+2} from that. Deeper predictions use entries with f for h.
 """
 
-from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import LayerConfig, TransformerLayer, attend, attend_with_path
-from draftheads.heads.base import EmbeddingConfig, Root
+from draftheads.heads.base import EmbeddingConfig
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.layers import fusion
-from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tokens
+from draftheads.heads.stateful import PathHead, last_of, next_tokens
 from draftheads.speculation.draft import Context
 
 
@@ -28,14 +27,10 @@ class EagleConfig(LayerConfig, EmbeddingConfig):
     """Whether fc has a bias."""
 
     method: ClassVar[str] = "eagle"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_layers != 1:
-            raise InvalidSettings(f"num_layers is {self.num_layers}; EAGLE has one layer")
+    one_layer: ClassVar[str] = "EAGLE"
 
 
-class OneLayerHead(StatefulHead):
+class OneLayerHead(PathHead):
     """One layer, used again at each depth: f_{t+1} = layer(E(x_{t+1}), s_t).
 
     In the text, the state s_t comes from the target. Below the text, no such state is known yet: there s is the layer's
@@ -43,24 +38,15 @@ class OneLayerHead(StatefulHead):
     outputs of pass i - 1.
     """
 
-    shares_layers: ClassVar[bool] = True
     layer: TransformerLayer
 
-    @abstractmethod
-    def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
-        """What the layer reads, (…, D or 2·D), of tokens (…) and states s of the tokens before them, (…, D)."""
+    def ordered_layers(self) -> Sequence[TransformerLayer]:
+        """The one."""
+        return [self.layer]
 
     def states(self, hidden: Tensor) -> Tensor:
-        """S (…, D) of hidden states of the target, (…, D or n·D)."""
+        """States s (…, D) of the text, from hidden states of the target, (…, D or n·D)."""
         return hidden
-
-    def fed_back(self, features: Tensor) -> Tensor:
-        """S (…, D) of the layer's outputs, (…, D)."""
-        return features
-
-    def outputs(self, features: Tensor) -> Tensor:
-        """What the lm_head reads, of the layer's outputs: (…, D) -> (…, D)."""
-        return features
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D or n·D), (B, T) -> (K, B, T, D)."""
@@ -78,21 +64,6 @@ class OneLayerHead(StatefulHead):
             taken = KeysValues(*(torch.stack(parts, 2) for parts in zip(*path, strict=True)))
             features.append(self.layer.finish(x, attend_with_path(queries, seen, mask, taken)))
         return self.outputs(torch.stack(features))
-
-    def begin(self, root: Root, depth: int) -> PathState:
-        """f_{t+1}."""
-        return PathState.at(root)
-
-    def predict(self, state: PathState, depth: int) -> Tensor:
-        """(B, W, V')."""
-        return self.logits(self.outputs(state.features), depth)
-
-    def descend(self, state: PathState, depth: int, parents: Tensor, token_ids: Tensor) -> PathState:
-        """One pass for all chosen children, each with its own path."""
-        rows = torch.arange(len(parents), device=parents.device)[:, None]
-        x = self.inputs(token_ids, self.fed_back(state.features[rows, parents]))  # (B, W', D or 2·D)
-        features, state = state.descend([self.layer], x, depth, parents)
-        return state._replace(features=features)
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """f_{t+1}, (rows, D)."""

@@ -39,11 +39,11 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
     """Whether deeper predictions read the layer's output after the final norm (EAGLE-3.1), not before it."""
 
     method: ClassVar[str] = "eagle3"
+    one_layer: ClassVar[str] = "EAGLE-3"
+    one_lm_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_layers != 1:
-            raise InvalidSettings(f"num_layers is {self.num_layers}; EAGLE-3 has one layer")
         if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
             raise InvalidSettings(f"layers is {self.layers}; give different numbers from 0 on")
 
@@ -51,16 +51,6 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
     def hidden_layers(self) -> tuple[int, ...]:
         """Those of ``layers``."""
         return tuple(self.layers)
-
-    @property
-    def num_states(self) -> int:
-        """n, the number of hidden states of a token that are read."""
-        return max(1, len(self.layers))
-
-    @property
-    def num_lm_heads(self) -> int:
-        """One for all depths."""
-        return 1
 
 
 class NormedParts(nn.Module):
@@ -95,7 +85,8 @@ class Eagle3Head(OneLayerHead):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, num_layers=1)
-        size, count, epsilon = config.hidden_size, config.num_states, config.norm_epsilon
+        size, epsilon = config.hidden_size, config.norm_epsilon
+        count = max(1, len(config.layers))  # n, the hidden states of a token that are read
         self.norm_output = config.norm_output
         self.fc_norm = NormedParts(count, size, epsilon) if config.fc_norm else nn.Identity()
         self.fc = nn.Linear(count * size, size, bias=False)
@@ -151,7 +142,3 @@ class Eagle3Head(OneLayerHead):
         """After the final norm, (…, D)."""
         normed: Tensor = self.norm(features)
         return normed
-
-    def logits(self, features: Tensor, head_index: int) -> Tensor:
-        """(…, D) -> (…, V')."""
-        return super().logits(features, 0)

@@ -40,7 +40,7 @@ def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
     hints = typing.get_type_hints(config_class)
     common = {field.name for field in fields(HeadConfig)} | {"embedding_scale"}
     known = {field.name: hints[field.name] for field in fields(config_class) if field.name not in common}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for option in options:
         name, equals, text = option.partition("=")
         if name not in known:
@@ -57,5 +57,5 @@ def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
         most = _MOST_MODULES if name.startswith("num_") else _LARGEST_SIZE
         if isinstance(value, int) and value > most:
             raise InvalidSettings(f"--head-options {option}: {name} must be at most {most}")
-        found[name] = value
-    return found
+        values[name] = value
+    return values

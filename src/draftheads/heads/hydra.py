@@ -37,12 +37,9 @@ class FusionBlock(Block):
     def forward(self, u: Tensor) -> Tensor:
         """(…, M) -> (…, D)."""
         u = self.dropped(u)
-        if self.both is None:
-            fused: Tensor = self.residual(u) + F.silu(self.linear(u))
-            return fused
-        residual, linear = self.both(u).chunk(2, -1)
-        both: Tensor = residual + F.silu(linear)
-        return both
+        residual, linear = (self.residual(u), self.linear(u)) if self.both is None else self.both(u).chunk(2, -1)
+        fused: Tensor = residual + F.silu(linear)
+        return fused
 
     def fuse(self) -> None:
         """One product for both layers."""

@@ -20,10 +20,6 @@ class KeysValues(NamedTuple):
     keys: Tensor  # (…, G, d)
     values: Tensor  # (…, G, d)
 
-    def of(self, rows: Tensor, num_slots: int) -> "KeysValues":
-        """A copy of the first slots (B, C, G, d) of some rows."""
-        return KeysValues(self.keys[rows, :num_slots], self.values[rows, :num_slots])
-
 
 class HeadKVCache:
     """Keys and values of all accepted tokens of the rows at work, for each of some layers.
@@ -94,7 +90,9 @@ class HeadKVCache:
         rows = to_device(rows, self.counts.device)
         self.counts = self.counts[rows]
         num_slots = _whole_blocks(max(self.lengths))
-        self.layers = [None if kept is None else kept.of(rows, num_slots) for kept in self.layers]
+        self.layers = [
+            None if kept is None else KeysValues(*(part[rows, :num_slots] for part in kept)) for kept in self.layers
+        ]
 
     def _with_room(self, layer: int, new: KeysValues, longest: int) -> KeysValues:
         """The layer's buffers, for all rows and ``longest`` slots at least."""

@@ -63,7 +63,7 @@ class LmHeads(nn.Module):
         self, num_heads: int, hidden_size: int, num_tokens: int, *, kind: str, rank: int, bias: bool = False
     ) -> None:
         super().__init__()
-        self.kind, self.rank = kind, rank
+        self.kind, self.rank, self.bias = kind, rank, bias
         self.dropout = 0.0  # part of the inputs that is set to zero; training sets it, for heads that have blocks
         self.register_buffer("shared", None, persistent=False)  # (V', D)
         self.register_buffer("shared_bias", None, persistent=False)  # (V',)
@@ -71,10 +71,10 @@ class LmHeads(nn.Module):
         self.target_product: Product | None = None  # of the target's whole lm_head, where it is packed
         self.packed: PackedLinear | None = None  # the shared matrix in its kernel's form; then ``shared`` is gone
         if kind == "own":
-            self.heads = _linears(num_heads, hidden_size, num_tokens, bias=bias)
+            self.heads = linears(num_heads, hidden_size, num_tokens, bias=bias)
         elif kind == "low_rank":
-            self.down = _linears(num_heads, hidden_size, rank)
-            self.up = _linears(num_heads, rank, num_tokens)
+            self.down = linears(num_heads, hidden_size, rank)
+            self.up = linears(num_heads, rank, num_tokens)
 
     shared: Tensor | None
     shared_bias: Tensor | None
@@ -83,51 +83,47 @@ class LmHeads(nn.Module):
         """Takes the target's lm_head (its ``rows``, or all of them) where it is shared."""
         if self.kind != "shared":
             return
-        lm_head, bias = weights.lm_head.detach(), weights.lm_head_bias
-        bias = None if bias is None else bias.detach()  # a parameter would become one of the head's
+        bias, product = weights.lm_head_bias, weights.lm_head_product
         self.packed = None
-        same_type = weights.lm_head_product is not None and weights.lm_head_product.dtype == dtype
-        self.target_product = weights.lm_head_product if rows is None and same_type else None
-        self.shared = (lm_head if rows is None else lm_head[rows].contiguous()).to(dtype)
-        self.shared_bias = None if bias is None else (bias if rows is None else bias[rows]).to(dtype)
+        self.target_product = product if rows is None and product is not None and product.dtype == dtype else None
+        self.shared = _of_rows(weights.lm_head, rows).to(dtype)
+        self.shared_bias = None if bias is None else _of_rows(bias, rows).to(dtype)
         self.logit_scale = weights.logit_scale
 
     def pack(self) -> None:
         """Makes the shared matrix a layer that can be packed; the target's own, where that is packed already."""
         if self.shared is None:
             return
-        plain = Plain(self.shared, self.shared_bias)
-        self.packed, self.shared = PackedLinear(self.target_product or plain), None
+        self.packed = PackedLinear(self.target_product or Plain(self.shared, self.shared_bias))
+        self.shared = None
 
     def initialise(self, weights: TargetWeights, rows: Tensor | None) -> None:
         """Own heads start as copies of the target's lm_head, low-rank ones as its best approximation of that rank."""
         if self.kind == "shared":
             return
-        matrix = (weights.lm_head if rows is None else weights.lm_head[rows]).detach().float() * weights.logit_scale
-        with torch.no_grad():
-            if self.kind == "own":
-                for head in self.heads:
-                    _fill(head, matrix)
-                    if isinstance(head.bias, Tensor):
-                        head.bias.zero_()
-                        if (bias := weights.lm_head_bias) is not None:
-                            head.bias += (bias if rows is None else bias[rows]).float() * weights.logit_scale
-                return
-            rank = self.rank
-            # W ≈ U S Vᵀ through the D x D Gram matrix: V' is large and D small
-            values, vectors = torch.linalg.eigh(matrix.T @ matrix)
-            top = vectors[:, values.argsort(descending=True)[:rank]]  # (D, r)
-            for down, up in zip(self.down, self.up, strict=True):
-                _fill(down, top.T)
-                _fill(up, matrix @ top)
+        matrix = _of_rows(weights.lm_head, rows).float() * weights.logit_scale
+        if self.kind == "own":
+            values = {"weight": matrix}
+            if self.bias:
+                none = weights.lm_head.new_zeros(len(weights.lm_head))
+                bias = none if weights.lm_head_bias is None else weights.lm_head_bias
+                values["bias"] = _of_rows(bias, rows).float() * weights.logit_scale
+            for head in self.heads:
+                head.load_state_dict(values)
+            return
+        # W ≈ U S Vᵀ through the D x D Gram matrix: V' is large and D small
+        squares, vectors = torch.linalg.eigh(matrix.T @ matrix)
+        top = vectors[:, squares.argsort(descending=True)[: self.rank]]  # (D, r)
+        for down, up in zip(self.down, self.up, strict=True):
+            down.load_state_dict({"weight": top.T})
+            up.load_state_dict({"weight": matrix @ top})
 
     def forward(self, features: Tensor, head_index: int) -> Tensor:
         """(…, D) -> (…, V') for one head."""
         if self.dropout:
             features = F.dropout(features, self.dropout, self.training)
         if self.kind == "shared":
-            logits = self._shared_logits(features)
-            return logits if self.logit_scale == 1.0 else logits * self.logit_scale
+            return self._shared_logits(features)
         if self.kind == "own":
             own: Tensor = self.heads[head_index](features)
             return own
@@ -135,18 +131,20 @@ class LmHeads(nn.Module):
         return low_rank
 
     def _shared_logits(self, features: Tensor) -> Tensor:
+        logits: Tensor
         if self.packed is not None:
-            packed: Tensor = self.packed(features)
-            return packed
-        assert self.shared is not None, "bind() gives the head its target's lm_head before it is used"
-        return F.linear(features, self.shared, self.shared_bias)
+            logits = self.packed(features)
+        else:
+            assert self.shared is not None, "bind() gives the head its target's lm_head before it is used"
+            logits = F.linear(features, self.shared, self.shared_bias)
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
 
-def _linears(count: int, in_features: int, out_features: int, *, bias: bool = False) -> nn.ModuleList:
+def linears(count: int, in_features: int, out_features: int, *, bias: bool = False) -> nn.ModuleList:
+    """So many linear layers, one for each head."""
     return nn.ModuleList(nn.Linear(in_features, out_features, bias=bias) for _ in range(count))
 
 
-def _fill(layer: nn.Module, values: Tensor) -> None:
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    weight.copy_(values)
+def _of_rows(values: Tensor, rows: Tensor | None) -> Tensor:
+    """The target's values (V, …) of some tokens or of all; no parameter, which would become one of the head's."""
+    return values.detach() if rows is None else values.detach()[rows].contiguous()

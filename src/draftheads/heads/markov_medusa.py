@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draftheads.errors import require_at_least
 from draftheads.heads.base import EmbeddingConfig, Root
+from draftheads.heads.layers import linears
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 
 
@@ -47,9 +48,9 @@ class MarkovMedusaHead(MedusaHead):
     def __init__(self, config: MarkovMedusaConfig) -> None:
         super().__init__(config)
         size, rank, count = config.hidden_size, config.markov_rank, config.num_heads
-        self.down = nn.ModuleList(nn.Linear(size, rank, bias=False) for _ in range(count))
-        self.up = nn.ModuleList(nn.Linear(rank, config.num_draft_tokens, bias=False) for _ in range(count))
-        self.gates = nn.ModuleList(nn.Linear(size, rank) for _ in range(count if config.gated else 0))
+        self.down = linears(count, size, rank)
+        self.up = linears(count, rank, config.num_draft_tokens)
+        self.gates = linears(count if config.gated else 0, size, rank, bias=True)
         for parameter in (*self.up.parameters(), *self.gates.parameters()):
             nn.init.zeros_(parameter)
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
+from draftheads.heads.attention import RmsNorm, scaled_to_unit
 from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
+from draftheads.heads.layers import linears
 from draftheads.speculation.draft import TargetWeights
 from draftheads.speculation.shapes import BestPaths, Shape
 
@@ -35,12 +37,11 @@ class MlpSpeculatorConfig(EmbeddingConfig):
     """Whose embeddings of tokens: own ones for each stage (IBM's), or the target's, projected."""
 
     method: ClassVar[str] = "mlp-speculator"
+    one_layer: ClassVar[str] = "a stage of the MLP Speculator"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, inner_size=self.inner_size)
-        if self.num_layers != 1:
-            raise InvalidSettings(f"num_layers is {self.num_layers}; a stage of the MLP Speculator has one layer")
         if self.embeddings not in get_args(Embeddings):
             raise InvalidSettings(f"embeddings is {self.embeddings!r}; choose own or target")
 
@@ -60,20 +61,16 @@ class MlpSpeculatorConfig(EmbeddingConfig):
         return self.hidden_size if self.lm_head == "shared" else self.state_size
 
 
-class ParametrisedRmsNorm(nn.Module):
-    """x / rms(x) · w + b: RMS norm with a bias; without parameters where the affine part is off."""
+class BiasedRmsNorm(RmsNorm):
+    """x / rms(x) · w + b."""
 
-    def __init__(self, size: int, *, affine: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(size)) if affine else None
+    def __init__(self, size: int) -> None:
+        super().__init__(size, _EPSILON)
+        self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, M) -> (…, M)."""
-        normed = F.rms_norm(x.float(), x.shape[-1:], eps=_EPSILON).to(x.dtype)
-        if self.weight is None or self.bias is None:
-            return normed
-        return normed * self.weight + self.bias
+        return super().forward(x) + self.bias
 
 
 class MlpSpeculatorHead(DraftHead):
@@ -103,14 +100,10 @@ class MlpSpeculatorHead(DraftHead):
             nn.Linear(hidden if i == 0 else size, size, bias=False)
             for i in range(min(2, stages) if config.tie_weights else stages)
         )
-        self.norms = nn.ModuleList(ParametrisedRmsNorm(size) for _ in range(distinct))
-        self.input_norm = ParametrisedRmsNorm(hidden, affine=False) if config.scale_input else None
+        self.norms = nn.ModuleList(BiasedRmsNorm(size) for _ in range(distinct))
         self.embeddings = nn.ModuleList(nn.Embedding(config.vocab_size, size) for _ in range(distinct if own else 0))
-        self.embedding_projections = nn.ModuleList(
-            nn.Linear(hidden, size, bias=False) for _ in range(0 if own else distinct)
-        )
-        shared = config.lm_head == "shared"
-        self.outputs = nn.ModuleList(nn.Linear(size, hidden) for _ in range(distinct if shared else 0))
+        self.embedding_projections = linears(0 if own else distinct, hidden, size)
+        self.outputs = linears(distinct if config.lm_head == "shared" else 0, size, hidden, bias=True)
         for layer in (*self.projections, *self.embeddings, *self.embedding_projections):
             nn.init.normal_(layer.weight, std=size**-0.5)
 
@@ -156,15 +149,8 @@ class MlpSpeculatorHead(DraftHead):
         rows = torch.arange(len(state), device=state.device)[:, None]
         return self._advanced(state[rows, parents], depth + 1, token_ids)
 
-    def logits(self, features: Tensor, head_index: int) -> Tensor:
-        """(…, F) -> (…, V')."""
-        return super().logits(features, 0 if self.options.tie_weights else head_index)
-
     def _input(self, hidden: Tensor) -> Tensor:
-        if self.input_norm is None:
-            return hidden
-        scaled: Tensor = self.input_norm(hidden) * 0.5**0.5
-        return scaled
+        return scaled_to_unit(hidden, _EPSILON) * 0.5**0.5 if self.options.scale_input else hidden
 
     def _advanced(self, state: Tensor, stage: int, token_ids: Tensor) -> Tensor:
         """The state (…, M) of a stage, from the one before and the token that is read there."""
@@ -181,5 +167,5 @@ class MlpSpeculatorHead(DraftHead):
     def _features(self, state: Tensor, stage: int) -> Tensor:
         if not len(self.outputs):
             return state
-        found: Tensor = self.outputs[0 if self.options.tie_weights else stage](state)
-        return found
+        features: Tensor = self.outputs[0 if self.options.tie_weights else stage](state)
+        return features

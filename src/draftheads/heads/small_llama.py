@@ -6,6 +6,7 @@ lm_head is the target's rows of the draft vocabulary. For any other small model 
 :class:`draftheads.drafters.draft_model.DraftModel`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
-from draftheads.heads.base import EmbeddingConfig, Root
+from draftheads.heads.base import EmbeddingConfig
 from draftheads.heads.kv_cache import HeadKVCache
-from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tokens
+from draftheads.heads.stateful import PathHead, last_of, next_tokens
 from draftheads.speculation.draft import Context, TargetWeights
 
 
@@ -27,20 +28,15 @@ class SmallLlamaConfig(LayerConfig, EmbeddingConfig):
     """
 
     method: ClassVar[str] = "small-llama"
-
-    @property
-    def num_lm_heads(self) -> int:
-        """One for all depths."""
-        return 1
+    one_lm_head: ClassVar[bool] = True
 
 
-class SmallLlamaHead(StatefulHead):
+class SmallLlamaHead(PathHead):
     """Its prediction after t+1+i tokens is that of depth i: the same function at every depth, trained once."""
 
     predicts_hidden_states: ClassVar[bool] = False
     reads_hidden: ClassVar[bool] = False
     is_same_at_all_depths: ClassVar[bool] = True
-    shares_layers: ClassVar[bool] = True
 
     def __init__(self, config: SmallLlamaConfig) -> None:
         super().__init__(config, num_layers=config.num_layers)
@@ -52,43 +48,36 @@ class SmallLlamaHead(StatefulHead):
         super().initialise(weights, draft_vocab)
         self.norm.weight.data.fill_(self.hidden_scale(weights))
 
+    def ordered_layers(self) -> Sequence[TransformerLayer]:
+        """All of them."""
+        return [layer for layer in self.layers if isinstance(layer, TransformerLayer)]
+
+    def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """The embeddings, (…, D)."""
+        return self.embedded(token_ids)
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """After the final norm, (…, D)."""
+        normed: Tensor = self.norm(features)
+        return normed
+
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D)."""
         x = self.embedded(token_ids)
         for layer in self.layers:
             x = layer(x)
-        features = self.norm(x)
+        features = self.outputs(x)
         return torch.stack([features.roll(-(i + 1), dims=1) for i in range(self.config.num_heads)])
 
-    def logits(self, features: Tensor, head_index: int) -> Tensor:
-        """(…, D) -> (…, V')."""
-        return super().logits(features, 0)
-
-    def begin(self, root: Root, depth: int) -> PathState:
-        """After the root."""
-        return PathState.at(root)
-
-    def predict(self, state: PathState, depth: int) -> Tensor:
-        """(B, W, V')."""
-        return self.logits(state.features, depth)
-
-    def descend(self, state: PathState, depth: int, parents: Tensor, token_ids: Tensor) -> PathState:
-        """One pass for all chosen children, each with its own path."""
-        x, state = state.descend(self._layers(), self.embedded(token_ids), depth, parents)
-        return state._replace(features=self.norm(x))
-
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
-        """Features after the root, (rows, D). The root is read at once: what was accepted begins behind it."""
+        """After the root, (rows, D). The root is read at once: what was accepted begins behind it."""
         if not any(history.lengths[rows]):  # new rows: the first token of the prompt, too
             self._step(context.token_ids[:, :1], rows, history)
             history.accept(rows, torch.ones_like(context.num_accepted), [1] * len(context.num_accepted))
-        return last_of(self.norm(self._step(next_tokens(context), rows, history)), context.num_accepted)
+        return last_of(self._step(next_tokens(context), rows, history), context.num_accepted)
 
     def _step(self, token_ids: Tensor, rows: slice, history: HeadKVCache) -> Tensor:
         x = self.embedded(token_ids)
-        for number, layer in enumerate(self._layers()):
+        for number, layer in enumerate(self.ordered_layers()):
             x = layer.step(x, history, number, rows)
         return x
-
-    def _layers(self) -> list[TransformerLayer]:
-        return [layer for layer in self.layers if isinstance(layer, TransformerLayer)]

@@ -6,7 +6,7 @@ B rows, P tokens of a context, W nodes of a depth, C slots of a history, D hidde
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,67 @@ class StatefulHead(DraftHead):
         """
 
 
+class PathState(NamedTuple):
+    """W nodes of a depth of a :class:`PathHead`."""
+
+    features: Tensor  # (B, W, D) the last layer's outputs there
+    paths: tuple[KeysValues, ...]  # of each layer, (B, W, depth, G, d) of the nodes on the way there
+    seen: tuple[KeysValues, ...]  # of each layer, (B, C, G, d) of the text
+    mask: Tensor  # (B, C) which of them count
+    counts: Tensor  # (B,) tokens of the text
+
+
+class PathHead(StatefulHead):
+    """A head whose layers attend to the text and to the draft tokens above each node; all depths are the same layers.
+
+    Its :meth:`read` returns the last layer's outputs, (rows, D).
+    """
+
+    shares_layers: ClassVar[bool] = True
+
+    @abstractmethod
+    def ordered_layers(self) -> Sequence[TransformerLayer]:
+        """As many as the history has."""
+
+    @abstractmethod
+    def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """What the first layer reads, (…, D or 2·D), of tokens (…) and states s of the tokens before them, (…, D)."""
+
+    def fed_back(self, features: Tensor) -> Tensor:
+        """States s (…, D) of draft tokens, from the last layer's outputs there, (…, D)."""
+        return features
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """What the lm_head reads, of the last layer's outputs: (…, D) -> (…, D)."""
+        return features
+
+    def begin(self, root: Root, depth: int) -> PathState:
+        """The roots."""
+        assert root.history is not None, "a stateful head's session gives its history"
+        seen, masks = zip(*map(root.history.accepted, range(len(root.history.layers))), strict=True)
+        nothing = tuple(KeysValues(*(part[:, None, :0] for part in layer)) for layer in seen)
+        return PathState(root.states[:, None], nothing, seen, masks[0], root.history.counts)
+
+    def predict(self, state: PathState, depth: int) -> Tensor:
+        """(B, W, V')."""
+        return self.logits(self.outputs(state.features), depth)
+
+    def descend(self, state: PathState, depth: int, parents: Tensor, token_ids: Tensor) -> PathState:
+        """One pass for all chosen children, each with its own path."""
+        rows = torch.arange(len(parents), device=parents.device)[:, None]
+        x = self.inputs(token_ids, self.fed_back(state.features[rows, parents]))  # (B, W', D or 2·D)
+        positions = (state.counts[:, None] + depth).expand(-1, x.shape[1])
+        paths = []
+        for layer, above, seen in zip(self.ordered_layers(), state.paths, state.seen, strict=True):
+            queries, new = layer.project(x, positions)
+            path = KeysValues(
+                *(torch.cat([old[rows, parents], part[:, :, None]], 2) for old, part in zip(above, new, strict=True))
+            )
+            x = layer.finish(x, attend_with_path(queries, seen, state.mask[:, None], path))
+            paths.append(path)
+        return state._replace(features=x, paths=tuple(paths))
+
+
 class StatefulSession(HeadSession):
     """The history of one batch.
 
@@ -89,7 +150,7 @@ class StatefulSession(HeadSession):
         for row, unread in enumerate(self.unread):
             if len(unread) > _FEW_UNREAD:
                 self._read_row(row, context.token_ids[row, :1])
-        context = self.head.in_own_type(self._with_unread(context))
+        context = self._with_unread(context)
         known = self.history.num_rows
         self.history.join(batch, context.root_ids.device)
         parts = []
@@ -104,8 +165,7 @@ class StatefulSession(HeadSession):
                 context.num_accepted[rows],
                 context.root_ids[rows],
             )
-            parts.append(self.head.read(part, rows, self.history))
-            self.history.accept(rows, part.num_accepted, counts)
+            parts.append(self._read(part, rows, counts))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def observe(self, context: Context) -> None:
@@ -125,10 +185,14 @@ class StatefulSession(HeadSession):
         hidden, tokens = (torch.stack(parts)[None] for parts in zip(*self.unread[row], strict=True))
         self.unread[row] = []
         self.history.join(len(self.unread), root_id.device)
-        count, rows = tokens.shape[1], slice(row, row + 1)
-        part = self.head.in_own_type(Context(hidden, tokens, torch.tensor([count]), root_id))
-        self.head.read(part, rows, self.history)
-        self.history.accept(rows, part.num_accepted, [count])
+        count = tokens.shape[1]
+        self._read(Context(hidden, tokens, torch.tensor([count]), root_id), slice(row, row + 1), [count])
+
+    def _read(self, context: Context, rows: slice, counts: Sequence[int]) -> Tensor:
+        """What the head makes of some rows' tokens, (rows, …); the history keeps so many of them."""
+        states = self.head.read(replace(context, hidden=context.hidden.to(self.head.dtype)), rows, self.history)
+        self.history.accept(rows, context.num_accepted, counts)
+        return states
 
     @property
     def num_rows(self) -> int:
@@ -163,51 +227,6 @@ class StatefulSession(HeadSession):
             self.history.keep(rows)
         if self.unread:
             self.unread = [self.unread[row] for row in rows.tolist()]
-
-
-class PathState(NamedTuple):
-    """W nodes of a depth, for heads whose layers attend to the text and to the draft tokens above each node."""
-
-    features: Tensor  # (B, W, D) there
-    paths: tuple[KeysValues, ...]  # of each layer, (B, W, depth, G, d) of the nodes on the way there
-    seen: tuple[KeysValues, ...]  # of each layer, (B, C, G, d) of the text
-    mask: Tensor  # (B, C) which of them count
-    counts: Tensor  # (B,) tokens of the text
-
-    @classmethod
-    def at(cls, root: Root) -> "PathState":
-        """The roots, whose states (B, D) are the features."""
-        assert root.history is not None, "a stateful head's session gives its history"
-        kept = [root.history.accepted(layer) for layer in range(len(root.history.layers))]
-        seen = tuple(one for one, _ in kept)
-        nothing = tuple(KeysValues(*(part[:, None, :0] for part in one)) for one in seen)
-        return cls(root.states[:, None], nothing, seen, kept[0][1], root.history.counts)
-
-    def descend(
-        self, layers: Sequence[TransformerLayer], inputs: Tensor, depth: int, parents: Tensor
-    ) -> tuple[Tensor, "PathState"]:
-        """One pass of the layers for some children, each with its own path.
-
-        Args:
-            layers: as many as the history has.
-            inputs: (B, W', D) of the first layer at the children.
-            depth: of their parents.
-            parents: (B, W') places among the W nodes.
-
-        Returns:
-            The last layer's outputs (B, W', D), and the state of the children but for its features.
-        """
-        rows = torch.arange(len(parents), device=parents.device)[:, None]
-        positions = (self.counts[:, None] + depth).expand(-1, inputs.shape[1])
-        x, paths = inputs, []
-        for layer, above, seen in zip(layers, self.paths, self.seen, strict=True):
-            queries, own = layer.project(x, positions)
-            path = KeysValues(
-                *(torch.cat([old[rows, parents], new[:, :, None]], 2) for old, new in zip(above, own, strict=True))
-            )
-            x = layer.finish(x, attend_with_path(queries, seen, self.mask[:, None], path))
-            paths.append(path)
-        return x, self._replace(paths=tuple(paths))
 
 
 def next_tokens(context: Context) -> Tensor:
