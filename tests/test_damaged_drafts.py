@@ -154,6 +154,7 @@ def test_drawn_drafts_keep_the_distribution(acceptance: Any, tree: str, kind: st
     assert sum(result.num_steps for result in broken) >= sum(result.num_steps for result in whole)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("acceptance", ["typical", "typical-sampled"])
 @pytest.mark.parametrize("shape", FEW_SHAPES)
 @pytest.mark.parametrize("kind", FEW_KINDS)

@@ -168,6 +168,7 @@ def check(found: Transfers, *, reads: int = 1, copies: int) -> None:
     assert found.copies.total() <= copies, found.copies
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("graphs", [False, True], ids=["ordinary", "static"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_steps_of_every_family(family: str, graphs: bool) -> None:
@@ -203,6 +204,7 @@ def test_every_head_with_settings_that_need_more(method: str) -> None:
     check(found, reads=2, copies=5)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_every_shape(method: str, shape: str) -> None:
@@ -341,6 +343,7 @@ def test_grammars_read_the_draft_tokens(shape: str | None, levels: int) -> None:
 OBJECTIVES = ["teacher", "hard", "kl", "tv", "nla", "lk", "amphista"]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("method", "loss", "options"),
     [

@@ -190,6 +190,7 @@ def num_allowed_nodes(draft: Draft, grammar: Grammar, text: list[int]) -> int:
     return count
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("grammar", ["person", "sums"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["medusa", "hydra", "trimmed", "copying", "prompt lookup", "draft model"])

@@ -102,6 +102,7 @@ def test_a_module_with_the_same_names_but_another_result_is_not_replaced():
     torch.testing.assert_close(target.model(text).logits, stock.model(text).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
@@ -245,6 +246,7 @@ def by_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return used
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("attention", [grouped_attention, exact_attention])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("masked", [True, False])
@@ -407,6 +409,7 @@ def test_kernels_that_change_bits_are_detected(monkeypatch: pytest.MonkeyPatch, 
     assert not rows_keep_their_bits(model)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("family", "batch_invariant"),
     [(name, exact) for name in FAMILIES for exact in (False, True) if not (exact and name == "gemma2")],  # not sdpa

@@ -69,7 +69,7 @@ class HiddenStateRecorder(PlantedDrafter):
     def propose(self, context: Context, shape: Shape) -> Draft:
         draft = super().propose(context, shape)
         for row, count in enumerate(context.num_accepted.tolist()):
-            self.recorded.append((list(self.texts[row]), context.hidden[row, :count]))
+            self.recorded.append((self.texts[row][:-1], context.hidden[row, :count]))
         return draft
 
 

@@ -96,6 +96,7 @@ def whole(hidden: Tensor, tokens: Tensor, ends: Sequence[int]) -> Context:
     return Context(states, torch.where(real, tokens[:, :width], 0), torch.tensor(ends), roots)
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_when_drafting_equal_logits_in_training(name: str, model: TargetModel) -> None:
     """Where all guesses before were right, each head's logits are those of its features along the text."""
@@ -115,6 +116,7 @@ def test_logits_when_drafting_equal_logits_in_training(name: str, model: TargetM
             state = head.descend(state, i, first, children)
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_node_of_a_tree_is_predicted_from_its_own_path(name: str, model: TargetModel) -> None:
     """What a node's children are drawn from is what the features along the text say, had its path been the text."""
@@ -145,6 +147,7 @@ def test_every_node_of_a_tree_is_predicted_from_its_own_path(name: str, model: T
             torch.testing.assert_close(draft.probs[row, node].float(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: str, model: TargetModel) -> None:
     head = variant(name, model)
@@ -364,6 +367,7 @@ def values_of(head: DraftHead) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
     """So its sessions do not see each other's rows."""
@@ -505,6 +509,7 @@ def test_hydra_plus_plus_follows_its_formula(name: str, model: TargetModel) -> N
         torch.testing.assert_close(features[i, 0, 3], x, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize(
     "name",
     [

@@ -52,6 +52,7 @@ def slow_path(head: DraftHead, hidden: Tensor, root: int, path: Path) -> int:
     return known[-1]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", METHODS)
@@ -123,6 +124,7 @@ def test_the_gradient_of_coupling_reaches_all_that_it_reads() -> None:
 # --- starting values ---
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kind", ["shared", "deep", "own", "trimmed", "trimmed, own, deep"])
 @pytest.mark.parametrize("method", [*METHODS, "hydra++", "amphista", "eagle", "markov-medusa"])
 def test_a_new_head_predicts_the_targets_next_token(method: str, kind: str) -> None:

@@ -19,6 +19,7 @@ from slow_heads import rms_norm, slow_attention
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_are_those_of_transformers(family: str, fast: bool) -> None:

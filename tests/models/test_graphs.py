@@ -42,6 +42,7 @@ def static(model: TargetModel) -> TargetModel:
     return replace(model, step_mode=StepMode(graphs=True))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tree", ["ragged", "64 nodes"])
 def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
@@ -86,6 +87,7 @@ def test_dynamo_finds_one_graph_in_the_static_part(family: str) -> None:
     move(torch.tensor([[0, 2]] * 3), torch.tensor([2, 1, 2]), lengths)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     "action",
     [

@@ -84,6 +84,7 @@ def test_falcon_without_alibi_is_supported():
 # --- trees ---
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_are_verified_on_every_family(family: str, dtype: torch.dtype):

@@ -154,7 +154,8 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def memory_is_within_the_limit(self) -> None:
         core = self.scheduler.core
-        assert max(core.kv_bytes, core._reserved()) + core.prefixes.num_bytes <= self.limit
+        assert core.kv_bytes + core.prefixes.num_bytes <= self.limit
+        assert core.prefixes.num_bytes <= max(0, self.limit - core._reserved())
         assert core.prefixes.num_bytes == sum(text.num_bytes for text in core.prefixes._texts.values())
 
     @invariant()

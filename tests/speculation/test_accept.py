@@ -182,6 +182,7 @@ EXACT = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", EXACT)
@@ -205,6 +206,7 @@ def test_exact_gives_the_targets_distribution(name: str, shape: str, seed: int) 
     assert distance < 1e-9
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_keeps_as_much_as_any_lossless_rule_can(name: str, shape: str) -> None:

@@ -162,6 +162,7 @@ BEST_FIRST = {
 }
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("shape", BEST_FIRST)
 @pytest.mark.parametrize("kind", ["shared", "own", "trimmed", "trimmed, low rank"])
 @pytest.mark.parametrize(("method", "slow"), [("medusa", slow_best_first), ("hydra", slow_beam)])
@@ -195,6 +196,7 @@ BEST_PATHS = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("shape", BEST_PATHS)
 @pytest.mark.parametrize("kind", ["shared", "trimmed", "trimmed, own, deep"])
 @pytest.mark.parametrize("method", METHODS)

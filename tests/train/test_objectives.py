@@ -82,6 +82,7 @@ def test_chunks_are_filled_up_with_predictions_that_do_not_count() -> None:
     assert [len(chunk.positions) for chunk in found.chunks(1000, 39)] == [size]
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize(("chunk_size", "multiple"), [(1, 1), (4, 1), (1000, 1), (4, 3), (1000, 64)])
 @pytest.mark.parametrize("kind", get_args(LossKind))
 @pytest.mark.parametrize("mask", MASKS)

@@ -79,15 +79,12 @@ async def serve(
     server = http_server(service)
     loading = _in_thread(load)
     stop = asyncio.Event()
-    signals = 0
 
     def on_signal() -> None:
-        nonlocal signals
-        signals += 1
-        stop.set()
-        if signals > 1:
+        if stop.is_set():
             server.force_exit = True
             service.close()
+        stop.set()
 
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
