@@ -13,19 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import Generic
 
 from draftheads.decode.prefix_cache import PrefixCache
 from draftheads.decode.prompt_reader import ReadPrompt
 from draftheads.decode.reading import Reading, ReadingQueue
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.decode.running import RunningLane, SlotBytes
+from draftheads.decode.running import AnyEngine, RunningLane, SlotBytes
 from draftheads.decode.waiting import FairQueue, Lane, QueuedRequest
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
 from draftheads.utils.counts import counted
-
-if TYPE_CHECKING:
-    from draftheads.decode.engine import Engine
 
 CoreEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a finish reason or an exception
 _PREFIX_BYTES = 1 << 30  # of texts that were read, where memory has no limit
@@ -54,7 +51,7 @@ class CoreLimits:
         require_at_least(1, **{name: value for name, value in vars(self).items() if value is not None})
 
 
-class EngineCore:
+class EngineCore(Generic[AnyEngine]):
     """The requests that wait, are read and are decoded, and the texts that were read before.
 
     Args:
@@ -68,7 +65,7 @@ class EngineCore:
 
     def __init__(
         self,
-        engines: Mapping[str, "Engine"],
+        engines: Mapping[str, AnyEngine],
         limits: CoreLimits,
         *,
         keeps_answers: bool = False,
@@ -234,7 +231,7 @@ class EngineCore:
             self.lanes.append(lane)
         self._reading.readings.append(Reading(lane, queued.request))
 
-    def _engine_of(self, lane: Lane) -> "Engine":
+    def _engine_of(self, lane: Lane) -> AnyEngine:
         engine = self.engines.get(lane.model)
         if engine is None:
             raise no_such("model", lane.model, self.engines, other_names={})

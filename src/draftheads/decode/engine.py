@@ -190,12 +190,12 @@ class Engine:
             core.add(request)
         return self.events(core)
 
-    def core(self, *, on_phase: Callable[[str], object] = str) -> EngineCore:
+    def core(self, *, on_phase: Callable[[str], object] = str) -> "EngineCore[Engine]":
         """A core without requests, for this engine alone. ``on_phase`` is called as by :class:`Batch`."""
         limits = CoreLimits(max_rows=self.max_batch_size, chunk_tokens=_CHUNK_TOKENS)
         return EngineCore({"": self}, limits, answers_together=True, on_phase=on_phase)
 
-    def events(self, core: EngineCore) -> Iterator[StreamEvent]:
+    def events(self, core: "EngineCore[Engine]") -> Iterator[StreamEvent]:
         """What a core decodes, until it has no work. The caller may add requests between events.
 
         Raises:

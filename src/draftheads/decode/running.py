@@ -1,26 +1,48 @@
 """The batches of running requests, and the memory that they take."""
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.request import Request
 from draftheads.decode.waiting import Lane, QueuedRequest
 from draftheads.models.kv_target import bytes_per_slot, slots_for
+from draftheads.models.model import TargetModel
+from draftheads.speculation.drafter import Drafter
 
-if TYPE_CHECKING:
-    from draftheads.decode.engine import Engine
+
+class BatchSource(Protocol):
+    """What the core needs of an engine."""
+
+    model: TargetModel
+    drafter: Drafter
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers of the model whose inputs the drafter reads."""
+
+    def batch(self, *, draft_nodes: int | None = None, on_phase: Callable[[str], object] = str) -> Batch:
+        """A batch without rows."""
+
+    def check_draft_nodes(self, draft_nodes: int | None) -> None:
+        """Raises where trees cannot have so many nodes."""
+
+    def most_nodes(self, draft_nodes: int | None = None) -> int:
+        """The most nodes that a step verifies for a row."""
+
+
+AnyEngine = TypeVar("AnyEngine", bound=BatchSource)
 
 
 class SlotBytes:
     """Memory of the requests of each model, as it would be at most."""
 
     def __init__(self) -> None:
-        self._per_slot: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # heads are replaced
-        self._weights: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+        self._per_slot: WeakKeyDictionary[BatchSource, int] = WeakKeyDictionary()  # heads are replaced
+        self._weights: WeakKeyDictionary[BatchSource, int] = WeakKeyDictionary()
 
-    def per_slot(self, engine: "Engine") -> int:
+    def per_slot(self, engine: BatchSource) -> int:
         """Memory of one token: keys, values and hidden states, and what the drafter keeps of it."""
         if engine not in self._per_slot:
             model = engine.model
@@ -28,22 +50,22 @@ class SlotBytes:
             self._per_slot[engine] = bytes_per_slot(model) + states + engine.drafter.bytes_per_slot
         return self._per_slot[engine]
 
-    def of_weights(self, engine: "Engine") -> int:
+    def of_weights(self, engine: BatchSource) -> int:
         """Memory that each pass of the model reads, whatever its rows."""
         if engine not in self._weights:
             self._weights[engine] = sum(weight.nbytes for weight in engine.model.model.parameters())
         return self._weights[engine]
 
-    def of_text(self, engine: "Engine", request: Request) -> int:
+    def of_text(self, engine: BatchSource, request: Request) -> int:
         """While the prompt (of a resumed request, all of its text) is read."""
         return slots_for(engine.model, len(request.ids_to_read)) * self.per_slot(engine)
 
-    def alone(self, engine: "Engine", draft_nodes: int | None, request: Request) -> int:
+    def alone(self, engine: BatchSource, draft_nodes: int | None, request: Request) -> int:
         """If there is no other request, at the end of the longest possible answer."""
         slots = slots_for(engine.model, request.most_tokens, engine.most_nodes(draft_nodes))
         return slots * self.per_slot(engine) + self.of_text(engine, request)
 
-    def at_first(self, engine: "Engine", queued: QueuedRequest, headroom: int) -> int:
+    def at_first(self, engine: BatchSource, queued: QueuedRequest, headroom: int) -> int:
         """If there is no other request, for the next ``headroom`` tokens of the answer."""
         request = queued.request
         tokens = min(request.most_tokens, request.num_tokens + headroom)
@@ -54,7 +76,7 @@ class SlotBytes:
 class RunningLane:
     """A batch, and the requests of its rows and of prompts that are being read for it."""
 
-    def __init__(self, lane: Lane, engine: "Engine", on_phase: Callable[[str], object]) -> None:
+    def __init__(self, lane: Lane, engine: BatchSource, on_phase: Callable[[str], object]) -> None:
         self.lane, self.engine = lane, engine
         self.batch: Batch = engine.batch(draft_nodes=lane.draft_nodes, on_phase=on_phase)
         self.requests: dict[Request, QueuedRequest] = {}
