@@ -78,6 +78,7 @@ def greedy_root(draft: Draft, logits: Tensor, *others: Any, **_: Any) -> AcceptR
     return AcceptResult(verdict.path, verdict.num_accepted, best)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("wrong", "shape"), [(resampling, WIDE), (greedy_root, WIDE), (resampling, BestFirst(16, top_k=6, beam=3))]
 )
@@ -89,7 +90,7 @@ def test_wrong_rules_are_detected(
     assert p_value(sampled_answers(model, drafter=head, shape=shape), exact) < ODDS
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", some(["chain", "ragged", "64 nodes", *GROWING], "ragged", "sure ones"))
 @pytest.mark.parametrize("method", HEADS)
 def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, method: str, shape: str) -> None:
