@@ -1,0 +1,414 @@
+// The kernels of one instruction set: KERNELS names it, and the compiler's options choose its instructions.
+#include "kernels.h"
+
+#include <cmath>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace draftheads {
+namespace {
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef uint32_t UIntVec __attribute__((vector_size(64)));
+typedef uint16_t HalfVec __attribute__((vector_size(32)));
+constexpr int kLanes = 16;
+
+// How many rows and vectors of outputs a tile has: as many as there are registers for.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12, kTileVecs = 2;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 5, kTileVecs = 1;
+#else
+constexpr int kTileRows = 2, kTileVecs = 1;
+#endif
+
+constexpr int kAhead = 2048;  // bytes of a weight that are fetched before they are needed
+
+inline Vec load(const float *x) {
+    Vec v;
+    std::memcpy(&v, x, sizeof v);
+    return v;
+}
+inline void store(float *x, Vec v) { std::memcpy(x, &v, sizeof v); }
+inline Vec all(float x) { return x - Vec{}; }
+
+inline Vec of_bf16(const uint16_t *x) {
+    HalfVec half;
+    std::memcpy(&half, x, sizeof half);
+    UIntVec wide = __builtin_convertvector(half, UIntVec) << 16;
+    return (Vec)(wide);
+}
+
+inline uint16_t to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16) | 0x40;  // not a number
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float of_half(uint16_t h) {
+    uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023, bits;
+    if (exponent == 31) {
+        bits = sign | 0x7f800000 | (fraction << 13);
+    } else if (exponent) {
+        bits = sign | ((exponent + 112) << 23) | (fraction << 13);
+    } else {
+        float small = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
+        std::memcpy(&bits, &small, 4);
+        bits |= sign;
+    }
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline Vec of_fp16(const uint16_t *x) {
+#if defined(__AVX512F__)
+    __m512 v = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x)));
+    return (Vec)(v);
+#elif defined(__F16C__)
+    Vec v;
+    __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x)));
+    __m256 high = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x + 8)));
+    std::memcpy(&v, &low, 32);
+    std::memcpy(reinterpret_cast<char *>(&v) + 32, &high, 32);
+    return v;
+#else
+    Vec v;
+    for (int i = 0; i < kLanes; i++) v[i] = of_half(x[i]);
+    return v;
+#endif
+}
+
+inline uint16_t to_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t sign = (bits >> 16) & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (bits >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to infinity
+    if (bits < 0x38800000) {                                 // a small number: added to 0.5, it is rounded
+        float shifted;
+        std::memcpy(&shifted, &bits, 4);
+        shifted += 0.5f;
+        uint32_t rounded;
+        std::memcpy(&rounded, &shifted, 4);
+        return uint16_t(sign | (rounded - 0x3f000000));
+    }
+    bits += 0xc8000fff + ((bits >> 13) & 1);  // the exponent's new bias, and rounding to even
+    return uint16_t(sign | (bits >> 13));
+}
+
+// The sum of the lanes, always in the same order.
+inline float total(Vec v) {
+    v += __builtin_shuffle(v, IntVec{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+    v += __builtin_shuffle(v, IntVec{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+    v += __builtin_shuffle(v, IntVec{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    return v[0] + v[1];
+}
+
+inline float largest(Vec v) {
+    float most = v[0];
+    for (int i = 1; i < kLanes; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+inline Vec max(Vec a, Vec b) {
+    IntVec is_less = a < b;
+    return is_less ? b : a;
+}
+
+// e^x, within two units of the last place; 0 below -87.
+inline Vec exponential(Vec x) {
+    const IntVec is_tiny = x < all(-87.3f);
+    x = is_tiny ? all(-87.3f) : x;
+    const IntVec is_huge = x > all(88.3f);
+    x = is_huge ? all(88.3f) : x;
+    Vec scaled = x * all(1.44269504088896341f) + all(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
+    IntVec whole = (IntVec)(scaled) - 0x4b400000;
+    Vec n = scaled - all(12582912.0f);
+    Vec r = x - n * all(0.693359375f) + n * all(2.12194440e-4f);
+    Vec p = all(1.9875691500e-4f);
+    p = p * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f);
+    p = p * r + all(4.1665795894e-2f);
+    p = p * r + all(1.6666665459e-1f);
+    p = p * r + all(5.0000001201e-1f);
+    p = p * (r * r) + r + all(1.0f);
+    IntVec power = (whole + 127) << 23;
+    Vec result = p * (Vec)(power);
+    return is_tiny ? Vec{} : result;
+}
+
+// --- products ---
+
+int64_t input_bytes(int kind, int in) {
+#if defined(__AVX512BF16__)
+    if (kind == kBFloat16) return 2 * int64_t(in);
+#endif
+    if (kind == kInt8) return 4 + 4 + (int64_t(in) + 3) / 4 * 4;
+    return 4 * int64_t(in);
+}
+
+void store_as(int kind, const float *x, int64_t size, void *out) {
+    if (kind == kFloat32) {
+        std::memcpy(out, x, 4 * size);
+        return;
+    }
+    auto *half = static_cast<uint16_t *>(out);
+    int64_t i = 0;
+    if (kind == kBFloat16) {
+#if defined(__AVX512BF16__)
+        for (; i + 16 <= size; i += 16) {
+            __m256bh v = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + i));
+            std::memcpy(half + i, &v, 32);
+        }
+#endif
+        for (; i < size; i++) half[i] = to_bf16(x[i]);
+    } else {
+#if defined(__F16C__)
+        for (; i + 8 <= size; i += 8)
+            _mm_storeu_si128(reinterpret_cast<__m128i *>(half + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), 0));
+#endif
+        for (; i < size; i++) half[i] = to_half(x[i]);
+    }
+}
+
+inline Vec load_as(int kind, const char *x) {
+    if (kind == kBFloat16) return of_bf16(reinterpret_cast<const uint16_t *>(x));
+    if (kind == kFloat16) return of_fp16(reinterpret_cast<const uint16_t *>(x));
+    return load(reinterpret_cast<const float *>(x));
+}
+
+void load_from(int kind, const void *x, int64_t size, float *out) {
+    const int bytes = kind == kFloat32 ? 4 : 2;
+    auto *from = static_cast<const char *>(x);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(out + i, load_as(kind, from + i * bytes));
+    for (; i < size; i++) {
+        if (kind == kFloat32) {
+            std::memcpy(out + i, from + 4 * i, 4);
+        } else {
+            uint16_t half;
+            std::memcpy(&half, from + 2 * i, 2);
+            uint32_t bits = uint32_t(half) << 16;
+            if (kind == kBFloat16) std::memcpy(out + i, &bits, 4);
+            else out[i] = of_half(half);
+        }
+    }
+}
+
+// int8: the scale, and then numbers from 1 to 127 whose middle is 64.
+void prepare(int kind, const float *row, int in, void *prepared) {
+    if (kind == kInt8) {
+        float most = 1e-12f;
+        for (int i = 0; i < in; i++) most = std::fabs(row[i]) > most ? std::fabs(row[i]) : most;
+        const float factor = 63.0f / most, scale = most / 63.0f;
+        auto *numbers = static_cast<uint8_t *>(prepared) + 8;
+        std::memcpy(prepared, &scale, 4);
+        for (int i = 0; i < in; i++) numbers[i] = uint8_t(64 + int(std::lrintf(row[i] * factor)));
+        for (int i = in; i % 4; i++) numbers[i] = 64;
+        return;
+    }
+#if defined(__AVX512BF16__)
+    if (kind == kBFloat16) return store_as(kBFloat16, row, in, prepared);
+#endif
+    std::memcpy(prepared, row, 4 * int64_t(in));
+}
+
+template <int kind, int rows, int vecs>
+inline void tile(const char *weight, const char *const *x, int in, float *y) {
+    Vec sums[rows][vecs] = {};
+    if constexpr (kind == kBFloat16) {
+        for (int pair = 0; pair < in / 2; pair++, weight += 4 * kBlock) {
+            for (int v = 0; v < vecs; v++) __builtin_prefetch(weight + kAhead + 64 * v);
+#if defined(__AVX512BF16__)
+            __m512bh w[vecs];
+            for (int v = 0; v < vecs; v++) std::memcpy(&w[v], weight + 64 * v, 64);
+            for (int r = 0; r < rows; r++) {
+                int32_t two;
+                std::memcpy(&two, x[r] + 4 * pair, 4);
+                __m512i both = _mm512_set1_epi32(two);
+                for (int v = 0; v < vecs; v++) {
+                    __m512 sum = (__m512)(sums[r][v]);
+                    sum = _mm512_dpbf16_ps(sum, w[v], (__m512bh)(both));
+                    sums[r][v] = (Vec)(sum);
+                }
+            }
+#else
+            Vec low[vecs], high[vecs];
+            for (int v = 0; v < vecs; v++) {
+                UIntVec both;
+                std::memcpy(&both, weight + 64 * v, 64);
+                UIntVec first = both << 16, second = both & 0xffff0000u;
+                low[v] = (Vec)(first);
+                high[v] = (Vec)(second);
+            }
+            for (int r = 0; r < rows; r++) {
+                float two[2];
+                std::memcpy(two, x[r] + 8 * pair, 8);
+                for (int v = 0; v < vecs; v++) sums[r][v] += low[v] * two[0];
+                for (int v = 0; v < vecs; v++) sums[r][v] += high[v] * two[1];
+            }
+#endif
+        }
+    } else {
+        constexpr int bytes = kind == kFloat32 ? 4 : 2;
+        for (int k = 0; k < in; k++, weight += bytes * kBlock) {
+            for (int v = 0; v < vecs; v++) __builtin_prefetch(weight + kAhead + bytes * kLanes * v);
+            Vec w[vecs];
+            for (int v = 0; v < vecs; v++) w[v] = load_as(kind, weight + bytes * kLanes * v);
+            for (int r = 0; r < rows; r++) {
+                float one;
+                std::memcpy(&one, x[r] + 4 * int64_t(k), 4);
+                for (int v = 0; v < vecs; v++) sums[r][v] += w[v] * one;
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vecs; v++) store(y + r * kBlock + v * kLanes, sums[r][v]);
+}
+
+template <int kind, int rows>
+void tiles(const char *weight, const char *const *x, int in, float *y) {
+    constexpr int bytes = kind == kFloat32 ? 4 : kind == kBFloat16 ? 4 : 2;  // of a lane: a number, or a bf16 pair
+    for (int v = 0; v < kBlock / kLanes; v += kTileVecs)
+        tile<kind, rows, kTileVecs>(weight + bytes * kLanes * v, x, in, y + v * kLanes);
+}
+
+typedef void (*Tiles)(const char *, const char *const *, int, float *);
+
+template <int kind, int... rows>
+struct Table {
+    static constexpr Tiles of[] = {nullptr, tiles<kind, rows>...};
+};
+#if defined(__AVX512F__)
+template <int kind> using Sizes = Table<kind, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>;
+#elif defined(__AVX2__)
+template <int kind> using Sizes = Table<kind, 1, 2, 3, 4, 5>;
+#else
+template <int kind> using Sizes = Table<kind, 1, 2>;
+#endif
+
+void block(const Weight &weight, int number, const void *prepared, int rows, float *y) {
+    const int kind = weight.kind, in = weight.in;
+    const int64_t size = int64_t(in) * kBlock * (kind == kFloat32 ? 4 : 2);
+    const char *packed = static_cast<const char *>(weight.packed) + number * size;
+    const int64_t stride = input_bytes(kind, in);
+    const char *x = static_cast<const char *>(prepared);
+    const int pieces = (rows + kTileRows - 1) / kTileRows;
+    for (int piece = 0, first = 0; piece < pieces; piece++) {
+        const int end = int(int64_t(rows) * (piece + 1) / pieces), count = end - first;
+        const char *of[kTileRows];
+        for (int r = 0; r < count; r++) of[r] = x + (first + r) * stride;
+        float *out = y + first * kBlock;
+        if (kind == kFloat32) Sizes<kFloat32>::of[count](packed, of, in, out);
+        else if (kind == kBFloat16) Sizes<kBFloat16>::of[count](packed, of, in, out);
+        else Sizes<kFloat16>::of[count](packed, of, in, out);
+        first = end;
+    }
+    if (!weight.bias) return;
+    const int from = number * kBlock, outputs = weight.out - from < kBlock ? weight.out - from : kBlock;
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < outputs; o++) y[r * kBlock + o] += weight.bias[from + o];
+}
+
+// --- the rest of a layer ---
+
+void norm(const float *x, const float *scale, float epsilon, int size, float *out) {
+    Vec squares = {};
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) squares += load(x + i) * load(x + i);
+    float sum = total(squares);
+    for (; i < size; i++) sum += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(sum / float(size) + epsilon);
+    for (i = 0; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * factor * load(scale + i));
+    for (; i < size; i++) out[i] = x[i] * factor * scale[i];
+}
+
+void turn(float *head, const float *cos, const float *sin, int size) {
+    const int half = size / 2;
+    for (int i = 0; i < half; i++) {
+        const float first = head[i], second = head[i + half];
+        head[i] = first * cos[i] - second * sin[i];
+        head[i + half] = second * cos[i + half] + first * sin[i + half];
+    }
+}
+
+inline Vec activated(int act, Vec x) {
+    if (act == 0) return x / (all(1.0f) + exponential(-x));  // SiLU
+    const Vec inner = all(1.5957691216057308f) * (x + all(0.044715f) * x * x * x);  // GELU by tanh: x * sigmoid(2 ...)
+    return x / (all(1.0f) + exponential(-inner));
+}
+
+void gate(int act, const float *gate, const float *up, int size, float *out) {
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(out + i, activated(act, load(gate + i)) * load(up + i));
+    if (i == size) return;
+    float g[kLanes] = {}, u[kLanes] = {}, o[kLanes];
+    std::memcpy(g, gate + i, 4 * (size - i));
+    std::memcpy(u, up + i, 4 * (size - i));
+    store(o, activated(act, load(g)) * load(u));
+    std::memcpy(out + i, o, 4 * (size - i));
+}
+
+template <int kind>
+void attend_to(const float *queries, int heads, int size, const char *keys, const char *values, int64_t key_stride,
+               int64_t value_stride, int first, int end, const int32_t *list, int listed, float scaling, float *scores,
+               float *out) {
+    constexpr int bytes = kind == kFloat32 ? 4 : 2;
+    const int text = end - first, count = text + listed, width = (count + kLanes - 1) / kLanes * kLanes;
+    const int vecs = size / kLanes;
+    constexpr int kMostVecs = 16;  // heads have at most 256 numbers
+    for (int e = 0; e < count; e++) {
+        const int64_t slot = e < text ? first + e : list[e - text];
+        const char *key = keys + slot * key_stride * bytes;
+        Vec k[kMostVecs];
+        for (int v = 0; v < vecs; v++) k[v] = load_as(kind, key + v * kLanes * bytes);
+        for (int h = 0; h < heads; h++) {
+            const float *query = queries + int64_t(h) * size;
+            Vec sum = load(query) * k[0];
+            for (int v = 1; v < vecs; v++) sum += load(query + v * kLanes) * k[v];
+            scores[int64_t(h) * width + e] = total(sum) * scaling;
+        }
+    }
+    for (int h = 0; h < heads; h++) {
+        float *row = scores + int64_t(h) * width;
+        for (int e = count; e < width; e++) row[e] = -INFINITY;
+        Vec most = all(-INFINITY);
+        for (int e = 0; e < width; e += kLanes) most = max(most, load(row + e));
+        const Vec top = all(largest(most));
+        Vec sums = {};
+        for (int e = 0; e < width; e += kLanes) {
+            const Vec weight = exponential(load(row + e) - top);
+            store(row + e, weight);
+            sums += weight;
+        }
+        const float factor = 1.0f / total(sums);
+        Vec mixed[kMostVecs] = {};
+        for (int e = 0; e < count; e++) {
+            const int64_t slot = e < text ? first + e : list[e - text];
+            const char *value = values + slot * value_stride * bytes;
+            for (int v = 0; v < vecs; v++) mixed[v] += load_as(kind, value + v * kLanes * bytes) * row[e];
+        }
+        for (int v = 0; v < vecs; v++) store(out + int64_t(h) * size + v * kLanes, mixed[v] * factor);
+    }
+}
+
+void attend(int kind, const float *queries, int heads, int size, const char *keys, const char *values,
+            int64_t key_stride, int64_t value_stride, int first, int end, const int32_t *list, int listed,
+            float scaling, float *scores, float *out) {
+    auto *of = kind == kFloat32 ? attend_to<kFloat32> : kind == kBFloat16 ? attend_to<kBFloat16> : attend_to<kFloat16>;
+    of(queries, heads, size, keys, values, key_stride, value_stride, first, end, list, listed, scaling, scores, out);
+}
+
+}  // namespace
+
+extern const Kernels KERNELS;
+const Kernels KERNELS = {KERNELS_NAME, input_bytes, prepare, block, norm, turn, gate, store_as, load_from, attend};
+
+}  // namespace draftheads

@@ -1,0 +1,60 @@
+// What a decoding step computes, for one instruction set. kernels.cpp is compiled once for each of them.
+//
+// Every sum is added in an order that depends on nothing but its own numbers: not on the other rows of a product, and
+// not on the slots in which keys and values lie. So the bits of a token are the same in a text and in any tree.
+#pragma once
+
+#include <cstdint>
+
+namespace draftheads {
+
+// How a weight is stored.
+enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kKinds = 4 };
+
+constexpr int kBlock = 32;    // outputs of a product that are computed together, and stored side by side
+constexpr int kMostRows = 12; // of a tile
+
+// A weight (out, in): blocks of kBlock outputs, in each of them the inputs in pairs (bf16), in fours (int8) or alone.
+struct Weight {
+    int kind;
+    int out, in;
+    const void *packed;
+    const float *scale;   // (out,) of int8
+    const int32_t *sums;  // (out,) of int8: the sum of each output's weights
+    const float *bias;    // (out,), or null
+};
+
+// Keys or values of one layer: (rows, groups, slots, head size).
+struct Entries {
+    char *data;
+    int64_t row, group, slot;  // strides in numbers
+};
+
+struct Kernels {
+    const char *name;
+    // Bytes of one row of inputs, as products with such weights read it.
+    int64_t (*input_bytes)(int kind, int in);
+    // A row of inputs (in,) as products read it.
+    void (*prepare)(int kind, const float *row, int in, void *prepared);
+    // `rows` prepared rows times one block of a weight: y (rows, kBlock), with the bias.
+    void (*block)(const Weight &weight, int number, const void *prepared, int rows, float *y);
+    // x / rms(x) * scale.
+    void (*norm)(const float *x, const float *scale, float epsilon, int size, float *out);
+    // Turns a head by its position: x * cos + (x rotated by a half) * sin.
+    void (*turn)(float *head, const float *cos, const float *sin, int size);
+    // act(gate) * up.
+    void (*gate)(int act, const float *gate, const float *up, int size, float *out);
+    // Stores numbers as fp32 (kFloat32), bf16 or fp16.
+    void (*store)(int kind, const float *x, int64_t size, void *out);
+    // Loads them.
+    void (*load)(int kind, const void *x, int64_t size, float *out);
+    // Attention of `heads` queries (heads, size) of one token over entries first, first + 1, ... end - 1 and those of
+    // the list: out (heads, size). `scores` has room for heads * rounded-up count numbers.
+    void (*attend)(int kind, const float *queries, int heads, int size, const char *keys, const char *values,
+                   int64_t key_stride, int64_t value_stride, int first, int end, const int32_t *list, int listed,
+                   float scaling, float *scores, float *out);
+};
+
+extern const Kernels kPortable, kAvx2, kAvx512, kAvx512Bf16;
+
+}  // namespace draftheads

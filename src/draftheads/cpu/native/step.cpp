@@ -1,0 +1,475 @@
+// One pass of a model's layers over the tokens of all rows, and products alone. The interface is plain C.
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace draftheads {
+namespace {
+
+inline void rest() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// A job is a sequence of parts, and a part a number of tasks. Free threads take the next task, and go on to the next part
+// when all tasks of one are done. So a thread that has no core, because of another program, delays nobody unless it has
+// a task. It may come late: the number of the job beside each count tells it that its job is over.
+struct alignas(64) Part {
+    std::atomic<uint64_t> next{0};  // the job's number and, below it, the next task
+    std::atomic<int32_t> done{0};
+};
+
+// What a job needs, as plain words: a late thread may read them while they change, and then sees that its job is over.
+struct Job {
+    void (*work)(const Job &, uint32_t number);
+    uint64_t words[40];
+};
+
+class Pool {
+  public:
+    static constexpr int kMostParts = 8192;
+
+    ~Pool() { resize(1); }
+
+    void resize(int threads) {
+        if (threads == size_) return;
+        stop_ = true;
+        wake();
+        for (auto &thread : threads_) thread.join();
+        threads_.clear();
+        stop_ = false;
+        size_ = threads;
+        const uint32_t now = number_.load();
+        for (int i = 1; i < threads; i++) threads_.emplace_back([this, now] { serve(now); });
+    }
+
+    int size() const { return size_; }
+
+    void run(const Job &job, int parts) {
+        const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
+        for (int i = 0; i < parts; i++) {
+            parts_[i].next.store(uint64_t(number) << 32, std::memory_order_relaxed);
+            parts_[i].done.store(0, std::memory_order_relaxed);
+        }
+        std::atomic_thread_fence(std::memory_order_release);  // who sees a word of this job sees that the last one is over
+        static_assert(sizeof(Job) % 8 == 0, "copied in words");
+        uint64_t words[sizeof(Job) / 8];
+        std::memcpy(words, &job, sizeof job);
+        for (size_t i = 0; i < sizeof(Job) / 8; i++) job_[i].store(words[i], std::memory_order_relaxed);
+        if (size_ > 1) wake();
+        else number_.store(number);
+        job.work(job, number);
+    }
+
+    // Takes part in the tasks 0 ... tasks-1 of a part. False if the job is over.
+    template <class Task>
+    bool share(int part, uint32_t number, int tasks, const Task &task) {
+        Part &p = parts_[part];
+        for (;;) {
+            uint64_t next = p.next.load(std::memory_order_acquire);
+            do {
+                if (uint32_t(next >> 32) != number) return false;
+                if (int32_t(uint32_t(next)) >= tasks) break;
+            } while (!p.next.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel));
+            const int taken = int32_t(uint32_t(next));
+            if (taken >= tasks) break;
+            task(taken);
+            p.done.fetch_add(1, std::memory_order_release);
+        }
+        for (int spins = 0; p.done.load(std::memory_order_acquire) < tasks; spins++) {
+            if (uint32_t(p.next.load(std::memory_order_relaxed) >> 32) != number) return false;
+            if (spins < kSpins) rest();
+            else std::this_thread::yield();  // another program has the core of a thread that has a task
+        }
+        return true;
+    }
+
+  private:
+    static constexpr int kSpins = 3000;  // some 50 microseconds
+
+    void wake() {
+        number_.fetch_add(1, std::memory_order_seq_cst);
+        if (sleeping_.load(std::memory_order_seq_cst)) {
+#if defined(__linux__)
+            syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number_), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#endif
+        }
+    }
+
+    void serve(uint32_t seen) {
+        for (;;) {
+            uint32_t number;
+            for (int spins = 0; (number = number_.load(std::memory_order_acquire)) == seen; spins++) {
+                if (spins < kSpins) {
+                    rest();
+                    continue;
+                }
+#if defined(__linux__)
+                sleeping_.fetch_add(1, std::memory_order_seq_cst);
+                syscall(SYS_futex, reinterpret_cast<uint32_t *>(&number_), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+                sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+#else
+                std::this_thread::yield();
+#endif
+            }
+            if (stop_) return;
+            uint64_t words[sizeof(Job) / 8];
+            for (size_t i = 0; i < sizeof(Job) / 8; i++) words[i] = job_[i].load(std::memory_order_relaxed);
+            std::atomic_thread_fence(std::memory_order_acquire);
+            seen = number;
+            if (number_.load(std::memory_order_relaxed) != number) continue;
+            Job job;
+            std::memcpy(&job, words, sizeof job);
+            job.work(job, number);
+        }
+    }
+
+    std::vector<std::thread> threads_;
+    std::vector<Part> parts_ = std::vector<Part>(kMostParts);
+    std::atomic<uint64_t> job_[sizeof(Job) / 8] = {};
+    std::atomic<uint32_t> number_{0};
+    std::atomic<int> sleeping_{0};
+    std::atomic<bool> stop_{false};
+    int size_ = 1;
+};
+
+Pool pool;
+std::mutex turns;  // one pass or product at a time
+const Kernels *kernels = &kPortable;
+
+bool supports(const Kernels *set) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (set == &kAvx2) return avx2;
+    if (set == &kAvx512) return avx512;
+    if (set == &kAvx512Bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+    return set == &kPortable;
+}
+
+const Kernels *const kSets[] = {
+#if defined(__x86_64__)
+    &kAvx512Bf16, &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+
+}  // namespace
+
+struct Layer {
+    Weight qkv, out, gate_up, down;
+    const float *norm, *middle_norm, *query_norm, *key_norm;  // the last two: or null
+    int32_t window;                                           // tokens that a token sees; 0: all
+};
+
+struct Model {
+    int32_t size, heads, groups, head_size, inner, layers, act, cache_kind;
+    float epsilon, head_epsilon, scaling;
+    const float *final_norm;
+    const Layer *of_layers;
+};
+
+// The tokens of a pass: those of a text are neighbours, and are written after it.
+struct Pass {
+    int32_t tokens, texts;
+    float *states;              // (tokens, size): the embeddings; afterwards after the last layer's norm
+    const float *cos, *sin;     // (tokens, head_size)
+    const int32_t *text;        // (tokens,) the row of the cache
+    const int32_t *first;       // (tokens,) the first token of the same text
+    const int32_t *lengths;     // (tokens,) how many tokens the text has before the pass
+    const int32_t *depths;      // (tokens,) levels below the first token
+    const uint64_t *ancestors;  // (tokens, words): bit m: sees token first + m; null: all of the text before it, and itself
+    int32_t words;
+    void *const *keys;  // for each layer (rows, groups, slots, head_size)
+    void *const *values;
+    int64_t row_stride, group_stride;  // in numbers; neighbouring slots are neighbours
+    int32_t kept;                      // layers whose inputs are kept
+    const int32_t *kept_layers;
+    float *kept_states;  // (kept, tokens, size)
+};
+
+namespace {
+
+// Memory of the passes, one after the other. It only grows, because a late thread may look at it.
+struct Buffers {
+    std::vector<char> inputs;  // (tokens,) prepared
+    std::vector<float> qkv, attended, inner;
+};
+
+// What a pass has, by value: a late thread reads nothing else before it has a task.
+struct Work {
+    Model model;
+    Pass pass;
+    char *inputs;
+    float *qkv, *attended, *inner;
+};
+static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
+
+// y = prepared rows times the weight: `done(first output, outputs, rows (tokens, kBlock))` takes each block.
+template <class OfWeight, class Done>
+bool multiply(int part, uint32_t number, int out, const OfWeight &weight, const char *inputs, int tokens, const Done &done) {
+    const int blocks = (out + kBlock - 1) / kBlock, chunk = std::max(1, std::min(16, blocks / (8 * pool.size())));
+    return pool.share(part, number, (blocks + chunk - 1) / chunk, [&](int task) {
+        static thread_local std::vector<float> y;
+        y.resize(int64_t(tokens) * kBlock);
+        for (int block = task * chunk; block < std::min(blocks, (task + 1) * chunk); block++) {
+            kernels->block(weight(), block, inputs, tokens, y.data());
+            done(block * kBlock, std::min(kBlock, out - block * kBlock), y.data());
+        }
+    });
+}
+
+void attend(const Work &work, const Layer &layer, int index, int token, int group) {
+    const Model &m = work.model;
+    const Pass &p = work.pass;
+    const int per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head_size;
+    const int length = p.lengths[token], first = p.first[token], node = token - first;
+    static thread_local std::vector<int32_t> list;
+    static thread_local std::vector<float> scores;
+    list.clear();
+    const int position = length + p.depths[token];
+    const int from = layer.window ? std::max(0, position - layer.window + 1) : 0;
+    int end = length;
+    if (!p.ancestors) {
+        end = length + node + 1;
+    } else {
+        const uint64_t *bits = p.ancestors + int64_t(token) * p.words;
+        for (int other = 0; other <= node; other++)
+            if ((bits[other / 64] >> (other % 64) & 1) && length + p.depths[first + other] >= from)
+                list.push_back(length + other);
+    }
+    const int start = std::min(from, end);
+    const int64_t count = end - start + int64_t(list.size());
+    scores.resize((count + 15) / 16 * 16 * per_group);
+    const int64_t bytes = m.cache_kind == kFloat32 ? 4 : 2;
+    const int64_t at = (p.text[token] * p.row_stride + group * p.group_stride) * bytes;
+    const float *queries = work.qkv + int64_t(token) * width + int64_t(group) * per_group * m.head_size;
+    float *out = work.attended + (int64_t(token) * m.heads + int64_t(group) * per_group) * m.head_size;
+    kernels->attend(m.cache_kind, queries, per_group, m.head_size, static_cast<const char *>(p.keys[index]) + at,
+                    static_cast<const char *>(p.values[index]) + at, m.head_size, m.head_size, start, end, list.data(),
+                    int(list.size()), m.scaling, scores.data(), out);
+}
+
+// Queries and keys turn by their position; keys and values go to their slots.
+void turn_and_store(const Work &work, const Layer &layer, int index, int token) {
+    const Model &m = work.model;
+    const Pass &p = work.pass;
+    const int size = m.head_size, turned = m.heads + m.groups;
+    float *heads = work.qkv + int64_t(token) * (turned + m.groups) * size;
+    for (int head = 0; head < turned; head++) {
+        float *of = heads + int64_t(head) * size;
+        const float *scale = head < m.heads ? layer.query_norm : layer.key_norm;
+        if (scale) kernels->norm(of, scale, m.head_epsilon, size, of);
+        kernels->turn(of, p.cos + int64_t(token) * size, p.sin + int64_t(token) * size, size);
+    }
+    const int64_t bytes = m.cache_kind == kFloat32 ? 4 : 2, slot = p.lengths[token] + token - p.first[token];
+    for (int group = 0; group < m.groups; group++) {
+        const int64_t at = (p.text[token] * p.row_stride + group * p.group_stride + slot * size) * bytes;
+        const float *key = heads + int64_t(m.heads + group) * size;
+        kernels->store(m.cache_kind, key, size, static_cast<char *>(p.keys[index]) + at);
+        kernels->store(m.cache_kind, key + int64_t(m.groups) * size, size, static_cast<char *>(p.values[index]) + at);
+    }
+}
+
+constexpr int kPartsOfLayer = 10;
+
+void pass_of(const Job &job, uint32_t number) {
+    Work work;
+    std::memcpy(&work, job.words, sizeof work);
+    const Model &m = work.model;
+    const Pass &p = work.pass;
+    const int tokens = p.tokens, size = m.size, head_size = m.head_size;
+    const int width = (m.heads + 2 * m.groups) * head_size, joined = m.heads * head_size;
+    int part = 0;
+    auto each = [&](auto task) { return pool.share(part++, number, tokens, task); };
+    auto prepare = [&](const Weight &weight, const float *row, int token) {
+        const int64_t stride = kernels->input_bytes(weight.kind, weight.in);
+        kernels->prepare(weight.kind, row, weight.in, work.inputs + token * stride);
+    };
+    auto prepare_normed = [&](const Weight &weight, const float *scale, int token) {
+        static thread_local std::vector<float> normed;
+        normed.resize(size);
+        kernels->norm(p.states + int64_t(token) * size, scale, m.epsilon, size, normed.data());
+        prepare(weight, normed.data(), token);
+    };
+    auto add = [&](int first, int outputs, const float *y) {
+        for (int t = 0; t < tokens; t++) {
+            float *row = p.states + int64_t(t) * size + first;
+            for (int o = 0; o < outputs; o++) row[o] += y[t * kBlock + o];
+        }
+    };
+    for (int index = 0; index < m.layers; index++) {
+        auto layer = [&]() -> const Layer & { return m.of_layers[index]; };
+        const bool goes_on =
+            each([&](int token) {
+                for (int i = 0; i < p.kept; i++)
+                    if (p.kept_layers[i] == index)
+                        std::memcpy(p.kept_states + (int64_t(i) * tokens + token) * size,
+                                    p.states + int64_t(token) * size, 4 * size);
+                prepare_normed(layer().qkv, layer().norm, token);
+            }) &&
+            multiply(part++, number, width, [&]() -> const Weight & { return layer().qkv; }, work.inputs, tokens,
+                     [&](int first, int outputs, const float *y) {
+                         for (int t = 0; t < tokens; t++)
+                             std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
+                     }) &&
+            each([&](int token) { turn_and_store(work, layer(), index, token); }) &&
+            pool.share(part++, number, tokens * m.groups,
+                       [&](int task) { attend(work, layer(), index, task / m.groups, task % m.groups); }) &&
+            each([&](int token) { prepare(layer().out, work.attended + int64_t(token) * joined, token); }) &&
+            multiply(part++, number, size, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add) &&
+            each([&](int token) { prepare_normed(layer().gate_up, layer().middle_norm, token); }) &&
+            // half of each block are gates, and the other half what they let through
+            multiply(part++, number, 2 * m.inner, [&]() -> const Weight & { return layer().gate_up; }, work.inputs, tokens,
+                     [&](int first, int, const float *y) {
+                         const int half = kBlock / 2, from = first / 2, count = std::min(half, m.inner - from);
+                         for (int t = 0; t < tokens; t++)
+                             kernels->gate(m.act, y + t * kBlock, y + t * kBlock + half, count,
+                                           work.inner + int64_t(t) * m.inner + from);
+                     }) &&
+            each([&](int token) { prepare(layer().down, work.inner + int64_t(token) * m.inner, token); }) &&
+            multiply(part++, number, size, [&]() -> const Weight & { return layer().down; }, work.inputs, tokens, add);
+        if (!goes_on) return;
+    }
+    each([&](int token) {
+        float *row = p.states + int64_t(token) * size;
+        kernels->norm(row, m.final_norm, m.epsilon, size, row);
+    });
+}
+
+struct Alone {
+    Weight weight;
+    const void *x;
+    void *y;
+    char *inputs;
+    int32_t x_kind, rows;
+};
+static_assert(sizeof(Alone) <= sizeof(Job::words), "a job holds it");
+
+void product_of(const Job &job, uint32_t number) {
+    Alone a;
+    std::memcpy(&a, job.words, sizeof a);
+    const Weight &w = a.weight;
+    const int bytes = a.x_kind == kFloat32 ? 4 : 2;
+    const int64_t stride = kernels->input_bytes(w.kind, w.in);
+    pool.share(0, number, a.rows, [&](int r) {
+        static thread_local std::vector<float> row;
+        row.resize(w.in);
+        kernels->load(a.x_kind, static_cast<const char *>(a.x) + int64_t(r) * w.in * bytes, w.in, row.data());
+        kernels->prepare(w.kind, row.data(), w.in, a.inputs + r * stride);
+    }) && multiply(1, number, w.out, [&]() -> const Weight & { return w; }, a.inputs, a.rows,
+                   [&](int first, int outputs, const float *y) {
+                       for (int r = 0; r < a.rows; r++)
+                           kernels->store(a.x_kind, y + r * kBlock, outputs,
+                                          static_cast<char *>(a.y) + (int64_t(r) * w.out + first) * bytes);
+                   });
+}
+
+template <class T>
+Job job_of(void (*work)(const Job &, uint32_t), const T &what) {
+    Job job = {};
+    job.work = work;
+    std::memcpy(job.words, &what, sizeof what);
+    return job;
+}
+
+Buffers buffers;
+
+template <class T>
+T *room(std::vector<T> &buffer, int64_t size) {
+    if (int64_t(buffer.size()) < size) buffer.resize(size);
+    return buffer.data();
+}
+
+}  // namespace
+}  // namespace draftheads
+
+using namespace draftheads;
+
+extern "C" {
+
+// The name of the fastest set of kernels that this machine supports; or makes the named one the set in use.
+const char *draftheads_kernels(const char *wanted) {
+    std::lock_guard<std::mutex> lock(turns);
+    for (const Kernels *set : kSets) {
+        if (!supports(set) || (wanted && std::strcmp(wanted, set->name))) continue;
+        kernels = set;
+        return set->name;
+    }
+    return nullptr;
+}
+
+void draftheads_threads(int threads) {
+    std::lock_guard<std::mutex> lock(turns);
+    pool.resize(std::max(1, threads));
+}
+
+// Where the numbers of a weight (out, in) lie when packed: their number, with padding.
+int64_t draftheads_packed_size(int kind, int out, int in) {
+    (void)kind;
+    const int64_t blocks = (int64_t(out) + kBlock - 1) / kBlock, inputs = kind == kBFloat16 ? (in + 1) / 2 * 2 : in;
+    return blocks * kBlock * inputs;
+}
+
+// Packs a weight (out, in) of 16 or 32 bits. `interleaved`: of two weights below each other, halves of blocks in turn.
+void draftheads_pack(int kind, const void *weight, int out, int in, int interleaved, void *packed) {
+    const int pair = kind == kBFloat16 ? 2 : 1, bytes = kind == kFloat32 ? 4 : 2;
+    const int blocks = (out + kBlock - 1) / kBlock;
+    auto *from = static_cast<const char *>(weight);
+    auto *to = static_cast<char *>(packed);
+    for (int b = 0; b < blocks; b++)
+        for (int k = 0; k < in; k += pair)
+            for (int o = 0; o < kBlock; o++)
+                for (int j = 0; j < pair; j++, to += bytes) {
+                    int row = b * kBlock + o, limit = out;
+                    if (interleaved) {
+                        row = b * (kBlock / 2) + o % (kBlock / 2);
+                        limit = out / 2;
+                    }
+                    const bool is_there = row < limit && k + j < in;
+                    if (interleaved && o >= kBlock / 2) row += out / 2;
+                    if (is_there) std::memcpy(to, from + (int64_t(row) * in + k + j) * bytes, bytes);
+                    else std::memset(to, 0, bytes);
+                }
+}
+
+void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int rows, void *y) {
+    std::lock_guard<std::mutex> lock(turns);
+    char *inputs = room(buffers.inputs, kernels->input_bytes(weight->kind, weight->in) * rows);
+    pool.run(job_of(product_of, Alone{*weight, x, y, inputs, x_kind, rows}), 2);
+}
+
+void draftheads_pass(const Model *model, const Pass *pass) {
+    std::lock_guard<std::mutex> lock(turns);
+    const Model &m = *model;
+    const int64_t tokens = pass->tokens, joined = int64_t(m.heads) * m.head_size;
+    int64_t widest = 0;
+    for (const Weight *w : {&m.of_layers->qkv, &m.of_layers->out, &m.of_layers->down})
+        widest = std::max(widest, kernels->input_bytes(w->kind, w->in));
+    const Work work{m, *pass, room(buffers.inputs, widest * tokens),
+                    room(buffers.qkv, tokens * (m.heads + 2 * m.groups) * m.head_size),
+                    room(buffers.attended, tokens * joined), room(buffers.inner, tokens * m.inner)};
+    pool.run(job_of(pass_of, work), kPartsOfLayer * m.layers + 1);
+}
+
+}
