@@ -146,12 +146,20 @@ inline Vec exponential(Vec x) {
 
 // --- products ---
 
-int64_t input_bytes(int kind, int in) {
+// Inputs in bf16 are multiplied as they are where there are instructions for it, and are widened elsewhere.
+inline bool reads_bf16(const Weight &weight) {
 #if defined(__AVX512BF16__)
-    if (kind == kBFloat16) return 2 * int64_t(in);
+    return weight.kind == kBFloat16 && weight.inputs == kBFloat16;
+#else
+    (void)weight;
+    return false;
 #endif
-    if (kind == kInt8) return 4 + 4 + (int64_t(in) + 3) / 4 * 4;
-    return 4 * int64_t(in);
+}
+
+int64_t input_bytes(const Weight &weight) {
+    const int64_t in = weight.in;
+    if (weight.kind == kInt8) return 8 + (in + 3) / 4 * 4;
+    return reads_bf16(weight) ? 2 * ((in + 1) / 2 * 2) : 4 * ((in + 1) / 2 * 2);
 }
 
 void store_as(int kind, const float *x, int64_t size, void *out) {
@@ -203,8 +211,9 @@ void load_from(int kind, const void *x, int64_t size, float *out) {
 }
 
 // int8: the scale, and then numbers from 1 to 127 whose middle is 64.
-void prepare(int kind, const float *row, int in, void *prepared) {
-    if (kind == kInt8) {
+void prepare(const Weight &weight, const float *row, void *prepared) {
+    const int in = weight.in;
+    if (weight.kind == kInt8) {
         float most = 1e-12f;
         for (int i = 0; i < in; i++) most = std::fabs(row[i]) > most ? std::fabs(row[i]) : most;
         const float factor = 63.0f / most, scale = most / 63.0f;
@@ -214,19 +223,31 @@ void prepare(int kind, const float *row, int in, void *prepared) {
         for (int i = in; i % 4; i++) numbers[i] = 64;
         return;
     }
-#if defined(__AVX512BF16__)
-    if (kind == kBFloat16) return store_as(kBFloat16, row, in, prepared);
-#endif
-    std::memcpy(prepared, row, 4 * int64_t(in));
+    if (reads_bf16(weight)) {
+        auto *numbers = static_cast<uint16_t *>(prepared);
+        store_as(kBFloat16, row, in, numbers);
+        if (in % 2) numbers[in] = 0;
+        return;
+    }
+    auto *numbers = static_cast<float *>(prepared);
+    std::memcpy(numbers, row, 4 * int64_t(in));
+    if (weight.inputs == kBFloat16)
+        for (int i = 0; i < in; i++) {
+            const uint32_t bits = uint32_t(to_bf16(numbers[i])) << 16;
+            std::memcpy(numbers + i, &bits, 4);
+        }
+    if (in % 2) numbers[in] = 0.0f;
 }
+
+constexpr int kPairs = kKinds;  // bf16 weights with bf16 inputs, two products in an instruction
 
 template <int kind, int rows, int vecs>
 inline void tile(const char *weight, const char *const *x, int in, float *y) {
     Vec sums[rows][vecs] = {};
-    if constexpr (kind == kBFloat16) {
-        for (int pair = 0; pair < in / 2; pair++, weight += 4 * kBlock) {
-            for (int v = 0; v < vecs; v++) __builtin_prefetch(weight + kAhead + 64 * v);
 #if defined(__AVX512BF16__)
+    if constexpr (kind == kPairs) {
+        for (int pair = 0; pair < (in + 1) / 2; pair++, weight += 4 * kBlock) {
+            for (int v = 0; v < vecs; v++) __builtin_prefetch(weight + kAhead + 64 * v);
             __m512bh w[vecs];
             for (int v = 0; v < vecs; v++) std::memcpy(&w[v], weight + 64 * v, 64);
             for (int r = 0; r < rows; r++) {
@@ -239,7 +260,12 @@ inline void tile(const char *weight, const char *const *x, int in, float *y) {
                     sums[r][v] = (Vec)(sum);
                 }
             }
-#else
+        }
+    } else
+#endif
+    if constexpr (kind == kBFloat16) {
+        for (int pair = 0; pair < (in + 1) / 2; pair++, weight += 4 * kBlock) {
+            for (int v = 0; v < vecs; v++) __builtin_prefetch(weight + kAhead + 64 * v);
             Vec low[vecs], high[vecs];
             for (int v = 0; v < vecs; v++) {
                 UIntVec both;
@@ -254,7 +280,6 @@ inline void tile(const char *weight, const char *const *x, int in, float *y) {
                 for (int v = 0; v < vecs; v++) sums[r][v] += low[v] * two[0];
                 for (int v = 0; v < vecs; v++) sums[r][v] += high[v] * two[1];
             }
-#endif
         }
     } else {
         constexpr int bytes = kind == kFloat32 ? 4 : 2;
@@ -275,7 +300,7 @@ inline void tile(const char *weight, const char *const *x, int in, float *y) {
 
 template <int kind, int rows>
 void tiles(const char *weight, const char *const *x, int in, float *y) {
-    constexpr int bytes = kind == kFloat32 ? 4 : kind == kBFloat16 ? 4 : 2;  // of a lane: a number, or a bf16 pair
+    constexpr int bytes = kind == kFloat16 ? 2 : 4;  // of a lane: a number, or a bf16 pair
     for (int v = 0; v < kBlock / kLanes; v += kTileVecs)
         tile<kind, rows, kTileVecs>(weight + bytes * kLanes * v, x, in, y + v * kLanes);
 }
@@ -295,10 +320,10 @@ template <int kind> using Sizes = Table<kind, 1, 2>;
 #endif
 
 void block(const Weight &weight, int number, const void *prepared, int rows, float *y) {
-    const int kind = weight.kind, in = weight.in;
-    const int64_t size = int64_t(in) * kBlock * (kind == kFloat32 ? 4 : 2);
-    const char *packed = static_cast<const char *>(weight.packed) + number * size;
-    const int64_t stride = input_bytes(kind, in);
+    const int in = weight.in, padded = weight.kind == kBFloat16 ? (in + 1) / 2 * 2 : in;
+    const char *packed = static_cast<const char *>(weight.packed) +
+                         int64_t(number) * padded * kBlock * (weight.kind == kFloat32 ? 4 : 2);
+    const int64_t stride = input_bytes(weight);
     const char *x = static_cast<const char *>(prepared);
     const int pieces = (rows + kTileRows - 1) / kTileRows;
     for (int piece = 0, first = 0; piece < pieces; piece++) {
@@ -306,15 +331,14 @@ void block(const Weight &weight, int number, const void *prepared, int rows, flo
         const char *of[kTileRows];
         for (int r = 0; r < count; r++) of[r] = x + (first + r) * stride;
         float *out = y + first * kBlock;
-        if (kind == kFloat32) Sizes<kFloat32>::of[count](packed, of, in, out);
-        else if (kind == kBFloat16) Sizes<kBFloat16>::of[count](packed, of, in, out);
+        if (weight.kind == kFloat32) Sizes<kFloat32>::of[count](packed, of, in, out);
+#if defined(__AVX512BF16__)
+        else if (reads_bf16(weight)) Sizes<kPairs>::of[count](packed, of, in, out);
+#endif
+        else if (weight.kind == kBFloat16) Sizes<kBFloat16>::of[count](packed, of, in, out);
         else Sizes<kFloat16>::of[count](packed, of, in, out);
         first = end;
     }
-    if (!weight.bias) return;
-    const int from = number * kBlock, outputs = weight.out - from < kBlock ? weight.out - from : kBlock;
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) y[r * kBlock + o] += weight.bias[from + o];
 }
 
 // --- the rest of a layer ---

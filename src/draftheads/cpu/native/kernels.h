@@ -16,13 +16,17 @@ constexpr int kMostRows = 12; // of a tile
 
 // A weight (out, in): blocks of kBlock outputs, in each of them the inputs in pairs (bf16), in fours (int8) or alone.
 struct Weight {
-    int kind;
-    int out, in;
+    int32_t kind;
+    int32_t inputs;       // the kind of the rows that it multiplies: fp32, or bf16 to which they are rounded
+    int32_t out, in;
+    int32_t halves;       // whether it is two weights below each other: half of each block is of the first one
     const void *packed;
     const float *scale;   // (out,) of int8
     const int32_t *sums;  // (out,) of int8: the sum of each output's weights
     const float *bias;    // (out,), or null
 };
+
+inline int blocks_of(int out, int halves) { return halves ? (out / 2 + kBlock / 2 - 1) / (kBlock / 2) : (out + kBlock - 1) / kBlock; }
 
 // Keys or values of one layer: (rows, groups, slots, head size).
 struct Entries {
@@ -32,11 +36,11 @@ struct Entries {
 
 struct Kernels {
     const char *name;
-    // Bytes of one row of inputs, as products with such weights read it.
-    int64_t (*input_bytes)(int kind, int in);
+    // Bytes of one row of inputs, as products with such a weight read it.
+    int64_t (*input_bytes)(const Weight &weight);
     // A row of inputs (in,) as products read it.
-    void (*prepare)(int kind, const float *row, int in, void *prepared);
-    // `rows` prepared rows times one block of a weight: y (rows, kBlock), with the bias.
+    void (*prepare)(const Weight &weight, const float *row, void *prepared);
+    // `rows` prepared rows times one block of a weight: y (rows, kBlock), without the bias.
     void (*block)(const Weight &weight, int number, const void *prepared, int rows, float *y);
     // x / rms(x) * scale.
     void (*norm)(const float *x, const float *scale, float epsilon, int size, float *out);

@@ -225,16 +225,27 @@ struct Work {
 };
 static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
 
-// y = prepared rows times the weight: `done(first output, outputs, rows (tokens, kBlock))` takes each block.
+// y = prepared rows times the weight, plus its bias: `done(first output, outputs, y (tokens, kBlock))` takes each block.
+// Of a weight of two halves, the outputs of the second one follow in the second half of the block.
 template <class OfWeight, class Done>
-bool multiply(int part, uint32_t number, int out, const OfWeight &weight, const char *inputs, int tokens, const Done &done) {
-    const int blocks = (out + kBlock - 1) / kBlock, chunk = std::max(1, std::min(16, blocks / (8 * pool.size())));
+bool multiply(int part, uint32_t number, int out, int halves, const OfWeight &of, const char *inputs, int tokens,
+              const Done &done) {
+    const int blocks = blocks_of(out, halves), chunk = std::max(1, std::min(16, blocks / (8 * pool.size())));
     return pool.share(part, number, (blocks + chunk - 1) / chunk, [&](int task) {
         static thread_local std::vector<float> y;
         y.resize(int64_t(tokens) * kBlock);
+        const Weight &weight = of();
+        const int width = halves ? kBlock / 2 : kBlock, whole = halves ? out / 2 : out;
         for (int block = task * chunk; block < std::min(blocks, (task + 1) * chunk); block++) {
-            kernels->block(weight(), block, inputs, tokens, y.data());
-            done(block * kBlock, std::min(kBlock, out - block * kBlock), y.data());
+            kernels->block(weight, block, inputs, tokens, y.data());
+            const int first = block * width, outputs = std::min(width, whole - first);
+            if (weight.bias)
+                for (int t = 0; t < tokens; t++)
+                    for (int o = 0; o < outputs; o++) {
+                        y[t * kBlock + o] += weight.bias[first + o];
+                        if (halves) y[t * kBlock + width + o] += weight.bias[whole + first + o];
+                    }
+            done(first, outputs, y.data());
         }
     });
 }
@@ -303,8 +314,7 @@ void pass_of(const Job &job, uint32_t number) {
     int part = 0;
     auto each = [&](auto task) { return pool.share(part++, number, tokens, task); };
     auto prepare = [&](const Weight &weight, const float *row, int token) {
-        const int64_t stride = kernels->input_bytes(weight.kind, weight.in);
-        kernels->prepare(weight.kind, row, weight.in, work.inputs + token * stride);
+        kernels->prepare(weight, row, work.inputs + token * kernels->input_bytes(weight));
     };
     auto prepare_normed = [&](const Weight &weight, const float *scale, int token) {
         static thread_local std::vector<float> normed;
@@ -328,7 +338,7 @@ void pass_of(const Job &job, uint32_t number) {
                                     p.states + int64_t(token) * size, 4 * size);
                 prepare_normed(layer().qkv, layer().norm, token);
             }) &&
-            multiply(part++, number, width, [&]() -> const Weight & { return layer().qkv; }, work.inputs, tokens,
+            multiply(part++, number, width, 0, [&]() -> const Weight & { return layer().qkv; }, work.inputs, tokens,
                      [&](int first, int outputs, const float *y) {
                          for (int t = 0; t < tokens; t++)
                              std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
@@ -337,18 +347,17 @@ void pass_of(const Job &job, uint32_t number) {
             pool.share(part++, number, tokens * m.groups,
                        [&](int task) { attend(work, layer(), index, task / m.groups, task % m.groups); }) &&
             each([&](int token) { prepare(layer().out, work.attended + int64_t(token) * joined, token); }) &&
-            multiply(part++, number, size, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add) &&
+            multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add) &&
             each([&](int token) { prepare_normed(layer().gate_up, layer().middle_norm, token); }) &&
             // half of each block are gates, and the other half what they let through
-            multiply(part++, number, 2 * m.inner, [&]() -> const Weight & { return layer().gate_up; }, work.inputs, tokens,
-                     [&](int first, int, const float *y) {
-                         const int half = kBlock / 2, from = first / 2, count = std::min(half, m.inner - from);
+            multiply(part++, number, 2 * m.inner, 1, [&]() -> const Weight & { return layer().gate_up; }, work.inputs, tokens,
+                     [&](int first, int outputs, const float *y) {
                          for (int t = 0; t < tokens; t++)
-                             kernels->gate(m.act, y + t * kBlock, y + t * kBlock + half, count,
-                                           work.inner + int64_t(t) * m.inner + from);
+                             kernels->gate(m.act, y + t * kBlock, y + t * kBlock + kBlock / 2, outputs,
+                                           work.inner + int64_t(t) * m.inner + first);
                      }) &&
             each([&](int token) { prepare(layer().down, work.inner + int64_t(token) * m.inner, token); }) &&
-            multiply(part++, number, size, [&]() -> const Weight & { return layer().down; }, work.inputs, tokens, add);
+            multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().down; }, work.inputs, tokens, add);
         if (!goes_on) return;
     }
     each([&](int token) {
@@ -371,17 +380,22 @@ void product_of(const Job &job, uint32_t number) {
     std::memcpy(&a, job.words, sizeof a);
     const Weight &w = a.weight;
     const int bytes = a.x_kind == kFloat32 ? 4 : 2;
-    const int64_t stride = kernels->input_bytes(w.kind, w.in);
+    const int64_t stride = kernels->input_bytes(w);
     pool.share(0, number, a.rows, [&](int r) {
         static thread_local std::vector<float> row;
         row.resize(w.in);
         kernels->load(a.x_kind, static_cast<const char *>(a.x) + int64_t(r) * w.in * bytes, w.in, row.data());
-        kernels->prepare(w.kind, row.data(), w.in, a.inputs + r * stride);
-    }) && multiply(1, number, w.out, [&]() -> const Weight & { return w; }, a.inputs, a.rows,
+        kernels->prepare(w, row.data(), a.inputs + r * stride);
+    }) && multiply(1, number, w.out, w.halves, [&]() -> const Weight & { return w; }, a.inputs, a.rows,
                    [&](int first, int outputs, const float *y) {
-                       for (int r = 0; r < a.rows; r++)
-                           kernels->store(a.x_kind, y + r * kBlock, outputs,
-                                          static_cast<char *>(a.y) + (int64_t(r) * w.out + first) * bytes);
+                       auto store = [&](int r, const float *from, int at) {
+                           kernels->store(a.x_kind, from, outputs,
+                                          static_cast<char *>(a.y) + (int64_t(r) * w.out + at) * bytes);
+                       };
+                       for (int r = 0; r < a.rows; r++) {
+                           store(r, y + r * kBlock, first);
+                           if (w.halves) store(r, y + r * kBlock + kBlock / 2, w.out / 2 + first);
+                       }
                    });
 }
 
@@ -424,38 +438,33 @@ void draftheads_threads(int threads) {
     pool.resize(std::max(1, threads));
 }
 
-// Where the numbers of a weight (out, in) lie when packed: their number, with padding.
-int64_t draftheads_packed_size(int kind, int out, int in) {
-    (void)kind;
-    const int64_t blocks = (int64_t(out) + kBlock - 1) / kBlock, inputs = kind == kBFloat16 ? (in + 1) / 2 * 2 : in;
-    return blocks * kBlock * inputs;
+// How many numbers a packed weight (out, in) has, with padding.
+int64_t draftheads_packed_size(int kind, int out, int in, int halves) {
+    return int64_t(blocks_of(out, halves)) * kBlock * (kind == kBFloat16 ? (in + 1) / 2 * 2 : in);
 }
 
-// Packs a weight (out, in) of 16 or 32 bits. `interleaved`: of two weights below each other, halves of blocks in turn.
-void draftheads_pack(int kind, const void *weight, int out, int in, int interleaved, void *packed) {
+// Packs a weight (out, in) of 16 or 32 bits, or unpacks it.
+void draftheads_pack(int kind, void *weight, int out, int in, int halves, void *packed, int back) {
     const int pair = kind == kBFloat16 ? 2 : 1, bytes = kind == kFloat32 ? 4 : 2;
-    const int blocks = (out + kBlock - 1) / kBlock;
-    auto *from = static_cast<const char *>(weight);
+    const int width = halves ? kBlock / 2 : kBlock, whole = halves ? out / 2 : out;
+    auto *from = static_cast<char *>(weight);
     auto *to = static_cast<char *>(packed);
-    for (int b = 0; b < blocks; b++)
+    for (int block = 0; block < blocks_of(out, halves); block++)
         for (int k = 0; k < in; k += pair)
             for (int o = 0; o < kBlock; o++)
                 for (int j = 0; j < pair; j++, to += bytes) {
-                    int row = b * kBlock + o, limit = out;
-                    if (interleaved) {
-                        row = b * (kBlock / 2) + o % (kBlock / 2);
-                        limit = out / 2;
-                    }
-                    const bool is_there = row < limit && k + j < in;
-                    if (interleaved && o >= kBlock / 2) row += out / 2;
-                    if (is_there) std::memcpy(to, from + (int64_t(row) * in + k + j) * bytes, bytes);
-                    else std::memset(to, 0, bytes);
+                    const int row = block * width + o % width;
+                    char *at = from + (int64_t(row + (o < width ? 0 : whole)) * in + k + j) * bytes;
+                    const bool is_there = row < whole && k + j < in;
+                    if (back && is_there) std::memcpy(at, to, bytes);
+                    else if (!back && is_there) std::memcpy(to, at, bytes);
+                    else if (!back) std::memset(to, 0, bytes);
                 }
 }
 
 void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int rows, void *y) {
     std::lock_guard<std::mutex> lock(turns);
-    char *inputs = room(buffers.inputs, kernels->input_bytes(weight->kind, weight->in) * rows);
+    char *inputs = room(buffers.inputs, kernels->input_bytes(*weight) * rows);
     pool.run(job_of(product_of, Alone{*weight, x, y, inputs, x_kind, rows}), 2);
 }
 
@@ -465,7 +474,7 @@ void draftheads_pass(const Model *model, const Pass *pass) {
     const int64_t tokens = pass->tokens, joined = int64_t(m.heads) * m.head_size;
     int64_t widest = 0;
     for (const Weight *w : {&m.of_layers->qkv, &m.of_layers->out, &m.of_layers->down})
-        widest = std::max(widest, kernels->input_bytes(w->kind, w->in));
+        widest = std::max(widest, kernels->input_bytes(*w));
     const Work work{m, *pass, room(buffers.inputs, widest * tokens),
                     room(buffers.qkv, tokens * (m.heads + 2 * m.groups) * m.head_size),
                     room(buffers.attended, tokens * joined), room(buffers.inner, tokens * m.inner)};
