@@ -50,6 +50,7 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         size = len(weight)
+        self.epsilon, self.scale = epsilon, weight.detach().float()
         # √D · w and √(D · ε), as rms(x) is |x| / √D. A tuple, because attributes of a module are slow to look up
         self.given = size**0.5 * weight.detach().float(), torch.tensor((size * epsilon) ** 0.5)
 
@@ -82,6 +83,7 @@ class FusedMlp(nn.Module):
         self.size = original.gate_proj.out_features
         self.act_fn = original.act_fn
         self.gate_up_proj = stacked([original.gate_proj, original.up_proj])
+        self.gate_up_proj.halves = True
         self.down_proj = stacked([original.down_proj])
         self.fused_parts = {"gate_up_proj": {"gate_proj": self.size, "up_proj": self.size}}  # their outputs
         act = F.silu if type(original.act_fn).__name__ in _SILU else original.act_fn

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftheads.cpu.native_library import KINDS, Weight, library
+
 # Any, because operators in PyTorch's namespaces have no Python signature
 _MKL: Any = torch.ops.mkl
 _ONEDNN: Any = torch.ops.mkldnn
@@ -214,7 +216,71 @@ class Int8(Product):
         return out[:-1].mul_(largest).to(self.dtype)
 
 
-PRODUCTS: tuple[type[Product], ...] = (Plain, MklPacked, OneDnnPacked, HalfWeights)  # all exact
+class Native(Product):
+    """The native library's, with exact weights: fp32 numbers that are exact in 16 bits are stored in 16.
+
+    Every output is summed in the same order, whatever the other rows. In bf16 rows are rounded to bf16, as everywhere.
+
+    Args:
+        weight: (out, in).
+        bias: (out,), or None.
+        halves: whether the weight is two below each other whose outputs belong together, as gate and up do.
+    """
+
+    name = "native"
+    exact_rows = 1
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, halves: bool = False) -> None:
+        super().__init__(weight, bias)
+        held = _in_16_bits(weight) if weight.dtype == torch.float32 else weight
+        held = held.contiguous()
+        kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features, int(halves))
+        self._native = library()
+        self._packed = torch.empty(self._native.draftheads_packed_size(kind, *sizes), dtype=held.dtype)
+        self._native.draftheads_pack(kind, held.data_ptr(), *sizes, self._packed.data_ptr(), 0)
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.rows_kind = KINDS[self.dtype]
+        inputs = KINDS[torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32]
+        pointer = None if self._bias is None else self._bias.data_ptr()
+        self.given = Weight(kind, inputs, *sizes, self._packed.data_ptr(), None, None, pointer)
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Supports fp32, bf16 and fp16 on a CPU for which the library was built."""
+        return weight.device.type == "cpu" and weight.dtype in KINDS and library() is not None
+
+    @property
+    def halves(self) -> bool:
+        """Whether the weight is two below each other."""
+        return bool(self.given.halves)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in)."""
+        given, held = self.given, torch.empty(self.out_features, self.in_features, dtype=self._packed.dtype)
+        self._native.draftheads_pack(
+            given.kind, held.data_ptr(), given.out, given.in_, given.halves, self._packed.data_ptr(), 1
+        )
+        return held.to(self.dtype)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out), with the bias."""
+        rows = rows.contiguous()
+        out = rows.new_empty(len(rows), self.out_features)
+        self._native.draftheads_threads(torch.get_num_threads())
+        self._native.draftheads_multiply(self.given, rows.data_ptr(), self.rows_kind, len(rows), out.data_ptr())
+        return out
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out)."""
+        return self.multiply(rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Native":
+        """The same one: nothing in it changes."""
+        return self
+
+
+PRODUCTS: tuple[type[Product], ...] = (Plain, MklPacked, OneDnnPacked, HalfWeights, Native)  # all exact
 QUANTISED: tuple[type[Product], ...] = (Int8,)
 
 
@@ -226,6 +292,7 @@ class PackedLinear(nn.Module):
         self.product = product
         self.multiple = 1  # rows are padded to a multiple of this
         self.inputs: Tensor | None = None  # (in,) largest magnitudes of typical inputs, used to prepare int8
+        self.halves = False  # whether it is two layers below each other whose outputs belong together
         self.tied: Tensor | None = None  # (out, in): the weight, if it is tied to another module's
 
     @property
@@ -332,6 +399,15 @@ def _smoothing(inputs: Tensor, weight: Tensor) -> Tensor:
     """(in,) the factors of the inputs, 1 / s_j, scaled to a geometric mean of 1."""
     scale = inputs.clamp_min(1e-4) ** SMOOTHING / weight.abs().amax(0).clamp_min(1e-5) ** (1 - SMOOTHING)
     return scale.log().mean().exp() / scale
+
+
+def _in_16_bits(weight: Tensor) -> Tensor:
+    """The same numbers in 16 bits, if they are exact in them."""
+    for dtype in (torch.bfloat16, torch.float16):
+        held = weight.to(dtype)
+        if torch.equal(held.float(), weight):
+            return held
+    return weight
 
 
 def _half_scale(weight: Tensor) -> float | None:

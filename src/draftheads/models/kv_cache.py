@@ -92,6 +92,12 @@ class SlotLayer(CacheLayerMixin):
             self.values[rows, :, slots] = value_states
         return self.keys[rows, :, : window.span], self.values[rows, :, : window.span]
 
+    def prepare(self, groups: int, size: int, dtype: torch.dtype) -> None:
+        """Allocates the buffers of a layer that another than :meth:`update` writes."""
+        if not self.is_initialized:
+            entries = torch.empty(0, groups, 0, size, dtype=dtype)
+            self.lazy_initialization(entries, entries)
+
     def resize(self, rows: int, capacity: int) -> None:
         """Reallocates the buffers and keeps the entries that fit."""
         self.shape = (rows, capacity)

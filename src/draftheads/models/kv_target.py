@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.cpu.attention import by_products, has_own_attention, lay_out
+from draftheads.cpu.native_step import Texts, ancestor_bits
 from draftheads.cpu.threads import thread_choice
 from draftheads.errors import UnsupportedModel
 from draftheads.models.graphs import StepGraphs, capture_for
@@ -47,13 +48,15 @@ class Target:
         self.model = model
         self.layers = tuple(layers)
         # exact attention sums values in fp64; stored in fp64, they are not converted in each step
-        values = torch.float64 if model.batch_invariant and model.dtype == torch.float32 else None
+        is_exact = model.batch_invariant and model.dtype == torch.float32 and model.native is None
+        values = torch.float64 if is_exact else None
         self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
         self.num_heads = int(model.config.num_attention_heads)
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
         # with batch invariance, a row's bits were compared with one number of threads
-        self._threads = thread_choice() if model.device.type == "cpu" and not model.batch_invariant else None
+        keeps_threads = model.batch_invariant and model.native is None
+        self._threads = thread_choice() if model.device.type == "cpu" and not keeps_threads else None
 
     @property
     def state_bytes(self) -> int:
@@ -107,6 +110,8 @@ class Target:
         """One pass over all nodes of all rows: logits (B, N, V) and hidden states (B, N, D or n·D)."""
         if self.model.has_static_steps:
             return self._verify_static(draft)
+        if self.model.native is not None:
+            return self._verify_native(draft)
         if draft.row_nodes is not None and self.model.takes_flat_tokens:
             return self._verify_flat(draft, draft.row_nodes)
         rows = slice(0, self.num_rows)
@@ -194,6 +199,8 @@ class Target:
 
     def _read(self, first_row: int, starts: Sequence[int], token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """As :meth:`_pass`, of the next T tokens of neighbouring rows with so many tokens, read in chunks."""
+        if self.model.native is not None:
+            return self._read_natively(first_row, starts, token_ids)
         tokens = to_device(pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True), self.model.device)
         rows = slice(first_row, first_row + len(tokens))
         self.cache.reserve(rows.stop, max(starts) + tokens.shape[1])
@@ -233,6 +240,61 @@ class Target:
         last, hidden = self._pass(draft.token_ids[texts, numbers][None], positions[texts, numbers][None], masks)
         index = (counts.cumsum(0) - counts)[:, None] + places.minimum(counts[:, None] - 1)  # (B, N) into M
         return self.model.logits(last[0])[index], hidden[0][index]
+
+    def _verify_native(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """As :meth:`verify`: nodes that fill up their row are not computed, as in :meth:`_verify_flat`."""
+        nodes = draft.num_nodes
+        row_nodes = draft.row_nodes or (nodes,) * self.num_rows
+        places, counts = torch.arange(nodes), torch.tensor(row_nodes)
+        texts, numbers = (places < counts[:, None]).nonzero(as_tuple=True)  # (M,)
+        self.cache.reserve(self.cache.num_rows, max(self.lengths) + nodes)
+        depths = draft.depths.expand(self.num_rows, nodes)[texts, numbers]
+        ancestors = ancestor_bits(draft.ancestors.expand(self.num_rows, nodes, nodes), texts, numbers)
+        last, hidden = self._native_pass(draft.token_ids[texts, numbers], range(self.num_rows), row_nodes, depths, ancestors)
+        logits = self.model.logits(last)
+        if min(row_nodes) == nodes:
+            return logits.view(self.num_rows, nodes, -1), hidden.view(self.num_rows, nodes, -1)
+        index = (counts.cumsum(0) - counts)[:, None] + places.minimum(counts[:, None] - 1)  # (B, N) into M
+        return logits[index], hidden[index]
+
+    def _read_natively(
+        self, first_row: int, starts: Sequence[int], token_ids: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`_read`, without padding."""
+        rows = range(first_row, first_row + len(token_ids))
+        ends = [start + len(ids) for start, ids in zip(starts, token_ids, strict=True)]
+        self.cache.reserve(rows.stop, max(ends))
+        self.lengths[rows.start : rows.stop] = starts
+        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
+        for first in range(0, max(map(len, token_ids)), PREFILL_CHUNK):
+            chunks = {place: ids[first : first + PREFILL_CHUNK] for place, ids in enumerate(token_ids) if len(ids) > first}
+            counts = [len(chunk) for chunk in chunks.values()]
+            depths = torch.cat([torch.arange(count) for count in counts])
+            tokens = torch.tensor([token for chunk in chunks.values() for token in chunk])
+            last, hidden = self._native_pass(tokens, [first_row + place for place in chunks], counts, depths)
+            for place, last_of_text, hidden_of_text in zip(chunks, last.split(counts), hidden.split(counts), strict=True):
+                parts[place].append((last_of_text, hidden_of_text))
+                self.lengths[first_row + place] += len(last_of_text)
+        whole = [tuple(torch.cat(of_pass) for of_pass in zip(*of_text, strict=True)) for of_text in parts]
+        last, hidden = (pad_sequence(list(of_texts), batch_first=True) for of_texts in zip(*whole, strict=True))
+        return last, hidden
+
+    def _native_pass(
+        self, tokens: Tensor, rows: Sequence[int], counts: Sequence[int], depths: Tensor, ancestors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """h_t (M, D) and hidden states (M, D or n·D) of tokens (M,), so many of each row, behind the row's text."""
+        native = self.model.native
+        assert native is not None
+        if self._threads is not None:
+            self._threads.before_pass()
+        for layer in self.cache.layers:
+            layer.prepare(*native.cache_shape(), self.model.dtype)
+        lengths = [self.lengths[row] for row in rows]
+        positions = depths + torch.tensor(lengths).repeat_interleave(torch.tensor(counts))
+        if self.model.max_positions is not None:
+            positions = positions.clamp(max=self.model.max_positions - 1)
+        texts = Texts(rows, lengths, counts, depths.int(), ancestors)
+        return native.run(tokens, positions, texts, self.cache.layers, self.layers)
 
     def _span(self, starts: Sequence[int], num_rows: int, nodes: int) -> int:
         """How many slots a pass reads, which are reserved."""

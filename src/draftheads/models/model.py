@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from draftheads.cpu.attention import EXACT_ATTENTION
 from draftheads.cpu.kernels import PackedLinear
+from draftheads.cpu.native_step import NativeStep, native_step
 from draftheads.cpu.optimise import speed_up
 from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel
 from draftheads.models.adapter import check_base, read_lora
@@ -94,6 +95,7 @@ class TargetModel:
     chat_template: str | None = None  # replaces the tokenizer's own
     step_mode: StepMode = field(default_factory=StepMode)
     facts: WeightFacts | None = None  # of a model with faster modules
+    native: NativeStep | None = None  # computes all layers of a pass on a CPU
 
     def __post_init__(self) -> None:
         unknown = set(self.layer_kinds) - _ATTENTION_KINDS
@@ -213,7 +215,7 @@ class TargetModel:
         return WeightFacts(self.dtype, self.precision, self.weights_fingerprint, self.layers_fingerprint)
 
     def _with(self, model: Any, facts: WeightFacts, **changes: Any) -> Self:
-        return replace(self, model=model, facts=facts, step_mode=replace(self.step_mode), **changes)
+        return replace(self, model=model, facts=facts, step_mode=replace(self.step_mode), **{"native": None, **changes})
 
     def sped_up(
         self, *, batch_invariant: bool = False, int8: bool = False, fused: bool = True, folder: Path | None = None
@@ -231,7 +233,9 @@ class TargetModel:
         speed_up(
             self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical, folder=folder
         )
-        return self._with(self.model, replace(facts, precision="int8") if int8 else facts)
+        windows = [self.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in self.layer_kinds]
+        native = native_step(self.model, windows)
+        return self._with(self.model, replace(facts, precision="int8") if int8 else facts, native=native)
 
     @cached_property
     def precision(self) -> str:

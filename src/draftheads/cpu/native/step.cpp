@@ -47,8 +47,6 @@ class Pool {
   public:
     static constexpr int kMostParts = 8192;
 
-    ~Pool() { resize(1); }
-
     void resize(int threads) {
         if (threads == size_) return;
         stop_ = true;
@@ -151,7 +149,7 @@ class Pool {
     int size_ = 1;
 };
 
-Pool pool;
+Pool *pool = new Pool();  // never goes: at the end of the process its threads may still look at it
 std::mutex turns;  // one pass or product at a time
 const Kernels *kernels = &kPortable;
 
@@ -191,7 +189,7 @@ struct Model {
 
 // The tokens of a pass: those of a text are neighbours, and are written after it.
 struct Pass {
-    int32_t tokens, texts;
+    int32_t tokens;
     float *states;              // (tokens, size): the embeddings; afterwards after the last layer's norm
     const float *cos, *sin;     // (tokens, head_size)
     const int32_t *text;        // (tokens,) the row of the cache
@@ -230,8 +228,8 @@ static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
 template <class OfWeight, class Done>
 bool multiply(int part, uint32_t number, int out, int halves, const OfWeight &of, const char *inputs, int tokens,
               const Done &done) {
-    const int blocks = blocks_of(out, halves), chunk = std::max(1, std::min(16, blocks / (8 * pool.size())));
-    return pool.share(part, number, (blocks + chunk - 1) / chunk, [&](int task) {
+    const int blocks = blocks_of(out, halves), chunk = std::max(1, std::min(16, blocks / (8 * pool->size())));
+    return pool->share(part, number, (blocks + chunk - 1) / chunk, [&](int task) {
         static thread_local std::vector<float> y;
         y.resize(int64_t(tokens) * kBlock);
         const Weight &weight = of();
@@ -312,7 +310,7 @@ void pass_of(const Job &job, uint32_t number) {
     const int tokens = p.tokens, size = m.size, head_size = m.head_size;
     const int width = (m.heads + 2 * m.groups) * head_size, joined = m.heads * head_size;
     int part = 0;
-    auto each = [&](auto task) { return pool.share(part++, number, tokens, task); };
+    auto each = [&](auto task) { return pool->share(part++, number, tokens, task); };
     auto prepare = [&](const Weight &weight, const float *row, int token) {
         kernels->prepare(weight, row, work.inputs + token * kernels->input_bytes(weight));
     };
@@ -344,7 +342,7 @@ void pass_of(const Job &job, uint32_t number) {
                              std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
                      }) &&
             each([&](int token) { turn_and_store(work, layer(), index, token); }) &&
-            pool.share(part++, number, tokens * m.groups,
+            pool->share(part++, number, tokens * m.groups,
                        [&](int task) { attend(work, layer(), index, task / m.groups, task % m.groups); }) &&
             each([&](int token) { prepare(layer().out, work.attended + int64_t(token) * joined, token); }) &&
             multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add) &&
@@ -381,7 +379,7 @@ void product_of(const Job &job, uint32_t number) {
     const Weight &w = a.weight;
     const int bytes = a.x_kind == kFloat32 ? 4 : 2;
     const int64_t stride = kernels->input_bytes(w);
-    pool.share(0, number, a.rows, [&](int r) {
+    pool->share(0, number, a.rows, [&](int r) {
         static thread_local std::vector<float> row;
         row.resize(w.in);
         kernels->load(a.x_kind, static_cast<const char *>(a.x) + int64_t(r) * w.in * bytes, w.in, row.data());
@@ -422,9 +420,11 @@ using namespace draftheads;
 
 extern "C" {
 
-// The name of the fastest set of kernels that this machine supports; or makes the named one the set in use.
+// Makes a set of kernels the one in use, the fastest if none is named, and returns its name; null if this machine does
+// not support it. "" changes nothing.
 const char *draftheads_kernels(const char *wanted) {
     std::lock_guard<std::mutex> lock(turns);
+    if (wanted && !*wanted) return kernels->name;
     for (const Kernels *set : kSets) {
         if (!supports(set) || (wanted && std::strcmp(wanted, set->name))) continue;
         kernels = set;
@@ -435,7 +435,13 @@ const char *draftheads_kernels(const char *wanted) {
 
 void draftheads_threads(int threads) {
     std::lock_guard<std::mutex> lock(turns);
-    pool.resize(std::max(1, threads));
+    pool->resize(std::max(1, threads));
+}
+
+// In the child of a fork, which has no threads but the one that called fork.
+void draftheads_forked() {
+    new (&turns) std::mutex();
+    pool = new Pool();  // the old one waits for its threads when it goes, so it stays
 }
 
 // How many numbers a packed weight (out, in) has, with padding.
@@ -465,7 +471,7 @@ void draftheads_pack(int kind, void *weight, int out, int in, int halves, void *
 void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int rows, void *y) {
     std::lock_guard<std::mutex> lock(turns);
     char *inputs = room(buffers.inputs, kernels->input_bytes(*weight) * rows);
-    pool.run(job_of(product_of, Alone{*weight, x, y, inputs, x_kind, rows}), 2);
+    pool->run(job_of(product_of, Alone{*weight, x, y, inputs, x_kind, rows}), 2);
 }
 
 void draftheads_pass(const Model *model, const Pass *pass) {
@@ -478,7 +484,7 @@ void draftheads_pass(const Model *model, const Pass *pass) {
     const Work work{m, *pass, room(buffers.inputs, widest * tokens),
                     room(buffers.qkv, tokens * (m.heads + 2 * m.groups) * m.head_size),
                     room(buffers.attended, tokens * joined), room(buffers.inner, tokens * m.inner)};
-    pool.run(job_of(pass_of, work), kPartsOfLayer * m.layers + 1);
+    pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 1);
 }
 
 }

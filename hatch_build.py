@@ -1,0 +1,92 @@
+"""Builds the native library of draftheads when the package is built or installed, if there is a C++ compiler.
+
+Without a compiler, or with ``DRAFTHEADS_NATIVE=0``, the package is pure Python: it does the same, more slowly.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCES = Path("src/draftheads/cpu/native")
+LIBRARY = SOURCES / "libdraftheads.so"
+OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+SETS = {  # of instructions: the name of the kernels, and the compiler's options
+    "kPortable": ("portable", ()),
+    "kAvx2": ("avx2", AVX2),
+    "kAvx512": ("avx512", AVX512),
+    "kAvx512Bf16": ("avx512-bf16", (*AVX512, "-mavx512bf16")),
+}
+
+
+def compile_library(root: Path, target: Path) -> None:
+    """Compiles the library.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: there is no compiler, or it fails.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or "clang++"]
+    here = SETS if platform.machine().lower() in ("x86_64", "amd64") else {"kPortable": SETS["kPortable"]}
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [
+            (
+                Path(folder) / f"{kernels}.o",
+                [*options, f"-DKERNELS={kernels}", f'-DKERNELS_NAME="{name}"', str(root / SOURCES / "kernels.cpp")],
+            )
+            for kernels, (name, options) in here.items()
+        ]
+        jobs.append((Path(folder) / "step.o", [str(root / SOURCES / "step.cpp")]))
+
+        def run(job: tuple[Path, list[str]]) -> None:
+            command = [*compiler, *OPTIONS, *job[1], "-c", "-o", str(job[0])]
+            subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the user's compiler
+
+        with ThreadPoolExecutor(os.cpu_count()) as workers:
+            list(workers.map(run, jobs))
+        linked = Path(folder) / target.name
+        objects = [str(output) for output, _ in jobs]
+        command = [*compiler, "-shared", "-pthread", *objects, "-o", str(linked)]
+        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+        new = target.with_suffix(".new")  # a process may have the old one in memory
+        shutil.copyfile(linked, new)
+        new.replace(target)
+
+
+class NativeLibrary(BuildHookInterface[Any]):
+    """Adds the library to the wheel, which is then one of this kind of machine."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compiles it before the files are collected."""
+        if self.target_name != "wheel" or os.environ.get("DRAFTHEADS_NATIVE") == "0":
+            return
+        root = Path(self.root)
+        try:
+            compile_library(root, root / LIBRARY)
+        except (OSError, subprocess.CalledProcessError) as error:
+            message = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            sys.stderr.write(f"draftheads: no native library, decoding is slower: {message[-1] if message else error}\n")
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{_platform()}"
+        if version != "editable":
+            build_data["artifacts"].append(str(LIBRARY))
+
+
+def _platform() -> str:
+    from packaging.tags import sys_tags  # noqa: PLC0415 - hatchling brings it
+
+    return next(sys_tags()).platform
+
+
+if __name__ == "__main__":
+    compile_library(Path(__file__).parent, Path(__file__).parent / LIBRARY)

@@ -1,0 +1,136 @@
+"""The native library for CPUs: where it is, and its structures in C.
+
+It is built when the package is installed, if there is a C++ compiler (``hatch_build.py``). Without it everything works,
+more slowly. It has a plain C interface, so one build serves all versions of Python and PyTorch.
+"""
+
+import ctypes
+import os
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftheads.errors import InvalidSettings
+
+VARIABLE = "DRAFTHEADS_KERNELS"  # names the set of instructions to use, or is "off"
+SETS = ("avx512-bf16", "avx512", "avx2", "portable")  # the fastest first
+FILE = Path(__file__).parent / "native" / "libdraftheads.so"
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Weight(ctypes.Structure):
+    """``draftheads::Weight`` in ``kernels.h``."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("inputs", c_int32),
+        ("out", c_int32),
+        ("in_", c_int32),
+        ("halves", c_int32),
+        ("packed", c_void_p),
+        ("scale", c_void_p),
+        ("sums", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Layer(ctypes.Structure):
+    """``draftheads::Layer`` in ``step.cpp``."""
+
+    _fields_ = (
+        ("qkv", Weight),
+        ("out", Weight),
+        ("gate_up", Weight),
+        ("down", Weight),
+        ("norm", c_void_p),
+        ("middle_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("window", c_int32),
+    )
+
+
+class Model(ctypes.Structure):
+    """``draftheads::Model`` in ``step.cpp``."""
+
+    _fields_ = (
+        ("size", c_int32),
+        ("heads", c_int32),
+        ("groups", c_int32),
+        ("head_size", c_int32),
+        ("inner", c_int32),
+        ("layers", c_int32),
+        ("act", c_int32),
+        ("cache_kind", c_int32),
+        ("epsilon", c_float),
+        ("head_epsilon", c_float),
+        ("scaling", c_float),
+        ("final_norm", c_void_p),
+        ("of_layers", POINTER(Layer)),
+    )
+
+
+class Pass(ctypes.Structure):
+    """``draftheads::Pass`` in ``step.cpp``."""
+
+    _fields_ = (
+        ("tokens", c_int32),
+        ("states", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("text", c_void_p),
+        ("first", c_void_p),
+        ("lengths", c_void_p),
+        ("depths", c_void_p),
+        ("ancestors", c_void_p),
+        ("words", c_int32),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("row_stride", c_int64),
+        ("group_stride", c_int64),
+        ("kept", c_int32),
+        ("kept_layers", c_void_p),
+        ("kept_states", c_void_p),
+    )
+
+
+@cache
+def library() -> Any:
+    """The library, with the fastest instructions of this machine; None if it was not built or is switched off.
+
+    Raises:
+        InvalidSettings: the environment names instructions that this machine, or the library, does not have.
+    """
+    wanted = os.environ.get(VARIABLE)
+    if wanted == "off" or not FILE.exists():
+        return None
+    try:
+        found = ctypes.CDLL(str(FILE))
+    except OSError:  # built for another machine
+        return None
+    found.draftheads_kernels.restype, found.draftheads_kernels.argtypes = c_char_p, (c_char_p,)
+    found.draftheads_threads.restype, found.draftheads_threads.argtypes = None, (c_int32,)
+    found.draftheads_forked.restype, found.draftheads_forked.argtypes = None, ()
+    found.draftheads_packed_size.restype = c_int64
+    found.draftheads_packed_size.argtypes = (c_int32, c_int32, c_int32, c_int32)
+    found.draftheads_pack.restype = None
+    found.draftheads_pack.argtypes = (c_int32, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
+    found.draftheads_multiply.restype = None
+    found.draftheads_multiply.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_void_p)
+    found.draftheads_pass.restype, found.draftheads_pass.argtypes = None, (POINTER(Model), POINTER(Pass))
+    if found.draftheads_kernels(wanted.encode() if wanted else None) is None:
+        raise InvalidSettings(f"{VARIABLE} is {wanted!r}; this machine has {', '.join(sets_here(found))}, and off")
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=found.draftheads_forked)
+    return found
+
+
+def sets_here(native: Any) -> list[str]:
+    """The sets of instructions that this machine has. The one in use does not change."""
+    used = native.draftheads_kernels(b"")
+    here = [name for name in SETS if native.draftheads_kernels(name.encode())]
+    native.draftheads_kernels(used)
+    return here
