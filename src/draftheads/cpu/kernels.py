@@ -368,8 +368,10 @@ def keeps_bits(product: Product) -> bool:
 
 
 def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[type[Product]]:
-    """The products that support all of these weights."""
-    return [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
+    """The products that support all of these weights: the native one alone, unless the CPU multiplies matrices itself."""
+    fitting = [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return [Native] if Native in fitting and not has_amx else fitting
 
 
 @cache

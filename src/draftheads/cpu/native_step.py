@@ -20,7 +20,7 @@ from draftheads.cpu.kernels import Native, PackedLinear
 from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, library
 
 _ACTS = {"SiLU": 0, "SiLUActivation": 0, "PytorchGELUTanh": 1, "GELUTanh": 1}
-_MOST_HEAD_SIZE, _LANES = 256, 16  # of heads
+_MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
 _ROUNDED = 0.25  # how much rounding to 16 bits may change hidden states, as a share of the largest
 _OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeError, ValueError)
@@ -70,7 +70,7 @@ class NativeStep:
         acts = {_ACTS[type(layer.mlp.act_fn).__name__] for layer in layers}
         if len(outer) != 1 or len(inner) > 1 or len(sizes) != 1 or len(acts) != 1:
             raise ValueError("its layers differ")
-        if first.head_dim % _LANES or first.head_dim > _MOST_HEAD_SIZE:
+        if first.head_dim % 2 or first.head_dim > _MOST_HEAD_SIZE:
             raise ValueError(f"heads of {first.head_dim} numbers")
         self.size = len(decoder.norm.weight)
         self._model = Model(

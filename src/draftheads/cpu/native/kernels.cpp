@@ -192,22 +192,22 @@ inline Vec load_as(int kind, const char *x) {
     return load(reinterpret_cast<const float *>(x));
 }
 
+// The first numbers only, and zeros behind them.
+inline Vec load_some(int kind, const char *x, int count) {
+    char whole[4 * kLanes] = {};
+    std::memcpy(whole, x, count * (kind == kFloat32 ? 4 : 2));
+    return load_as(kind, whole);
+}
+
 void load_from(int kind, const void *x, int64_t size, float *out) {
     const int bytes = kind == kFloat32 ? 4 : 2;
     auto *from = static_cast<const char *>(x);
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(out + i, load_as(kind, from + i * bytes));
-    for (; i < size; i++) {
-        if (kind == kFloat32) {
-            std::memcpy(out + i, from + 4 * i, 4);
-        } else {
-            uint16_t half;
-            std::memcpy(&half, from + 2 * i, 2);
-            uint32_t bits = uint32_t(half) << 16;
-            if (kind == kBFloat16) std::memcpy(out + i, &bits, 4);
-            else out[i] = of_half(half);
-        }
-    }
+    if (i == size) return;
+    float rest[kLanes];
+    store(rest, load_some(kind, from + i * bytes, int(size - i)));
+    std::memcpy(out + i, rest, 4 * (size - i));
 }
 
 // int8: the scale, and then numbers from 1 to 127 whose middle is 64.
@@ -380,23 +380,30 @@ void gate(int act, const float *gate, const float *up, int size, float *out) {
     std::memcpy(out + i, o, 4 * (size - i));
 }
 
+// A key or a value: whole vectors, and a last one that may be shorter.
+template <int kind>
+inline void load_head(const char *x, int size, Vec *head) {
+    constexpr int bytes = kind == kFloat32 ? 4 : 2;
+    const int whole = size / kLanes;
+    for (int v = 0; v < whole; v++) head[v] = load_as(kind, x + v * kLanes * bytes);
+    if (size % kLanes) head[whole] = load_some(kind, x + whole * kLanes * bytes, size % kLanes);
+}
+
 template <int kind>
 void attend_to(const float *queries, int heads, int size, const char *keys, const char *values, int64_t key_stride,
                int64_t value_stride, int first, int end, const int32_t *list, int listed, float scaling, float *scores,
                float *out) {
     constexpr int bytes = kind == kFloat32 ? 4 : 2;
     const int text = end - first, count = text + listed, width = (count + kLanes - 1) / kLanes * kLanes;
-    const int vecs = size / kLanes;
-    constexpr int kMostVecs = 16;  // heads have at most 256 numbers
+    const int vecs = (size + kLanes - 1) / kLanes;
+    Vec of_entry[kMostHead / kLanes], query[kMostHead / kLanes];
+    auto slot = [&](int e) { return int64_t(e < text ? first + e : list[e - text]); };
     for (int e = 0; e < count; e++) {
-        const int64_t slot = e < text ? first + e : list[e - text];
-        const char *key = keys + slot * key_stride * bytes;
-        Vec k[kMostVecs];
-        for (int v = 0; v < vecs; v++) k[v] = load_as(kind, key + v * kLanes * bytes);
+        load_head<kind>(keys + slot(e) * key_stride * bytes, size, of_entry);
         for (int h = 0; h < heads; h++) {
-            const float *query = queries + int64_t(h) * size;
-            Vec sum = load(query) * k[0];
-            for (int v = 1; v < vecs; v++) sum += load(query + v * kLanes) * k[v];
+            load_head<kFloat32>(reinterpret_cast<const char *>(queries + int64_t(h) * size), size, query);
+            Vec sum = query[0] * of_entry[0];
+            for (int v = 1; v < vecs; v++) sum += query[v] * of_entry[v];
             scores[int64_t(h) * width + e] = total(sum) * scaling;
         }
     }
@@ -413,13 +420,14 @@ void attend_to(const float *queries, int heads, int size, const char *keys, cons
             sums += weight;
         }
         const float factor = 1.0f / total(sums);
-        Vec mixed[kMostVecs] = {};
+        Vec mixed[kMostHead / kLanes] = {};
         for (int e = 0; e < count; e++) {
-            const int64_t slot = e < text ? first + e : list[e - text];
-            const char *value = values + slot * value_stride * bytes;
-            for (int v = 0; v < vecs; v++) mixed[v] += load_as(kind, value + v * kLanes * bytes) * row[e];
+            load_head<kind>(values + slot(e) * value_stride * bytes, size, of_entry);
+            for (int v = 0; v < vecs; v++) mixed[v] += of_entry[v] * row[e];
         }
-        for (int v = 0; v < vecs; v++) store(out + int64_t(h) * size + v * kLanes, mixed[v] * factor);
+        float padded[kMostHead];
+        for (int v = 0; v < vecs; v++) store(padded + v * kLanes, mixed[v] * factor);
+        std::memcpy(out + int64_t(h) * size, padded, 4 * size);
     }
 }
 

@@ -12,7 +12,7 @@ namespace draftheads {
 enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kKinds = 4 };
 
 constexpr int kBlock = 32;    // outputs of a product that are computed together, and stored side by side
-constexpr int kMostRows = 12; // of a tile
+constexpr int kMostHead = 256;  // numbers of a head
 
 // A weight (out, in): blocks of kBlock outputs, in each of them the inputs in pairs (bf16), in fours (int8) or alone.
 struct Weight {
