@@ -178,3 +178,53 @@ def test_a_long_row_among_short_ones_gets_a_lane_of_its_own(engine: Engine) -> N
     assert lanes == [{long}, set(short)]
     run(core, long, *short)
     assert long.result().token_ids == plain_answer(engine, long.prompt_ids, max_new_tokens=30)
+
+
+def test_an_interrupted_request_goes_on_however_little_memory_there_is(engine: Engine) -> None:
+    """Its text is in memory twice while it is read again, more than when it was admitted first."""
+    limit = 1536 * SlotBytes().per_slot(engine)
+    core = core_of(engine, kv_bytes=limit, headroom_tokens=8)
+    long = add(core, engine, [3, 4], "one", max_new_tokens=1000)
+    while long.num_tokens < 800:
+        core.step()
+    others = [add(core, engine, [5, 6, n], "two", max_new_tokens=200) for n in range(3, 9)]
+    run(core, long, *others, most=3000)
+    assert core.interruptions > 0
+    assert long.result().token_ids == plain_answer(engine, [3, 4], max_new_tokens=1000)
+
+
+def test_a_request_that_is_interrupted_while_it_is_cancelled_is_not_decoded(engine: Engine) -> None:
+    core = core_of(engine)
+    request = add(core, engine, [3, 4], max_new_tokens=50)
+    core.step()
+    tokens = list(request.token_ids)
+    core.cancel(request)  # it runs, so the next step drops it, unless it waits by then
+    core._interrupt(core.lanes[0], request)
+    run(core, add(core, engine, [5, 6], max_new_tokens=3))
+    assert request.token_ids == tokens
+    assert not core.has_work
+
+
+def test_prompts_are_read_alone_after_an_error_at_the_end_of_reading_them_together(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = PromptReader.prompts
+
+    def of(reader: PromptReader) -> object:
+        if len(reader.requests) > 1:
+            raise MemoryError("no memory for the logits")
+        return prompts.__get__(reader)
+
+    monkeypatch.setattr(PromptReader, "prompts", property(of))
+    core = core_of(engine)
+    requests = [add(core, engine, prompt, max_new_tokens=4) for prompt in SHORT]
+    run(core, *requests)
+    assert [request.result().token_ids for request in requests] == [
+        plain_answer(engine, prompt, max_new_tokens=4) for prompt in SHORT
+    ]
+
+
+def test_the_weights_of_a_pass_are_all_products_however_they_are_stored() -> None:
+    model = tiny_model("llama")
+    before = SlotBytes().of_weights(Engine(model))
+    assert SlotBytes().of_weights(Engine(model.sped_up())) == before

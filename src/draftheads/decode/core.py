@@ -271,6 +271,8 @@ class EngineCore(Generic[AnyEngine]):
     def _drop_cancelled(self) -> None:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
+        for request in cancelled:
+            self.waiting.remove(request)  # it may have been interrupted since
         for lane in self.lanes if cancelled else ():
             gone = [request for request in lane.requests if request in cancelled]
             self._reading.remove(*gone)
@@ -293,7 +295,8 @@ class EngineCore(Generic[AnyEngine]):
             return True
         if self._with(lane, request, trimmed=False) + kept_free <= limit:
             return True
-        if self._with(lane, request, trimmed=True) + kept_free > limit:
+        # what was accepted is decoded, if only alone; while an interrupted text is read again, it is there twice
+        if self._with(lane, request, trimmed=True) + kept_free > limit and self.num_running:
             return False
         self._trim()
         return True

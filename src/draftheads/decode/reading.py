@@ -77,11 +77,12 @@ class ReadingQueue:
         count = reader.read(most_tokens)
         if reader.num_left:
             return [], count
-        self.readings = [reading for reading in self.readings if reading not in group]
-        if keep or self.readings:
-            for prompt in reader.prompts:
+        prompts = reader.prompts
+        if keep or len(self.readings) > len(group):
+            for prompt in prompts:
                 self.prefixes.add(group[0].lane.namespace(prompt.request), prompt.text, copy=len(group) > 1)
-        return reader.prompts, count
+        self.readings = [reading for reading in self.readings if reading not in group]  # last: all this may fail
+        return prompts, count
 
     def _beside(self, first: Reading, left: dict[Reading, int], most_tokens: int) -> list[Reading]:
         """A prompt, and others that fit beside it in one pass."""

@@ -158,10 +158,11 @@ class SizePolicy(WrappedDrafter):
             self._shapes[way, num_nodes] = self.profile.shape(kind, num_nodes, depth)
         return self._shapes[way, num_nodes]
 
-    def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
+    def choose(self, ratios: Floats, text_tokens: int = 0, *, cuts: bool = True) -> tuple[Shape | None, float, float]:
         """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.
 
-        The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row.
+        The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row, ``cuts`` says
+        whether growing trees are cut after they are drafted.
         """
         batch = len(ratios)
         table = self.table(batch, text_tokens)
@@ -172,7 +173,7 @@ class SizePolicy(WrappedDrafter):
             best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
             if not best:
                 continue
-            rate = float(rates[best]) * (1.0 + (self.cut_gain(batch) if way[0] == "dynamic" else 0.0))
+            rate = float(rates[best]) * (1.0 + (self.cut_gain(batch) if cuts and way[0] == "dynamic" else 0.0))
             if rate > fastest:
                 fastest = rate
                 choice = (self.shape(way, best + 1), float(gains[best]), float(rates[best]))
@@ -209,7 +210,8 @@ class SizePolicySession(WrappedSession):
         copies = np.array([record.ratio for record in self._copies])
         if context.room is not None and batch > 1:
             copies *= weights(context.room, self.policy.table(1, context.text_tokens).plain, table.plain)
-        chosen, gain, rate = self.policy.choose(ratios, context.text_tokens)
+        is_on_cpu = context.root_ids.device.type == "cpu"
+        chosen, gain, rate = self.policy.choose(ratios, context.text_tokens, cuts=is_on_cpu)
         if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
             chosen, gain, rate = None, 0.0, batch / table.plain
         self._gain = gain
@@ -320,9 +322,9 @@ class SizePolicySession(WrappedSession):
 
         Only on a CPU: elsewhere the host would have to wait for the probabilities, so nothing is cut.
 
-        Where levels can be left out (:attr:`BestFirst.min_level_probability`) it may be as deep as the head was
-        measured, but each level is drafted only if the tokens that it is likely to gain are worth its time. ``rate`` is
-        in tokens per millisecond, as if all requests accepted what the profile expects.
+        It may be as deep as the head was measured. Where levels can be left out
+        (:attr:`BestFirst.min_level_probability`) each is drafted only if the tokens that it is likely to gain are worth
+        its time. ``rate`` is in tokens per millisecond, as if all requests accepted what the profile expects.
         """
         if not isinstance(shape, BestFirst) or context.root_ids.device.type != "cpu":
             return shape

@@ -146,6 +146,8 @@ class HeadReplacement:
         """Adds, replaces or removes an engine between two steps."""
 
         def change() -> None:
+            if engine is not None:
+                self.scheduler.core.sizes.per_slot(engine)  # measured now: the other threads compute nothing
             # a new dictionary: other threads may be looking at the old one
             engines = {**self.scheduler.engines, name: engine}
             self.scheduler.core.engines = {key: value for key, value in engines.items() if value is not None}
