@@ -1,4 +1,4 @@
-"""Attention functions for transformers' models, with fewer and faster operators on a CPU. Knows nothing of trees.
+"""Attention functions for transformers' models, with fewer and faster operators on a CPU.
 
 Stock attention copies each key and value head once per query head of its group. Here the query heads of a group become
 rows of one product instead. With ``exact`` attention the bits of a token depend neither on the slots of its text nor on

@@ -362,7 +362,7 @@ class EngineCore(Generic[AnyEngine]):
         return slots * self.sizes.per_slot(lane.engine) + text
 
     def _interrupt(self, lane: RunningLane, request: Request) -> None:
-        """A request waits again. What was read of it is kept as long as there is memory."""
+        """A request waits again. Where answers are kept, its text is, as long as there is memory."""
         self.interruptions += 1
         if self.limits.kv_bytes is not None:
             free = self.limits.kv_bytes - self._reserved() + self._freed(lane, request)
@@ -391,9 +391,8 @@ class EngineCore(Generic[AnyEngine]):
             if prompts:
                 done.setdefault(group[0].lane, []).extend(prompts)
         for lane, prompts in done.items():
-            if lane in self.lanes:
-                requests = [prompt.request for prompt in prompts if not prompt.request.token_ids]
-                events += self._advance(lane, requests, partial(lane.batch.adopt, prompts))
+            requests = [prompt.request for prompt in prompts if not prompt.request.token_ids]
+            events += self._advance(lane, requests, partial(lane.batch.adopt, prompts))
         return events
 
     def _not_read(self, group: list[Reading], error: Exception) -> list[CoreEvent]:

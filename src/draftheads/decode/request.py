@@ -1,4 +1,4 @@
-"""One request: its text so far, its settings, its stop rules and its counts. Knows nothing of tensors of other rows."""
+"""One request: its text so far, its settings, its stop rules and its counts."""
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass

@@ -1,4 +1,4 @@
-"""Token ids to text, a piece at a time, without ever showing half a character; knows nothing of models."""
+"""Token ids to text, a piece at a time, without ever showing half a character."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """The target during decoding: the frozen model and the KV cache of the rows of a batch.
 
-Knows nothing of heads or acceptance rules. Rows are dense: 0 … num_rows-1, and new rows come last.
+Rows are dense: 0 … num_rows-1, and new rows come last.
 """
 
 import math
