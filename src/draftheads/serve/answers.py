@@ -119,16 +119,23 @@ class Answers:
 class EventStream(Response):
     """Server-sent events: one JSON object each, the last one may be an error.
 
-    ``named`` events have their ``type`` as a name; streams of others have ``[DONE]`` at the end.
+    ``named`` events have their ``type`` as a name; streams of others have ``[DONE]`` at the end. ``write`` runs a
+    function on the thread that writes responses: the last events of a named stream have the whole answer.
 
     The stream ends when the client disconnects. The generator of its chunks is closed in any case, and ``at_end`` is
     called last, also if the stream never began.
     """
 
     def __init__(
-        self, chunks: AsyncGenerator[dict[str, Any]], at_end: Callable[[], object], *, named: bool = False
+        self,
+        chunks: AsyncGenerator[dict[str, Any]],
+        at_end: Callable[[], object],
+        write: Callable[..., Awaitable[str]],
+        *,
+        named: bool = False,
     ) -> None:
         super().__init__()
+        self._write = write
         self._named = named
         self._chunks = chunks
         self._at_end = at_end
@@ -147,7 +154,8 @@ class EventStream(Response):
         async with aclosing(self._chunks) as chunks:
             try:
                 async for chunk in chunks:
-                    text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+                    is_whole = self._named and "delta" not in chunk
+                    text = await self._write(_json, chunk) if is_whole else _json(chunk)
                     await _send_event(send, text, chunk["type"] if self._named else None)
             except ApiError as error:
                 await _send_event(send, json.dumps(error.body()))
@@ -157,6 +165,10 @@ class EventStream(Response):
         if not self._named:
             await _send_event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _json(chunk: dict[str, Any]) -> str:
+    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
 
 
 async def _send_event(send: Send, text: str, name: str | None = None) -> None:

@@ -107,7 +107,7 @@ async def _answered(request: Request, service: Service, call: Call) -> Response:
     answers = Answers(service, call, request.state.client, start=request.state.start)
     answers.submit()
     if call.params.fields.stream:
-        return EventStream(call.chunks(answers.events()), answers.cancel, named=call.has_named_events)
+        return EventStream(call.chunks(answers.events()), answers.cancel, service.write, named=call.has_named_events)
     try:
         await unless_gone(request.receive, answers.finish())
     finally:
