@@ -9,7 +9,9 @@ import openai
 import pydantic
 import pytest
 
+from draftheads.serve.chat_completions import read_chat
 from draftheads.serve.response_output import ResponseEvents
+from draftheads.serve.responses import read_response
 from draftheads.serve.tools import ToolCall
 from serve_world import NAME, USER, Running, metrics_of, running, tiny_engines
 
@@ -302,6 +304,47 @@ def test_a_conversation_with_tools_goes_on(client: openai.OpenAI):
     assert only_call.output_text == of_chat.choices[0].message.content
     none = client.responses.create(**ASK, tools=TOOLS, tool_choice="none")
     assert none.output_text == chat_text(client)
+
+
+def test_the_model_reads_what_it_reads_of_a_chat(server: Running):
+    function = {"name": "get_tide", "arguments": "{}"}
+    chat = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "a", "content": "low"},
+    ]
+    items = [
+        {"type": "function_call", "call_id": "a", **function},
+        {"type": "function_call_output", "call_id": "a", "output": "low"},
+    ]
+    usual = {"model": NAME, "parallel_tool_calls": False}
+    body = {**usual, "input": [{"role": "developer", "content": "be brief"}, *items], "tools": TOOLS}
+    response = read_response(json.dumps(body).encode(), server.service)
+    body = {**usual, "messages": chat, "tools": as_chat(TOOLS)}
+    of_chat = read_chat(json.dumps(body).encode(), server.service)
+    assert (response.messages, response.tools) == (of_chat.messages, of_chat.tools)
+    assert [message["role"] for message in response.messages] == ["system", "assistant", "tool"]
+    assert response.messages[1]["tool_calls"][0] == {
+        "id": "a",
+        "type": "function",
+        "function": {**function, "arguments": {}},
+    }
+    assert response.messages[2]["tool_call_id"] == "a"
+    assert response.requests[0].prompt_ids == of_chat.requests[0].prompt_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_fits_exactly_is_complete(client: openai.OpenAI, stream: bool):
+    fields = {**ASK, "max_output_tokens": 100, "tools": TOOLS, "tool_choice": "required"}
+    whole = client.responses.create(**fields)
+    fields["max_output_tokens"] = whole.usage.output_tokens - 1  # without the token that ends the text
+    answer = client.responses.create(**fields, stream=stream)
+    response = list(answer)[-1].response if stream else answer
+    assert without_ids(response.to_dict()["output"]) == without_ids(whole.to_dict()["output"])
+    assert (response.status, response.incomplete_details) == ("completed", None)
+    fields["max_output_tokens"] -= 1
+    cut = client.responses.create(**fields)
+    assert (cut.status, cut.output[0].type) == ("incomplete", "message")
 
 
 def test_text_and_calls_of_an_answer_are_items_in_this_order():

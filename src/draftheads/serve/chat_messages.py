@@ -137,16 +137,14 @@ class TemplateFields(Fields):
 
 
 def _variables_of_effort(model: TargetModel, effort: str, param: str) -> dict[str, Any]:
-    """Templates know ``reasoning_effort`` or ``enable_thinking``, or are of models that do not reason."""
-    knows_effort = reads_variable(model, "reasoning_effort")
-    if effort != "none" and not knows_effort:
+    """Templates read ``reasoning_effort`` or ``enable_thinking``, or are of models that do not reason."""
+    if effort != "none" and not reads_variable(model, "reasoning_effort"):
         raise wrong(
             param,
             f"is {effort!r}, but the chat template of {model.model_id} has no reasoning_effort: leave it out, "
             "or send what the template reads in chat_template_kwargs",
         )
-    without = {"enable_thinking": False} if effort == "none" else {}
-    return {**without, **({"reasoning_effort": effort} if knows_effort else {})}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def prompt_ids_of(engine: Engine, messages: list[dict[str, Any]], use: TemplateUse, *, param: str) -> list[int]:
