@@ -52,8 +52,11 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "messages of a wrong type": ({"messages": "hi"}, "messages", "list"),
     "no role": ({"messages": [{"content": "a"}]}, "messages[0].role", "system"),
     "no content": ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "string"),
-    "an image": (said([{"type": "image_url"}]), "messages[1].content[0].type", "'image_url'; it must be 'text'"),
-    "empty text": ({"messages": [{"role": "user", "content": " "}]}, "messages", "empty"),
+    "an image": (
+        said([{"type": "image_url", "image_url": {"url": "a"}}]),
+        "messages[1].content[0].type",
+        "'image_url'; it must be 'text'",
+    ),
     "half a character": (said("\ud800"), "messages[1].content", "half"),
     "temperature of a wrong type": ({"temperature": True}, "temperature", "number"),
     "temperature below 0": ({"temperature": -0.1}, "temperature", "0 (greedy)"),

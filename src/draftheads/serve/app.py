@@ -23,6 +23,7 @@ from draftheads.serve.completions import CompletionCall, read_completion
 from draftheads.serve.fields import Fields, read_fields
 from draftheads.serve.guard import Guard
 from draftheads.serve.head_replacement import Busy
+from draftheads.serve.responses import read_response
 from draftheads.serve.scoring import PromptScores, score
 from draftheads.serve.state import ServedModel, Service
 
@@ -82,6 +83,10 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         return await _answered(request, service, await _read(request, service, read_chat))
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await _answered(request, service, await _read(request, service, read_response))
+
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         call = await _read(request, service, read_completion)
@@ -102,7 +107,7 @@ async def _answered(request: Request, service: Service, call: Call) -> Response:
     answers = Answers(service, call, request.state.client, start=request.state.start)
     answers.submit()
     if call.params.fields.stream:
-        return EventStream(call.chunks(answers.events()), answers.cancel)
+        return EventStream(call.chunks(answers.events()), answers.cancel, service.write, named=call.has_named_events)
     try:
         await unless_gone(request.receive, answers.finish())
     finally:

@@ -36,7 +36,7 @@ class Prompt:
 class CompletionCall(Call):
     """A completion request that was read."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     object_name = chunk_name = "text_completion"
 
     prompts: list[Prompt]
@@ -61,7 +61,9 @@ class CompletionCall(Call):
             text = self._prompt(index).text
             offsets[index] = len(text)
             yield self.chunk([_choice_of(index, text)])
+        num_sent = 0
         async for index, event in events:
+            num_sent += len(event.token_ids)
             tokens = tokens_with_logprobs(self.requests[index], event)
             logprobs = tokens and completion_logprobs(self.names, *tokens, offset=offsets[index])
             offsets[index] += len(event.text)
@@ -69,7 +71,7 @@ class CompletionCall(Call):
             if options.include_draft:
                 choice["pieces"] = pieces[index].push(event)
             if event.text or logprobs or event.finish_reason or options.include_draft:
-                yield self.chunk([choice])
+                yield self.chunk([choice], num_sent)
         if options.include_usage:
             yield self.chunk([])
 

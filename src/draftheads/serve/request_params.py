@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -12,7 +12,7 @@ from draftheads.decode.request import Request
 from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
 from draftheads.serve.api_error import api_error_of
-from draftheads.serve.fields import Fields, check_schema, text_or_list, wrong
+from draftheads.serve.fields import UNSUPPORTED, WITHOUT_EFFECT, Fields, check_schema, text_or_list, wrong
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
 from draftheads.settings import Grammar, SamplingSettings
@@ -59,21 +59,38 @@ class ResponseFormat(Fields):
         Raises:
             ApiError: there is no schema, or one that has no use.
         """
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            problem = "is missing" if self.json_schema is None else "is for the type json_schema only"
-            raise wrong("response_format.json_schema", problem)
-        if self.json_schema is not None:
-            return Grammar.json_schema(self.json_schema.of_answers)
-        return Grammar.json_object() if self.type == "json_object" else None
+        schema = None if self.json_schema is None else self.json_schema.of_answers
+        return grammar_of(self.type, schema, "response_format.json_schema")
 
 
-class _StreamOptions(Fields):
+def grammar_of(kind: str, schema: dict[str, Any] | None, place: str) -> Grammar | None:
+    """The grammar of answers of a kind: text, json_object or json_schema; None for free text.
+
+    Raises:
+        ApiError: there is no schema, or one that has no use; ``place`` names it.
+    """
+    if (schema is None) == (kind == "json_schema"):
+        raise wrong(place, "is missing" if schema is None else "is for the type json_schema only")
+    if schema is not None:
+        return Grammar.json_schema(schema)
+    return Grammar.json_object() if kind == "json_object" else None
+
+
+class StreamOptions(Fields):
+    """What the chunks of a stream have besides the answer."""
+
+    without_effect: ClassVar = {"include_obfuscation"}
+
     include_usage: bool = False  # a last chunk with the counts
+    continuous_usage_stats: bool = False  # counts so far in every chunk
     include_draft: bool = False  # which text of a chunk was drafted
 
 
 class CommonFields(Fields):
     """Types and sizes. :class:`SamplingSettings` has the ranges of its settings, and models have their defaults."""
+
+    without_effect: ClassVar = WITHOUT_EFFECT
+    unsupported: ClassVar = UNSUPPORTED
 
     model: str = ""
     temperature: float | None = None
@@ -89,7 +106,7 @@ class CommonFields(Fields):
     draft_nodes: int | None = None
     n: Annotated[int, Field(ge=1, le=HttpLimits.choices)] = 1  # answers to each prompt
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: StreamOptions = StreamOptions()
     store: bool = True  # the answers may be recorded
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
@@ -143,10 +160,14 @@ def read_params(
         raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
     if "stream_options" in fields.model_fields_set and not fields.stream:
         raise wrong("stream_options", "is for streams only; send stream: true")
+    if fields.stream_options.continuous_usage_stats and not fields.stream_options.include_usage:
+        raise wrong("stream_options.continuous_usage_stats", "needs include_usage: true")
     engine = service.engine(fields.model)
     sampling = {**_defaults_of(engine), **fields.model_dump(include=_SAMPLING, exclude_unset=True)}
     if sampling["top_k"] < 1:  # all tokens, as in vLLM
         sampling["top_k"] = None
+    if sampling.get("top_p") == 0:  # only the most likely token is left
+        sampling |= {"temperature": 0.0, "top_p": 1.0}
     try:
         engine.check_draft_nodes(fields.draft_nodes)
         settings = SamplingSettings(

@@ -64,8 +64,11 @@ def _tool_name(name: str) -> str:
     return name
 
 
+ToolName = Annotated[str, AfterValidator(_tool_name)]
+
+
 class _Function(Fields, extra="ignore"):
-    name: Annotated[str, AfterValidator(_tool_name)]
+    name: ToolName
     parameters: dict[str, Any] = Field({})
 
 

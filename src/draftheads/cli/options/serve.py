@@ -22,8 +22,8 @@ _WAIT = Range("must be at least 0", lambda value: 0 <= value < float("inf"))
 class ServeOptions(OptionGroup):
     """Serve a model to many users, with OpenAI's HTTP interface.
 
-    A chat page is at the server's address. The routes are /v1/chat/completions, /v1/completions, /v1/models, /health,
-    /ready and /metrics.
+    A chat page is at the server's address. The routes are /v1/chat/completions, /v1/responses, /v1/completions,
+    /v1/models, /health, /ready and /metrics.
     """
 
     BASIC: ClassVar = ("model", "head", "host", "port", "api_key_file", "max_rows", "kv_gib", "precision")
