@@ -25,11 +25,9 @@ _WITHOUT_EFFECT = {"include_obfuscation", "metadata", "parallel_tool_calls", "pr
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "audio": (None, "leave it out"),
     "best_of": (1, "send n and choose among the answers"),
-    "frequency_penalty": (0, "use repetition_penalty"),
     "function_call": ("none", "use tool_choice"),
     "functions": ([], "use tools"),
     "modalities": (["text"], "leave it out"),
-    "presence_penalty": (0, "use repetition_penalty"),
     "reasoning_effort": (None, "leave it out"),
     "suffix": ("", "leave it out"),
     "verbosity": (None, "leave it out"),
