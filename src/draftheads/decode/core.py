@@ -98,8 +98,8 @@ class EngineCore(Generic[AnyEngine]):
         """
         engine = self._engine_of(lane)
         engine.check_draft_nodes(lane.draft_nodes)
-        limit = self.limits.kv_bytes
-        if limit is not None and (needed := self.sizes.alone(engine, lane.draft_nodes, request)) > limit:
+        limit, nodes = self.limits.kv_bytes, lane.rounded().draft_nodes
+        if limit is not None and (needed := self.sizes.alone(engine, nodes, request)) > limit:
             raise TooLarge(
                 f"the prompt and {counted(request.most_new_tokens, 'new token')} need {needed >> 20} MiB for keys "
                 f"and values; the server has {limit >> 20} MiB: ask for fewer tokens"
@@ -118,7 +118,7 @@ class EngineCore(Generic[AnyEngine]):
 
         Args:
             request: is decoded.
-            lane: which engine decodes it, and how much it drafts.
+            lane: which engine decodes it, and how much it drafts; numbers of nodes are rounded.
             client: clients take turns.
             cache_salt: prompts with the same salt share what was read of a common beginning.
             first: before the client's other requests.
@@ -128,7 +128,7 @@ class EngineCore(Generic[AnyEngine]):
         """
         lane = lane or Lane(next(iter(self.engines)))
         self.check(request, lane)
-        self.waiting.push(QueuedRequest(request, lane, client, cache_salt), first=first)
+        self.waiting.push(QueuedRequest(request, lane.rounded(), client, cache_salt), first=first)
 
     def cancel(self, request: Request) -> None:
         """The request leaves before the next step, without an event after that. Ended ones are ignored."""
