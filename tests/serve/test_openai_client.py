@@ -59,7 +59,7 @@ def test_chats(client: openai.OpenAI, server: Running, model: str, sampling: dic
     assert (answer.usage.completion_tokens, answer.object) == (len(result.token_ids), "chat.completion")
 
 
-@pytest.mark.parametrize("nodes", [0, 5])
+@pytest.mark.parametrize("nodes", [0, 8])
 def test_the_number_of_draft_nodes_changes_no_text(client: openai.OpenAI, server: Running, nodes: int):
     answer = client.chat.completions.create(**CHAT, extra_body={"draft_nodes": nodes})
     assert answer.choices[0].message.content == plain(server)

@@ -37,6 +37,7 @@ def http_limits(options: ServeOptions) -> HttpLimits:
     """A request may have as many answers as one client may have in the queue."""
     return HttpLimits(
         choices=max(1, min(HttpLimits.choices, options.max_waiting // 2)),
+        max_tokens=options.max_tokens,
         default_tokens=options.default_tokens,
         request_seconds=None if options.request_seconds == float("inf") else options.request_seconds,
     )

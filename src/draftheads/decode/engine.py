@@ -41,6 +41,7 @@ _OTHER_NAMES = {
     "do_sample": "temperature",
     "eos_token_id": "stop_token_ids",
     "max_length": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
     "stop_strings": "stop",
 }
 

@@ -9,8 +9,9 @@ _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole 
 class TextStream:
     """The text of a growing list of token ids, decoded in small windows: the cost does not grow with the text."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         self._ids: list[int] = []
         self._start = 0  # of the window that is decoded again: some tokenizers need left neighbours for spaces
         self._shown = 0  # tokens whose text is out
@@ -35,16 +36,16 @@ class TextStream:
         return self._decode(self._ids[self._start :])[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(token_ids, **self._options)
         return text
 
 
-def pieces_of(text: str, token_ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
-    """What each token added to ``text``, which is their text or its beginning.
+def pieces_of(text: str, token_ids: Sequence[int], stream: TextStream) -> tuple[str, ...]:
+    """What each token added to ``text``, which is their text or its beginning. The stream is a new one.
 
     A character of several tokens belongs to the last of them.
     """
-    stream, pieces, start = TextStream(tokenizer), [], 0
+    pieces, start = [], 0
     for token in token_ids:
         end = start + len(stream.push([token]))
         pieces.append(text[start:end])
@@ -53,30 +54,36 @@ def pieces_of(text: str, token_ids: Sequence[int], tokenizer: Any) -> tuple[str,
 
 
 class StopText:
-    """Holds back what may become a stop string and cuts the text before one.
+    """Holds back what may become a stop string and cuts the text before one, or behind it if it is kept.
 
     >>> stop = StopText(("END",))
     >>> stop.push("one E"), stop.push("N"), stop.push("X two END three"), stop.found
     ('one ', '', 'ENX two ', True)
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stop = stop
+    def __init__(self, stop: tuple[str, ...], *, keep: bool = False) -> None:
+        self._stop, self._keep = stop, keep
         self._held = ""
+        self._num_early = 0  # characters at the beginning of it in which no stop string ends
         self.found = False
 
-    def push(self, text: str) -> str:
-        """Adds text and returns what is certain not to belong to a stop string."""
+    def push(self, text: str, *, is_early: bool = False) -> str:
+        """Adds text and returns what is certain not to belong to a stop string. None ends in text that is early."""
         if not self._stop or self.found:
             return "" if self.found else text
         self._held += text
-        hits = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if is_early:
+            self._num_early = len(self._held)
+        starts = {stop: self._held.find(stop, max(0, self._num_early + 1 - len(stop))) for stop in self._stop}
+        hits = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
         if hits:  # the one that ended first, however the text was cut into pieces
             self.found = True
-            certain, self._held = self._held[: min(hits)[1]], ""
+            end, start = min(hits)
+            certain, self._held = self._held[: end if self._keep else start], ""
             return certain
-        keep = max(_overlap(self._held, stop) for stop in self._stop)
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        count = len(self._held) - max(_overlap(self._held, stop) for stop in self._stop)
+        certain, self._held = self._held[:count], self._held[count:]
+        self._num_early = max(0, self._num_early - count)
         return certain
 
     def flush(self) -> str:

@@ -48,8 +48,9 @@ class Answers:
         self._events: asyncio.Queue[tuple[int, StreamEvent | JobFailed]] = asyncio.Queue()
         seconds, params = service.limits.request_seconds, call.params
         deadline = None if seconds is None else start + seconds
+        salt = service.access.cache_salt_of(client, params.fields.cache_salt)
         self._jobs = [
-            Job(request, params.lane, client, self._deliver_to(index), deadline, params.fields.cache_salt)
+            Job(request, params.lane, client, self._deliver_to(index), deadline, salt)
             for index, request in enumerate(call.requests)
         ]
         self._unfinished = set(range(len(self._jobs)))

@@ -141,8 +141,8 @@ class DraftPieces:
     Text of a token can come with a later event: a half character, or what may become a stop string.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._stream = TextStream(tokenizer)
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
         self._waiting: list[tuple[str, bool]] = []
 
     def push(self, event: StreamEvent) -> list[list[Any]]:

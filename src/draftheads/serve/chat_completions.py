@@ -94,7 +94,7 @@ class _ChoiceStream:
         self._call = call
         self._index = index
         self._request = request
-        self._pieces = DraftPieces(call.params.engine.model.tokenizer)
+        self._pieces = DraftPieces(request.new_stream())
         self._text = AnswerText(call.tools)
 
     def choice(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:

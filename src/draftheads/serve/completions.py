@@ -56,7 +56,7 @@ class CompletionCall(Call):
         """Texts; the prompts first, if they are echoed."""
         options = self.params.fields.stream_options
         offsets = [0] * len(self.requests)
-        pieces = [DraftPieces(self.params.engine.model.tokenizer) for _ in self.requests]
+        pieces = [DraftPieces(request.new_stream()) for request in self.requests]
         for index in range(len(self.requests)) if self.echo else ():
             text = self._prompt(index).text
             offsets[index] = len(text)

@@ -26,11 +26,9 @@ WITHOUT_EFFECT = {"metadata", "parallel_tool_calls", "prediction", "prompt_cache
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "audio": (None, "leave it out"),
     "best_of": (1, "send n and choose among the answers"),
-    "frequency_penalty": (0, "use repetition_penalty"),
     "function_call": ("none", "use tool_choice"),
     "functions": ([], "use tools"),
     "modalities": (["text"], "leave it out"),
-    "presence_penalty": (0, "use repetition_penalty"),
     "suffix": ("", "leave it out"),
     "verbosity": (None, "leave it out"),
     "web_search_options": (None, "leave it out"),

@@ -67,6 +67,12 @@ class Access:
             return f"key {_key_number(headers, self.api_keys)}"
         return str((scope.get("client") or ("unknown",))[0])
 
+    def cache_salt_of(self, client: str, given: str) -> str:
+        """The requests with the same salt share what was read: those that give the same, else those of one API key."""
+        if given:
+            return f"given {given}"  # no client has such a name
+        return client if self.api_keys else ""
+
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """A page whose name was bound to this machine's address after it was loaded sends its own name here."""
         host = _name_of(headers.get(b"host", b"").decode("latin-1"))

@@ -17,5 +17,6 @@ class HttpLimits:
     json_depth: int = 64
     choices: int = 128  # prompts of a request times n
 
+    max_tokens: int | None = None  # the longest answer that a request may want; None: as long as the model's texts
     default_tokens: int = 2048  # of a chat's answer, where the request names no limit
     request_seconds: float | None = 600.0  # from the request to the end of its answer

@@ -26,6 +26,7 @@ _OF_SCHEDULER: _Metrics = {
     "kv_bytes": (_GAUGE, "kv_bytes", "Bytes of keys and values of answers"),
     "prefix_bytes": (_GAUGE, "prefix_bytes", "Bytes of keys and values of cached prefixes"),
     "steps": (_COUNT, "steps", "Steps of the model"),
+    "interruptions": (_COUNT, "interruptions", "Answers that waited again, for memory or for another client"),
     "finished": (_COUNT, "answers_finished", "Answers that were finished"),
     "failed": (_COUNT, "answers_failed", "Answers that failed"),
     "cancelled": (_COUNT, "answers_cancelled", "Answers that were cancelled"),

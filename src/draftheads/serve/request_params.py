@@ -17,8 +17,11 @@ from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
 from draftheads.settings import Grammar, SamplingSettings
 
-_FROM_MODEL = ("temperature", "top_p", "top_k", "repetition_penalty")
-_SAMPLING = {*_FROM_MODEL, "seed", "stop", "logit_bias", "ignore_eos"}  # fields that are settings of the same name
+_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = {  # fields that are settings of the same name
+    *(*_FROM_MODEL, "frequency_penalty", "presence_penalty", "seed", "logit_bias"),
+    *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+}
 _OUR_NAMES = {"max_new_tokens": "max_tokens"}
 _NAMES = {"draft_nodes", *(field.name for field in dataclass_fields(SamplingSettings))}
 _MOST_STOP_CHARACTERS = 256
@@ -96,19 +99,26 @@ class CommonFields(Fields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     seed: int | None = None
     stop: Annotated[list[str], AfterValidator(_short_stops), BeforeValidator(text_or_list)] = Field([], max_length=16)
+    stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field({}, max_length=1024)
     ignore_eos: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     draft_nodes: int | None = None
     n: Annotated[int, Field(ge=1, le=HttpLimits.choices)] = 1  # answers to each prompt
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     store: bool = True  # the answers may be recorded
-    cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches
+    cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches, whatever their keys
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
 
 
@@ -156,8 +166,11 @@ def read_params(
         raise wrong("model", f"is missing; models of this server: {', '.join(service.models)}")
     if fields.n > service.limits.choices:
         raise wrong("n", f"is {fields.n}; it must be at most {service.limits.choices}")
-    if len({fields.max_tokens, fields.max_completion_tokens} - {None}) > 1:
-        raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
+    max_tokens = _max_tokens(fields, service.limits, default_tokens)
+    if fields.min_tokens and grammar is not None:
+        raise wrong(
+            "min_tokens", f"is {fields.min_tokens}, but the form of the answer decides on its end; leave it out"
+        )
     if "stream_options" in fields.model_fields_set and not fields.stream:
         raise wrong("stream_options", "is for streams only; send stream: true")
     if fields.stream_options.continuous_usage_stats and not fields.stream_options.include_usage:
@@ -172,13 +185,33 @@ def read_params(
         engine.check_draft_nodes(fields.draft_nodes)
         settings = SamplingSettings(
             **sampling,
-            max_new_tokens=fields.max_tokens or fields.max_completion_tokens or default_tokens,
+            max_new_tokens=max_tokens,
+            min_new_tokens=fields.min_tokens,
             logprobs=logprobs,
             grammar=grammar,
         )
     except InvalidSettings as error:
         raise api_error_of(error, param=_field_of(error)) from None
     return RequestParams(fields, engine, Lane(fields.model, fields.draft_nodes), settings)
+
+
+def _max_tokens(fields: CommonFields, limits: HttpLimits, default: int) -> int:
+    """The longest answer that a request wants, within the server's limit.
+
+    Raises:
+        ApiError: two different lengths, one beyond the server's limit, or one below ``min_tokens``.
+    """
+    asked = {name: value for name in ("max_tokens", "max_completion_tokens") if (value := getattr(fields, name))}
+    if len(set(asked.values())) > 1:
+        raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
+    limit = limits.max_tokens
+    for name, value in asked.items():
+        if limit is not None and value > limit:
+            raise wrong(name, f"is {value}; it must be at most {limit} on this server")
+    max_tokens = next(iter(asked.values()), default if limit is None else min(default, limit))
+    if fields.min_tokens > max_tokens:
+        raise wrong("min_tokens", f"is {fields.min_tokens}; it must be at most max_tokens, which is {max_tokens}")
+    return max_tokens
 
 
 def _defaults_of(engine: Engine) -> dict[str, Any]:

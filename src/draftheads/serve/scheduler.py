@@ -75,6 +75,7 @@ class Snapshot:
     prefix_entries: int = 0
 
     steps: int = 0
+    interruptions: int = 0  # of requests that were read or decoded and waited again
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -295,6 +296,7 @@ class Scheduler:
                 prefix_bytes=core.prefixes.num_bytes,
                 prefix_entries=len(core.prefixes),
                 steps=core.steps,
+                interruptions=core.interruptions,
                 prompt_tokens_read=core.tokens_read,
                 prefix_hits=core.prefixes.hits,
                 prefix_tokens_reused=core.prefixes.tokens_reused,

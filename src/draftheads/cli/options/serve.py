@@ -57,8 +57,10 @@ class ServeOptions(OptionGroup):
     """Memory for keys and values in GiB. Default: half of the free memory, and no more than the rows can use."""
     chunk_tokens: Annotated[int, FROM_1] = 256
     """Prompt tokens that are read between two steps. More read long prompts faster and delay streams longer."""
+    max_tokens: Annotated[int | None, FROM_1] = None
+    """Longest answer that a request may ask for. As long as the model's texts when left out."""
     default_tokens: Annotated[int, FROM_1] = 2048
-    """Longest answer of a chat, where the request names none."""
+    """Longest answer of a chat, where the request names none. At most --max-tokens."""
     request_seconds: Annotated[float, ABOVE_0] = 600.0
     """Time for a request. Then it ends with an error."""
     drain_seconds: Annotated[float, _WAIT] = 30.0
