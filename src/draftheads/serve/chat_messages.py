@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, FailFast, Field, Json
 from draftheads.decode.engine import Engine
 from draftheads.errors import DraftHeadsError, InvalidPrompt
 from draftheads.models.chat_template import render, template_of
+from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import Fields, text_or_list, wrong
 from draftheads.serve.tools import OPEN, ToolUse, check_template
@@ -98,4 +99,4 @@ def _with_tools(engine: Engine, messages: list[dict[str, Any]], tools: ToolUse |
         raise InvalidPrompt(f"the chat {problem}")
     if tools is not None and tools.forced:
         text += f"{OPEN}\n"  # the answer is the call itself
-    return list(engine.model.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return token_ids_of(engine.model, text, add_special_tokens=False)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
+from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.api_error import api_error_of
 from draftheads.serve.body import read_json
 from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
@@ -163,7 +164,9 @@ def _read_prompt(engine: Engine, prompt: str | list[int]) -> Prompt:
     """Its token ids; a text is read as it is, without chat template."""
     tokenizer = engine.model.tokenizer
     try:
-        ids = engine.encode(list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt)  # checks them
+        ids = engine.encode(token_ids_of(engine.model, prompt) if isinstance(prompt, str) else prompt)  # checks them
     except DraftHeadsError as error:
         raise api_error_of(error, param="prompt") from None
-    return Prompt(ids, prompt if isinstance(prompt, str) else tokenizer.decode(ids, skip_special_tokens=False))
+    if isinstance(prompt, str):
+        return Prompt(ids, prompt)
+    return Prompt(ids, engine.model.tokenizer.decode(ids, skip_special_tokens=False))
