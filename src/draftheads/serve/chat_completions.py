@@ -146,4 +146,6 @@ def read_chat(body: bytes, service: Service) -> ChatCall:
     )
     messages = [message.for_template(f"messages[{number}]") for number, message in enumerate(fields.messages)]
     ids = prompt_ids_of(params.engine, messages, tools)
-    return ChatCall(params, len(ids), params.requests(ids, param="messages"), messages, tools)
+    requests = params.requests(ids, param="messages")
+    params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens)
+    return ChatCall(params, len(ids), requests, messages, tools)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, Json
+from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import DraftHeadsError, InvalidPrompt
@@ -16,7 +16,9 @@ from draftheads.utils.messages import ROLES, half_character, short
 
 class _Function(Fields, extra="ignore"):
     name: str
-    arguments: Annotated[Json[Any], BeforeValidator(lambda text: "{}" if text == "" else text)]
+    arguments: Annotated[
+        Json[Any], BeforeValidator(lambda text: "{}" if text == "" else text, json_schema_input_type=str)
+    ]
 
 
 class _Call(Fields, extra="allow"):
@@ -35,11 +37,13 @@ def _parts(content: Any) -> list[Any]:
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in text_or_list(content)]
 
 
-class Message(Fields, extra="ignore"):
+class Message(Fields, extra="ignore", json_schema_extra={"required": ["role"]}):
     """One message."""
 
-    role: Any = None
-    content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_parts)] = Field([])
+    role: Annotated[Any, WithJsonSchema({"enum": ROLES})] = None
+    content: Annotated[
+        list[_TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[str | _TextPart])
+    ] = Field([])
     tool_calls: Annotated[list[_Call], FailFast()] = Field([])  # with all errors of a list, a request takes seconds
     tool_call_id: Any = None
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from reprlib import repr as short_repr
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from draftheads.errors import close_name
 from draftheads.serve.api_error import ApiError
@@ -77,6 +78,27 @@ class Fields(BaseModel):
             if name not in _UNSUPPORTED or given[name] != _UNSUPPORTED[name][0]:
                 raise PydanticCustomError("unknown", "", {"name": ascii(name)[1:-1], "close": close_name(name, known)})
         return {name: given[name] for name in known & given.keys()}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema for programs: a field that may be left out may be null."""
+        schema = handler(core_schema)
+        of_object = handler.resolve_ref_schema(schema)
+        fields, null = of_object.get("properties", {}), {"type": "null"}
+        for name in fields.keys() - of_object.get("required", ()):
+            if null not in fields[name].get("anyOf", ()):
+                fields[name] = {"anyOf": [fields[name], null]}
+        return schema
+
+
+def other_fields() -> dict[str, JsonSchemaValue]:
+    """Schemas of the fields of OpenAI's API that requests may have, but that change no answer."""
+    ignored = {name: {"description": "has no effect"} for name in sorted(_WITHOUT_EFFECT)}
+    fixed = {
+        name: {"enum": [value] if value is None else [value, None], "description": f"not supported: {fix}"}
+        for name, (value, fix) in _UNSUPPORTED.items()
+    }
+    return {**ignored, **fixed}
 
 
 Model = TypeVar("Model", bound=Fields)

@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
 from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
-from draftheads.serve.api_error import api_error_of
-from draftheads.serve.fields import Fields, check_schema, text_or_list, wrong
+from draftheads.serve.api_error import ApiError, api_error_of
+from draftheads.serve.fields import Fields, check_schema, other_fields, text_or_list, wrong
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
 from draftheads.settings import Grammar, SamplingSettings
@@ -81,7 +83,11 @@ class CommonFields(Fields):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str], AfterValidator(_short_stops), BeforeValidator(text_or_list)] = Field([], max_length=16)
+    stop: Annotated[
+        list[str],
+        AfterValidator(_short_stops),
+        BeforeValidator(text_or_list, json_schema_input_type=str | Annotated[list[str], Field(max_length=16)]),
+    ] = Field([], max_length=16)
     logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field({}, max_length=1024)
     ignore_eos: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -93,6 +99,14 @@ class CommonFields(Fields):
     store: bool = True  # the answers may be recorded
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With the fields that change no answer."""
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        of_object = handler.resolve_ref_schema(schema)
+        of_object["properties"] = {**other_fields(), **of_object["properties"]}
+        return schema
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,25 @@ class RequestParams:
             return [self.engine.request(prompt_ids, replace(self.settings, seed=each)) for each in seeds]
         except DraftHeadsError as error:
             raise api_error_of(error, param=param if isinstance(error, InvalidPrompt) else _field_of(error)) from None
+
+    def check_logprobs(
+        self, most: int, num_tokens: int, *, tokens: str = "max_tokens", field: str = "top_logprobs"
+    ) -> None:
+        """Are there at most so many log-probabilities in the answers, if the longest has ``num_tokens``?
+
+        ``tokens`` and ``field`` name the factors in the error.
+
+        Raises:
+            ApiError: there may be more.
+        """
+        if self.settings.logprobs is None:
+            return
+        num_top = max(1, self.settings.logprobs)  # each token has its own, too
+        product = self.fields.n * num_tokens * num_top
+        if product > most:
+            factors = f"n × {tokens} × {field} is {self.fields.n} × {num_tokens} × {num_top}"
+            message = f"{factors} = {product:,} log-probabilities; it must be at most {most:,}: ask for fewer"
+            raise ApiError(400, message, param=field)
 
 
 def _later(seed: int, number: int) -> int:
