@@ -60,6 +60,8 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "messages[1].content[0].type",
         "'image_url'; it must be 'text'",
     ),
+    "half a character in a name": ({"\ud800": 1}, None, "the name of a field"),
+    "half a character in an inner name": ({"stream_options": {"\ud800": 1}}, None, "the name of a field"),
     "half a character": (said("\ud800"), "messages[1].content", "half"),
     "temperature of a wrong type": ({"temperature": True}, "temperature", "number"),
     "temperature below 0": ({"temperature": -0.1}, "temperature", "0 (greedy)"),

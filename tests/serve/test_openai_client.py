@@ -211,6 +211,20 @@ def test_echo_with_log_probabilities_scores_the_prompt(client: openai.OpenAI, se
     assert only.usage.completion_tokens == 0
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_zero_log_probabilities_are_those_of_the_tokens_alone(client: openai.OpenAI, server: Running, echo: bool):
+    fields = {**TEXT, "max_tokens": 4, "echo": echo}
+    two, zero = (client.completions.create(**fields, logprobs=count).choices[0] for count in (2, 0))
+    assert two.logprobs.top_logprobs is not None
+    assert (zero.text, zero.logprobs.top_logprobs) == (two.text, None)
+    for part in ("tokens", "token_logprobs", "text_offset"):
+        assert getattr(zero.logprobs, part) == getattr(two.logprobs, part)
+    assert len(zero.logprobs.tokens) == 4 + echo * len(text_ids(server, TEXT["prompt"]))
+    streamed = [] if echo else list(client.completions.create(**fields, logprobs=0, stream=True))
+    choices = [choice for chunk in streamed for choice in chunk.choices if choice.logprobs]
+    assert all(choice.logprobs.top_logprobs is None for choice in choices)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_of_a_schema(client: openai.OpenAI, server: Running, stream: bool):
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}

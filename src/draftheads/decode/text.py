@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
+_MOST_WAITING = 8  # tokens whose text is not certain; a character has at most four bytes
 
 
 class TextStream:
@@ -17,23 +18,53 @@ class TextStream:
         self._shown = 0  # tokens whose text is out
 
     def push(self, token_ids: list[int]) -> str:
-        """Adds tokens and returns the new text that is certain: whole characters only."""
+        """Adds tokens and returns the new text that is certain: whole characters, and bytes that can be none."""
         self._ids += token_ids
-        new = self._new_text()
-        if not new or new.endswith(_UNFINISHED):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return new
+        text = self._show_whole(len(self._ids))
+        return text or (self._show_broken() if len(self._ids) - self._shown >= _MOST_WAITING else "")
 
     def flush(self) -> str:
         """The rest, half characters included: the text will not grow any more."""
-        new = self._new_text()
+        new = self._new_text(len(self._ids))
         self._start = self._shown = len(self._ids)
         return new
 
-    def _new_text(self) -> str:
+    def _show_whole(self, end: int) -> str:
+        """The new text of the tokens before ``end``, if it ends with a whole character."""
+        new = self._new_text(end)
+        if not new or new.endswith(_UNFINISHED):
+            return ""
+        self._start, self._shown = self._shown, end
+        return new
+
+    def _show_broken(self) -> str:
+        """The certain text of many tokens, which end in half a character; without it each push would decode more."""
+        text = "".join([self._show_whole(end) for end in range(self._shown + 1, len(self._ids))])
+        # special tokens have no text, and one character may be spread among them; a single space may be dropped
+        self._ids[self._shown :] = [token for token in self._ids[self._shown :] if self._decode([token, token])]
+        if len(self._ids) - self._shown < _MOST_WAITING:
+            return text
+        # more bytes than a character has: all of their text is certain, but for the last mark
+        new = self._new_text(len(self._ids))
+        for end in range(len(self._ids) - 1, self._shown, -1):
+            length = len(self._new_text(end))
+            if 0 < length < len(new):
+                self._start, self._shown = self._broken_before(end), end
+                return text + new[:length]
+        return text
+
+    def _broken_before(self, end: int) -> int:
+        """Where a window of broken text begins: to some tokenizers all bytes are wrong beside a wrong one."""
+
+        def begins_whole(start: int) -> bool:
+            windows = (self._ids[start:stop] for stop in range(start + 1, start + 5))
+            return any(not self._decode(window).endswith(_UNFINISHED) for window in windows)
+
+        return next((start for start in range(self._shown, end) if not begins_whole(start)), self._shown)
+
+    def _new_text(self, end: int) -> str:
         before = self._decode(self._ids[self._start : self._shown])
-        return self._decode(self._ids[self._start :])[len(before) :]
+        return self._decode(self._ids[self._start : end])[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, **self._options)

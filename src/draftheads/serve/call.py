@@ -125,14 +125,16 @@ def tokens_with_logprobs(
 ) -> tuple[Sequence[int], Sequence[float], Sequence[TopLogprobs]] | None:
     """The tokens that are text (all but one that ended the answer), their log-probabilities and the top ones.
 
-    ``part`` is an event of the request, or the whole request. None if no log-probabilities are asked for.
+    ``part`` is an event of the request, or the whole request. None if no log-probabilities are asked for; no top ones
+    if zero of them are.
     """
     if request.settings.logprobs is None:
         return None
     ids = part.token_ids
     has_stop_id = part.finish_reason == "stop" and bool(ids) and request.is_stop_id(ids[-1])
     count = len(ids) - has_stop_id
-    return ids[:count], (part.logprobs or ())[:count], (part.top_logprobs or ())[:count]
+    tops = part.top_logprobs if request.settings.logprobs else None
+    return ids[:count], (part.logprobs or ())[:count], (tops or ())[:count]
 
 
 class DraftPieces:

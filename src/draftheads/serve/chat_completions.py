@@ -150,4 +150,6 @@ def read_chat(body: bytes, service: Service) -> ChatCall:
     messages = [message.for_template(f"messages[{number}]") for number, message in enumerate(fields.messages)]
     use = fields.template_use(params.engine.model, tools, fields.reasoning_effort, "reasoning_effort")
     ids = prompt_ids_of(params.engine, messages, use, param="messages")
-    return ChatCall(params, len(ids), params.requests(ids, param="messages"), messages, tools)
+    requests = params.requests(ids, param="messages")
+    params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens)
+    return ChatCall(params, len(ids), requests, messages, tools)

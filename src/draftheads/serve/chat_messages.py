@@ -4,19 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, Json
+from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import DraftHeadsError, InvalidPrompt, first_line
 from draftheads.models.chat_template import reads_variable, render, reserved_names, template_of
 from draftheads.models.model import TargetModel
+from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import Fields, text_or_list, wrong
 from draftheads.serve.tools import OPEN, ToolUse, check_template
 from draftheads.utils.messages import ROLES, half_character, short
 
 # values of the arguments of a call; the API has them as JSON text
-Arguments = Annotated[Json[Any], BeforeValidator(lambda text: "{}" if text == "" else text)]
+Arguments = Annotated[Json[Any], BeforeValidator(lambda text: "{}" if text == "" else text, json_schema_input_type=str)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
 
 
@@ -44,13 +45,15 @@ def _parts(content: Any) -> list[Any]:
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in text_or_list(content)]
 
 
-class Message(Fields):
+class Message(Fields, json_schema_extra={"required": ["role"]}):
     """One message."""
 
     without_effect: ClassVar = {"annotations"}  # of an answer that is sent back
 
-    role: Any = None
-    content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_parts)] = Field([])
+    role: Annotated[Any, WithJsonSchema({"enum": ROLES})] = None
+    content: Annotated[
+        list[_TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[str | _TextPart])
+    ] = Field([])
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[_Call], FailFast()] = Field([])  # with all errors of a list, a request takes seconds
@@ -186,4 +189,4 @@ def _encoded(model: TargetModel, messages: list[dict[str, Any]], use: TemplateUs
         raise InvalidPrompt(f"the chat {problem}")
     if tools is not None and tools.forced:
         text += f"{OPEN}\n"  # the answer is the call itself
-    return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return token_ids_of(model, text, add_special_tokens=False)

@@ -4,11 +4,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
+from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.api_error import api_error_of
 from draftheads.serve.body import read_json
 from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
@@ -122,10 +123,13 @@ def _prompts_of(value: Any) -> list[str | list[int]]:
     return prompts
 
 
+_PROMPT_SCHEMA = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()
+
+
 class CompletionFields(CommonFields):
     """The fields of a completion request."""
 
-    prompt: Annotated[Any, AfterValidator(_prompts_of)] = Field(None, validate_default=True)
+    prompt: Annotated[Any, AfterValidator(_prompts_of), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0, with echo: prompts are only scored
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
@@ -158,14 +162,19 @@ def read_completion(body: bytes, service: Service) -> CompletionCall:
     prompts = [_read_prompt(params.engine, prompt) for prompt in fields.prompt]
     requests = [request for prompt in prompts for request in params.requests(prompt.token_ids, param="prompt")]
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return CompletionCall(params, num_tokens, [] if only_score else requests, None, prompts, fields.echo)
+    requests = [] if only_score else requests
+    num_scored = sum(request.most_new_tokens for request in requests[:: fields.n]) + fields.echo * num_tokens
+    factor = "tokens of prompts and answers" if fields.echo or num_prompts > 1 else "max_tokens"
+    params.check_logprobs(service.limits.logprobs, num_scored, tokens=factor, field="logprobs")
+    return CompletionCall(params, num_tokens, requests, None, prompts, fields.echo)
 
 
 def _read_prompt(engine: Engine, prompt: str | list[int]) -> Prompt:
     """Its token ids; a text is read as it is, without chat template."""
-    tokenizer = engine.model.tokenizer
     try:
-        ids = engine.encode(list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt)  # checks them
+        ids = engine.encode(token_ids_of(engine.model, prompt) if isinstance(prompt, str) else prompt)  # checks them
     except DraftHeadsError as error:
         raise api_error_of(error, param="prompt") from None
-    return Prompt(ids, prompt if isinstance(prompt, str) else tokenizer.decode(ids, skip_special_tokens=False))
+    if isinstance(prompt, str):
+        return Prompt(ids, prompt)
+    return Prompt(ids, engine.model.tokenizer.decode(ids, skip_special_tokens=False))

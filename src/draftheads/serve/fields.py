@@ -6,8 +6,9 @@ from collections.abc import Set as AbstractSet
 from reprlib import repr as short_repr
 from typing import Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from draftheads.errors import close_name
 from draftheads.serve.api_error import ApiError
@@ -81,6 +82,21 @@ class Fields(BaseModel):
                 hints = {"close": close_name(name, known), "fix": fix}
                 raise PydanticCustomError("unknown", "", {"name": ascii(name)[1:-1], **hints})
         return {name: given[name] for name in known & given.keys()}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema for programs: a field that may be left out may be null."""
+        schema = handler(core_schema)
+        of_object = handler.resolve_ref_schema(schema)
+        fields, null = of_object.setdefault("properties", {}), {"type": "null"}
+        fields |= {name: {"description": "has no effect"} for name in sorted(cls.without_effect)}
+        for name, (value, fix) in cls.unsupported.items():
+            fields[name] = {"enum": [value], "description": f"not supported: {fix}"}
+        for name in fields.keys() - of_object.get("required", ()):
+            of_field = fields[name]
+            if null not in of_field.get("anyOf", ()) and of_field.keys() != {"description"}:
+                fields[name] = {"anyOf": [of_field, null]}
+        return schema
 
 
 Model = TypeVar("Model", bound=Fields)

@@ -82,6 +82,11 @@ class Access:
             )
 
 
+def needs_key(path: str, access: Access) -> bool:
+    """Whether a path needs an API key, or the admin key."""
+    return path.startswith(_ADMIN) or (bool(access.api_keys) and path.startswith(_PROTECTED))
+
+
 @dataclass(eq=False)
 class Guard:
     """Wraps the application."""
@@ -112,7 +117,9 @@ class Guard:
         try:
             try:
                 scope["state"]["client"] = self.access.client_of(scope)
-                await self.app(scope, receive, send_safely)
+                # uvicorn sends no body in response to HEAD
+                inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self.app(inner, receive, send_safely)
             except Exception as error:
                 if not isinstance(error, ApiError):
                     _LOG.exception("a request failed")

@@ -13,6 +13,7 @@ from draftheads.serve.scheduler import Snapshot
 ROUTES = frozenset(
     {"/", "/health", "/ready", "/metrics", "/admin/head"}
     | {"/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"}
+    | {"/openapi.json"}
 )
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

@@ -11,7 +11,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
 from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
-from draftheads.serve.api_error import api_error_of
+from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import UNSUPPORTED, WITHOUT_EFFECT, Fields, check_schema, text_or_list, wrong
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
@@ -104,7 +104,11 @@ class CommonFields(Fields):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str], AfterValidator(_short_stops), BeforeValidator(text_or_list)] = Field([], max_length=16)
+    stop: Annotated[
+        list[str],
+        AfterValidator(_short_stops),
+        BeforeValidator(text_or_list, json_schema_input_type=str | Annotated[list[str], Field(max_length=16)]),
+    ] = Field([], max_length=16)
     stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -143,6 +147,25 @@ class RequestParams:
             return [self.engine.request(prompt_ids, replace(self.settings, seed=each)) for each in seeds]
         except DraftHeadsError as error:
             raise api_error_of(error, param=param if isinstance(error, InvalidPrompt) else _field_of(error)) from None
+
+    def check_logprobs(
+        self, most: int, num_tokens: int, *, tokens: str = "max_tokens", field: str = "top_logprobs"
+    ) -> None:
+        """Are there at most so many log-probabilities in the answers, if the longest has ``num_tokens``?
+
+        ``tokens`` and ``field`` name the factors in the error.
+
+        Raises:
+            ApiError: there may be more.
+        """
+        if self.settings.logprobs is None:
+            return
+        num_top = max(1, self.settings.logprobs)  # each token has its own, too
+        product = self.fields.n * num_tokens * num_top
+        if product > most:
+            factors = f"n × {tokens} × {field} is {self.fields.n} × {num_tokens} × {num_top}"
+            message = f"{factors} = {product:,} log-probabilities; it must be at most {most:,}: ask for fewer"
+            raise ApiError(400, message, param=field)
 
 
 def _later(seed: int, number: int) -> int:
@@ -201,7 +224,8 @@ def _max_tokens(fields: CommonFields, limits: HttpLimits, default: int) -> int:
     Raises:
         ApiError: two different lengths, one beyond the server's limit, or one below ``min_tokens``.
     """
-    asked = {name: value for name in ("max_tokens", "max_completion_tokens") if (value := getattr(fields, name))}
+    names = {name: type(fields).model_fields[name].alias or name for name in ("max_tokens", "max_completion_tokens")}
+    asked = {names[name]: value for name in names if (value := getattr(fields, name))}
     if len(set(asked.values())) > 1:
         raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
     limit = limits.max_tokens
@@ -210,7 +234,10 @@ def _max_tokens(fields: CommonFields, limits: HttpLimits, default: int) -> int:
             raise wrong(name, f"is {value}; it must be at most {limit} on this server")
     max_tokens = next(iter(asked.values()), default if limit is None else min(default, limit))
     if fields.min_tokens > max_tokens:
-        raise wrong("min_tokens", f"is {fields.min_tokens}; it must be at most max_tokens, which is {max_tokens}")
+        raise wrong(
+            "min_tokens",
+            f"is {fields.min_tokens}; it must be at most {next(iter(asked), 'max_tokens')}, which is {max_tokens}",
+        )
     return max_tokens
 
 

@@ -46,7 +46,7 @@ class ResponseCall(ChatCall):
         [request] = self.requests
         sent, text, calls = self._events(), AnswerText(self.tools), list[ToolCall]()
         has_pieces = self.params.fields.stream_options.include_draft
-        pieces = DraftPieces(self.params.engine.model.tokenizer)
+        pieces = DraftPieces(request.new_stream())
         for item in sent.begin():
             yield item
         try:
@@ -107,6 +107,7 @@ def read_response(body: bytes, service: Service) -> ResponseCall:
     use = fields.template_use(params.engine.model, tools, fields.reasoning.effort, "reasoning.effort")
     ids = prompt_ids_of(params.engine, messages, use, param="input")
     requests = params.requests(ids, param="input")
+    params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens, tokens="max_output_tokens")
     return ResponseCall(params, len(ids), requests, messages, tools, _echo(fields, params, values))
 
 

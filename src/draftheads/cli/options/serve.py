@@ -23,7 +23,7 @@ class ServeOptions(OptionGroup):
     """Serve a model to many users, with OpenAI's HTTP interface.
 
     A chat page is at the server's address. The routes are /v1/chat/completions, /v1/responses, /v1/completions,
-    /v1/models, /health, /ready and /metrics.
+    /v1/models, /health, /ready, /metrics and /openapi.json.
     """
 
     BASIC: ClassVar = ("model", "head", "host", "port", "api_key_file", "max_rows", "kv_gib", "precision")
@@ -68,6 +68,8 @@ class ServeOptions(OptionGroup):
     log_requests: bool = True
     """Write a line for each request: address, path, status, time. Prompts and answers are never written, and answers of
     /health, /ready and /metrics only if they fail."""
+    schema: bool = True
+    """Serve /openapi.json, which describes the routes for programs."""
     record: Path | None = None
     """Record prompts and answers in this folder, to train heads on them. Clients opt out with "store": false. Nothing
     is recorded when left out."""
