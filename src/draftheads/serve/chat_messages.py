@@ -37,7 +37,16 @@ def _parts(content: Any) -> list[Any]:
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in text_or_list(content)]
 
 
-class Message(Fields, extra="ignore", json_schema_extra={"required": ["role"]}):
+_CONTENT: dict[str, Any] = {  # what for_template reads
+    "required": ["role"],
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ],
+}
+
+
+class Message(Fields, extra="ignore", json_schema_extra=_CONTENT):
     """One message."""
 
     role: Annotated[Any, WithJsonSchema({"enum": ROLES})] = None

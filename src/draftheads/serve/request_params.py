@@ -17,7 +17,7 @@ from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import Fields, check_schema, other_fields, text_or_list, wrong
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
-from draftheads.settings import Grammar, SamplingSettings
+from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
 _FROM_MODEL = ("temperature", "top_p", "top_k", "repetition_penalty")
 _SAMPLING = {*_FROM_MODEL, "seed", "stop", "logit_bias", "ignore_eos"}  # fields that are settings of the same name
@@ -31,6 +31,13 @@ def _short_stops(stops: list[str]) -> list[str]:
     if (longest := max(map(len, stops), default=0)) > _MOST_STOP_CHARACTERS:
         raise ValueError(f"has a string of {longest} characters; it must have at most {_MOST_STOP_CHARACTERS}")
     return stops
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
+_BIASES: dict[str, Any] = {
+    "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
+    "additionalProperties": {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS},
+}
 
 
 def _by_token_id(biases: dict[Any, Any]) -> dict[Any, Any]:
@@ -86,9 +93,11 @@ class CommonFields(Fields):
     stop: Annotated[
         list[str],
         AfterValidator(_short_stops),
-        BeforeValidator(text_or_list, json_schema_input_type=str | Annotated[list[str], Field(max_length=16)]),
+        BeforeValidator(text_or_list, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=16)]),
     ] = Field([], max_length=16)
-    logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field({}, max_length=1024)
+    logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field(
+        {}, max_length=1024, json_schema_extra=_BIASES
+    )
     ignore_eos: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None

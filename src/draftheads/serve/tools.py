@@ -78,7 +78,9 @@ def _tool_name(name: str) -> str:
 
 
 class _Function(Fields, extra="ignore"):
-    name: Annotated[str, AfterValidator(_tool_name)]
+    name: Annotated[
+        str, AfterValidator(_tool_name), WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})
+    ]
     parameters: dict[str, Any] = Field({})
 
 
