@@ -16,6 +16,7 @@ from draftheads.decode.batch import Batch
 from draftheads.errors import DeviceLost
 from draftheads.serve import scheduler as module
 from draftheads.utils.transfer import device_works
+from scheduler_world import submit
 from serve_process import chat_body, wait_until
 from serve_world import Running, running, tiny_engines
 
@@ -86,6 +87,8 @@ def test_a_function_may_be_the_first_to_notice(server: Running, monkeypatch: pyt
     wait_until(lambda: scheduler.lost is not None)
     with pytest.raises(DeviceLost, match="has failed"):
         scheduler.call(lambda: 5).result()
+    with pytest.raises(DeviceLost, match="has failed"):
+        submit(scheduler, [3, 4])
 
 
 def test_a_device_works_unless_it_computes_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -45,7 +45,16 @@ def _parts(content: Any) -> list[Any]:
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in text_or_list(content)]
 
 
-class Message(Fields, json_schema_extra={"required": ["role"]}):
+_CONTENT: dict[str, Any] = {  # what for_template reads
+    "required": ["role"],
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ],
+}
+
+
+class Message(Fields, json_schema_extra=_CONTENT):
     """One message."""
 
     without_effect: ClassVar = {"annotations"}  # of an answer that is sent back

@@ -123,7 +123,10 @@ def _prompts_of(value: Any) -> list[str | list[int]]:
     return prompts
 
 
-_PROMPT_SCHEMA = TypeAdapter(str | list[str] | list[int] | list[list[int]]).json_schema()
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+_Several = Annotated[list[_Ids], Field(min_length=1)]
+_PROMPT_SCHEMA = TypeAdapter(Annotated[str, Field(min_length=1)] | _Texts | _Ids | _Several).json_schema()
 
 
 class CompletionFields(CommonFields):

@@ -15,7 +15,7 @@ from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import UNSUPPORTED, WITHOUT_EFFECT, Fields, check_schema, text_or_list, wrong
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
-from draftheads.settings import Grammar, SamplingSettings
+from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
 _FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SAMPLING = {  # fields that are settings of the same name
@@ -32,6 +32,13 @@ def _short_stops(stops: list[str]) -> list[str]:
     if (longest := max(map(len, stops), default=0)) > _MOST_STOP_CHARACTERS:
         raise ValueError(f"has a string of {longest} characters; it must have at most {_MOST_STOP_CHARACTERS}")
     return stops
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
+_BIASES: dict[str, Any] = {
+    "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
+    "additionalProperties": {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS},
+}
 
 
 def _by_token_id(biases: dict[Any, Any]) -> dict[Any, Any]:
@@ -107,12 +114,14 @@ class CommonFields(Fields):
     stop: Annotated[
         list[str],
         AfterValidator(_short_stops),
-        BeforeValidator(text_or_list, json_schema_input_type=str | Annotated[list[str], Field(max_length=16)]),
+        BeforeValidator(text_or_list, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=16)]),
     ] = Field([], max_length=16)
     stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field({}, max_length=1024)
+    logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field(
+        {}, max_length=1024, json_schema_extra=_BIASES
+    )
     ignore_eos: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -77,7 +77,9 @@ def _tool_name(name: str) -> str:
     return name
 
 
-ToolName = Annotated[str, AfterValidator(_tool_name)]
+ToolName = Annotated[
+    str, AfterValidator(_tool_name), WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})
+]
 
 
 class _Function(Fields, extra="ignore"):
