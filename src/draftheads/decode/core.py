@@ -100,7 +100,10 @@ class EngineCore(Generic[AnyEngine]):
         engine.check_draft_nodes(lane.draft_nodes)
         limit, nodes = self.limits.kv_bytes, lane.rounded().draft_nodes
         if limit is not None and (needed := self.sizes.alone(engine, nodes, request)) > limit:
-            raise _too_large(request, needed, limit)
+            raise TooLarge(
+                f"the prompt and {counted(request.most_new_tokens, 'new token')} need {needed >> 20} MiB for keys "
+                f"and values; the server has {limit >> 20} MiB: ask for fewer tokens"
+            )
 
     def add(
         self,
@@ -184,7 +187,7 @@ class EngineCore(Generic[AnyEngine]):
         return events
 
     def _admit_one(self, events: list[CoreEvent]) -> bool:
-        """Whether a request joined or failed. The events are of those that no engine can take any more."""
+        """Whether a request joined. The events are of those that no engine can take any more."""
         overtaken: list[QueuedRequest] = []
         kept_free = 0
         rows = self._rows_of_clients()
@@ -204,13 +207,6 @@ class EngineCore(Generic[AnyEngine]):
                 overtaken.append(queued)
                 if queued.num_overtaken >= _MOST_OVERTAKEN:
                     kept_free += self.sizes.at_first(self._engine_of(queued.lane), queued, self.limits.headroom_tokens)
-        limit = self.limits.kv_bytes
-        if overtaken and limit is not None and not self.num_running:  # it would wait for ever
-            queued = overtaken[0]
-            if self.waiting.pop(queued):
-                needed = self.sizes.at_first(self._engine_of(queued.lane), queued, 0)
-                events.append((queued.request, _too_large(queued.request, needed, limit)))
-            return True
         return False
 
     def _place_for(
@@ -312,20 +308,15 @@ class EngineCore(Generic[AnyEngine]):
             self.sizes.of_text(reading.lane.engine, reading.request) for reading in self._reading.readings
         )
 
-    @property
-    def _headroom(self) -> int:
-        """Further tokens of each answer for which there must be memory if one more request joins."""
-        return self.limits.headroom_tokens if self.num_running else 0
-
     def _growth(self, lane: RunningLane, request: Request, *, trimmed: bool = False) -> int:
         """By how much one more request adds to it."""
-        headroom = self._headroom
+        headroom = self.limits.headroom_tokens
         slots = lane.slots(request, headroom=headroom, trimmed=trimmed) - lane.slots(headroom=headroom, trimmed=trimmed)
         return slots * self.sizes.per_slot(lane.engine) + self.sizes.of_text(lane.engine, request)
 
     def _with(self, lane: RunningLane, request: Request, *, trimmed: bool) -> int:
         """Memory that is reserved if one more request is admitted."""
-        reserved = self._reserved(headroom=self._headroom, trimmed=trimmed)
+        reserved = self._reserved(headroom=self.limits.headroom_tokens, trimmed=trimmed)
         return reserved + self._growth(lane, request, trimmed=trimmed)
 
     def _wastes_time(self, lane: RunningLane, *more: Request, passes: int = 2) -> bool:
@@ -345,32 +336,24 @@ class EngineCore(Generic[AnyEngine]):
         """
         for lane in self.lanes:
             if self._keeps_answers and len(lane.batch.requests) > 1 and self._wastes_time(lane, passes=4):
-                longest = max(lane.batch.requests, key=lambda request: request.num_tokens)
-                if self._can_go_on(lane, longest):
-                    self._interrupt(lane, longest)
+                self._interrupt(lane, max(lane.batch.requests, key=lambda request: request.num_tokens))
         limit = self.limits.kv_bytes
         if limit is None or self._reserved() <= limit:
             return
         self._trim()
         while self._reserved() > limit and self.num_running > 1:
-            pairs = self._interruptible() or [(lane, request) for lane in self.lanes for request in lane.requests]
-            self._interrupt(*max(pairs, key=lambda pair: self._freed(*pair)))
+            self._interrupt(*max(self._interruptible(), key=lambda pair: self._freed(*pair)))
 
     def _interruptible(self, client: str | None = None) -> list[tuple[RunningLane, Request]]:
-        """Requests of a client, or of all, that can go on later. Partly read ones only if there are no others."""
+        """Requests of a client, or of all. Those whose prompts are partly read only if there are no others."""
         pairs = [
             (lane, request)
             for lane in self.lanes
             for request, queued in lane.requests.items()
-            if client in (None, queued.client) and self._can_go_on(lane, request)
+            if client in (None, queued.client)
         ]
         begun = {reading.request for reading in self._reading.readings if reading.reader is not None}
         return [pair for pair in pairs if pair[1] not in begun] or pairs
-
-    def _can_go_on(self, lane: RunningLane, request: Request) -> bool:
-        """Whether it would fit again after an interruption, when its whole text is read beside its row."""
-        limit = self.limits.kv_bytes
-        return limit is None or self.sizes.at_first(lane.engine, lane.requests[request], 0) <= limit
 
     def _freed(self, lane: RunningLane, request: Request) -> int:
         """Memory that is free without a request."""
@@ -445,10 +428,3 @@ class EngineCore(Generic[AnyEngine]):
         for request in requests:
             del lane.requests[request]
         return [(request, error) for request in requests]
-
-
-def _too_large(request: Request, needed: int, limit: int) -> TooLarge:
-    return TooLarge(
-        f"the prompt and {counted(request.most_new_tokens, 'new token')} need {needed >> 20} MiB for keys "
-        f"and values; the server has {limit >> 20} MiB: ask for fewer tokens"
-    )
