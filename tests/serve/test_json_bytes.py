@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftheads.serve import app, json_bytes
+from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.logprobs import TokenNames, chat_logprobs, completion_logprobs
 from families import IntegerTokenizer
-from serve_world import Running
+from serve_world import NAME, USER, Running, running, tiny_engines
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=40)
@@ -80,6 +81,15 @@ def test_an_answer_has_a_limited_number_of_log_probabilities(
     assert (response.status_code, error["param"]) == (400, "top_logprobs" if "chat" in route else "logprobs"), error
     assert factors in error["message"]
     assert "it must be at most 262,144: ask for fewer" in error["message"]
+
+
+def test_each_token_has_one_of_its_own():
+    fields = {"model": NAME, "messages": [USER], "logprobs": True}
+    with running(tiny_engines(), HttpLimits(logprobs=100)) as small:
+        assert small.post("chat/completions", **fields, n=10, max_tokens=10).status_code == 200
+        response = small.post("chat/completions", **fields, n=10, max_tokens=11)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
+    assert "is 10 × 11 × 1 = 110 log-probabilities; it must be at most 100" in response.json()["error"]["message"]
 
 
 def test_the_most_log_probabilities_are_allowed(server: Running):
