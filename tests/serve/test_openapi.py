@@ -12,10 +12,16 @@ from draftheads.serve.completions import CompletionFields
 from draftheads.serve.guard import Access
 from draftheads.serve.head_replacement import HeadFields
 from draftheads.serve.openapi import OPERATIONS, document
+from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.state import Service
 from serve_world import Running
 
-BODIES = {"/v1/chat/completions": ChatFields, "/v1/completions": CompletionFields, "/admin/head": HeadFields}
+BODIES = {
+    "/v1/chat/completions": ChatFields,
+    "/v1/responses": ResponseFields,
+    "/v1/completions": CompletionFields,
+    "/admin/head": HeadFields,
+}
 
 
 def document_of(access: Access | None = None) -> dict[str, Any]:
@@ -55,7 +61,7 @@ def test_requests_have_the_fields_that_are_read(served: dict[str, Any]):
         assert schema["additionalProperties"] is False
     assert schemas["CompletionFields"]["required"] == ["prompt"]
     assert schemas["Message"]["required"] == ["role"]
-    assert schemas["CompletionFields"]["properties"]["best_of"]["enum"] == [1, None]
+    assert schemas["CompletionFields"]["properties"]["best_of"]["anyOf"][0]["enum"] == [1]
     assert {"type": "null"} in schemas["ChatFields"]["properties"]["n"]["anyOf"]
 
 

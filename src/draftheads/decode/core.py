@@ -249,6 +249,8 @@ class EngineCore(Generic[AnyEngine]):
         for lane in sorted(lanes, key=lambda lane: self._growth(lane, queued.request)):
             if self._makes_room(lane, queued.request, kept_free):
                 return lane
+        if not self.num_running:
+            self.check(queued.request, queued.lane)  # it fits alone, or never: the engine may be another one by now
         new = RunningLane(queued.lane, engine, self._on_phase)
         if self._keeps_answers:
             new.batch.on_leave = lambda request, text: self.prefixes.add(new.namespace(request), text)

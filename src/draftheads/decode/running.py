@@ -68,7 +68,7 @@ class SlotBytes:
     def alone(self, engine: BatchSource, draft_nodes: int | None, request: Request) -> int:
         """If there is no other request, at the end of the longest possible answer."""
         slots = slots_for(engine.model, request.most_tokens, engine.most_nodes(draft_nodes))
-        return slots * self.per_slot(engine) + self.of_text(engine, request)
+        return (slots + slots_for(engine.model, len(request.prompt_ids))) * self.per_slot(engine)
 
     def at_first(self, engine: BatchSource, queued: QueuedRequest, headroom: int) -> int:
         """If there is no other request, for the next ``headroom`` tokens of the answer."""
