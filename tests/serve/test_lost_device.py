@@ -124,11 +124,14 @@ def test_the_process_ends_with_status_1(tmp_path: Path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DRAFTHEADS_CACHE": str(tmp_path / "cache")}
     options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=folder, **options) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().rpartition(" at ")[2].strip()
-        response = httpx2.post(f"{url}/v1/chat/completions", json=chat_body("a dog"), timeout=300)
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "device_lost")
-        _, errors = process.communicate(timeout=300)
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().rpartition(" at ")[2].strip()
+            response = httpx2.post(f"{url}/v1/chat/completions", json=chat_body("a dog"), timeout=300)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "device_lost")
+            _, errors = process.communicate(timeout=300)
+        finally:
+            process.kill()
     assert process.returncode == 1
     assert "device-side assert" in errors
     assert errors.splitlines()[-1].startswith("error: cpu of the server has failed")
