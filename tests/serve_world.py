@@ -30,11 +30,11 @@ NAME = "tiny"
 USER = {"role": "user", "content": "the cat sat on"}
 
 
-def tiny_engines(template: str | None = "hermes") -> dict[str, Engine]:
+def tiny_engines(template: str | None = "hermes", *, positions: int = 2048) -> dict[str, Engine]:
     """A random model that can write all bytes, with a head and plain; it never ends its text by itself."""
     tokenizer = byte_level()
     torch.manual_seed(5)
-    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": 2048, "eos_token_id": 0}
+    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": positions, "eos_token_id": 0}
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(requires_grad=False)
     target = TargetModel(model, tokenizer, "org/tiny", chat_template=read_template(template))
     plain = Engine(target)

@@ -107,6 +107,10 @@ class ShuttingDown(DraftHeadsError):
     """The server is shutting down and takes no more requests."""
 
 
+class DeviceLost(DraftHeadsError):
+    """The accelerator computes nothing any more: only a new process can use it."""
+
+
 class DistillationInterrupted(DraftHeadsError):
     """Ctrl-C stopped a distillation; the same command resumes it."""
 

@@ -18,6 +18,7 @@ MOST_LOGPROBS = 20  # as in the APIs of OpenAI and vLLM
 MOST_GRAMMAR_CHARACTERS = 65_536
 DEEPEST_SCHEMA = 64  # objects and arrays inside each other, in the text of a JSON schema
 MOST_BIAS = 100.0  # as in OpenAI's API
+MOST_PENALTY = 2.0  # the same
 AcceptanceRule = Literal["exact", "rejection", "block", "typical", "typical-sampled"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
@@ -104,7 +105,7 @@ class SamplingOptions:
     Values are checked and converted: one string for ``stop``, lists, and the numbers of NumPy are valid, too.
 
     Raises:
-        InvalidSettings: a value of another type or out of its range.
+        InvalidSettings: a value of another type or out of its range, or more tokens at least than at most.
     """
 
     max_new_tokens: int = 256
@@ -115,8 +116,16 @@ class SamplingOptions:
     """Sample among the k most likely tokens only."""
     top_p: float = 1.0
     """Sample among the top tokens up to this probability. They are the fewest tokens that together reach it."""
+    min_p: float = 0.0
+    """Leave out tokens below this share of the best probability. After temperature; 0 leaves none out."""
     repetition_penalty: float = 1.0
     """Above 1 makes tokens already in the text less likely. The prompt counts, too."""
+    frequency_penalty: float = 0.0
+    """Lowers a token's logit by this for each time in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
+    count."""
+    presence_penalty: float = 0.0
+    """Lowers a token's logit by this if it is in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
+    count."""
     seed: int | None = None
     """Makes sampling repeatable; drawn at random if left out."""
     stop: tuple[str, ...] = ()
@@ -125,10 +134,13 @@ class SamplingOptions:
     """Token ids that end the answer. The model's own end of text ends it, too."""
     ignore_eos: bool = False
     """Go on after the model's own end of text."""
+    min_new_tokens: int = 0
+    """The answer has at least this many tokens before it can end. Until then no token ends it, and stop strings are not
+    looked for."""
     logprobs: int | None = None
     """Log-probabilities of the answer's and the k top tokens. 0 gives those of the answer's tokens only; k, at most 20,
     also those of the k most likely tokens at each place. They are the log-softmax of the model's logits in float32,
-    before repetition penalty, temperature, top-k and top-p."""
+    before logit biases, penalties, temperature, top-k, top-p and min-p."""
     acceptance: AcceptanceRule = "exact"
     """Acceptance. exact keeps the model's distribution (greedy: its text). So do rejection and block
     (chains only), which are for drafts of sampled tokens. typical is faster but changes the distribution: it
@@ -153,6 +165,10 @@ class SamplingOptions:
                 shown = " ".join(short_repr(value).split())  # one line
                 raise InvalidSettings(f"{name} is {shown}; it must be {rule.words}")
             object.__setattr__(self, name, converted)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InvalidSettings(
+                f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {self.max_new_tokens}"
+            )
 
 
 @dataclass(frozen=True)
@@ -163,19 +179,28 @@ class SamplingSettings(SamplingOptions):
     schema of ``grammar``, and the numbers of NumPy are valid, too.
 
     Raises:
-        InvalidSettings: a value of another type or out of its range, or a grammar with ``ignore_eos``.
+        InvalidSettings: as the options, or a grammar with ``ignore_eos`` or ``min_new_tokens``.
     """
 
     grammar: Grammar | None = None
     """The answer is a text of this grammar. A dictionary is a JSON schema."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Numbers from -100 to 100 that are added to the logits of tokens: {token id: bias}. -100 in effect bans a token.
-    They are added before the repetition penalty and temperature."""
+    They are added before penalties and temperature."""
+    include_stop_str_in_output: bool = False
+    """Whether the stop string, or the text of a token of ``stop_token_ids``, that ends the answer is part of it."""
+    skip_special_tokens: bool = True
+    """Whether special tokens, such as ``<|im_start|>``, are left out of the text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.grammar is not None and self.ignore_eos:
             raise InvalidSettings("ignore_eos is True, but an answer with a grammar ends where the grammar ends")
+        if self.grammar is not None and self.min_new_tokens:
+            raise InvalidSettings(
+                f"min_new_tokens is {self.min_new_tokens}, but an answer with a grammar ends where the grammar ends: "
+                "leave min_new_tokens out"
+            )
 
 
 class _Rule(NamedTuple):
@@ -234,6 +259,10 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((_integer(token), _number(bias)) for token, bias in pairs))
 
 
+_PENALTY = _Rule(
+    _number, lambda penalty: abs(penalty) <= MOST_PENALTY, f"a number from {-MOST_PENALTY:g} to {MOST_PENALTY:g}"
+)
+_FLAG = _Rule(_flag, lambda _: True, "True or False")
 _RULES = {
     "max_new_tokens": _Rule(_integer, lambda n: n >= 1, "an integer of at least 1"),
     "temperature": _Rule(
@@ -244,6 +273,9 @@ _RULES = {
     "top_k": _Rule(_integer, lambda k: k >= 1, "an integer of at least 1, or None for all tokens", or_none=True),
     "top_p": _Rule(_number, lambda p: 0.0 < p <= 1.0, "a number above 0 and at most 1"),
     "repetition_penalty": _Rule(_number, lambda penalty: 0.0 < penalty < float("inf"), "a positive number"),
+    "min_p": _Rule(_number, lambda p: 0.0 <= p <= 1.0, "a number from 0 to 1"),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
     "seed": _Rule(
         _integer,
         lambda seed: -(2**63) <= seed < 2**64,
@@ -254,7 +286,10 @@ _RULES = {
     "stop_token_ids": _Rule(
         lambda ids: _several(ids, _integer), lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"
     ),
-    "ignore_eos": _Rule(_flag, lambda _: True, "True or False"),
+    "ignore_eos": _FLAG,
+    "include_stop_str_in_output": _FLAG,
+    "skip_special_tokens": _FLAG,
+    "min_new_tokens": _Rule(_integer, lambda n: n >= 0, "an integer of at least 0"),
     "logprobs": _Rule(
         _integer,
         lambda k: 0 <= k <= MOST_LOGPROBS,

@@ -10,8 +10,10 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.running import SlotBytes
+from draftheads.decode.waiting import Lane
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
+from draftheads.errors import TooLarge
 from draftheads.models.model import TargetModel
 from draftheads.speculation.drafter import NoDraft
 from families import TREES, tiny_head, tiny_model
@@ -48,6 +50,36 @@ def test_short_prompts_are_read_together_and_those_of_other_blocks_are_not(monke
 def test_with_batch_invariance_each_prompt_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama").sped_up(batch_invariant=True)
     assert groups_of(model, SHORT, monkeypatch) == [[2], [3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("salts", "groups", "tokens"),
+    [
+        (("one", "one"), [[62], [63]], 62 + 3),  # the second one waits until the first one's beginning is there
+        (("one", "other"), [[62, 63]], 62 + 63),  # else the time would tell one of them what the other one asked
+    ],
+)
+def test_only_prompts_of_one_salt_wait_for_their_common_beginning(
+    engine: Engine, salts: tuple[str, str], groups: list[list[int]], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[int]] = []
+    make = PromptReader.__init__
+
+    def noted(reader: PromptReader, model: TargetModel, requests: Any, *arguments: Any) -> None:
+        found.append([len(request.prompt_ids) for request in requests])
+        make(reader, model, requests, *arguments)
+
+    monkeypatch.setattr(PromptReader, "__init__", noted)
+    core = core_of(engine, chunk_tokens=1024)
+    requests = [request_of(engine, [*LONG[:60], *[3 + n] * (2 + n)]) for n in range(2)]
+    for request, salt in zip(requests, salts, strict=True):
+        core.add(request, client=salt, cache_salt=salt)
+    core.step()
+    assert (found, core.tokens_read) == (groups, tokens)
+    assert [request.num_cached for request in requests] == [0, 125 - tokens]
+    run(core, *requests)
+    for request in requests:
+        assert request.result().token_ids == plain_answer(engine, request.prompt_ids)
 
 
 # --- fairness and memory ---
@@ -118,13 +150,46 @@ def test_a_request_that_fits_overtakes_one_that_does_not_but_not_for_ever(
     large = add(core, engine, [5] * 400, max_new_tokens=2)
     order: list[Request] = []
     small: list[Request] = []
-    while not large.token_ids:
+    for _ in range(200):
+        if large.token_ids:
+            break
         small.append(add(core, engine, [6, 7, len(small) % 9], max_new_tokens=6))
         order += [request for request, event in core.step() if isinstance(event, StreamEvent) and event.finish_reason]
     before = [request for request in small if request in order]
     assert len(before) >= 3
     assert first in order
+    assert large.token_ids, "it is overtaken for ever"
     assert run(core, *small, large) < 100
+
+
+def test_an_answer_that_could_not_go_on_is_not_interrupted(engine: Engine) -> None:
+    """While a text is read again it takes its memory twice, and that of a long one is all that there is."""
+    core = core_of(engine, kv_bytes=768 * SlotBytes().per_slot(engine), headroom_tokens=4)
+    long = add(core, engine, [3, 4], "one", max_new_tokens=600)
+    while len(long.token_ids) < 350:
+        core.step()
+    others = [request_of(engine, [5, 6, n], max_new_tokens=120) for n in range(3, 5)]
+    for number, request in enumerate(others):
+        core.add(request, Lane("", 0), client=f"client {number}")
+        core.step()
+    assert core.num_running == 3
+    run(core, long, *others, most=1000)
+    assert core.interruptions > 0
+    for request in (long, *others):
+        expected = plain_answer(engine, request.prompt_ids, max_new_tokens=request.most_new_tokens)
+        assert request.result().token_ids == expected
+
+
+def test_a_request_that_fits_no_more_fails_instead_of_waiting_for_ever() -> None:
+    """Its engine was replaced by one that takes more memory."""
+    model = tiny_model("llama")
+    small, large = Engine(model), Engine(model, tiny_head("eagle", model))
+    core = core_of(small, kv_bytes=256 * SlotBytes().per_slot(small))
+    requests = [add(core, small, [3, 4, n], max_new_tokens=20) for n in (5, 6)]
+    core.engines[""] = large
+    events = core.step()
+    assert [(request, type(event)) for request, event in events] == [(request, TooLarge) for request in requests]
+    assert not core.has_work
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(engine: Engine) -> None:
@@ -178,3 +243,53 @@ def test_a_long_row_among_short_ones_gets_a_lane_of_its_own(engine: Engine) -> N
     assert lanes == [{long}, set(short)]
     run(core, long, *short)
     assert long.result().token_ids == plain_answer(engine, long.prompt_ids, max_new_tokens=30)
+
+
+def test_an_interrupted_request_goes_on_however_little_memory_there_is(engine: Engine) -> None:
+    """Its text is in memory twice while it is read again, more than when it was admitted first."""
+    limit = 1536 * SlotBytes().per_slot(engine)
+    core = core_of(engine, kv_bytes=limit, headroom_tokens=8)
+    long = add(core, engine, [3, 4], "one", max_new_tokens=1000)
+    while long.num_tokens < 800:
+        core.step()
+    others = [add(core, engine, [5, 6, n], "two", max_new_tokens=200) for n in range(3, 9)]
+    run(core, long, *others, most=3000)
+    assert core.interruptions > 0
+    assert long.result().token_ids == plain_answer(engine, [3, 4], max_new_tokens=1000)
+
+
+def test_a_request_that_is_interrupted_while_it_is_cancelled_is_not_decoded(engine: Engine) -> None:
+    core = core_of(engine)
+    request = add(core, engine, [3, 4], max_new_tokens=50)
+    core.step()
+    tokens = list(request.token_ids)
+    core.cancel(request)  # it runs, so the next step drops it, unless it waits by then
+    core._interrupt(core.lanes[0], request)
+    run(core, add(core, engine, [5, 6], max_new_tokens=3))
+    assert request.token_ids == tokens
+    assert not core.has_work
+
+
+def test_prompts_are_read_alone_after_an_error_at_the_end_of_reading_them_together(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = PromptReader.prompts
+
+    def of(reader: PromptReader) -> object:
+        if len(reader.requests) > 1:
+            raise MemoryError("no memory for the logits")
+        return prompts.__get__(reader)
+
+    monkeypatch.setattr(PromptReader, "prompts", property(of))
+    core = core_of(engine)
+    requests = [add(core, engine, prompt, max_new_tokens=4) for prompt in SHORT]
+    run(core, *requests)
+    assert [request.result().token_ids for request in requests] == [
+        plain_answer(engine, prompt, max_new_tokens=4) for prompt in SHORT
+    ]
+
+
+def test_the_weights_of_a_pass_are_all_products_however_they_are_stored() -> None:
+    model = tiny_model("llama")
+    before = SlotBytes().of_weights(Engine(model))
+    assert SlotBytes().of_weights(Engine(model.sped_up())) == before

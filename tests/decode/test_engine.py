@@ -342,7 +342,7 @@ BAD_SETTINGS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("another name", None, {"max_tokens": 5}, "no setting 'max_tokens'; did you mean max_new_tokens?"),
     ("a typing error", None, {"temprature": 1.0}, "no setting 'temprature'; did you mean temperature?"),
     ("transformers' name", None, {"max_length": 5}, "no setting 'max_length'; did you mean max_new_tokens?"),
-    ("a name like no other", None, {"n": 2}, "no setting 'n'; choose among acceptance, grammar, ignore_eos, "),
+    ("a name like no other", None, {"n": 2}, "no setting 'n'; choose among acceptance, frequency_penalty, grammar, "),
     ("too few", [SETTINGS], {}, "1 settings for 2 prompts"),
     ("too many", [SETTINGS] * 3, {}, "3 settings for 2 prompts"),
     ("none at all", [], {}, "0 settings for 2 prompts"),

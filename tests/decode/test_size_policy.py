@@ -691,18 +691,18 @@ def test_the_batches_of_an_engine_share_tables() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_nodes_of_all_rows_compete_for_the_time_of_a_pass(seed: int) -> None:
-    """As many as the best of all possible sizes gains, if each further node costs the same."""
+    """As many as the best of all possible sizes gains, if each further node and each unused place costs the same."""
     generator = np.random.default_rng(seed)
     gains = np.zeros((3, 5))
     gains[:, 1:] = -np.sort(-generator.random((3, 4)), axis=1)
-    per_node = 0.9 * generator.random()
-    cost = 3 * per_node * np.arange(5)
+    per_node, padding = 0.9 * generator.random(), 0.3 * generator.random() * (seed % 2)
+    cost = 1.0 + 3 * per_node * np.arange(5)
 
     def worth(sizes: Sequence[int]) -> float:
         gained = sum(float(gains[row, :size].sum()) for row, size in enumerate(sizes))
-        return gained - per_node * (sum(sizes) - 3)
+        return gained - per_node * (sum(sizes) - 3) - padding * (3 * max(sizes) - sum(sizes))
 
-    sizes = best_sizes(gains, cost)
+    sizes = best_sizes(gains, cost, padding)
     assert worth(sizes.tolist()) == pytest.approx(max(worth(each) for each in itertools.product(range(1, 6), repeat=3)))
 
 

@@ -1,6 +1,7 @@
 """Streamed text: whole characters only, nothing lost, nothing of a stop string shown."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 
 from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
 from draftheads.decode.text import StopText, TextStream
+from draftheads.models.prompt_text import byte_of_letter
+from families import IntegerTokenizer
 
 BROKEN = "\ufffd"
 
@@ -59,7 +62,93 @@ def test_any_bytes_make_the_text(data: st.DataObject, pattern: Callable[[], Iter
     stream = TextStream(tokenizer)
     pieces = [stream.push(piece) for piece in cut(token_ids, pattern())]
     assert "".join([*pieces, stream.flush()]) == whole_text(tokenizer, token_ids)
-    assert not any(piece.endswith(BROKEN) for piece in pieces), "it may yet become a character"
+
+
+def ids_of_bytes(name: str, text: bytes) -> list[int]:
+    """A token for each byte; in the second tokenizer letters are no bytes."""
+    if name == "byte level":
+        letters = {byte: letter for letter, byte in byte_of_letter().items()}
+        tokens = [letters[byte] for byte in text]
+    else:
+        tokens = [chr(byte) if chr(byte).isalpha() and byte < 128 else f"<0x{byte:02X}>" for byte in text]
+    ids: list[int] = TOKENIZERS[name].convert_tokens_to_ids(tokens)
+    assert TOKENIZERS[name].unk_token_id not in ids
+    return ids
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("🙂👩日é字𝄞"), st.integers(1, 3), st.integers(1, 20)), max_size=4), widths())
+def test_characters_that_are_cut_in_the_middle(
+    name: str, parts: list[tuple[str, int, int]], pattern: Callable[[], Iterator[int]]
+) -> None:
+    """First parts of characters, once or many times in a row, between whole ones."""
+    halves = b"".join(b"cat" + letter.encode()[:-1][:length] * times for letter, length, times in parts)
+    token_ids = ids_of_bytes(name, halves + b"t" + "🙂".encode() * 3)
+    stream = TextStream(TOKENIZERS[name])
+    pieces = [stream.push(piece) for piece in cut(token_ids, pattern())]
+    assert pieces[-1].endswith("🙂")
+    assert "".join(pieces) == whole_text(TOKENIZERS[name], token_ids)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=40), widths())
+def test_a_run_of_bytes_with_a_wrong_one_shows_no_character(
+    rest: list[int], pattern: Callable[[], Iterator[int]]
+) -> None:
+    """In tokenizers as Llama-2's, even if its other bytes are characters."""
+    tokenizer = TOKENIZERS["byte fallback"]
+    token_ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in [0x80, *rest]])
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(piece) for piece in cut(token_ids, pattern())]
+    assert "".join([*pieces, stream.flush()]) == whole_text(tokenizer, token_ids) == BROKEN * len(token_ids)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("half", [b"\xf0", b"\xf0\x9f", b"\x98\x80\xf0\x9f"])
+def test_broken_text_may_end_or_become_whole_anywhere(name: str, half: bytes) -> None:
+    tokenizer = TOKENIZERS[name]
+    for length in range(50):
+        for rest in ("", "🙂", "t"):
+            token_ids = ids_of_bytes(name, (half * 50)[:length] + rest.encode())
+            stream = TextStream(tokenizer)
+            pieces = [stream.push([token]) for token in token_ids]
+            assert "".join([*pieces, stream.flush()]) == whole_text(tokenizer, token_ids), (length, rest)
+
+
+class Counting:
+    """A tokenizer that notes how many tokens it decodes at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.longest = 0
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        self.longest = max(self.longest, len(token_ids))
+        text: str = self._tokenizer.decode(token_ids, **options)
+        return text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("half", [b"\x80", b"\xf0", b"\xf0\x9f", b"\x98\x80\xf0\x9f"])
+def test_the_window_does_not_grow_with_many_half_characters(name: str, half: bytes) -> None:
+    token_ids = ids_of_bytes(name, half * 100)
+    tokenizer = Counting(TOKENIZERS[name])
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([token]) for token in token_ids]
+    assert tokenizer.longest <= 20
+    assert "".join([*pieces, stream.flush()]) == whole_text(tokenizer, token_ids)
+
+
+def test_special_tokens_inside_a_character_do_not_break_it() -> None:
+    """However many they are: the window does not grow with them, either."""
+    whole = TOKENIZERS["byte level"]
+    tokenizer = Counting(whole)
+    stream = TextStream(tokenizer)
+    first, *rest = ids_of_bytes("byte level", "🙂".encode())
+    pieces = [stream.push([token]) for token in [first, *[whole.eos_token_id] * 100, *rest]]
+    assert pieces == [""] * 103 + ["🙂"]
+    assert tokenizer.longest <= 20
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:
@@ -87,16 +176,9 @@ def test_special_tokens_have_no_text() -> None:
 
 
 def test_long_texts_are_decoded_in_small_windows() -> None:
-    class Counting:
-        longest = 0
-
-        def decode(self, token_ids: list[int], **_: object) -> str:
-            self.longest = max(self.longest, len(token_ids))
-            return "x" * len(token_ids)
-
-    tokenizer = Counting()
+    tokenizer = Counting(IntegerTokenizer())
     stream = TextStream(tokenizer)
-    assert "".join(stream.push([0, 0]) for _ in range(100)) == "x" * 200
+    assert "".join(stream.push([5, 5]) for _ in range(100)) == IntegerTokenizer().decode([5] * 200)
     assert tokenizer.longest <= 4
 
 

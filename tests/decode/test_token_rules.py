@@ -22,6 +22,6 @@ def test_biases_are_added_in_fp32_in_every_type(dtype: torch.dtype) -> None:
     expected = logits.float().clone()
     processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in BIAS.items()])
     expected[0] = processor(torch.tensor([[4]] * 4), expected[0])
-    assert torch.equal(rules.verified(logits, [[0] * 4] * 2), expected)
+    assert torch.equal(rules.verified(logits, [[0] * 4] * 2, torch.zeros(1, 4)), expected)
     few = torch.tensor([9, 3])
     assert torch.equal(rules.drafted(logits[..., few], [[0] * 4] * 2, few), expected[..., few])

@@ -11,7 +11,10 @@ import pytest
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.metrics import Metrics
+from draftheads.serve.scheduler import Limits, Scheduler
 from draftheads.serve.state import Service
+from scheduler_world import iterate, submit
 from serve_world import NAME, USER, Running, metrics_of, running, tiny_engines
 
 
@@ -52,8 +55,13 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "messages of a wrong type": ({"messages": "hi"}, "messages", "list"),
     "no role": ({"messages": [{"content": "a"}]}, "messages[0].role", "system"),
     "no content": ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "string"),
-    "an image": (said([{"type": "image_url"}]), "messages[1].content[0].type", "'image_url'; it must be 'text'"),
-    "empty text": ({"messages": [{"role": "user", "content": " "}]}, "messages", "empty"),
+    "an image": (
+        said([{"type": "image_url", "image_url": {"url": "a"}}]),
+        "messages[1].content[0].type",
+        "'image_url'; it must be 'text'",
+    ),
+    "half a character in a name": ({"\ud800": 1}, None, "the name of a field"),
+    "half a character in an inner name": ({"stream_options": {"\ud800": 1}}, None, "the name of a field"),
     "half a character": (said("\ud800"), "messages[1].content", "half"),
     "temperature of a wrong type": ({"temperature": True}, "temperature", "number"),
     "temperature below 0": ({"temperature": -0.1}, "temperature", "0 (greedy)"),
@@ -83,7 +91,16 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "stream_options": ({"stream": True, "stream_options": {"inc": 1}}, "stream_options.inc", "unknown"),
     "audio": ({"audio": {"voice": "a"}}, "audio", "not supported"),
     "modalities": ({"modalities": ["audio"]}, "modalities", "not supported"),
-    "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty", "use repetition_penalty"),
+    "presence_penalty": ({"presence_penalty": 2.5}, "presence_penalty", "2.5; it must be a number from -2 to 2"),
+    "frequency_penalty": ({"frequency_penalty": "1"}, "frequency_penalty", "'1'; it must be a number"),
+    "min_p": ({"min_p": -0.1}, "min_p", "-0.1; it must be a number from 0 to 1"),
+    "min_tokens": ({"min_tokens": -1}, "min_tokens", "-1; it must be at least 0"),
+    "min_tokens above max_tokens": ({"min_tokens": 13}, "min_tokens", "13; it must be at most max_tokens, which is 12"),
+    "min_tokens of a schema": ({"min_tokens": 3, **form({})}, "min_tokens", "is 3, but the form of the answer decides"),
+    "stop_token_ids": ({"stop_token_ids": [-1]}, "stop_token_ids", "a list of token ids"),
+    "stop_token_ids of words": ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "'a'; it must be an integer"),
+    "stop_token_ids, too many": ({"stop_token_ids": [3] * 129}, "stop_token_ids", "at most 128"),
+    "skip_special_tokens": ({"skip_special_tokens": 0}, "skip_special_tokens", "true or false"),
     "a misspelt field": ({"max_token": 4}, "max_token", "did you mean max_tokens?"),
     "response_format": ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     "field of a schema": (form({}, stict=True), f"{FORM}.stict", "strict"),
@@ -130,6 +147,84 @@ def test_wrong_prompts_are_named(server: Running, prompt: Any):
 def test_prompts_times_n_are_limited(server: Running):
     assert error_of(server.complete(prompt=["a"] * 65, n=2))["param"] == "n"
     assert error_of(server.complete(prompt=["a"] * 129))["param"] == "prompt"
+
+
+FIELDS: dict[str, dict[str, Any]] = {  # the same in requests and in settings
+    "frequency_penalty": {"frequency_penalty": -2},
+    "presence_penalty": {"presence_penalty": -2.0},
+    "min_p": {"temperature": 1.5, "seed": 3, "min_p": 0.6},
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_settings_of_requests_have_their_effect(server: Running, case: str):
+    fields = FIELDS[case]
+    expected = server.plain_answer([USER], max_new_tokens=12, **fields).text
+    assert server.chat(**fields).json()["choices"][0]["message"]["content"] == expected
+    ids = server.engines[NAME].model.tokenizer("the cat")["input_ids"]
+    expected = server.plain_answer(ids, max_new_tokens=12, **fields).text
+    assert server.complete(**{"temperature": 0, **fields}).json()["choices"][0]["text"] == expected
+    without = {name: value for name, value in fields.items() if name in ("temperature", "seed")}
+    assert server.complete(**{"temperature": 0, **without}).json()["choices"][0]["text"] != expected
+
+
+def test_an_answer_ends_at_stop_tokens_and_not_before_its_shortest_length(server: Running):
+    """With logprobs, whose tokens are those of the text."""
+    answer = server.plain_answer([USER], max_new_tokens=12)
+    pieces, ids = answer.pieces, answer.token_ids
+    fields = {"stop_token_ids": [ids[2]], "logprobs": True}
+    first, kept, longer = (
+        server.chat(**fields, **more).json() for more in ({}, {"include_stop_str_in_output": True}, {"min_tokens": 3})
+    )
+    end = ids.index(ids[2])
+    for response, length in ((first, end), (kept, end + 1)):
+        choice = response["choices"][0]
+        assert choice["message"]["content"] == "".join(pieces[:length])
+        assert (choice["finish_reason"], len(choice["logprobs"]["content"])) == ("stop", length)
+        assert response["usage"]["completion_tokens"] == end + 1
+    own = {"stop_token_ids": [ids[2]], "min_new_tokens": 3}
+    assert longer["choices"][0]["message"]["content"] == server.plain_answer([USER], max_new_tokens=12, **own).text
+    assert longer["usage"]["completion_tokens"] > 3
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_stop_string_is_part_of_the_answer_if_it_is_asked_for(server: Running, is_stream: bool):
+    whole = server.plain_answer([USER], max_new_tokens=12).text
+    stop = whole[4:6]
+    end = whole.index(stop)
+    for keep, expected in ((False, whole[:end]), (True, whole[: end + 2])):
+        fields = {"stop": stop, "include_stop_str_in_output": keep, "stream": is_stream}
+        assert said_by(server.chat(**fields)) == expected
+
+
+def said_by(response: httpx2.Response) -> str:
+    """The content of an answer, streamed or not."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line and "[DONE]" not in line]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return "".join((choice.get("message") or choice["delta"]).get("content") or "" for choice in choices)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_special_tokens_are_text_if_they_are_asked_for(server: Running, is_stream: bool):
+    """The tiny model's only special token ends answers, so it is chosen by a bias, and ignored."""
+    special = server.engines[NAME].model.tokenizer.eos_token_id
+    fields = {"logit_bias": {str(special): 100}, "ignore_eos": True, "max_tokens": 3, "stream": is_stream}
+    assert said_by(server.chat(**fields)) == ""
+    assert said_by(server.chat(**fields, skip_special_tokens=False)) == "<eos>" * 3
+    ended = server.chat(**{**fields, "ignore_eos": False}, skip_special_tokens=False)
+    assert said_by(ended) == "", "the token that ends an answer is no part of it"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_the_server_limits_the_length_of_answers(name: str):
+    with running(tiny_engines(), HttpLimits(max_tokens=5, default_tokens=9)) as server:
+        error = error_of(server.chat(**{"max_tokens": None, name: 6}))
+        assert (error["param"], error["message"]) == (name, f"{name} is 6; it must be at most 5 on this server")
+        for fields in ({name: 5}, {}):
+            usage = server.chat(**{"max_tokens": None, **fields}, ignore_eos=True).json()["usage"]
+            assert usage["completion_tokens"] == 5
+        assert server.complete(max_tokens=None, ignore_eos=True).json()["usage"]["completion_tokens"] == 5
+        assert error_of(server.chat(max_tokens=None, min_tokens=6))["param"] == "min_tokens"
 
 
 def test_fields_without_effect_are_accepted(server: Running):
@@ -237,6 +332,30 @@ def test_clients_with_keys_share_the_queue_by_key(limited: Running):
     assert Access().client_of(scope({})) == "10.0.0.9"
 
 
+def test_clients_without_keys_share_what_was_read():
+    access = Access()
+    assert access.cache_salt_of("10.0.0.9", "") == access.cache_salt_of("10.0.0.8", "")
+    assert access.cache_salt_of("10.0.0.9", "a") != access.cache_salt_of("10.0.0.9", "")
+
+
+def test_nobody_learns_from_cached_tokens_what_another_key_asked():
+    """Unless both name the same salt, which is no name that a key has by itself."""
+    question = {"prompt": "the cat sat on the mat " * 9, "temperature": 0}
+    with running(tiny_engines(), access=Access(("first-key", "second-key"))) as server:
+
+        def cached(headers: dict[str, str], **fields: Any) -> int:
+            usage = server.post("completions", headers, **question, **fields).json()["usage"]
+            count: int = usage["prompt_tokens_details"]["cached_tokens"]
+            return count
+
+        assert cached(FIRST_KEY) == 0
+        assert cached(FIRST_KEY) > 50
+        for salt in ("", "key 0", "first-key", "shared"):
+            assert cached(SECOND_KEY, cache_salt=salt) == 0, salt
+        assert cached(FIRST_KEY, cache_salt="shared") > 50
+        assert cached(SECOND_KEY) > 50
+
+
 def test_tools_need_a_template_that_has_them(limited: Running):
     response = limited.chat(FIRST_KEY, tools=[function("add")])
     assert (response.status_code, error_of(response)["param"]) == (400, "tools")
@@ -341,6 +460,17 @@ def test_metrics_count_what_happened():
         assert found["draftheads_steps_total"] == draft["steps"] + 11
         assert found["draftheads_tree_nodes_sum"] == sum(draft["drafted_by_depth"])
         assert found["draftheads_answers_finished_total"] == 2
+        assert found["draftheads_interruptions_total"] == 0
+
+
+def test_interrupted_requests_are_counted():
+    scheduler = Scheduler(tiny_engines(), Limits(kv_bytes=1 << 26, max_rows=2))
+    metrics = Metrics(scheduler.snapshot, None)
+    for client, rows in (("a", 2), ("b", 1)):  # the second row of the first client is given up
+        for _ in range(rows):
+            submit(scheduler, [5, 6, 7], client=client)
+        iterate(scheduler)
+    assert b"\ndraftheads_interruptions_total 1.0\n" in metrics.text()
 
 
 def test_cached_prefixes_are_counted(server: Running):

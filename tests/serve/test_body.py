@@ -70,5 +70,24 @@ def test_what_is_wrong_is_named(body: bytes, code: str, words: str):
     assert (caught.value.status, caught.value.code) == (400, code)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"\ud800": 1}',
+        rb'{"a\uDFFFb": null}',
+        rb'{"metadata": {"\ud800": 1}}',
+        rb'{"messages": [{"tool_calls": [{"\ud83d": 1, "\ud83d\ude00": 2}]}]}',
+    ],
+)
+def test_half_a_character_in_a_name_is_an_error(body: bytes):
+    with pytest.raises(ApiError, match="the name of a field holds half a character") as caught:
+        read_json(body, HttpLimits())
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_whole_characters_in_names_are_none():
+    assert read_json(rb'{"\ud83d\ude00": "\ud800"}', HttpLimits()) == {"\U0001f600": "\ud800"}
+
+
 def test_brackets_in_strings_are_text():
     assert read_json(b'{"a": "[[[[\\"{{"}', HttpLimits(json_depth=1)) == {"a": '[[[["{{'}

@@ -78,11 +78,93 @@ def test_a_connection_is_closed_some_time_after_its_last_request(hasty: Running,
         assert read_all(client).startswith(b"HTTP/1.1 200 OK")
 
 
-@pytest.mark.parametrize("start", [b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET /" + b"a" * 40_000])
+@pytest.mark.parametrize("start", [b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
 def test_what_is_not_http_is_an_error_of_the_same_form(hasty: Running, start: bytes):
     with connection(hasty) as client:
         client.sendall(start)
         assert error_of(client) == (b"HTTP/1.1 400", "invalid_http")
+
+
+BEFORE_LAST = HEALTH.removesuffix(b"\r\n")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /" + b"a" * 40_000,
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        BEFORE_LAST + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
+        BEFORE_LAST + b"X: a\r\n" * 20_000 + b"\r\n",
+    ],
+)
+@pytest.mark.parametrize("earlier", [b"", HEALTH])
+def test_large_headers_are_refused_also_if_they_come_at_once(hasty: Running, start: bytes, earlier: bytes):
+    with connection(hasty) as client:
+        client.sendall(earlier + start)
+        answer = read_all(client)
+    assert answer.count(b"HTTP/1.1 200") == (1 if earlier else 0)
+    head, _, body = answer[answer.index(b"HTTP/1.1 431 ") :].partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert (error["code"], error["message"]) == (
+        "headers_too_large",
+        "the headers are larger than 32768 bytes: send smaller ones",
+    )
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n" + CHUNKED,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + CHUNKED + b"Content-Length: 5\r\n",
+        b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\n" + CHUNKED,
+    ],
+)
+def test_a_request_of_unclear_length_is_refused_and_what_follows_is_not_read(hasty: Running, head: bytes):
+    with connection(hasty) as client:
+        client.sendall(head + b"\r\n0\r\n\r\n" + HEALTH)
+        answer = read_all(client)
+    assert answer.count(b"HTTP/1.1 400") + answer.count(b"HTTP/1.1 200") == 1
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request")
+    assert b"connection: close" in answer.lower()
+    assert "Transfer-Encoding" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def answer_to(server: Running, target: bytes, host: bytes = b"localhost", method: bytes = b"GET") -> bytes:
+    with connection(server) as client:
+        client.sendall(b"%b %b HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n" % (method, target, host))
+        return read_all(client)
+
+
+@pytest.mark.parametrize("target", [b"http://localhost:80/v1/models", b"HTTP://LOCALHOST/v1/models?a=/b"])
+def test_a_target_may_be_a_whole_url(hasty: Running, target: bytes):
+    answer = answer_to(hasty, target)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["object"] == "list"
+    assert b"<!doctype html>" in answer_to(hasty, b"http://localhost").lower()
+    assert b"<!doctype html>" in answer_to(hasty, b"http://localhost?a").lower()
+
+
+def test_the_host_of_a_url_takes_the_place_of_the_header(hasty: Running):
+    assert b"unknown_host" in answer_to(hasty, b"http://evil.example/v1/models")
+    assert answer_to(hasty, b"http://localhost/v1/models", host=b"evil.example").startswith(b"HTTP/1.1 200 OK")
+    for target in (b"http://localhost@evil.example/health", b"ftp://localhost/health", b"http:///health"):
+        assert answer_to(hasty, target).startswith(b"HTTP/1.1 404"), target
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/ready", b"/metrics", b"/v1/models", b"/", b"/v1/models/tiny"])
+def test_head_is_get_without_the_body(hasty: Running, path: bytes):
+    head, _, body = answer_to(hasty, path, method=b"HEAD").partition(b"\r\n\r\n")
+    same, _, text = answer_to(hasty, path).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert body == b""
+    assert text
+    names = [{line.partition(b":")[0] for line in lines.split(b"\r\n")} for lines in (head, same)]
+    assert names[0] == names[1]
+    assert answer_to(hasty, b"/v1/completions", method=b"HEAD").startswith(b"HTTP/1.1 405")
 
 
 def test_too_many_connections_are_refused_and_old_ones_live(hasty: Running):

@@ -109,7 +109,8 @@ def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--port", "70000"), ("--kv-gib", "0"), ("--drain-seconds", "-1"), ("--api-key", "a b")]
+    ("option", "value"),
+    [("--port", "70000"), ("--max-tokens", "0"), ("--kv-gib", "0"), ("--drain-seconds", "-1"), ("--api-key", "a b")],
 )
 def test_wrong_options(capsys: pytest.CaptureFixture[str], option: str, value: str):
     assert main(["serve", option, value]) == 1
@@ -126,3 +127,8 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
 @pytest.mark.parametrize(("waiting", "choices"), [(1, 1), (9, 4), (128, 64), (10_000, 128)])
 def test_a_request_has_no_more_answers_than_its_client_may_queue(waiting: int, choices: int) -> None:
     assert serving.http_limits(ServeOptions(max_waiting=waiting)).choices == choices
+
+
+def test_the_longest_answer_is_an_option() -> None:
+    assert serving.http_limits(ServeOptions()).max_tokens is None
+    assert serving.http_limits(ServeOptions(max_tokens=100)).max_tokens == 100

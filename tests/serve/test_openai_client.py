@@ -59,7 +59,7 @@ def test_chats(client: openai.OpenAI, server: Running, model: str, sampling: dic
     assert (answer.usage.completion_tokens, answer.object) == (len(result.token_ids), "chat.completion")
 
 
-@pytest.mark.parametrize("nodes", [0, 5])
+@pytest.mark.parametrize("nodes", [0, 8])
 def test_the_number_of_draft_nodes_changes_no_text(client: openai.OpenAI, server: Running, nodes: int):
     answer = client.chat.completions.create(**CHAT, extra_body={"draft_nodes": nodes})
     assert answer.choices[0].message.content == plain(server)
@@ -209,6 +209,20 @@ def test_echo_with_log_probabilities_scores_the_prompt(client: openai.OpenAI, se
     only = client.completions.create(**{**TEXT, "prompt": ids, "max_tokens": 0}, echo=True, logprobs=2)
     assert only.choices[0].logprobs.token_logprobs == found.token_logprobs[:-1]
     assert only.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_zero_log_probabilities_are_those_of_the_tokens_alone(client: openai.OpenAI, server: Running, echo: bool):
+    fields = {**TEXT, "max_tokens": 4, "echo": echo}
+    two, zero = (client.completions.create(**fields, logprobs=count).choices[0] for count in (2, 0))
+    assert two.logprobs.top_logprobs is not None
+    assert (zero.text, zero.logprobs.top_logprobs) == (two.text, None)
+    for part in ("tokens", "token_logprobs", "text_offset"):
+        assert getattr(zero.logprobs, part) == getattr(two.logprobs, part)
+    assert len(zero.logprobs.tokens) == 4 + echo * len(text_ids(server, TEXT["prompt"]))
+    streamed = [] if echo else list(client.completions.create(**fields, logprobs=0, stream=True))
+    choices = [choice for chunk in streamed for choice in chunk.choices if choice.logprobs]
+    assert all(choice.logprobs.top_logprobs is None for choice in choices)
 
 
 @pytest.mark.parametrize("stream", [False, True])

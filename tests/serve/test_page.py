@@ -192,7 +192,7 @@ def test_text_of_the_model_is_never_run(page: Any):
     assert page.evaluate("window.hacked") is None
 
 
-@pytest.mark.parametrize(("head", "tree"), [("tiny", ""), ("tiny", "10"), ("tiny:hydra", "4"), ("tuned", None)])
+@pytest.mark.parametrize(("head", "tree"), [("tiny", ""), ("tiny", "16"), ("tiny:hydra", "8"), ("tuned", None)])
 def test_head_and_tree_are_chosen(head: str, tree: str | None, world: World, page: Any):
     bodies = sent_by(page)
     page.select_option("#head", head)
@@ -256,7 +256,7 @@ def test_comparison_shows_both_answers_one_after_the_other(world: World, page: A
     order: list[tuple[str, Any]] = []
     for event in ("request", "requestfinished"):
         page.on(event, lambda request, name=event: order.append((name, json.loads(request.post_data)["draft_nodes"])))
-    page.select_option("#tree", "10")
+    page.select_option("#tree", "16")
     page.check("#compare")
     turn = answered(page, "dead cab")
     expected = world.offline("dead cab").text
@@ -267,7 +267,7 @@ def test_comparison_shows_both_answers_one_after_the_other(world: World, page: A
     assert re.fullmatch(
         r"The texts are equal\. Drafting is (slower here|[\d.]+ times as fast): .* instead of .* tokens/s\.", verdict
     )
-    assert order == [("request", 0), ("requestfinished", 0), ("request", 10), ("requestfinished", 10)]
+    assert order == [("request", 0), ("requestfinished", 0), ("request", 16), ("requestfinished", 16)]
     page.uncheck("#compare")
     assert texts(answered(page, "hello")) == [world.offline("dead cab", "hello").text]
 

@@ -70,9 +70,19 @@ def test_training_reads_the_very_tokens(tmp_path: Path) -> None:
     assert first["messages"] == [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w1 w2"}]
     assert (first["model"], first["finished"]) == ("m", True)
     assert recorder.folder_of("org/other model").name == "org_other_model"
-    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
     with pytest.raises(DataError, match=r"has no \.jsonl file; give a folder in it: m, org_other_model"):
         check_readable([tmp_path / "out"])
+
+
+def test_folders_that_are_made_are_private_and_others_keep_their_mode(tmp_path: Path) -> None:
+    modes = []
+    for folder in (tmp_path / "new", tmp_path / "there"):
+        if folder.name == "there":
+            folder.mkdir()
+            folder.chmod(0o755)
+        record(folder, exchange())
+        modes += [oct(stat.S_IMODE(place.stat().st_mode)) for place in (folder, folder / "m")]
+    assert modes == ["0o700", "0o700", "0o755", "0o700"]
 
 
 def test_records_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

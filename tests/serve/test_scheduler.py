@@ -150,14 +150,23 @@ def test_limits_and_engines_are_checked():
         Scheduler({}, Limits(kv_bytes=1))
 
 
-@pytest.mark.parametrize("nodes", [0, 1, 2, 9, 64])
-def test_the_number_of_draft_nodes_is_that_of_the_lane(nodes: int):
+@pytest.mark.parametrize(("asked", "nodes"), [(0, 0), (3, 0), (4, 8), (9, 8), (25, 32), (47, 32), (48, 64), (64, 64)])
+def test_the_number_of_draft_nodes_is_that_of_the_lane_rounded(asked: int, nodes: int):
     scheduler = scheduler_of(ENGINES)
-    _, inbox = submit(scheduler, [3, 4], Lane("m:hydra", nodes))
+    _, inbox = submit(scheduler, [3, 4], Lane("m:hydra", asked))
     run_to_end(scheduler)
     assert inbox.answer == plain([3, 4])
     drafted = {sum(event.drafted_by_depth) for event in inbox.events[1:] if isinstance(event, StreamEvent)}
     assert drafted == {max(0, nodes - 1)}
+
+
+def test_many_numbers_of_draft_nodes_are_few_lanes():
+    """Each lane is a pass of the model in every step."""
+    scheduler = scheduler_of(ENGINES, max_rows=65)
+    for nodes in range(65):
+        submit(scheduler, [3, 4], Lane("m", nodes), client=f"client {nodes}")
+    iterate(scheduler)
+    assert (scheduler.snapshot().running, scheduler.snapshot().lanes) == (65, 5)
 
 
 # --- jobs that end early ---
@@ -375,7 +384,7 @@ def test_a_replaced_engine_gets_the_requests_that_come_then():
     _, late = submit(scheduler, [3, 6], Lane("m"))
     iterate(scheduler)
     assert scheduler.snapshot().lanes == 2
-    assert "draft_nodes is 5, which is for drafters that fill trees" in waiting.failure.message
+    assert "draft_nodes is 8, which is for drafters that fill trees" in waiting.failure.message
     run_to_end(scheduler)
     assert old.answer == plain([3, 4], max_new_tokens=30)
     assert late.answer == plain([3, 6])

@@ -1,5 +1,8 @@
 """Any sequence of submissions, cancellations, deadlines, failures and iterations, checked against a simple model."""
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -7,31 +10,85 @@ from unittest.mock import patch
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
 from draftheads.errors import QueueFull, ShuttingDown, TooLarge
+from draftheads.models.kv_target import check_trees
 from draftheads.serve.scheduler import Job, JobFailed, Lane
-from families import TREES, tiny_head, tiny_model
-from scheduler_world import Clock, Inbox, check_empty, plain_answer, scheduler_of, submit
+from draftheads.settings import SamplingSettings
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.tree import Tree
+from families import TREES, by_hand, tiny_head, tiny_model, tiny_profile
+from scheduler_world import Clock, Inbox, check_empty, scheduler_of, submit
 
-MODEL = tiny_model("llama")
+MODEL = tiny_model("llama").sped_up()
+check_trees(MODEL)  # trees of different sizes share a pass
+PROFILE = tiny_profile(Tree.chain(0), dynamic_tokens=[1.0, *(1.0 + 0.5 * n**0.7 for n in range(1, 24))])
+VERIFYING = [("verify", rows, nodes, 20.0 + 0.6 * rows * nodes) for rows in (1, 8) for nodes in (1, 16)]
 ENGINES = {
-    "m": Engine(MODEL, tiny_head("hydra", MODEL), shape=TREES["chain"]),
+    "m": Engine(MODEL, tiny_head("hydra", MODEL), profile=PROFILE, cost=by_hand([*VERIFYING, ("dynamic", 1, 2, 1.0)])),
     "m:eagle": Engine(MODEL, tiny_head("eagle", MODEL, num_key_value_heads=1, head_size=8), shape=TREES["ragged"]),
 }
 LANES = [Lane("m"), Lane("m:eagle"), Lane("m", 0), Lane("m", 4)]
 SYSTEM = [3 + n * n % 20 for n in range(40)]
-PROMPTS = [SYSTEM[:12], SYSTEM, [*SYSTEM[:20], 7, 7], [9], [*SYSTEM, 5, 8], [9, 4, 4, *range(3, 20)], [5] * 120]
+LONG = [4 + n * n % 19 for n in range(100)]
+PROMPTS = [SYSTEM[:12], SYSTEM, [*SYSTEM[:20], 7, 7], [9], [*SYSTEM, 5, 8], LONG, [*LONG, 3, 3], [5] * 120]
+HOW: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 3},  # an answer that went on with other random numbers would be another one
+    {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.8, "presence_penalty": 0.5, "min_new_tokens": 1},
+]
 SLOTS = 128 * 4  # of the memory: two short rows and a prompt, or a long one
-ROWS, WAITING = 3, 4
+ROWS, WAITING, MOST_OVERTAKEN = 3, 6, 1
+SEEN: Counter[str] = Counter()  # what examples have come to, in how many of them
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An answer, for each of some clients."""
+
+    prompt: list[int]
+    lane: Lane
+    clients: str
+    length: int
+    seconds: int | None
+    how: dict[str, Any]
+
+
+WANTED = st.builds(
+    Wanted,
+    prompt=st.sampled_from(PROMPTS),
+    lane=st.sampled_from(LANES),
+    clients=st.text("abc", min_size=1, max_size=3),
+    length=st.integers(1, 9) | st.integers(30, 60) | st.just(150),
+    seconds=st.none() | st.none() | st.none() | st.integers(1, 6),
+    how=st.sampled_from(HOW),
+)
+# what needs a second block of memory for each row, after a while
+MUCH = st.builds(
+    Wanted,
+    prompt=st.sampled_from([SYSTEM, LONG[:90], LONG, [*LONG[:80], 3, 3]]),
+    lane=st.sampled_from(LANES),
+    clients=st.sampled_from(["aab", "abc", "bca"]),
+    length=st.integers(40, 60),
+    seconds=st.none(),
+    how=st.sampled_from(HOW),
+)
 
 
 @cache
-def answer(prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
-    return plain_answer(ENGINES["m"], list(prompt), max_new_tokens=length)
+def answer(prompt: tuple[int, ...], own: SamplingSettings) -> tuple[int, ...]:
+    return Engine(MODEL, max_batch_size=1).generate([prompt], own)[0].token_ids
 
 
 class Schedules(RuleBasedStateMachine):
@@ -55,6 +112,7 @@ class Schedules(RuleBasedStateMachine):
         self.cancelled: dict[Job, int] = {}  # and how many events it had
         self.may_fail: set[Job] = set()
         self.closed = False
+        self.seen: set[str] = set()
 
     @property
     def open_jobs(self) -> list[Job]:
@@ -66,19 +124,24 @@ class Schedules(RuleBasedStateMachine):
         queued = {each.request for each in self.scheduler.core.waiting.in_turn()}
         return [job for job in self.open_jobs if job.request in queued]
 
-    @rule(
-        prompt=st.sampled_from(PROMPTS),
-        lane=st.sampled_from(LANES),
-        clients=st.text("abc", min_size=1, max_size=3),
-        length=st.integers(1, 9) | st.just(150),  # 150 tokens need a second block, after a while
-        seconds=st.none() | st.integers(1, 6),
-    )
-    def submit(self, prompt: list[int], lane: Lane, clients: str, length: int, seconds: int | None) -> None:
-        deadline = None if seconds is None else self.clock.now + seconds
-        for client in clients:
+    @initialize(wanted=st.lists(MUCH, min_size=2, max_size=3))
+    def come_at_once(self, wanted: list[Wanted]) -> None:
+        for each in wanted:
+            self.submit(each)
+
+    @rule(wanted=WANTED)
+    def submit(self, wanted: Wanted) -> None:
+        deadline = None if wanted.seconds is None else self.clock.now + wanted.seconds
+        for client in wanted.clients:
             try:
                 job, inbox = submit(
-                    self.scheduler, prompt, lane, client=client, deadline=deadline, max_new_tokens=length
+                    self.scheduler,
+                    wanted.prompt,
+                    wanted.lane,
+                    client=client,
+                    deadline=deadline,
+                    max_new_tokens=wanted.length,
+                    **wanted.how,
                 )
             except QueueFull:
                 assert self.own_waiting(client) >= WAITING - len(self.waiting)
@@ -99,12 +162,31 @@ class Schedules(RuleBasedStateMachine):
         assert self.closed or refused.type is TooLarge
 
     @precondition(lambda self: not self.closed)
-    @rule(times=st.integers(1, 4))
-    def iterate(self, times: int) -> None:
+    @rule(times=st.integers(1, 12), wanted=st.lists(WANTED, max_size=2))
+    def iterate(self, times: int, wanted: list[Wanted]) -> None:
+        """Some come before it."""
+        for each in wanted:
+            self.submit(each)
         for _ in range(times):
             self.scheduler._iterate()
+            self.note()
 
-    @precondition(lambda self: self.open_jobs)
+    def note(self) -> None:
+        """What this example has come to."""
+        core = self.scheduler.core
+        overtaken = [queued.num_overtaken for queued in core.waiting.in_turn()]
+        for what, is_seen in {
+            "interruptions": core.interruptions > 0,
+            "interruptions of a sampled answer": any(
+                queued.request.token_ids and queued.request.settings.temperature for queued in core.waiting.in_turn()
+            ),
+            "overtaking": max(overtaken, default=0) > 0,
+            "lanes side by side": len({lane.lane for lane in core.lanes}) > 1,
+        }.items():
+            if is_seen:
+                self.seen.add(what)
+
+    @precondition(lambda self: len(self.open_jobs) > 3)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         job = data.draw(st.sampled_from(self.open_jobs))
@@ -115,7 +197,7 @@ class Schedules(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.clock.now += seconds
 
-    @precondition(lambda self: not self.closed)
+    @precondition(lambda self: not self.closed and len(self.jobs) > 7)  # it ends most of them
     @rule(what=st.sampled_from([(Batch, "step"), (Batch, "adopt"), (PromptReader, "read")]))
     def a_pass_fails(self, what: tuple[type, str]) -> None:
         """The first of its kind in an iteration."""
@@ -139,13 +221,13 @@ class Schedules(RuleBasedStateMachine):
         if not hits:
             assert not broken
         elif owner is PromptReader:
-            assert len(broken) == 1
+            assert len(broken) == (len(hits[0].requests) == 1), "several are read again, each alone"
         else:
             assert len({job.lane for job in broken}) <= 1
             rows = {job.request for job in broken}
             assert rows <= lanes.get(id(hits[0]), rows) | admitted
 
-    @precondition(lambda self: not self.closed)
+    @precondition(lambda self: not self.closed and len(self.jobs) > 12)  # nothing happens after it
     @rule()
     def close(self) -> None:
         self.scheduler.close(drain_seconds=0)
@@ -157,6 +239,12 @@ class Schedules(RuleBasedStateMachine):
         assert core.kv_bytes + core.prefixes.num_bytes <= self.limit
         assert core.prefixes.num_bytes <= max(0, self.limit - core._reserved())
         assert core.prefixes.num_bytes == sum(text.num_bytes for text in core.prefixes._texts.values())
+
+    @invariant()
+    def nobody_is_overtaken_for_ever(self) -> None:
+        """A row that is given up for a client is not memory that was kept free."""
+        core = self.scheduler.core
+        assert all(each.num_overtaken <= MOST_OVERTAKEN + core.interruptions for each in core.waiting.in_turn())
 
     @invariant()
     def rows_belong_to_open_jobs(self) -> None:
@@ -176,7 +264,7 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def events_are_right(self) -> None:
         for job, inbox in self.jobs.items():
-            whole = answer(tuple(job.request.prompt_ids), job.request.most_new_tokens)
+            whole = answer(tuple(job.request.prompt_ids), job.request.settings)
             assert inbox.token_ids == whole[: len(inbox.token_ids)]
             assert len(inbox.ends) <= 1
             if job in self.cancelled:
@@ -197,8 +285,11 @@ class Schedules(RuleBasedStateMachine):
             if self.closed or not self.scheduler._has_work():
                 break
             self.scheduler._iterate()
+            self.note()
             self.events_are_right()
             self.memory_is_within_the_limit()
+            self.nobody_is_overtaken_for_ever()
+        SEEN.update(["examples", *self.seen])
         assert not self.open_jobs, "every accepted job ends"
         check_empty(self.scheduler)
         counts = self.scheduler.snapshot()
@@ -207,11 +298,29 @@ class Schedules(RuleBasedStateMachine):
         assert self.scheduler.core.prefixes.num_bytes == 0
 
 
-TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(
-    max_examples=50,
-    stateful_step_count=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Draft.cut
+
+    def noted(draft: Draft, row_nodes: Sequence[int]) -> Draft:
+        SEEN["steps with trees of different sizes"] += len(set(row_nodes)) > 1
+        return cut(draft, row_nodes)
+
+    monkeypatch.setattr(Draft, "cut", noted)
+    monkeypatch.setattr("draftheads.decode.core._MOST_OVERTAKEN", MOST_OVERTAKEN)
+    SEEN.clear()
+    options = settings(
+        max_examples=30,
+        stateful_step_count=25,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    run_state_machine_as_test(Schedules, settings=options)  # type: ignore[no-untyped-call]
+    least = {
+        "interruptions": 10,
+        "interruptions of a sampled answer": 5,
+        "overtaking": 8,
+        "lanes side by side": 10,
+        "steps with trees of different sizes": 50,
+    }
+    assert {what: SEEN[what] for what, count in least.items() if SEEN[what] < count} == {}, SEEN

@@ -16,7 +16,7 @@ from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
 from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.growing import fill
-from draftheads.speculation.sampling import RowSettings, choose
+from draftheads.speculation.sampling import RowSettings, SeenTokens, choose
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
 
@@ -27,10 +27,17 @@ TABLE_ROWS = 997  # contexts share distributions only where their codes collide
 # --- slow twins: one row, plain Python numbers ---
 
 
-def slow_distribution(logits: Sequence[float], text: Sequence[int], own: SamplingSettings) -> list[float]:
-    """What a row with these settings samples from after ``text``; at temperature 0 what it would be at 1."""
-    penalty = own.repetition_penalty
+def slow_distribution(
+    logits: Sequence[float], text: Sequence[int], own: SamplingSettings, prompt: int = 0
+) -> list[float]:
+    """What a row with these settings samples from after ``text``; at temperature 0 what it would be at 1.
+
+    The first ``prompt`` tokens of the text are no tokens of the answer.
+    """
+    penalty, answer = own.repetition_penalty, list(text[prompt:])
     scores = [(x * penalty if x < 0 else x / penalty) if token in text else x for token, x in enumerate(logits)]
+    scores = [x - own.frequency_penalty * answer.count(token) for token, x in enumerate(scores)]
+    scores = [x - own.presence_penalty * (token in answer) for token, x in enumerate(scores)]
     scores = [x / (own.temperature or 1.0) for x in scores]
     if own.top_k is not None:
         least = sorted(scores, reverse=True)[: own.top_k][-1]
@@ -42,12 +49,15 @@ def slow_distribution(logits: Sequence[float], text: Sequence[int], own: Samplin
         if own.top_p == 1.0 or mass < own.top_p:
             kept.add(token)
         mass += probs[token]
+    kept = {token for token in kept if probs[token] >= own.min_p * max(probs)}
     total = sum(probs[token] for token in kept)
     return [p / total if token in kept else 0.0 for token, p in enumerate(probs)]
 
 
-def slow_choice(logits: Sequence[float], text: Sequence[int], own: SamplingSettings, uniform: float) -> int:
-    probs = slow_distribution(logits, text, own)
+def slow_choice(
+    logits: Sequence[float], text: Sequence[int], own: SamplingSettings, uniform: float, prompt: int = 0
+) -> int:
+    probs = slow_distribution(logits, text, own, prompt)
     if own.temperature == 0:
         return max(range(len(probs)), key=lambda token: probs[token])
     mass = 0.0
@@ -139,18 +149,17 @@ def cells(toy: Toy, own: SamplingSettings, *, where: float) -> tuple[Tensor, Ten
     return points, measures
 
 
-def seen_in(texts: list[list[int]], num_tokens: int = V) -> Tensor:
-    seen = torch.zeros(len(texts), num_tokens, dtype=torch.bool)
-    for row, text in enumerate(texts):
-        seen[row, text] = True
-    return seen
+def seen_in(texts: list[list[int]], num_tokens: int = V, prompt: int = 0) -> SeenTokens:
+    in_prompt = [[token in text[:prompt] for token in range(num_tokens)] for text in texts]
+    in_answer = [[text[prompt:].count(token) for token in range(num_tokens)] for text in texts]
+    return SeenTokens(torch.tensor(in_prompt), torch.tensor(in_answer, dtype=torch.int32))
 
 
 def answers(toy: Toy, own: SamplingSettings, points: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
     """Speculative decoding of three tokens from each row of uniform numbers, and what each row's first step kept."""
     every = RowSettings.of([own] * len(points), vocab_size=V, device=CPU)
     start = toy.logits[:1].expand(len(points), -1)
-    roots = choose(start, every, torch.zeros_like(start, dtype=torch.bool), points[:, 0])
+    roots = choose(start, every, seen_in([[]] * len(points)), points[:, 0])
     texts = [[root] for root in roots.tolist()]
     uniforms = torch.cat([points, torch.full_like(points, 0.5)], 1)  # numbers past the third token do not matter
     first: Tensor | None = None
@@ -178,11 +187,13 @@ EXACT = {
     "temperature": SamplingSettings(temperature=0.6),
     "top-k": SamplingSettings(temperature=1.3, top_k=2),
     "top-p": SamplingSettings(temperature=1.0, top_p=0.8),
+    "min-p": SamplingSettings(temperature=1.2, min_p=0.3),
     "all": SamplingSettings(temperature=0.8, top_k=2, top_p=0.85, repetition_penalty=1.25),
+    "counts": SamplingSettings(temperature=0.8, min_p=0.1, frequency_penalty=0.75, presence_penalty=-0.5),
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(16)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", EXACT)
@@ -231,6 +242,7 @@ def test_exact_keeps_as_much_as_any_lossless_rule_can(name: str, shape: str) -> 
 # --- any rule on any tree, against slow twins ---
 
 WIDE = 5  # tokens: few, so that guesses are often right and siblings often equal
+PROMPT = 1  # tokens of each text that belong to the prompt
 
 
 @dataclass(frozen=True)
@@ -299,7 +311,8 @@ class World:
         draft = self.draft if draft is None else draft
         rows = RowSettings.of(self.settings, vocab_size=WIDE, device=CPU)
         uniforms = self.uniforms[:, : draft.max_depth + 1]
-        return accept(draft, self.logits, rows, uniforms, seen_in(self.texts, WIDE) if rows.any_penalty else None)
+        seen = seen_in(self.texts, WIDE, PROMPT) if rows.any_penalty else None
+        return accept(draft, self.logits, rows, uniforms, seen)
 
     def alone(self, row: int) -> "World":
         tokens, texts, settings, seeds = ([part[row]] for part in (self.tokens, self.texts, self.settings, self.seeds))
@@ -322,8 +335,8 @@ def slow_exact(world: World, row: int) -> tuple[list[int], int]:
     own, node, logits = world.settings[row], 0, world.logits[row].tolist()
     while True:
         path = world.ancestry(row, node)
-        text = [*world.texts[row], *world.path_tokens(row, node)]
-        token = slow_choice(logits[node], text, own, float(world.uniforms[row, len(path) - 1]))
+        text = [*world.texts[row], *world.path_tokens(row, node)[1:]]  # the root is in the text
+        token = slow_choice(logits[node], text, own, float(world.uniforms[row, len(path) - 1]), PROMPT)
         children = [n for n in range(1, world.num_nodes) if world.tree(row)[n] == node]
         fitting = [n for n in children if world.tokens[row][n] == token]
         if not fitting:
@@ -340,17 +353,17 @@ def slow_typical(world: World, row: int) -> tuple[list[int], int]:
         parent = world.tree(row)[node]
         if parent not in log_probs:
             continue
-        text = [*world.texts[row], *world.path_tokens(row, parent)]
-        probs = slow_distribution(logits[parent], text, own)
+        text = [*world.texts[row], *world.path_tokens(row, parent)[1:]]
+        probs = slow_distribution(logits[parent], text, own, PROMPT)
         entropy = -sum(p * math.log(p) for p in probs if p > 0)
         likelihood = probs[world.tokens[row][node]]
         if likelihood > min(own.typical_epsilon, delta * math.exp(-entropy)):
             log_probs[node] = log_probs[parent] + math.log(likelihood)
     best = max(log_probs, key=lambda node: (len(world.ancestry(row, node)), log_probs[node]))
     path = world.ancestry(row, best)
-    text = [*world.texts[row], *world.path_tokens(row, best)]
+    text = [*world.texts[row], *world.path_tokens(row, best)[1:]]
     after = own if own.acceptance == "typical-sampled" else replace(own, temperature=0.0)  # greedy
-    return path, slow_choice(logits[best], text, after, float(world.uniforms[row, len(path) - 1]))
+    return path, slow_choice(logits[best], text, after, float(world.uniforms[row, len(path) - 1]), PROMPT)
 
 
 def row_settings(*, typical: bool | None = None) -> st.SearchStrategy[SamplingSettings]:
@@ -360,7 +373,10 @@ def row_settings(*, typical: bool | None = None) -> st.SearchStrategy[SamplingSe
         temperature=st.sampled_from([0.5, 1.0, 2.0] if typical else [0.0, 0.5, 1.0, 2.0]),
         top_k=st.sampled_from([None, None, 1, 2, 3, 9]),
         top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
+        min_p=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
         repetition_penalty=st.sampled_from([1.0, 1.0, 1.25, 2.0, 0.5]),
+        frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, 2.0, -0.75]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 0.25, 1.5, -2.0]),
         acceptance=rules,
         typical_epsilon=st.sampled_from([0.01, 0.09, 0.3, 1.0]),
         typical_delta=st.sampled_from([None, 0.05, 0.5, 2.0]),
@@ -534,11 +550,12 @@ def test_as_likely_as_the_threshold_is_not_enough() -> None:
 
 def test_the_callers_record_of_seen_tokens_is_left_alone() -> None:
     rows = RowSettings.of([SamplingSettings(repetition_penalty=1.25)], vocab_size=10, device=CPU)
-    seen = torch.zeros(1, 10, dtype=torch.bool)
+    seen = seen_in([[]], 10)
     draft = Draft.on_tree(Tree.chain(2), torch.tensor([[5, 6, 7]]))
     verdict = accept(draft, peaked([[6, 7, 8]]), rows, torch.zeros(1, 3, dtype=torch.float64), seen)
     assert kept_nodes(verdict, 0) == [0, 1, 2]
-    assert not seen.any()
+    assert not seen.in_prompt.any()
+    assert not seen.in_answer.any()
 
 
 def test_rejection_of_drawn_tokens_needs_uniform_numbers() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -17,10 +18,19 @@ from transformers import (
 
 from draftheads.settings import SamplingSettings
 from draftheads.speculation import sampling
-from draftheads.speculation.sampling import RowSettings, choose, draw, most_likely, penalised, probabilities
+from draftheads.speculation.sampling import (
+    RowSettings,
+    SeenTokens,
+    choose,
+    draw,
+    most_likely,
+    penalised,
+    probabilities,
+)
 
 CPU = torch.device("cpu")
 V = 40
+PROMPT = 7  # tokens of each text that belong to the prompt
 BELOW_ONE = 1 - 2**-53
 
 sampled_settings = st.builds(
@@ -30,6 +40,9 @@ sampled_settings = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.6, 0.01]),
     # float32 holds these exactly, so no rounding moves a token over the edge of a nucleus
     repetition_penalty=st.sampled_from([1.0, 1.25, 2.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, -2.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.75, -0.25]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
 )
 
 
@@ -37,18 +50,30 @@ def of(*own: SamplingSettings, vocab_size: int = V) -> RowSettings:
     return RowSettings.of(own, vocab_size=vocab_size, device=CPU)
 
 
-def seen_in(texts: Tensor) -> Tensor:
-    return torch.zeros(len(texts), V, dtype=torch.bool).scatter_(1, texts, value=True)
+def seen_in(texts: Tensor) -> SeenTokens:
+    prompts, answers = texts[..., :PROMPT], texts[..., PROMPT:]
+    nothing = torch.zeros(*texts.shape[:-1], V, dtype=torch.int32)
+    counts = nothing.scatter_add(-1, answers, torch.ones_like(answers, dtype=torch.int32))
+    return SeenTokens(nothing.bool().scatter(-1, prompts, value=True), counts)
+
+
+def without_counted(scores: Tensor, text: Tensor, own: SamplingSettings) -> Tensor:
+    """OpenAI's formula, which transformers does not have."""
+    counts = text[PROMPT:].bincount(minlength=V)
+    return scores - own.frequency_penalty * counts - own.presence_penalty * (counts > 0)
 
 
 def as_transformers(logits: Tensor, text: Tensor, own: SamplingSettings) -> Tensor:
     """(V,) logits of one row -> (V,) probabilities, by transformers' own processors in its order."""
     scores = RepetitionPenaltyLogitsProcessor(own.repetition_penalty)(text[None], logits[None])
+    scores = without_counted(scores, text, own)
     scores = TemperatureLogitsWarper(own.temperature)(text[None], scores)
     if own.top_k is not None:
         scores = TopKLogitsWarper(own.top_k)(text[None], scores)
     if own.top_p < 1.0:
         scores = TopPLogitsWarper(own.top_p)(text[None], scores)
+    if own.min_p > 0.0:
+        scores = MinPLogitsWarper(own.min_p)(text[None], scores)
     probs: Tensor = scores[0].softmax(-1)
     return probs
 
@@ -68,14 +93,13 @@ def test_processing_equals_transformers(own: list[SamplingSettings], seed: int) 
 
 def test_nodes_of_a_tree_are_processed_by_their_rows_settings() -> None:
     own = [
-        SamplingSettings(temperature=0.5, top_k=3, repetition_penalty=1.25),
-        SamplingSettings(temperature=2.0, top_p=0.5, repetition_penalty=2.0),
+        SamplingSettings(temperature=0.5, top_k=3, repetition_penalty=1.25, presence_penalty=0.5),
+        SamplingSettings(temperature=2.0, top_p=0.5, repetition_penalty=2.0, frequency_penalty=0.25),
     ]
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 4, V, generator=generator, dtype=torch.float64)
     texts = torch.randint(0, V, (2, 4, 12), generator=generator)
-    seen = torch.stack([seen_in(text) for text in texts])
-    found = probabilities(penalised(logits, of(*own), seen), of(*own))
+    found = probabilities(penalised(logits, of(*own), seen_in(texts)), of(*own))
     for row in range(2):
         for node in range(4):
             expected = as_transformers(logits[row, node], texts[row, node], own[row])
@@ -103,15 +127,19 @@ def test_penalties_are_transformers_own_in_every_type(dtype: torch.dtype, penalt
     assert torch.equal(penalised(logits, rows, seen_in(texts)), expected)
     uniforms = torch.zeros(20, dtype=torch.float64)
     assert torch.equal(choose(logits, rows, seen_in(texts), uniforms), expected.argmax(-1))
+    own = SamplingSettings(repetition_penalty=penalty, frequency_penalty=0.3, presence_penalty=0.1)
+    expected = torch.stack([without_counted(*row, own) for row in zip(expected, texts, strict=True)])
+    assert torch.equal(penalised(logits, of(*[own] * 20), seen_in(texts)), expected)
 
 
 def test_without_a_penalty_the_logits_are_untouched() -> None:
     logits = torch.randn(2, V)
-    everything = torch.ones(2, V, dtype=torch.bool)
+    everything = SeenTokens(torch.ones(2, V, dtype=torch.bool), torch.ones(2, V, dtype=torch.int32))
     assert penalised(logits, of(SamplingSettings(), SamplingSettings()), everything) is logits
-    some = penalised(logits, of(SamplingSettings(), SamplingSettings(repetition_penalty=1.25)), everything)
-    assert torch.equal(some[0], logits[0])
-    assert not torch.equal(some[1], logits[1])
+    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+        some = penalised(logits, of(SamplingSettings(), SamplingSettings(**{name: 1.25})), everything)
+        assert torch.equal(some[0], logits[0])
+        assert not torch.isclose(some[1], logits[1]).any()
 
 
 def test_tokens_as_likely_as_the_kth_stay() -> None:
@@ -144,8 +172,8 @@ def test_rows_choose_as_if_alone(own: list[SamplingSettings], seed: int) -> None
     chosen = choose(logits, of(*own), seen, uniforms)
     for row, settings_ in enumerate(own):
         one = slice(row, row + 1)
-        assert chosen[row] == choose(logits[one], of(settings_), seen[one], uniforms[one])[0]
-        scores = penalised(logits[one], of(settings_), seen[one])
+        assert chosen[row] == choose(logits[one], of(settings_), seen[one,], uniforms[one])[0]
+        scores = penalised(logits[one], of(settings_), seen[one,])
         if settings_.temperature == 0:
             assert chosen[row] == scores[0].argmax()
         else:
@@ -201,7 +229,7 @@ def test_a_draw_is_the_token_whose_stretch_holds_the_number(probs: list[float], 
 def test_rows_know_what_they_need() -> None:
     off = of(SamplingSettings(), SamplingSettings(top_k=3, top_p=0.5, acceptance="typical"))
     # at temperature 0 there is nothing to filter, and the typical rule is the exact one
-    assert not any((off.any_sampled, off.any_filtered, off.any_penalty, off.any_typical))
+    assert not any((off.any_sampled, off.any_filtered, off.any_penalty, off.any_count_penalty, off.any_typical))
     assert off.greedy.tolist() == [True, True]
     on = of(
         SamplingSettings(),
@@ -210,6 +238,12 @@ def test_rows_know_what_they_need() -> None:
         SamplingSettings(temperature=0.5, acceptance="typical-sampled"),
     )
     assert all((on.any_sampled, on.any_filtered, on.any_penalty, on.any_typical))
+    assert not on.any_count_penalty
+    for name in ("frequency_penalty", "presence_penalty"):
+        counting = of(SamplingSettings(), SamplingSettings(**{name: -0.5}))
+        assert counting.any_penalty
+        assert counting.any_count_penalty
+    assert of(SamplingSettings(temperature=0.5, min_p=0.1)).any_filtered
     assert on.greedy.tolist() == [True, False, True, False]
     assert on.typical.tolist() == [False, True, False, True]
     assert on.takes_best.tolist() == [True, True, True, False]

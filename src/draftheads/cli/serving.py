@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftheads.cli.options.serve import ServeOptions
 from draftheads.cli.show import quiet_transformers
-from draftheads.errors import InvalidSettings, MissingDependency
+from draftheads.errors import DeviceLost, InvalidSettings, MissingDependency
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
 
@@ -37,20 +37,27 @@ def http_limits(options: ServeOptions) -> HttpLimits:
     """A request may have as many answers as one client may have in the queue."""
     return HttpLimits(
         choices=max(1, min(HttpLimits.choices, options.max_waiting // 2)),
+        max_tokens=options.max_tokens,
         default_tokens=options.default_tokens,
         request_seconds=None if options.request_seconds == float("inf") else options.request_seconds,
     )
 
 
 def run(options: ServeOptions, listening: socket.socket) -> None:
-    """Serves until a signal comes."""
+    """Serves until a signal comes. If the accelerator fails, the process ends with status 1."""
     quiet_transformers()
     _log_to_stderr()
     keys = _api_keys(options)
     local = _is_local(options.host)
     hosts = frozenset(options.allow_host) | (LOCAL_NAMES | {options.host} if local else frozenset())
     access = Access(keys, hosts or None, _keys(_ADMIN_VARIABLE, options.admin_key_file, "--admin-key-file"))
-    service = Service(http_limits(options), access, log_requests=options.log_requests, recorder=_recorder(options))
+    service = Service(
+        http_limits(options),
+        access,
+        log_requests=options.log_requests,
+        recorder=_recorder(options),
+        schema=options.schema,
+    )
     address = _address(listening)
     if not local and not keys:
         print(
@@ -79,14 +86,20 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         print(_welcome(address, *loaded[0], has_keys=bool(keys)), flush=True)
 
     serving = serve(service, listening, load, drain_seconds=options.drain_seconds, on_ready=on_ready)
+    code = 0
     try:
         is_idle = asyncio.run(serving)
+    except DeviceLost as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        is_idle, code = False, 1
     finally:
         if service.recorder is not None:
             service.recorder.close()
     if not is_idle:
         sys.stdout.flush()
-        os._exit(0)  # Python would end under a thread that is inside of PyTorch, which aborts the process
+        # Python would end under a thread that is inside of PyTorch, or free memory of an accelerator that has failed:
+        # both abort the process
+        os._exit(code)
 
 
 def _load(options: ServeOptions) -> tuple[Served, Limits]:

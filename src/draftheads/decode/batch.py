@@ -18,7 +18,7 @@ from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept, num_rejection_uniforms
 from draftheads.speculation.draft import AcceptResult, Context, Draft, Places
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.sampling import RowSettings, choose, token_logprobs
+from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, has_penalty, token_logprobs
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
 
@@ -58,9 +58,9 @@ class Batch:
         self.requests: list[Request] = []
         self._context: Context | None = None
         self._rows: RowSettings | None = None
-        self._seen: Tensor | None = None  # (B, V) bool; only where a row has a repetition penalty
+        self._seen: SeenTokens | None = None  # (B, V); only where a row has a penalty
         self._are_free: list[bool] = []  # rows that take the most likely token whatever it is
-        self._rules: BatchRules | None = None  # only where a row has a grammar or logit biases
+        self._rules: BatchRules | None = None  # only where a row has a grammar, logit biases or a shortest length
         self._stepped_rows = 0  # rows that the session has seen; they come first
         # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
         self._hidden: list[list[Tensor]] = []
@@ -78,7 +78,10 @@ class Batch:
         hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
         rows, seen, rules = self._settings_of(requests)
         uniforms = self._uniforms(requests, 1)
-        allowed = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
+        allowed = logits
+        if rules is not None:
+            depths = torch.zeros_like(logits[:, :1], dtype=torch.long)
+            allowed = rules.verified(logits[:, None], rules.roots(), depths)[:, 0]
         roots = choose(allowed, rows, seen, uniforms[:, 0])
         new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
         context = self._prompt_context(texts, hidden, to_device(new_ids, roots.device)[:, 0], new_ids)
@@ -107,7 +110,7 @@ class Batch:
             rows=self._rows,
             draws=partial(self._numbers, stream="drafts"),
             text_tokens=max(self.target.lengths),
-            rules=self._rules,
+            rules=self._rules if self._rules and self._rules.concern_drafts else None,
             room=[request.room for request in self.requests] if self.none_waits else None,
         )
         draft = self.session.propose(context, self.shape)
@@ -124,7 +127,7 @@ class Batch:
         rejection_uniforms = None
         if draft.sampled and self._rows.any_rejection:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
-        scores = logits if self._rules is None else self._rules.verified(logits, places)
+        scores = logits if self._rules is None else self._rules.verified(logits, places, draft.depths)
         result = accept(draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
         new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, asked)  # the step's one read
         if asked is not None:
@@ -216,16 +219,19 @@ class Batch:
         self._rows, self._seen, self._rules = self._settings_of(self.requests)
         self._are_free = [_is_free(request.settings) for request in self.requests]
 
-    def _settings_of(self, requests: Sequence[Request]) -> tuple[RowSettings, Tensor | None, BatchRules | None]:
-        """Their settings, the tokens of their texts (B, V) where one has a repetition penalty, and their rules."""
+    def _settings_of(self, requests: Sequence[Request]) -> tuple[RowSettings, SeenTokens | None, BatchRules | None]:
+        """Their settings, the tokens of their texts (B, V) where one has a penalty, and their rules."""
         vocab_size, device = self.target.model.vocab_size, self.target.model.device
         rows = RowSettings.of([request.settings for request in requests], vocab_size=vocab_size, device=device)
         seen = None
         if rows.any_penalty:
-            seen = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+            in_prompt = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+            in_answer = torch.zeros(len(requests), vocab_size, dtype=torch.int32)
             for row, request in enumerate(requests):
-                seen[row, request.prompt_ids + request.token_ids] = True
-            seen = to_device(seen, device)
+                in_prompt[row, request.prompt_ids] = True
+                for token in request.token_ids:
+                    in_answer[row, token] += 1
+            seen = SeenTokens(to_device(in_prompt, device), to_device(in_answer, device))
         return rows, seen, BatchRules.of(requests, vocab_size=vocab_size, device=device)
 
     def _uniforms(self, requests: Sequence[Request], count: int) -> Tensor:
@@ -245,10 +251,11 @@ class Batch:
         if self._seen is not None:
             context = self._context
             assert context is not None
-            roots = context.root_ids[:, None]
-            places = torch.arange(context.token_ids.shape[1], device=roots.device)
-            accepted = torch.where(places < context.num_accepted[:, None], context.token_ids, roots)
-            self._seen.scatter_(1, torch.cat([accepted, roots], 1), value=True)
+            tokens = torch.cat([context.token_ids, context.root_ids[:, None]], 1)
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            is_new = (places > 0) & (places < context.num_accepted[:, None])  # the first one is the root of before
+            is_new[:, -1] = True
+            self._seen.in_answer.scatter_add_(1, tokens, is_new.int())
 
     def _prompt_context(
         self, texts: Sequence[list[int]], hidden: Tensor, roots: Tensor, root_ids: Sequence[Sequence[int]]
@@ -277,8 +284,8 @@ def without_holes(rows: Sequence[int]) -> list[int]:
 
 def _is_free(settings: SamplingSettings) -> bool:
     """Whether the target alone decides on the text, as for the answers of acceptance profiles."""
-    penalty = settings.repetition_penalty
-    return settings.temperature == 0 and penalty == 1 and settings.grammar is None and not settings.logit_bias
+    has_rules = settings.grammar is not None or settings.logit_bias or settings.min_new_tokens
+    return settings.temperature == 0 and not has_penalty(settings) and not has_rules
 
 
 def _tokens_of(

@@ -98,8 +98,8 @@ class EngineCore(Generic[AnyEngine]):
         """
         engine = self._engine_of(lane)
         engine.check_draft_nodes(lane.draft_nodes)
-        limit = self.limits.kv_bytes
-        if limit is not None and (needed := self.sizes.alone(engine, lane.draft_nodes, request)) > limit:
+        limit, nodes = self.limits.kv_bytes, lane.rounded().draft_nodes
+        if limit is not None and (needed := self.sizes.alone(engine, nodes, request)) > limit:
             raise TooLarge(
                 f"the prompt and {counted(request.most_new_tokens, 'new token')} need {needed >> 20} MiB for keys "
                 f"and values; the server has {limit >> 20} MiB: ask for fewer tokens"
@@ -118,7 +118,7 @@ class EngineCore(Generic[AnyEngine]):
 
         Args:
             request: is decoded.
-            lane: which engine decodes it, and how much it drafts.
+            lane: which engine decodes it, and how much it drafts; numbers of nodes are rounded.
             client: clients take turns.
             cache_salt: prompts with the same salt share what was read of a common beginning.
             first: before the client's other requests.
@@ -128,7 +128,7 @@ class EngineCore(Generic[AnyEngine]):
         """
         lane = lane or Lane(next(iter(self.engines)))
         self.check(request, lane)
-        self.waiting.push(QueuedRequest(request, lane, client, cache_salt), first=first)
+        self.waiting.push(QueuedRequest(request, lane.rounded(), client, cache_salt), first=first)
 
     def cancel(self, request: Request) -> None:
         """The request leaves before the next step, without an event after that. Ended ones are ignored."""
@@ -249,6 +249,8 @@ class EngineCore(Generic[AnyEngine]):
         for lane in sorted(lanes, key=lambda lane: self._growth(lane, queued.request)):
             if self._makes_room(lane, queued.request, kept_free):
                 return lane
+        if not self.num_running:
+            self.check(queued.request, queued.lane)  # it fits alone, or never: the engine may be another one by now
         new = RunningLane(queued.lane, engine, self._on_phase)
         if self._keeps_answers:
             new.batch.on_leave = lambda request, text: self.prefixes.add(new.namespace(request), text)
@@ -271,6 +273,8 @@ class EngineCore(Generic[AnyEngine]):
     def _drop_cancelled(self) -> None:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
+        for request in cancelled:
+            self.waiting.remove(request)  # it may have been interrupted since
         for lane in self.lanes if cancelled else ():
             gone = [request for request in lane.requests if request in cancelled]
             self._reading.remove(*gone)
@@ -293,7 +297,8 @@ class EngineCore(Generic[AnyEngine]):
             return True
         if self._with(lane, request, trimmed=False) + kept_free <= limit:
             return True
-        if self._with(lane, request, trimmed=True) + kept_free > limit:
+        # what was accepted is decoded, if only alone; while an interrupted text is read again, it is there twice
+        if self._with(lane, request, trimmed=True) + kept_free > limit and self.num_running:
             return False
         self._trim()
         return True
@@ -359,7 +364,7 @@ class EngineCore(Generic[AnyEngine]):
         return slots * self.sizes.per_slot(lane.engine) + text
 
     def _interrupt(self, lane: RunningLane, request: Request) -> None:
-        """A request waits again. What was read of it is kept as long as there is memory."""
+        """A request waits again. Where answers are kept, its text is, as long as there is memory."""
         self.interruptions += 1
         if self.limits.kv_bytes is not None:
             free = self.limits.kv_bytes - self._reserved() + self._freed(lane, request)
@@ -388,9 +393,8 @@ class EngineCore(Generic[AnyEngine]):
             if prompts:
                 done.setdefault(group[0].lane, []).extend(prompts)
         for lane, prompts in done.items():
-            if lane in self.lanes:
-                requests = [prompt.request for prompt in prompts if not prompt.request.token_ids]
-                events += self._advance(lane, requests, partial(lane.batch.adopt, prompts))
+            requests = [prompt.request for prompt in prompts if not prompt.request.token_ids]
+            events += self._advance(lane, requests, partial(lane.batch.adopt, prompts))
         return events
 
     def _not_read(self, group: list[Reading], error: Exception) -> list[CoreEvent]:

@@ -26,6 +26,7 @@ from draftheads.errors import (
 )
 from draftheads.models.chat_template import BUILT_IN, render, template_of
 from draftheads.models.model import TargetModel
+from draftheads.models.prompt_text import token_ids_of
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.speculation.drafter import Drafter, NoDraft
@@ -41,6 +42,7 @@ _OTHER_NAMES = {
     "do_sample": "temperature",
     "eos_token_id": "stop_token_ids",
     "max_length": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
     "stop_strings": "stop",
 }
 
@@ -372,18 +374,18 @@ def _encode(model: TargetModel, prompt: Prompt) -> list[int]:
             ChatTemplateWarning,
             stacklevel=2,
         )
-        return _token_ids(model.tokenizer, "\n".join(message["content"] for message in messages))
+        return _token_ids(model, "\n".join(message["content"] for message in messages))
     try:
         text = render(model, messages, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's author: it may refuse in any way
         raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
-    return _token_ids(model.tokenizer, text, add_special_tokens=False)
+    return _token_ids(model, text, add_special_tokens=False)
 
 
-def _token_ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
+def _token_ids(model: TargetModel, text: str, **options: bool) -> list[int]:
     if problem := half_character(text):
         raise InvalidPrompt(f"the prompt as the model reads it {problem}")
-    return list(tokenizer(text, **options)["input_ids"])
+    return token_ids_of(model, text, **options)
 
 
 def _messages(values: Sequence[object]) -> list[dict[str, str]]:

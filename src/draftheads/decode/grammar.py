@@ -1,7 +1,7 @@
 """Grammars as masks: which tokens may come next in an answer. The only file that imports llguidance.
 
 A place is an index of a point of one answer in this step: 0 is after the accepted tokens, and each allowed draft token
-leads to a place of its own. Knows nothing of tensors and of other rows.
+leads to a place of its own.
 """
 
 from collections import OrderedDict

@@ -77,11 +77,12 @@ class ReadingQueue:
         count = reader.read(most_tokens)
         if reader.num_left:
             return [], count
-        self.readings = [reading for reading in self.readings if reading not in group]
-        if keep or self.readings:
-            for prompt in reader.prompts:
+        prompts = reader.prompts
+        if keep or len(self.readings) > len(group):
+            for prompt in prompts:
                 self.prefixes.add(group[0].lane.namespace(prompt.request), prompt.text, copy=len(group) > 1)
-        return reader.prompts, count
+        self.readings = [reading for reading in self.readings if reading not in group]  # last: all this may fail
+        return prompts, count
 
     def _beside(self, first: Reading, left: dict[Reading, int], most_tokens: int) -> list[Reading]:
         """A prompt, and others that fit beside it in one pass."""
@@ -90,21 +91,22 @@ class ReadingQueue:
         if first.reader is not None or first.alone or lane.engine.model.batch_invariant:
             return group
         text = first.request.ids_to_read
-        texts, longest = [text], left[first]
+        texts, longest = [(lane.namespace(first.request), text)], left[first]
         for other in self.readings:
             if other is first or other.lane is not lane or other.reader is not None or other.alone:
                 continue
             text = other.request.ids_to_read
-            if slots_for(lane.engine.model, len(text)) != slots_for(lane.engine.model, len(texts[0])):
+            if slots_for(lane.engine.model, len(text)) != slots_for(lane.engine.model, len(texts[0][1])):
                 continue  # they share a rectangle
             unread = max(longest, left[other])
             if (len(group) + 1) * unread > most_tokens:
                 continue
-            known = len(text) - left[other]
-            if any(num_shared(text, each) - known > _WORTH_READING_ONCE for each in texts):
+            known, namespace = len(text) - left[other], lane.namespace(other.request)
+            others = [read for space, read in texts if space == namespace]  # the time tells nothing of other texts
+            if any(num_shared(text, read) - known > _WORTH_READING_ONCE for read in others):
                 continue
             group.append(other)
-            texts.append(text)
+            texts.append((namespace, text))
             longest = unread
         return group
 

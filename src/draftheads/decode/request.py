@@ -1,8 +1,8 @@
-"""One request: its text so far, its settings, its stop rules and its counts. Knows nothing of tensors of other rows."""
+"""One request: its text so far, its settings, its stop rules and its counts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from itertools import groupby
 from typing import Any, Literal
@@ -50,10 +50,10 @@ class GenerationResult:
     top_logprobs: tuple[TopLogprobs, ...] | None = None  # at each place; None unless settings.logprobs is above 0
     drafted_by_depth: tuple[int, ...] = ()  # draft tokens of all steps at depth 1, 2, …
     accepted_by_depth: tuple[int, ...] = ()  # how many of them were accepted
-    tokenizer: InitVar[Any] = None  # for pieces; no field, so it is neither compared nor pickled
+    new_stream: InitVar[Callable[[], TextStream] | None] = None  # for pieces; no field: neither compared nor pickled
 
-    def __post_init__(self, tokenizer: Any) -> None:
-        object.__setattr__(self, "tokenizer", tokenizer)
+    def __post_init__(self, new_stream: Callable[[], TextStream] | None) -> None:
+        object.__setattr__(self, "new_stream", new_stream)
 
     @property
     def tokens_per_step(self) -> float:
@@ -66,13 +66,13 @@ class GenerationResult:
 
         A token adds nothing if it ends the answer, or if its character ends in a later token.
         """
-        tokenizer = vars(self)["tokenizer"]
-        if tokenizer is None:  # made by hand
+        new_stream = vars(self)["new_stream"]
+        if new_stream is None:  # made by hand
             return (self.text, *[""] * (len(self.token_ids) - 1))
-        return pieces_of(self.text, self.token_ids, tokenizer)
+        return pieces_of(self.text, self.token_ids, new_stream())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pieces": self.pieces, "tokenizer": None}
+        return {**self.__dict__, "pieces": self.pieces, "new_stream": None}
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else f"{self.text[:57]}…"
@@ -126,12 +126,12 @@ class Request:
         self.top_logprobs: list[TopLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.failure: Exception | None = None  # of this request alone, see Batch
-        self._stop_ids = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else eos_ids)
+        self.stop_ids = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else eos_ids)
         room = settings.max_new_tokens if max_length is None else max_length - len(self.prompt_ids)
         self.most_new_tokens = min(settings.max_new_tokens, room)  # tokens of the longest possible answer
-        self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer)
-        self._stop_text = StopText(settings.stop)
+        self.new_stream = partial(TextStream, tokenizer, skip_special_tokens=settings.skip_special_tokens)
+        self._stream = self.new_stream()
+        self._stop_text = StopText(settings.stop, keep=settings.include_stop_str_in_output)
         self._generator = torch.Generator()
         if settings.seed is None:
             self._generator.seed()
@@ -162,7 +162,7 @@ class Request:
 
     def is_stop_id(self, token_id: int) -> bool:
         """Does this token end the answer, without being part of its text?"""
-        return token_id in self._stop_ids
+        return token_id in self.stop_ids and not self.settings.include_stop_str_in_output
 
     def uniforms(self, count: int) -> list[float]:
         """Random numbers in [0, 1) for the next ``count`` tokens; a place in the answer always gets the same one."""
@@ -201,14 +201,15 @@ class Request:
         for piece in pieces:
             kept += piece
             self.token_ids += piece
-            is_stop = bool(piece) and piece[-1] in self._stop_ids
-            text += self._stop_text.push(self._stream.push(piece[:-1] if is_stop else piece))
-            if is_stop or self._stop_text.found:
+            is_early = len(self.token_ids) <= self.settings.min_new_tokens
+            is_hidden = bool(piece) and self.is_stop_id(piece[-1])
+            text += self._stop_text.push(self._stream.push(piece[:-1] if is_hidden else piece), is_early=is_early)
+            if (piece and piece[-1] in self.stop_ids) or self._stop_text.found:
                 self.finish_reason = "stop"
             elif self.room <= 0:
                 self.finish_reason = "length"
             if self.finish_reason:
-                text += self._stop_text.push(self._stream.flush()) + self._stop_text.flush()
+                text += self._stop_text.push(self._stream.flush(), is_early=is_early) + self._stop_text.flush()
                 break
         self.text += text
         if self.grammar_state is not None and self.finish_reason is None:
@@ -245,7 +246,7 @@ class Request:
             *self._asked(self.logprobs, self.top_logprobs),
             tuple(self.drafted_by_depth),
             tuple(self.accepted_by_depth),
-            tokenizer=self._tokenizer,
+            new_stream=self.new_stream,
         )
 
     def _asked(
@@ -264,7 +265,7 @@ class Request:
             self.accepted_by_depth[place] += place < num_accepted
 
     def _until_stop_id(self, token_ids: Sequence[int]) -> list[int]:
-        end = next((i + 1 for i, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
+        end = next((i + 1 for i, token in enumerate(token_ids) if token in self.stop_ids), len(token_ids))
         return list(token_ids[: min(end, self.room)])
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.batch import Batch
 from draftheads.decode.request import Request
 from draftheads.decode.waiting import Lane, QueuedRequest
@@ -53,7 +54,11 @@ class SlotBytes:
     def of_weights(self, engine: BatchSource) -> int:
         """Memory that each pass of the model reads, whatever its rows."""
         if engine not in self._weights:
-            self._weights[engine] = sum(weight.nbytes for weight in engine.model.model.parameters())
+            model = engine.model
+            layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+            packed = sum(layer.in_features * layer.out_features for layer in layers if layer.tied is None)
+            whole = sum(weight.nbytes for weight in model.model.parameters())
+            self._weights[engine] = whole + packed * model.dtype.itemsize
         return self._weights[engine]
 
     def of_text(self, engine: BatchSource, request: Request) -> int:
@@ -63,7 +68,7 @@ class SlotBytes:
     def alone(self, engine: BatchSource, draft_nodes: int | None, request: Request) -> int:
         """If there is no other request, at the end of the longest possible answer."""
         slots = slots_for(engine.model, request.most_tokens, engine.most_nodes(draft_nodes))
-        return slots * self.per_slot(engine) + self.of_text(engine, request)
+        return (slots + slots_for(engine.model, len(request.prompt_ids))) * self.per_slot(engine)
 
     def at_first(self, engine: BatchSource, queued: QueuedRequest, headroom: int) -> int:
         """If there is no other request, for the next ``headroom`` tokens of the answer."""

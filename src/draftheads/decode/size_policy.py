@@ -44,6 +44,9 @@ LEVEL_GAIN = 0.3
 _BEHIND = 4  # tokens by which one row must be behind all others to be the one that ends last
 # relative speed that cutting growing trees adds: all to one size, divided by the rows; or each row to a size of its own
 _CUT_GAIN, _OWN_SIZE_GAIN = 0.05, 0.12
+# of the time of a node: attention computes the places by which a tree is smaller than the widest one, too
+_PADDING = 0.12
+_WIDTHS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of trees of different sizes
 
 
 @dataclass
@@ -158,10 +161,11 @@ class SizePolicy(WrappedDrafter):
             self._shapes[way, num_nodes] = self.profile.shape(kind, num_nodes, depth)
         return self._shapes[way, num_nodes]
 
-    def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
+    def choose(self, ratios: Floats, text_tokens: int = 0, *, cuts: bool = True) -> tuple[Shape | None, float, float]:
         """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.
 
-        The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row.
+        The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row, ``cuts`` says
+        whether growing trees are cut after they are drafted.
         """
         batch = len(ratios)
         table = self.table(batch, text_tokens)
@@ -172,7 +176,7 @@ class SizePolicy(WrappedDrafter):
             best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
             if not best:
                 continue
-            rate = float(rates[best]) * (1.0 + (self.cut_gain(batch) if way[0] == "dynamic" else 0.0))
+            rate = float(rates[best]) * (1.0 + (self.cut_gain(batch) if cuts and way[0] == "dynamic" else 0.0))
             if rate > fastest:
                 fastest = rate
                 choice = (self.shape(way, best + 1), float(gains[best]), float(rates[best]))
@@ -209,7 +213,8 @@ class SizePolicySession(WrappedSession):
         copies = np.array([record.ratio for record in self._copies])
         if context.room is not None and batch > 1:
             copies *= weights(context.room, self.policy.table(1, context.text_tokens).plain, table.plain)
-        chosen, gain, rate = self.policy.choose(ratios, context.text_tokens)
+        is_on_cpu = context.root_ids.device.type == "cpu"
+        chosen, gain, rate = self.policy.choose(ratios, context.text_tokens, cuts=is_on_cpu)
         if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
             chosen, gain, rate = None, 0.0, batch / table.plain
         self._gain = gain
@@ -306,10 +311,12 @@ class SizePolicySession(WrappedSession):
         copied = np.zeros_like(likely) if draft.copied is None else likely * draft.copied.cpu().numpy()
         gains = ratios[:, None] * (likely - copied) + copies[:, None] * copied
         cost = rate * table.verifying[: draft.num_nodes]
-        if self.policy.trees_differ and len(gains) > 1:
-            counts = best_sizes(gains, cost)
+        batch = len(gains)
+        if self.policy.trees_differ and batch > 1:
+            node = (table.verifying[-1] - table.verifying[0]) / (batch * max(1, len(table.verifying) - 1))
+            counts = best_sizes(gains, cost, rate * _PADDING * node)
         else:
-            counts = np.full(len(gains), (gains.sum(0).cumsum() - cost).argmax() + 1)
+            counts = np.full(batch, (gains.sum(0).cumsum() - cost).argmax() + 1)
         is_kept = np.arange(draft.num_nodes) < counts[:, None]
         self._expected = ((likely - copied) * is_kept).sum(1).tolist()
         self._expected_copies = (copied * is_kept).sum(1).tolist()
@@ -320,9 +327,9 @@ class SizePolicySession(WrappedSession):
 
         Only on a CPU: elsewhere the host would have to wait for the probabilities, so nothing is cut.
 
-        Where levels can be left out (:attr:`BestFirst.min_level_probability`) it may be as deep as the head was
-        measured, but each level is drafted only if the tokens that it is likely to gain are worth its time. ``rate`` is
-        in tokens per millisecond, as if all requests accepted what the profile expects.
+        It may be as deep as the head was measured. Where levels can be left out
+        (:attr:`BestFirst.min_level_probability`) each is drafted only if the tokens that it is likely to gain are worth
+        its time. ``rate`` is in tokens per millisecond, as if all requests accepted what the profile expects.
         """
         if not isinstance(shape, BestFirst) or context.root_ids.device.type != "cpu":
             return shape
@@ -336,7 +343,7 @@ class SizePolicySession(WrappedSession):
         return replace(self.profile.growing(most), min_level_probability=round(reach, 2))
 
 
-def best_sizes(gains: Floats, cost: Floats) -> npt.NDArray[np.int64]:
+def best_sizes(gains: Floats, cost: Floats, padding: float = 0.0) -> npt.NDArray[np.int64]:
     """How many nodes each tree gets (B,), root included, if the nodes of all rows compete for the time of a pass.
 
     A node is taken after those before it in its row, which are its ancestors and likelier nodes.
@@ -344,17 +351,29 @@ def best_sizes(gains: Floats, cost: Floats) -> npt.NDArray[np.int64]:
     Args:
         gains: (B, N) tokens that each node is likely to gain; 0 for the root.
         cost: (N,) what a pass costs, in tokens, if the trees have 1 … N nodes on average.
+        padding: what each place costs by which a tree is smaller than the widest one, in tokens.
 
     >>> best_sizes(np.array([[0, 0.9, 0.8], [0, 0.1, 0.0]]), np.array([0.0, 0.8, 1.6]))
     array([3, 1])
+    >>> best_sizes(np.array([[0, 0.9, 0.8], [0, 0.1, 0.0]]), np.array([0.0, 0.8, 1.7]), padding=0.5)
+    array([2, 2])
     """
     batch, nodes = gains.shape
     falling = np.minimum.accumulate(gains[:, 1:], axis=1)
-    order = np.argsort(-falling, axis=None, kind="stable")
-    total = np.concatenate([[0.0], gains[:, 1:].ravel()[order].cumsum()])
-    average = 1 + np.arange(len(total)) / batch
-    taken = order[: (total - np.interp(average, np.arange(1, nodes + 1), cost)).argmax()]
-    return 1 + np.bincount(taken // max(1, nodes - 1), minlength=batch)
+    best, sizes = 0.0, np.ones(batch, dtype=np.int64)
+    for width in sorted({*_WIDTHS, nodes}):
+        if not 1 < width <= nodes:
+            continue
+        order = np.argsort(-falling[:, : width - 1], axis=None, kind="stable")
+        total = np.concatenate([[0.0], gains[:, 1:width].ravel()[order].cumsum()])
+        taken = np.arange(len(total))
+        net = total - np.interp(1 + taken / batch, np.arange(1, nodes + 1), cost)
+        net -= padding * (batch * (width - 1) - taken) * (taken > 0)
+        count = int(net.argmax())
+        if net[count] > best - cost[0]:
+            best = float(net[count]) + cost[0]
+            sizes = 1 + np.bincount(order[:count] // (width - 1), minlength=batch)
+    return sizes
 
 
 def weights(room: Sequence[int], one_row: float, all_rows: float) -> Floats:

@@ -1,50 +1,82 @@
-"""Token ids to text, a piece at a time, without ever showing half a character; knows nothing of models."""
+"""Token ids to text, a piece at a time, without ever showing half a character."""
 
 from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
+_MOST_WAITING = 8  # tokens whose text is not certain; a character has at most four bytes
 
 
 class TextStream:
     """The text of a growing list of token ids, decoded in small windows: the cost does not grow with the text."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         self._ids: list[int] = []
         self._start = 0  # of the window that is decoded again: some tokenizers need left neighbours for spaces
         self._shown = 0  # tokens whose text is out
 
     def push(self, token_ids: list[int]) -> str:
-        """Adds tokens and returns the new text that is certain: whole characters only."""
+        """Adds tokens and returns the new text that is certain: whole characters, and bytes that can be none."""
         self._ids += token_ids
-        new = self._new_text()
-        if not new or new.endswith(_UNFINISHED):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return new
+        text = self._show_whole(len(self._ids))
+        return text or (self._show_broken() if len(self._ids) - self._shown >= _MOST_WAITING else "")
 
     def flush(self) -> str:
         """The rest, half characters included: the text will not grow any more."""
-        new = self._new_text()
+        new = self._new_text(len(self._ids))
         self._start = self._shown = len(self._ids)
         return new
 
-    def _new_text(self) -> str:
+    def _show_whole(self, end: int) -> str:
+        """The new text of the tokens before ``end``, if it ends with a whole character."""
+        new = self._new_text(end)
+        if not new or new.endswith(_UNFINISHED):
+            return ""
+        self._start, self._shown = self._shown, end
+        return new
+
+    def _show_broken(self) -> str:
+        """The certain text of many tokens, which end in half a character; without it each push would decode more."""
+        text = "".join([self._show_whole(end) for end in range(self._shown + 1, len(self._ids))])
+        # special tokens have no text, and one character may be spread among them; a single space may be dropped
+        self._ids[self._shown :] = [token for token in self._ids[self._shown :] if self._decode([token, token])]
+        if len(self._ids) - self._shown < _MOST_WAITING:
+            return text
+        # more bytes than a character has: all of their text is certain, but for the last mark
+        new = self._new_text(len(self._ids))
+        for end in range(len(self._ids) - 1, self._shown, -1):
+            length = len(self._new_text(end))
+            if 0 < length < len(new):
+                self._start, self._shown = self._broken_before(end), end
+                return text + new[:length]
+        return text
+
+    def _broken_before(self, end: int) -> int:
+        """Where a window of broken text begins: to some tokenizers all bytes are wrong beside a wrong one."""
+
+        def begins_whole(start: int) -> bool:
+            windows = (self._ids[start:stop] for stop in range(start + 1, start + 5))
+            return any(not self._decode(window).endswith(_UNFINISHED) for window in windows)
+
+        return next((start for start in range(self._shown, end) if not begins_whole(start)), self._shown)
+
+    def _new_text(self, end: int) -> str:
         before = self._decode(self._ids[self._start : self._shown])
-        return self._decode(self._ids[self._start :])[len(before) :]
+        return self._decode(self._ids[self._start : end])[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(token_ids, **self._options)
         return text
 
 
-def pieces_of(text: str, token_ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
-    """What each token added to ``text``, which is their text or its beginning.
+def pieces_of(text: str, token_ids: Sequence[int], stream: TextStream) -> tuple[str, ...]:
+    """What each token added to ``text``, which is their text or its beginning. The stream is a new one.
 
     A character of several tokens belongs to the last of them.
     """
-    stream, pieces, start = TextStream(tokenizer), [], 0
+    pieces, start = [], 0
     for token in token_ids:
         end = start + len(stream.push([token]))
         pieces.append(text[start:end])
@@ -53,30 +85,36 @@ def pieces_of(text: str, token_ids: Sequence[int], tokenizer: Any) -> tuple[str,
 
 
 class StopText:
-    """Holds back what may become a stop string and cuts the text before one.
+    """Holds back what may become a stop string and cuts the text before one, or behind it if it is kept.
 
     >>> stop = StopText(("END",))
     >>> stop.push("one E"), stop.push("N"), stop.push("X two END three"), stop.found
     ('one ', '', 'ENX two ', True)
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stop = stop
+    def __init__(self, stop: tuple[str, ...], *, keep: bool = False) -> None:
+        self._stop, self._keep = stop, keep
         self._held = ""
+        self._num_early = 0  # characters at the beginning of it in which no stop string ends
         self.found = False
 
-    def push(self, text: str) -> str:
-        """Adds text and returns what is certain not to belong to a stop string."""
+    def push(self, text: str, *, is_early: bool = False) -> str:
+        """Adds text and returns what is certain not to belong to a stop string. None ends in text that is early."""
         if not self._stop or self.found:
             return "" if self.found else text
         self._held += text
-        hits = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if is_early:
+            self._num_early = len(self._held)
+        starts = {stop: self._held.find(stop, max(0, self._num_early + 1 - len(stop))) for stop in self._stop}
+        hits = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
         if hits:  # the one that ended first, however the text was cut into pieces
             self.found = True
-            certain, self._held = self._held[: min(hits)[1]], ""
+            end, start = min(hits)
+            certain, self._held = self._held[: end if self._keep else start], ""
             return certain
-        keep = max(_overlap(self._held, stop) for stop in self._stop)
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        count = len(self._held) - max(_overlap(self._held, stop) for stop in self._stop)
+        certain, self._held = self._held[:count], self._held[count:]
+        self._num_early = max(0, self._num_early - count)
         return certain
 
     def flush(self) -> str:

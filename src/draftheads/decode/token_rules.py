@@ -1,4 +1,4 @@
-"""The grammars and logit biases of a batch, as logits of forbidden tokens that are minus infinity.
+"""The grammars, logit biases and shortest lengths of a batch, as logits of forbidden tokens that are minus infinity.
 
 B rows, W or N places in each, V vocabulary, V' draft vocabulary.
 """
@@ -28,6 +28,7 @@ class BatchRules:
     """
 
     def __init__(self, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> None:
+        self._requests = requests
         self._states = [request.grammar_state for request in requests]
         self._ruled_rows = [row for row, state in enumerate(self._states) if state is not None]
         self._num_words = -(-vocab_size // 32)
@@ -38,13 +39,27 @@ class BatchRules:
                 for token, value in request.settings.logit_bias:
                     bias[row, token] = value
             self._bias = to_device(bias, device)
+        self._ends: Tensor | None = None  # (B, V) bool: tokens that end an answer
+        if any(request.settings.min_new_tokens for request in requests):
+            ends = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+            for row, request in enumerate(requests):
+                ends[row, [token for token in request.stop_ids if token < vocab_size]] = True
+            self._ends = to_device(ends, device)
 
     @classmethod
     def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> Self | None:
         """The rules of these requests; None if none has any."""
-        if any(request.grammar_state is not None or request.settings.logit_bias for request in requests):
+        if any(
+            request.grammar_state is not None or request.settings.logit_bias or request.settings.min_new_tokens
+            for request in requests
+        ):
             return cls(requests, vocab_size=vocab_size, device=device)
         return None
+
+    @property
+    def concern_drafts(self) -> bool:
+        """Whether drafters apply them, too. That is not worth it for shortest lengths: few drafts have an early end."""
+        return bool(self._ruled_rows) or self._bias is not None
 
     def roots(self) -> Places:
         """(B, 1) the places of the roots."""
@@ -76,9 +91,17 @@ class BatchRules:
         """
         return self._applied(logits, places, target_ids, beyond=0)
 
-    def verified(self, logits: Tensor, places: Places) -> Tensor:
-        """The target's logits at places, (B, N, V) -> (B, N, V); unchanged where an answer cannot get to."""
-        return self._applied(logits, places, None, beyond=-1)
+    def verified(self, logits: Tensor, places: Places, depths: Tensor) -> Tensor:
+        """The target's logits at places, (B, N, V) -> (B, N, V); unchanged where an answer cannot get to.
+
+        ``depths`` (1 or B, N) are those of the nodes. At depth d, d tokens were added to the answers as they are now.
+        """
+        logits = self._applied(logits, places, None, beyond=-1)
+        missing = [request.settings.min_new_tokens - len(request.token_ids) for request in self._requests]
+        if self._ends is None or max(missing) <= 0:
+            return logits
+        is_early = depths < to_device(missing, logits.device)[:, None]  # (B, N)
+        return logits.masked_fill(is_early[..., None] & self._ends[:, None], -torch.inf)
 
     def pruned(self, draft: Draft) -> tuple[Draft, Places]:
         """The draft without forbidden tokens and what is below them, and the places of its nodes."""

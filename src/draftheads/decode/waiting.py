@@ -1,11 +1,13 @@
 """The requests that wait for a place: clients take turns, and each client's requests go first come, first served."""
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from threading import Lock
 
 from draftheads.decode.request import Request
+
+TREE_SIZES = (0, 8, 16, 32, 64)  # few, as each one that is asked for takes a pass of the model in every step
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,17 @@ class Lane:
     """The name of the engine."""
     draft_nodes: int | None = None
     """0 decodes plainly; n drafts on growing trees of n nodes; None leaves it to the engine."""
+
+    def rounded(self) -> "Lane":
+        """With the nearest of ``TREE_SIZES``, the larger one of two.
+
+        >>> [Lane("m", nodes).rounded().draft_nodes for nodes in (3, 4, 11, 12, 64, None)]
+        [0, 8, 8, 16, 64, None]
+        """
+        nodes = self.draft_nodes
+        if nodes is None:
+            return self
+        return replace(self, draft_nodes=min(TREE_SIZES, key=lambda size: (abs(size - nodes), -size)))
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""The text of each row so far, and where its n-grams stood earlier; knows nothing of drafts."""
+"""The text of each row so far, and where its n-grams stood earlier."""
 
 from collections.abc import Sequence
 

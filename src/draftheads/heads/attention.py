@@ -1,6 +1,6 @@
 """Transformer layers for draft heads; sized as the target's, weights their own.
 
-Knows nothing of models. Alphabet: B rows, S queries, C slots of a history, H query heads, G key-value heads,
+Alphabet: B rows, S queries, C slots of a history, H query heads, G key-value heads,
 d their size, D hidden size.
 """
 

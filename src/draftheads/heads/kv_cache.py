@@ -1,6 +1,6 @@
 """Keys and values of the accepted tokens, which heads with transformer layers attend to.
 
-Knows nothing of heads. B rows, C slots, G key-value heads, d their size.
+B rows, C slots, G key-value heads, d their size.
 """
 
 from collections.abc import Sequence

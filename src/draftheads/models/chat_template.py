@@ -5,7 +5,9 @@ built-in one (``assets/chat_templates``) or as a file, and takes the place of th
 the tokenizer, which other models may share.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,7 +69,9 @@ def render(
     messages: Sequence[Message | Mapping[str, Any]],
     *,
     add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """A chat as text.
 
@@ -75,7 +79,9 @@ def render(
         reader: the model.
         messages: may have more than a role and a content, where the template reads more.
         add_generation_prompt: end with the beginning of an answer.
+        continue_final_message: end with the content of the last message, as the beginning of an answer.
         tools: functions that the model may call, as JSON schemas; templates may ignore them.
+        variables: further variables of the template, such as ``enable_thinking``; no names of :func:`reserved_names`.
 
     Raises:
         Exception: anything, since a template is a program of the model's author.
@@ -83,9 +89,21 @@ def render(
     given = {} if reader.chat_template is None else {"chat_template": reader.chat_template}
     chat = [dict(message) for message in messages]
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
+    if continue_final_message:
+        options["continue_final_message"] = True
     if tools:
         options["tools"] = [dict(tool) for tool in tools]
-    return str(reader.tokenizer.apply_chat_template(chat, **options))
+    return str(reader.tokenizer.apply_chat_template(chat, **options, **(variables or {})))
+
+
+def reserved_names(reader: ChatReader) -> set[str]:
+    """Variables of a chat template that arguments of :func:`render` set, and options of the tokenizer."""
+    return {"messages", *signature(reader.tokenizer.apply_chat_template).parameters}
+
+
+def reads_variable(reader: ChatReader, name: str) -> bool:
+    """Does the source of the chat template mention this variable?"""
+    return re.search(rf"\b{name}\b", str(template_of(reader))) is not None
 
 
 def continuing_ids(tokenizer: Any, text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """The target during decoding: the frozen model and the KV cache of the rows of a batch.
 
-Knows nothing of heads or acceptance rules. Rows are dense: 0 … num_rows-1, and new rows come last.
+Rows are dense: 0 … num_rows-1, and new rows come last.
 """
 
 import math
@@ -234,11 +234,11 @@ class Target:
         window = self.cache.window
         window.row_index, window.slots = texts[None], window.slots[texts, numbers][None]
         masks = self._masks(lengths, draft.depths, draft.ancestors)
+        index = (counts.cumsum(0) - counts)[:, None] + places.minimum(counts[:, None] - 1)  # (B, N) into M
         for mask in masks.values() if isinstance(masks, dict) else [masks]:
-            lay_out(mask, texts, numbers)
+            lay_out(mask, index.flatten(), texts * nodes + numbers)
         positions = self._positions(lengths, draft.depths).expand(self.num_rows, nodes)
         last, hidden = self._pass(draft.token_ids[texts, numbers][None], positions[texts, numbers][None], masks)
-        index = (counts.cumsum(0) - counts)[:, None] + places.minimum(counts[:, None] - 1)  # (B, N) into M
         return self.model.logits(last[0])[index], hidden[0][index]
 
     def _verify_native(self, draft: Draft) -> tuple[Tensor, Tensor]:

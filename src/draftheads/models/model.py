@@ -1,6 +1,6 @@
 """A frozen causal language model: from token ids to last hidden states and logits.
 
-Knows ``transformers``. Knows nothing of caches, trees or heads.
+What a pass needs beside tokens (caches, masks, positions) is in ``kv_target.py``.
 """
 
 import copy

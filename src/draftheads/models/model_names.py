@@ -1,6 +1,6 @@
 """What a model's name means: a folder on this machine, or an id on the Hugging Face Hub.
 
-Knows names, folders and the Hub. Knows nothing of weights, and imports nothing slow.
+Imports nothing slow: the command line asks before torch is there.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ from draftheads.serve.scheduler import Job, JobFailed
 from draftheads.serve.state import Service
 
 _LOG = logging.getLogger(__name__)
-_STATUS = {"error": 500, "deadline": 504, "shutdown": 503}
+_STATUS = {"error": 500, "deadline": 504, "shutdown": 503, "device_lost": 503}
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -48,8 +48,9 @@ class Answers:
         self._events: asyncio.Queue[tuple[int, StreamEvent | JobFailed]] = asyncio.Queue()
         seconds, params = service.limits.request_seconds, call.params
         deadline = None if seconds is None else start + seconds
+        salt = service.access.cache_salt_of(client, params.fields.cache_salt)
         self._jobs = [
-            Job(request, params.lane, client, self._deliver_to(index), deadline, params.fields.cache_salt)
+            Job(request, params.lane, client, self._deliver_to(index), deadline, salt)
             for index, request in enumerate(call.requests)
         ]
         self._unfinished = set(range(len(self._jobs)))
@@ -117,14 +118,26 @@ class Answers:
 
 
 class EventStream(Response):
-    """Server-sent events: one JSON object each, the last one may be an error, and ``[DONE]`` at the end.
+    """Server-sent events: one JSON object each, the last one may be an error.
+
+    ``named`` events have their ``type`` as a name; streams of others have ``[DONE]`` at the end. ``write`` runs a
+    function on the thread that writes responses: the last events of a named stream have the whole answer.
 
     The stream ends when the client disconnects. The generator of its chunks is closed in any case, and ``at_end`` is
     called last, also if the stream never began.
     """
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any]], at_end: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        chunks: AsyncGenerator[dict[str, Any]],
+        at_end: Callable[[], object],
+        write: Callable[..., Awaitable[str]],
+        *,
+        named: bool = False,
+    ) -> None:
         super().__init__()
+        self._write = write
+        self._named = named
         self._chunks = chunks
         self._at_end = at_end
 
@@ -142,18 +155,26 @@ class EventStream(Response):
         async with aclosing(self._chunks) as chunks:
             try:
                 async for chunk in chunks:
-                    await _send_event(send, json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+                    is_whole = self._named and "delta" not in chunk
+                    text = await self._write(_json, chunk) if is_whole else _json(chunk)
+                    await _send_event(send, text, chunk["type"] if self._named else None)
             except ApiError as error:
                 await _send_event(send, json.dumps(error.body()))
             except Exception:  # noqa: BLE001 - logged; too late for another status
                 _LOG.exception("a stream failed")
                 await _send_event(send, json.dumps(ApiError(500, "the server could not finish the answer").body()))
-        await _send_event(send, "[DONE]")
+        if not self._named:
+            await _send_event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_event(send: Send, text: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+def _json(chunk: dict[str, Any]) -> str:
+    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+
+
+async def _send_event(send: Send, text: str, name: str | None = None) -> None:
+    event = f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

@@ -4,9 +4,11 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from draftheads.errors import (
+    DeviceLost,
     DraftHeadsError,
     InvalidPrompt,
     InvalidSettings,
@@ -24,6 +26,21 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+
+
+class ErrorFields(BaseModel):
+    """What clients are told."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The JSON object of a response without an answer."""
+
+    error: ErrorFields
 
 
 @dataclass(eq=False)
@@ -59,7 +76,8 @@ class ApiError(Exception):
         'invalid_request_error'
         """
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        fields = ErrorFields(message=self.message, type=kind, param=self.param, code=self.code)
+        return ErrorBody(error=fields).model_dump()
 
     def response(self) -> JSONResponse:
         """The whole HTTP response."""
@@ -71,6 +89,8 @@ def api_error_of(error: DraftHeadsError, *, param: str | None = None) -> ApiErro
     match error:
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
+        case DeviceLost():
+            return ApiError(503, str(error), code="device_lost", retry_after=10)
         case ShuttingDown():
             return ApiError(503, str(error), code="shutting_down", retry_after=1)
         case TooLarge() | PromptTooLong():

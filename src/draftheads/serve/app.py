@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -20,9 +19,12 @@ from draftheads.serve.body import read_body, read_json
 from draftheads.serve.call import Call
 from draftheads.serve.chat_completions import read_chat
 from draftheads.serve.completions import CompletionCall, read_completion
-from draftheads.serve.fields import Fields, read_fields
+from draftheads.serve.fields import read_fields
 from draftheads.serve.guard import Guard
-from draftheads.serve.head_replacement import Busy
+from draftheads.serve.head_replacement import Busy, HeadFields
+from draftheads.serve.json_bytes import json_bytes
+from draftheads.serve.openapi import document
+from draftheads.serve.responses import read_response
 from draftheads.serve.scoring import PromptScores, score
 from draftheads.serve.state import ServedModel, Service
 
@@ -45,7 +47,17 @@ def create_app(service: Service) -> FastAPI:
         file
     ) in _PAGE.iterdir():  # a route for each, as a mount at / would answer wrong methods of all other routes, too
         app.add_route("/" if file.name == "index.html" else f"/{file.name}", partial(_file, file))
+    if service.schema:
+        _add_schema_route(app, service)
     return app
+
+
+def _add_schema_route(app: FastAPI, service: Service) -> None:
+    @app.get("/openapi.json")
+    async def schema() -> Response:
+        return Response(content, media_type="application/json")
+
+    content = json_bytes(document(app, service.access))
 
 
 async def _file(path: Path, _: Request) -> Response:
@@ -54,16 +66,20 @@ async def _file(path: Path, _: Request) -> Response:
 
 def _add_state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> JSONResponse:
+        return _state("ok" if service.lost is None else "failed", good="ok")
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        return JSONResponse({"status": service.phase}, status_code=200 if service.phase == "ready" else 503)
+        return _state(service.phase if service.lost is None else "failed", good="ready")
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _state(status: str, *, good: str) -> JSONResponse:
+    return JSONResponse({"status": status}, status_code=200 if status == good else 503)
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
@@ -81,6 +97,10 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await _answered(request, service, await _read(request, service, read_chat))
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await _answered(request, service, await _read(request, service, read_response))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -102,12 +122,13 @@ async def _answered(request: Request, service: Service, call: Call) -> Response:
     answers = Answers(service, call, request.state.client, start=request.state.start)
     answers.submit()
     if call.params.fields.stream:
-        return EventStream(call.chunks(answers.events()), answers.cancel)
+        return EventStream(call.chunks(answers.events()), answers.cancel, service.write, named=call.has_named_events)
     try:
         await unless_gone(request.receive, answers.finish())
     finally:
         answers.cancel()
-    return JSONResponse(await service.write(call.response))
+    content = await service.write(lambda: json_bytes(call.response()))
+    return Response(content, media_type="application/json")
 
 
 async def _scores(service: Service, call: CompletionCall, num_top: int) -> list[PromptScores]:
@@ -125,12 +146,6 @@ async def _scores(service: Service, call: CompletionCall, num_top: int) -> list[
     return scores
 
 
-class _HeadFields(Fields):
-    model: Annotated[str, Field(min_length=1)]
-    head: Annotated[str, Field(min_length=1)]
-    force: bool = False
-
-
 def _add_admin_route(app: FastAPI, service: Service) -> None:
     """Replaces the draft head of a model while it is served. The guard checks the admin key."""
 
@@ -138,7 +153,7 @@ def _add_admin_route(app: FastAPI, service: Service) -> None:
     async def head(request: Request) -> dict[str, Any]:
         _ = service.scheduler
         assert service.heads is not None, "a service with an admin key can replace heads"
-        fields = read_fields(_HeadFields, read_json(await read_body(request, service.limits), service.limits))
+        fields = read_fields(HeadFields, read_json(await read_body(request, service.limits), service.limits))
         name, wanted = fields.model, fields.head
         model = service.model(name)
         try:

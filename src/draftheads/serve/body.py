@@ -3,15 +3,18 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.http_limits import HttpLimits
+from draftheads.utils.messages import half_character
 
 # possessive, and without a need for the closing quote: so no text takes quadratic time
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")  # of which two are a character
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _READ_ON = 16  # times the limit
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
@@ -54,7 +57,7 @@ def read_json(body: bytes, limits: HttpLimits) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
-        ApiError: not UTF-8, not JSON, nested too deeply, or no object.
+        ApiError: not UTF-8, not JSON, nested too deeply, no object, or with half a character in the name of a field.
     """
     try:
         text = body.decode()
@@ -72,6 +75,8 @@ def read_json(body: bytes, limits: HttpLimits) -> dict[str, Any]:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if _HALF_CHARACTER.search(body) and (problem := next(filter(None, map(half_character, _names_in(value))), None)):
+        raise ApiError(400, f"the name of a field {problem}", code="invalid_json")
     return value
 
 
@@ -95,11 +100,20 @@ def depth_of(value: Any) -> int:
     >>> depth_of({"a": [1, {}]}), depth_of("x")
     (3, 0)
     """
-    depth, level = 0, [value]
+    return sum(1 for _ in _levels_of(value))
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """The names of all fields."""
+    return (name for level in _levels_of(value) for inner in level if isinstance(inner, dict) for name in inner)
+
+
+def _levels_of(value: Any) -> Iterator[list[Any]]:
+    """The lists and objects of a JSON value, the outer ones first."""
+    level = [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:
-        depth += 1
+        yield level
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    return depth
 
 
 def _no_number(text: str) -> float:

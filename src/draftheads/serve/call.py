@@ -1,18 +1,22 @@
-"""A request that was read, and what the responses of both routes have in common: ids, counts, drafted text."""
+"""A request that was read, and what the responses of all routes have in common: ids, counts, drafted text."""
 
+import hashlib
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import zip_longest
 from typing import Any, ClassVar
 
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.text import TextStream
+from draftheads.models.chat_template import template_of
 from draftheads.serve.logprobs import TokenNames
 from draftheads.serve.request_params import RequestParams
+from draftheads.utils.provenance import installed_version
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Call(ABC):
     """A request that was read."""
 
     id_prefix: ClassVar[str]
+    has_named_events: ClassVar[bool] = False  # of streams; streams of other chunks end with [DONE]
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
@@ -40,7 +45,7 @@ class Call(ABC):
     @cached_property
     def id(self) -> str:
         """The same in all chunks of a stream."""
-        return f"{self.id_prefix}-{uuid.uuid4().hex}"
+        return f"{self.id_prefix}{uuid.uuid4().hex}"
 
     @cached_property
     def names(self) -> TokenNames:
@@ -49,28 +54,33 @@ class Call(ABC):
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A whole response."""
-        return {**self._head(self.object_name), "choices": choices, "usage": self._usage()}
+        return {**self._head(self.object_name), "choices": choices, "usage": self.usage()}
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chunk of a stream. If the request asks for the usage, a last chunk without choices has it."""
-        usage = None if choices else self._usage()
-        last = {"usage": usage} if self.params.fields.stream_options.include_usage else {}
-        return {**self._head(self.chunk_name), "choices": choices, **last}
+    def chunk(self, choices: list[dict[str, Any]], num_sent: int = 0) -> dict[str, Any]:
+        """A chunk of a stream. If the request asks for the usage, a last chunk without choices has it.
 
-    def _head(self, name: str) -> dict[str, Any]:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.params.lane.model}
+        ``num_sent`` are the tokens of the answers up to this chunk; the model may have more already.
+        """
+        options = self.params.fields.stream_options
+        usage = None
+        if not choices:
+            usage = self.usage()
+        elif options.continuous_usage_stats:
+            usage = self._counts(num_sent)
+        return {
+            **self._head(self.chunk_name),
+            "choices": choices,
+            **({"usage": usage} if options.include_usage else {}),
+        }
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         """Tokens of all answers, finished or not, as OpenAI counts them, and what drafting did."""
         requests = self.requests
-        answered = sum(len(request.token_ids) for request in requests)
         steps = sum(request.num_steps for request in requests)
         # the first token of an answer comes from the prompt's pass
         of_steps = sum(max(0, len(request.token_ids) - 1) for request in requests)
         return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": answered,
-            "total_tokens": self.num_prompt_tokens + answered,
+            **self._counts(sum(len(request.token_ids) for request in requests)),
             "prompt_tokens_details": {
                 "cached_tokens": sum(request.num_cached for request in requests[:: self.params.fields.n])
             },
@@ -82,6 +92,29 @@ class Call(ABC):
             },
         }
 
+    @cached_property
+    def system_fingerprint(self) -> str:
+        """Of what decides on answers besides the request: weights, their precision, chat template and our version.
+
+        The same after a restart, and for all draft heads.
+        """
+        model = self.params.engine.model
+        parts = [model.weights_fingerprint, model.precision, str(template_of(model)), _version()]
+        return f"fp_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
+
+    def _head(self, name: str) -> dict[str, Any]:
+        usual = {"id": self.id, "object": name, "created": self.created, "model": self.params.lane.model}
+        return {**usual, "system_fingerprint": self.system_fingerprint}
+
+    def _counts(self, num_answered: int) -> dict[str, int]:
+        total = self.num_prompt_tokens + num_answered
+        return {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": num_answered, "total_tokens": total}
+
+
+@cache
+def _version() -> str | None:
+    return installed_version("draftheads")
+
 
 def _sums(lists: Sequence[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
@@ -92,14 +125,16 @@ def tokens_with_logprobs(
 ) -> tuple[Sequence[int], Sequence[float], Sequence[TopLogprobs]] | None:
     """The tokens that are text (all but one that ended the answer), their log-probabilities and the top ones.
 
-    ``part`` is an event of the request, or the whole request. None if no log-probabilities are asked for.
+    ``part`` is an event of the request, or the whole request. None if no log-probabilities are asked for; no top ones
+    if zero of them are.
     """
     if request.settings.logprobs is None:
         return None
     ids = part.token_ids
     has_stop_id = part.finish_reason == "stop" and bool(ids) and request.is_stop_id(ids[-1])
     count = len(ids) - has_stop_id
-    return ids[:count], (part.logprobs or ())[:count], (part.top_logprobs or ())[:count]
+    tops = part.top_logprobs if request.settings.logprobs else None
+    return ids[:count], (part.logprobs or ())[:count], (tops or ())[:count]
 
 
 class DraftPieces:
@@ -108,8 +143,8 @@ class DraftPieces:
     Text of a token can come with a later event: a half character, or what may become a stop string.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._stream = TextStream(tokenizer)
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
         self._waiting: list[tuple[str, bool]] = []
 
     def push(self, event: StreamEvent) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.serve.body import read_json
 from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
-from draftheads.serve.chat_messages import Message, prompt_ids_of
+from draftheads.serve.chat_messages import Effort, Message, TemplateFields, prompt_ids_of
 from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.logprobs import chat_logprobs
 from draftheads.serve.request_params import CommonFields, read_params
@@ -22,7 +22,7 @@ from draftheads.settings import MOST_LOGPROBS
 class ChatCall(Call):
     """A chat request that was read."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
@@ -37,9 +37,11 @@ class ChatCall(Call):
         streams = [_ChoiceStream(self, index, request) for index, request in enumerate(self.requests)]
         for stream in streams:
             yield self.chunk([stream.choice({"role": "assistant", "content": ""})])
+        num_sent = 0
         async for index, event in events:
+            num_sent += len(event.token_ids)
             for choice in streams[index].choices(event):
-                yield self.chunk([choice])
+                yield self.chunk([choice], num_sent)
         if self.params.fields.stream_options.include_usage:
             yield self.chunk([])
 
@@ -49,7 +51,7 @@ class ChatCall(Call):
         return None if tokens is None else chat_logprobs(self.names, *tokens)
 
     def _choice(self, index: int, request: Request) -> dict[str, Any]:
-        content, calls = _AnswerText(self.tools).push(request.text, is_end=True)
+        content, calls = AnswerText(self.tools).push(request.text, is_end=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": [call.as_json() for call in calls]}
@@ -58,7 +60,7 @@ class ChatCall(Call):
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
-class _AnswerText:
+class AnswerText:
     """Separates the text of an answer from its calls."""
 
     def __init__(self, tools: ToolUse | None) -> None:
@@ -92,8 +94,8 @@ class _ChoiceStream:
         self._call = call
         self._index = index
         self._request = request
-        self._pieces = DraftPieces(call.params.engine.model.tokenizer)
-        self._text = _AnswerText(call.tools)
+        self._pieces = DraftPieces(request.new_stream())
+        self._text = AnswerText(call.tools)
 
     def choice(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         """The choice of one chunk."""
@@ -116,12 +118,13 @@ class _ChoiceStream:
         return choices
 
 
-class ChatFields(ToolFields, CommonFields):
+class ChatFields(ToolFields, TemplateFields, CommonFields):
     """The fields of a chat request."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+    reasoning_effort: Effort | None = None
 
 
 def read_chat(body: bytes, service: Service) -> ChatCall:
@@ -145,5 +148,8 @@ def read_chat(body: bytes, service: Service) -> ChatCall:
         grammar=fields.response_format.grammar if tools is None else tools.grammar(),
     )
     messages = [message.for_template(f"messages[{number}]") for number, message in enumerate(fields.messages)]
-    ids = prompt_ids_of(params.engine, messages, tools)
-    return ChatCall(params, len(ids), params.requests(ids, param="messages"), messages, tools)
+    use = fields.template_use(params.engine.model, tools, fields.reasoning_effort, "reasoning_effort")
+    ids = prompt_ids_of(params.engine, messages, use, param="messages")
+    requests = params.requests(ids, param="messages")
+    params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens)
+    return ChatCall(params, len(ids), requests, messages, tools)

@@ -1,31 +1,42 @@
 """The messages of a chat request, as a chat template reads them, and their token ids."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, Json
+from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
 from draftheads.decode.engine import Engine
-from draftheads.errors import DraftHeadsError, InvalidPrompt
-from draftheads.models.chat_template import render, template_of
+from draftheads.errors import DraftHeadsError, InvalidPrompt, first_line
+from draftheads.models.chat_template import reads_variable, render, reserved_names, template_of
+from draftheads.models.model import TargetModel
+from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import Fields, text_or_list, wrong
 from draftheads.serve.tools import OPEN, ToolUse, check_template
 from draftheads.utils.messages import ROLES, half_character, short
 
+# values of the arguments of a call; the API has them as JSON text
+Arguments = Annotated[Json[Any], BeforeValidator(lambda text: "{}" if text == "" else text, json_schema_input_type=str)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
 
-class _Function(Fields, extra="ignore"):
+
+class _Function(Fields):
     name: str
-    arguments: Annotated[Json[Any], BeforeValidator(lambda text: "{}" if text == "" else text)]
+    arguments: Arguments
 
 
-class _Call(Fields, extra="allow"):
-    """An earlier call. Templates read its arguments as values, and the API has them as JSON text."""
+class _Call(Fields):
+    """An earlier call."""
+
+    without_effect: ClassVar = {"index"}  # of a stream
 
     function: _Function
-    type: Any = "function"
+    type: Literal["function"] = "function"
+    id: str | None = None
 
 
-class _TextPart(Fields, extra="ignore"):
+class _TextPart(Fields):
     type: Literal["text"]  # the model reads only text
     text: str
 
@@ -34,11 +45,26 @@ def _parts(content: Any) -> list[Any]:
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in text_or_list(content)]
 
 
-class Message(Fields, extra="ignore"):
+_CONTENT: dict[str, Any] = {  # what for_template reads
+    "required": ["role"],
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+    ],
+}
+
+
+class Message(Fields, json_schema_extra=_CONTENT):
     """One message."""
 
-    role: Any = None
-    content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_parts)] = Field([])
+    without_effect: ClassVar = {"annotations"}  # of an answer that is sent back
+
+    role: Annotated[Any, WithJsonSchema({"enum": ROLES})] = None
+    content: Annotated[
+        list[_TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[str | _TextPart])
+    ] = Field([])
+    name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[_Call], FailFast()] = Field([])  # with all errors of a list, a request takes seconds
     tool_call_id: Any = None
 
@@ -52,50 +78,124 @@ class Message(Fields, extra="ignore"):
             raise wrong(f"{place}.role", f"is {short(repr(self.role))}; it must be one of {', '.join(ROLES)}")
         if not self.tool_calls and "content" not in self.model_fields_set:
             raise wrong(f"{place}.content", "is missing; it must be a string or a list of text parts")
-        text = "\n".join(part.text for part in self.content)
-        if problem := half_character(text):
-            raise wrong(f"{place}.content", problem)
-        # models know no "developer", which is what OpenAI's API calls the system now
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        message = message_of(self.role, [part.text for part in self.content], f"{place}.content")
+        message |= self.model_dump(include={"name", "reasoning_content"}, exclude_none=True)
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            message["tool_calls"] = [
+                tool_call(call.function.name, call.function.arguments, call.id) for call in self.tool_calls
+            ]
         if self.role == "tool" and isinstance(self.tool_call_id, str):
             message["tool_call_id"] = self.tool_call_id
         return message
 
 
-def prompt_ids_of(engine: Engine, messages: list[dict[str, Any]], tools: ToolUse | None) -> list[int]:
+def message_of(role: str, texts: Sequence[str], place: str) -> dict[str, Any]:
+    """A message as a chat template reads it.
+
+    Raises:
+        ApiError: a text holds half a character; ``place`` names the field.
+    """
+    text = "\n".join(texts)
+    if problem := half_character(text):
+        raise wrong(place, problem)
+    # models know no "developer", which is what OpenAI's API calls the system now
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def tool_call(name: str, arguments: Any, call_id: str | None) -> dict[str, Any]:
+    """An earlier call as a chat template reads it, with its arguments as values."""
+    call = {"function": {"name": name, "arguments": arguments}, "type": "function"}
+    return call if call_id is None else {**call, "id": call_id}
+
+
+@dataclass(frozen=True)
+class TemplateUse:
+    """How a chat template is applied."""
+
+    tools: ToolUse | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
+
+
+class TemplateFields(Fields):
+    """The fields about the chat template, as in vLLM."""
+
+    chat_template_kwargs: dict[str, Any] = Field({})
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def template_use(self, model: TargetModel, tools: ToolUse | None, effort: str | None, param: str) -> TemplateUse:
+        """How the request uses the chat template of a model. ``param`` names the field of the ``effort``.
+
+        Raises:
+            ApiError: a field contradicts another one, or the template does not have what is asked for.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            raise wrong("continue_final_message", "begins no new message: send add_generation_prompt: false with it")
+        if tools is not None and tools.forced and not self.add_generation_prompt:
+            raise wrong("add_generation_prompt", "is false; a forced call begins a new message: use tool_choice auto")
+        variables = self._variables(model)
+        if effort is not None:
+            if "reasoning_effort" in variables:
+                raise wrong(param, "and chat_template_kwargs.reasoning_effort exclude each other: send one of them")
+            variables = {**_variables_of_effort(model, effort, param), **variables}
+        return TemplateUse(tools, self.add_generation_prompt, self.continue_final_message, variables)
+
+    def _variables(self, model: TargetModel) -> dict[str, Any]:
+        if names := self.chat_template_kwargs.keys() & reserved_names(model):
+            raise wrong(f"chat_template_kwargs.{min(names)}", "is not a variable that can be set here: leave it out")
+        return dict(self.chat_template_kwargs)
+
+
+def _variables_of_effort(model: TargetModel, effort: str, param: str) -> dict[str, Any]:
+    """Templates read ``reasoning_effort`` or ``enable_thinking``, or are of models that do not reason."""
+    if effort != "none" and not reads_variable(model, "reasoning_effort"):
+        raise wrong(
+            param,
+            f"is {effort!r}, but the chat template of {model.model_id} has no reasoning_effort: leave it out, "
+            "or send what the template reads in chat_template_kwargs",
+        )
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+
+
+def prompt_ids_of(engine: Engine, messages: list[dict[str, Any]], use: TemplateUse, *, param: str) -> list[int]:
     """Token ids of a chat up to where its answer begins.
 
     Raises:
-        ApiError: the template is missing, refuses the messages, or has no tools; or the prompt is too long.
+        ApiError: the template is missing, refuses the messages, or has no tools; or the prompt is too long. ``param``
+            is the field of the messages.
     """
     model = engine.model
     if template_of(model) is None:
         raise ApiError(
             400,
             f"{model.model_id} has no chat template: use /v1/completions, or start the server with --chat-template",
-            param="messages",
+            param=param,
         )
-    if tools is not None:
+    if use.tools is not None:
         check_template(model)
     try:
-        if tools is None and all(message.keys() == {"role", "content"} for message in messages):
-            return engine.encode(messages)
-        return engine.encode(_with_tools(engine, messages, tools))
+        return engine.encode(_encoded(model, messages, use))
     except DraftHeadsError as error:
-        raise api_error_of(error, param="messages") from None
+        raise api_error_of(error, param=param) from None
 
 
-def _with_tools(engine: Engine, messages: list[dict[str, Any]], tools: ToolUse | None) -> list[int]:
+def _encoded(model: TargetModel, messages: list[dict[str, Any]], use: TemplateUse) -> list[int]:
+    tools = use.tools
     try:
         text = render(
-            engine.model, messages, add_generation_prompt=True, tools=None if tools is None else list(tools.tools)
+            model,
+            messages,
+            add_generation_prompt=use.add_generation_prompt,
+            continue_final_message=use.continue_final_message,
+            tools=None if tools is None else list(tools.tools),
+            variables=use.variables,
         )
     except Exception as error:  # a template is a program of the model's author: it may refuse in any way
-        raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
-    if problem := half_character(text):  # of a call or a tool
+        raise InvalidPrompt(f"the model's chat template refuses these messages: {first_line(error)}") from error
+    if problem := half_character(text):  # of a call, a tool or a variable
         raise InvalidPrompt(f"the chat {problem}")
     if tools is not None and tools.forced:
         text += f"{OPEN}\n"  # the answer is the call itself
-    return list(engine.model.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return token_ids_of(model, text, add_special_tokens=False)

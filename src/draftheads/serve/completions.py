@@ -4,11 +4,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
+from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.api_error import api_error_of
 from draftheads.serve.body import read_json
 from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
@@ -36,7 +37,7 @@ class Prompt:
 class CompletionCall(Call):
     """A completion request that was read."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     object_name = chunk_name = "text_completion"
 
     prompts: list[Prompt]
@@ -56,12 +57,14 @@ class CompletionCall(Call):
         """Texts; the prompts first, if they are echoed."""
         options = self.params.fields.stream_options
         offsets = [0] * len(self.requests)
-        pieces = [DraftPieces(self.params.engine.model.tokenizer) for _ in self.requests]
+        pieces = [DraftPieces(request.new_stream()) for request in self.requests]
         for index in range(len(self.requests)) if self.echo else ():
             text = self._prompt(index).text
             offsets[index] = len(text)
             yield self.chunk([_choice_of(index, text)])
+        num_sent = 0
         async for index, event in events:
+            num_sent += len(event.token_ids)
             tokens = tokens_with_logprobs(self.requests[index], event)
             logprobs = tokens and completion_logprobs(self.names, *tokens, offset=offsets[index])
             offsets[index] += len(event.text)
@@ -69,7 +72,7 @@ class CompletionCall(Call):
             if options.include_draft:
                 choice["pieces"] = pieces[index].push(event)
             if event.text or logprobs or event.finish_reason or options.include_draft:
-                yield self.chunk([choice])
+                yield self.chunk([choice], num_sent)
         if options.include_usage:
             yield self.chunk([])
 
@@ -120,10 +123,16 @@ def _prompts_of(value: Any) -> list[str | list[int]]:
     return prompts
 
 
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+_Several = Annotated[list[_Ids], Field(min_length=1)]
+_PROMPT_SCHEMA = TypeAdapter(Annotated[str, Field(min_length=1)] | _Texts | _Ids | _Several).json_schema()
+
+
 class CompletionFields(CommonFields):
     """The fields of a completion request."""
 
-    prompt: Annotated[Any, AfterValidator(_prompts_of)] = Field(None, validate_default=True)
+    prompt: Annotated[Any, AfterValidator(_prompts_of), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0, with echo: prompts are only scored
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
@@ -156,14 +165,19 @@ def read_completion(body: bytes, service: Service) -> CompletionCall:
     prompts = [_read_prompt(params.engine, prompt) for prompt in fields.prompt]
     requests = [request for prompt in prompts for request in params.requests(prompt.token_ids, param="prompt")]
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return CompletionCall(params, num_tokens, [] if only_score else requests, None, prompts, fields.echo)
+    requests = [] if only_score else requests
+    num_scored = sum(request.most_new_tokens for request in requests[:: fields.n]) + fields.echo * num_tokens
+    factor = "tokens of prompts and answers" if fields.echo or num_prompts > 1 else "max_tokens"
+    params.check_logprobs(service.limits.logprobs, num_scored, tokens=factor, field="logprobs")
+    return CompletionCall(params, num_tokens, requests, None, prompts, fields.echo)
 
 
 def _read_prompt(engine: Engine, prompt: str | list[int]) -> Prompt:
     """Its token ids; a text is read as it is, without chat template."""
-    tokenizer = engine.model.tokenizer
     try:
-        ids = engine.encode(list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt)  # checks them
+        ids = engine.encode(token_ids_of(engine.model, prompt) if isinstance(prompt, str) else prompt)  # checks them
     except DraftHeadsError as error:
         raise api_error_of(error, param="prompt") from None
-    return Prompt(ids, prompt if isinstance(prompt, str) else tokenizer.decode(ids, skip_special_tokens=False))
+    if isinstance(prompt, str):
+        return Prompt(ids, prompt)
+    return Prompt(ids, engine.model.tokenizer.decode(ids, skip_special_tokens=False))

@@ -1,11 +1,14 @@
 """A connection of the server: uvicorn's, with time limits for its headers, its readers and the number of all.
 
-The only file that knows uvicorn's protocol class.
+The only file that knows uvicorn's protocol class and h11, which parses HTTP for it.
 """
 
 import asyncio
 import json
+import re
+import sys
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -13,6 +16,50 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.http_limits import HttpLimits
+
+_ABSOLUTE = re.compile(rb"https?://([^/?#@]+)(/[^?#]*)?(\?[^#]*)?", re.IGNORECASE)  # host, path, query
+_CHUNKED = b"transfer-encoding"
+
+
+class _UnclearLength(h11.RemoteProtocolError):
+    """A proxy before the server may see another end of this request than the server does."""
+
+
+class _Parser(h11.Connection):
+    """h11 with what it leaves to servers: the size of whole headers, requests of two lengths, and whole URLs."""
+
+    def __init__(self, header_bytes: int) -> None:
+        super().__init__(h11.SERVER, header_bytes)
+        self._header_bytes = header_bytes
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """The next part of a request.
+
+        Raises:
+            h11.RemoteProtocolError: it is refused.
+        """
+        event = super().next_event()
+        if not isinstance(event, h11.Request):
+            return event
+        if sum(len(name) + len(value) for name, value in [(event.method, event.target), *event.headers]) > (
+            self._header_bytes
+        ):
+            raise h11.RemoteProtocolError("the headers came in one piece", error_status_hint=431)
+        names = {name for name, _ in event.headers}
+        if _CHUNKED in names and (b"content-length" in names or event.http_version < b"1.1"):  # RFC 9112, 6.1
+            raise _UnclearLength("Transfer-Encoding is for HTTP/1.1 only, and without Content-Length: send one of them")
+        return _in_origin_form(event)
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """A request for a path. That of a URL is for its path, and for its host whatever Host is (RFC 9112, 3.2.2)."""
+    match = _ABSOLUTE.fullmatch(request.target)
+    if match is None:
+        return request
+    host, path, query = match.groups(b"")
+    headers = [(b"host", host), *(header for header in request.headers if header[0] != b"host")]
+    target = (path or b"/") + query
+    return h11.Request(method=request.method, target=target, headers=headers, http_version=request.http_version)
 
 
 class Connection(H11Protocol):
@@ -22,6 +69,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.conn = _Parser(self.limits.header_bytes)
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._refused = False
@@ -32,7 +80,7 @@ class Connection(H11Protocol):
         if len(self.connections) > self.limits.max_connections:
             self._refused = True
             busy = ApiError(503, "the server has too many connections: retry later", code="too_many_connections")
-            self._answer_at_once(busy, "Service Unavailable")
+            self._answer_at_once(busy)
         else:
             self._expect_headers()
 
@@ -80,8 +128,16 @@ class Connection(H11Protocol):
         self._expect_reader_of_last_bytes()
 
     def send_400_response(self, msg: str) -> None:
-        """The request is not HTTP."""
-        self._answer_at_once(ApiError(400, msg, code="invalid_http"), "Bad Request")
+        """The request is not HTTP, or is refused for the error that is being handled."""
+        match sys.exception():
+            case h11.RemoteProtocolError(error_status_hint=431):
+                words = f"the headers are larger than {self.limits.header_bytes} bytes: send smaller ones"
+                error = ApiError(431, words, code="headers_too_large")
+            case _UnclearLength() as unclear:
+                error = ApiError(400, str(unclear), code="invalid_http")
+            case _:
+                error = ApiError(400, msg, code="invalid_http")
+        self._answer_at_once(error)
 
     def _expect_headers(self) -> None:
         if self._header_timer is None:  # once a request was answered, the client may also wait before the next one
@@ -96,12 +152,12 @@ class Connection(H11Protocol):
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._expect_reader()
 
-    def _answer_at_once(self, error: ApiError, reason: str) -> None:
+    def _answer_at_once(self, error: ApiError) -> None:
         """Writes a response outside of the application and closes the connection."""
         body = json.dumps(error.body()).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         with suppress(h11.LocalProtocolError):  # in the middle of a response there is no room for another one
-            head = h11.Response(status_code=error.status, headers=headers, reason=reason)
+            head = h11.Response(status_code=error.status, headers=headers, reason=HTTPStatus(error.status).phrase)
             parts = [self.conn.send(head), self.conn.send(h11.Data(data=body)), self.conn.send(h11.EndOfMessage())]
             self.transport.write(b"".join(part for part in parts if part))
         self.transport.close()

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from reprlib import repr as short_repr
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from draftheads.errors import close_name
 from draftheads.serve.api_error import ApiError
@@ -14,23 +16,20 @@ from draftheads.serve.body import depth_of
 from draftheads.utils.messages import half_character, short
 
 _SCHEMA_BYTES, _SCHEMA_DEPTH = 64 << 10, 32  # at most
-# fields of OpenAI's API that change no answer of ours
-_WITHOUT_EFFECT = {"include_obfuscation", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key"} | {
+# fields of OpenAI's chats and completions that change no answer of ours
+WITHOUT_EFFECT = {"metadata", "parallel_tool_calls", "prediction", "prompt_cache_key"} | {
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
     "user",
 }
-# fields that would change the answer: a value that does not, and what to do instead
-_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+# fields that would change an answer: a value that does not, and what to do instead
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "audio": (None, "leave it out"),
     "best_of": (1, "send n and choose among the answers"),
-    "frequency_penalty": (0, "use repetition_penalty"),
     "function_call": ("none", "use tool_choice"),
     "functions": ([], "use tools"),
     "modalities": (["text"], "leave it out"),
-    "presence_penalty": (0, "use repetition_penalty"),
-    "reasoning_effort": (None, "leave it out"),
     "suffix": ("", "leave it out"),
     "verbosity": (None, "leave it out"),
     "web_search_options": (None, "leave it out"),
@@ -63,6 +62,8 @@ class Fields(BaseModel):
     """The fields of an object. One that is null counts as left out; one that is unknown is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    without_effect: ClassVar[AbstractSet[str]] = frozenset()  # further fields that are accepted and change nothing
+    unsupported: ClassVar[Mapping[str, tuple[Any, str]]] = {}  # as UNSUPPORTED; also fields of a base class
 
     @model_validator(mode="before")
     @classmethod
@@ -72,18 +73,37 @@ class Fields(BaseModel):
         given = {name: value for name, value in values.items() if value is not None}
         if cls.model_config["extra"] != "forbid":
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in given.keys() - known - _WITHOUT_EFFECT:
-            if name not in _UNSUPPORTED or given[name] != _UNSUPPORTED[name][0]:
-                raise PydanticCustomError("unknown", "", {"name": ascii(name)[1:-1], "close": close_name(name, known)})
+        known = {field.alias or name for name, field in cls.model_fields.items()} - cls.unsupported.keys()
+        kinds = get_args(cls.model_fields["type"].annotation) if "type" in cls.model_fields else ()
+        is_other = bool(kinds) and "type" in given and given["type"] not in kinds  # which is the error
+        for name in () if is_other else given.keys() - known - cls.without_effect:
+            neutral, fix = cls.unsupported.get(name, (None, None))
+            if given[name] != neutral:
+                hints = {"close": close_name(name, known), "fix": fix}
+                raise PydanticCustomError("unknown", "", {"name": ascii(name)[1:-1], **hints})
         return {name: given[name] for name in known & given.keys()}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema for programs: a field that may be left out may be null."""
+        schema = handler(core_schema)
+        of_object = handler.resolve_ref_schema(schema)
+        fields, null = of_object.setdefault("properties", {}), {"type": "null"}
+        fields |= {name: {"description": "has no effect"} for name in sorted(cls.without_effect)}
+        for name, (value, fix) in cls.unsupported.items():
+            fields[name] = {"enum": [value], "description": f"not supported: {fix}"}
+        for name in fields.keys() - of_object.get("required", ()):
+            of_field = fields[name]
+            if null not in of_field.get("anyOf", ()) and of_field.keys() != {"description"}:
+                fields[name] = {"anyOf": [of_field, null]}
+        return schema
 
 
 Model = TypeVar("Model", bound=Fields)
 
 
-def read_fields(model: type[Model], values: Mapping[str, Any]) -> Model:
-    """The fields of an object.
+def read_fields(model: type[Model], values: Mapping[str, Any], place: str = "") -> Model:
+    """The fields of an object; ``place`` is where it is inside of the request, for errors.
 
     Raises:
         ApiError: a field is wrong; the first one, if there are several.
@@ -91,7 +111,7 @@ def read_fields(model: type[Model], values: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _api_error(error.errors(include_url=False)[0]) from None
+        raise _api_error(error.errors(include_url=False)[0], place) from None
 
 
 def wrong(field: str, problem: str) -> ApiError:
@@ -119,8 +139,9 @@ def check_schema(schema: Any) -> Any:
     return schema
 
 
-def _api_error(error: ErrorDetails) -> ApiError:
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
+def _api_error(error: ErrorDetails, place: str) -> ApiError:
+    field = place + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    field = field.removeprefix(".")
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "unknown":
         return _unknown(f"{field}." if field else "", **context)
@@ -129,9 +150,9 @@ def _api_error(error: ErrorDetails) -> ApiError:
     return wrong(field, _PROBLEMS[kind].format(value=short_repr(value), **context))
 
 
-def _unknown(place: str, name: str, close: str | None) -> ApiError:
-    if name in _UNSUPPORTED:
-        return wrong(place + name, f"is not supported here: {_UNSUPPORTED[name][1]}")
+def _unknown(place: str, name: str, close: str | None, fix: str | None) -> ApiError:
+    if fix:
+        return wrong(place + name, f"is not supported here: {fix}")
     hint = f"did you mean {close}?" if close else "leave it out"
-    message = f"unknown field {place}'{short(name)}'; {hint}"
+    message = f"unknown field '{place}{short(name)}'; {hint}"
     return ApiError(400, message, param=place + name[:60], code="unknown_field")

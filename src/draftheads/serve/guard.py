@@ -67,6 +67,12 @@ class Access:
             return f"key {_key_number(headers, self.api_keys)}"
         return str((scope.get("client") or ("unknown",))[0])
 
+    def cache_salt_of(self, client: str, given: str) -> str:
+        """The requests with the same salt share what was read: those that give the same, else those of one API key."""
+        if given:
+            return f"given {given}"  # no client has such a name
+        return client if self.api_keys else ""
+
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """A page whose name was bound to this machine's address after it was loaded sends its own name here."""
         host = _name_of(headers.get(b"host", b"").decode("latin-1"))
@@ -74,6 +80,11 @@ class Access:
             raise ApiError(
                 403, f"Host is {host[:60]!r}, which is not a name of this server: use --allow-host", code="unknown_host"
             )
+
+
+def needs_key(path: str, access: Access) -> bool:
+    """Whether a path needs an API key, or the admin key."""
+    return path.startswith(_ADMIN) or (bool(access.api_keys) and path.startswith(_PROTECTED))
 
 
 @dataclass(eq=False)
@@ -106,7 +117,9 @@ class Guard:
         try:
             try:
                 scope["state"]["client"] = self.access.client_of(scope)
-                await self.app(scope, receive, send_safely)
+                # uvicorn sends no body in response to HEAD
+                inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self.app(inner, receive, send_safely)
             except Exception as error:
                 if not isinstance(error, ApiError):
                     _LOG.exception("a request failed")

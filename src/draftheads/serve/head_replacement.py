@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 from queue import Queue
 from threading import Lock
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 
 from draftheads.checkpoints.registry import base_in_zoo, zoo_heads
 from draftheads.data.batches import split_held_out
@@ -29,6 +30,7 @@ from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_fingerprint
+from draftheads.serve.fields import Fields
 from draftheads.serve.recorder import Recorder
 from draftheads.serve.scheduler import Job, JobFailed, Scheduler
 from draftheads.settings import SamplingSettings
@@ -56,6 +58,14 @@ class Comparison:
     num_prompts: int
     measured_on: Literal["recorded", "bundled"]
     replaced: bool
+
+
+class HeadFields(Fields):
+    """The fields of a request to replace a head."""
+
+    model: Annotated[str, Field(min_length=1)]
+    head: Annotated[str, Field(min_length=1)]
+    force: bool = False
 
 
 @dataclass(eq=False)
@@ -146,6 +156,8 @@ class HeadReplacement:
         """Adds, replaces or removes an engine between two steps."""
 
         def change() -> None:
+            if engine is not None:
+                self.scheduler.core.sizes.per_slot(engine)  # measured now: the other threads compute nothing
             # a new dictionary: other threads may be looking at the old one
             engines = {**self.scheduler.engines, name: engine}
             self.scheduler.core.engines = {key: value for key, value in engines.items() if value is not None}

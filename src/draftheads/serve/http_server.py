@@ -19,7 +19,6 @@ from draftheads.serve.connection import connections_with
 from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel, Service
 
-_HEADER_BYTES = 32 << 10
 _LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers, once all are computed
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _Load = Callable[[], tuple[Iterable[ServedModel], Scheduler]]
@@ -48,7 +47,7 @@ def http_server(service: Service) -> HttpServer:
         proxy_headers=False,  # a client could write any address into them
         timeout_keep_alive=round(service.limits.keep_alive_seconds),
         timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
+        h11_max_incomplete_event_size=service.limits.header_bytes,
     )
     return HttpServer(config)
 
@@ -61,7 +60,7 @@ async def serve(
     drain_seconds: float,
     on_ready: Callable[[], object],
 ) -> bool:
-    """Serves until a signal comes; a second one ends it at once.
+    """Serves until a signal comes or the accelerator fails; a second signal ends it at once.
 
     Args:
         service: to serve.
@@ -74,6 +73,7 @@ async def serve(
         False if the signal came while ``load`` was running; its thread still is.
 
     Raises:
+        DeviceLost: the accelerator has failed.
         Exception: what ``load`` raised.
     """
     server = http_server(service)
@@ -97,6 +97,7 @@ async def serve(
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
             models, scheduler = loaded.result()
+            scheduler.on_lost = lambda: loop.call_soon_threadsafe(stop.set)
             scheduler.start()
             service.open(models, scheduler)
             on_ready()
@@ -109,6 +110,8 @@ async def serve(
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
         service.close()
+    if service.lost is not None:
+        raise service.lost
     return loading.done()
 
 

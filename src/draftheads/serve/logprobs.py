@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
-from tokenizers import pre_tokenizers
-
 from draftheads.decode.request import TopLogprobs
+from draftheads.models.prompt_text import byte_of_letter
 
 _LOWEST = -9999.0  # JSON has no infinity
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -29,8 +27,8 @@ class TokenNames:
             return str(self._tokenizer.decode([token_id])).encode()
         if match := _BYTE.fullmatch(token):
             return bytes([int(match[1], 16)])
-        if self._byte_level and all(letter in _byte_of_letter() for letter in token):
-            return bytes(_byte_of_letter()[letter] for letter in token)
+        if self._byte_level and all(letter in byte_of_letter() for letter in token):
+            return bytes(byte_of_letter()[letter] for letter in token)
         return token.replace("▁", " ").encode()
 
     def text_of(self, token_id: int) -> str:
@@ -44,14 +42,6 @@ class TokenNames:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-@lru_cache(1)
-def _byte_of_letter() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are their own letters, the others follow from U+0100 on."""
-    printable = {letter: ord(letter) for letter in pre_tokenizers.ByteLevel.alphabet() if ord(letter) < 256}
-    others = sorted(set(range(256)) - set(printable.values()))
-    return printable | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def chat_logprobs(

@@ -11,7 +11,9 @@ from draftheads.serve.recorder import RecorderCounts
 from draftheads.serve.scheduler import Snapshot
 
 ROUTES = frozenset(
-    {"/", "/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/admin/head"}
+    {"/", "/health", "/ready", "/metrics", "/admin/head"}
+    | {"/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"}
+    | {"/openapi.json"}
 )
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -25,6 +27,7 @@ _OF_SCHEDULER: _Metrics = {
     "kv_bytes": (_GAUGE, "kv_bytes", "Bytes of keys and values of answers"),
     "prefix_bytes": (_GAUGE, "prefix_bytes", "Bytes of keys and values of cached prefixes"),
     "steps": (_COUNT, "steps", "Steps of the model"),
+    "interruptions": (_COUNT, "interruptions", "Answers that waited again, for memory or for another client"),
     "finished": (_COUNT, "answers_finished", "Answers that were finished"),
     "failed": (_COUNT, "answers_failed", "Answers that failed"),
     "cancelled": (_COUNT, "answers_cancelled", "Answers that were cancelled"),

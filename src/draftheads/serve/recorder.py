@@ -27,6 +27,7 @@ _MAX_WAITING = 1024  # exchanges; more are dropped, so that a slow disk costs no
 _FILE_BYTES = 64 << 20
 _FILES_AT_LEAST = 8  # of a full budget: at most an eighth of the traffic is deleted at once
 _SMALLEST_BUDGET = 1 << 20
+_PRIVATE = 0o700  # mode of the folders that are made here; one that is there already keeps its mode
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ class RecorderCounts:
 
 
 class Recorder:
-    """Writes exchanges to a folder that only this process writes and only its user can read.
+    """Writes exchanges to a folder that only this process writes.
 
     Args:
-        folder: created if missing. Files of an earlier process are continued.
+        folder: made if missing, and then only its user can read it. Files of an earlier process are continued.
         max_bytes: of all files together.
 
     Raises:
@@ -79,9 +80,11 @@ class Recorder:
         self.max_bytes = max_bytes
         self._file_bytes = min(_FILE_BYTES, max_bytes // _FILES_AT_LEAST)
         self._held = ExitStack()
+        is_new = not folder.exists()
         self._held.enter_context(locked(folder, "name another --record"))
         try:
-            folder.chmod(0o700)
+            if is_new:
+                folder.chmod(_PRIVATE)
             self._sizes = _repaired(folder)
         except OSError as error:
             self._held.close()
@@ -145,6 +148,7 @@ class Recorder:
             return
         try:
             self._make_room(len(content), keep=path)
+            path.parent.mkdir(_PRIVATE, parents=True, exist_ok=True)
             append_synced(path, content, offset=size)
         except (OSError, StorageError) as error:
             if not self._failing:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -11,14 +11,17 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
 from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
-from draftheads.serve.api_error import api_error_of
-from draftheads.serve.fields import Fields, check_schema, text_or_list, wrong
+from draftheads.serve.api_error import ApiError, api_error_of
+from draftheads.serve.fields import UNSUPPORTED, WITHOUT_EFFECT, Fields, check_schema, text_or_list, wrong
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
-from draftheads.settings import Grammar, SamplingSettings
+from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
-_FROM_MODEL = ("temperature", "top_p", "top_k", "repetition_penalty")
-_SAMPLING = {*_FROM_MODEL, "seed", "stop", "logit_bias", "ignore_eos"}  # fields that are settings of the same name
+_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = {  # fields that are settings of the same name
+    *(*_FROM_MODEL, "frequency_penalty", "presence_penalty", "seed", "logit_bias"),
+    *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+}
 _OUR_NAMES = {"max_new_tokens": "max_tokens"}
 _NAMES = {"draft_nodes", *(field.name for field in dataclass_fields(SamplingSettings))}
 _MOST_STOP_CHARACTERS = 256
@@ -29,6 +32,13 @@ def _short_stops(stops: list[str]) -> list[str]:
     if (longest := max(map(len, stops), default=0)) > _MOST_STOP_CHARACTERS:
         raise ValueError(f"has a string of {longest} characters; it must have at most {_MOST_STOP_CHARACTERS}")
     return stops
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
+_BIASES: dict[str, Any] = {
+    "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
+    "additionalProperties": {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS},
+}
 
 
 def _by_token_id(biases: dict[Any, Any]) -> dict[Any, Any]:
@@ -59,39 +69,69 @@ class ResponseFormat(Fields):
         Raises:
             ApiError: there is no schema, or one that has no use.
         """
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            problem = "is missing" if self.json_schema is None else "is for the type json_schema only"
-            raise wrong("response_format.json_schema", problem)
-        if self.json_schema is not None:
-            return Grammar.json_schema(self.json_schema.of_answers)
-        return Grammar.json_object() if self.type == "json_object" else None
+        schema = None if self.json_schema is None else self.json_schema.of_answers
+        return grammar_of(self.type, schema, "response_format.json_schema")
 
 
-class _StreamOptions(Fields):
+def grammar_of(kind: str, schema: dict[str, Any] | None, place: str) -> Grammar | None:
+    """The grammar of answers of a kind: text, json_object or json_schema; None for free text.
+
+    Raises:
+        ApiError: there is no schema, or one that has no use; ``place`` names it.
+    """
+    if (schema is None) == (kind == "json_schema"):
+        raise wrong(place, "is missing" if schema is None else "is for the type json_schema only")
+    if schema is not None:
+        return Grammar.json_schema(schema)
+    return Grammar.json_object() if kind == "json_object" else None
+
+
+class StreamOptions(Fields):
+    """What the chunks of a stream have besides the answer."""
+
+    without_effect: ClassVar = {"include_obfuscation"}
+
     include_usage: bool = False  # a last chunk with the counts
+    continuous_usage_stats: bool = False  # counts so far in every chunk
     include_draft: bool = False  # which text of a chunk was drafted
 
 
 class CommonFields(Fields):
     """Types and sizes. :class:`SamplingSettings` has the ranges of its settings, and models have their defaults."""
 
+    without_effect: ClassVar = WITHOUT_EFFECT
+    unsupported: ClassVar = UNSUPPORTED
+
     model: str = ""
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str], AfterValidator(_short_stops), BeforeValidator(text_or_list)] = Field([], max_length=16)
-    logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field({}, max_length=1024)
+    stop: Annotated[
+        list[str],
+        AfterValidator(_short_stops),
+        BeforeValidator(text_or_list, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=16)]),
+    ] = Field([], max_length=16)
+    stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field(
+        {}, max_length=1024, json_schema_extra=_BIASES
+    )
     ignore_eos: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     draft_nodes: int | None = None
     n: Annotated[int, Field(ge=1, le=HttpLimits.choices)] = 1  # answers to each prompt
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: StreamOptions = StreamOptions()
     store: bool = True  # the answers may be recorded
-    cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches
+    cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches, whatever their keys
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
 
 
@@ -117,6 +157,25 @@ class RequestParams:
         except DraftHeadsError as error:
             raise api_error_of(error, param=param if isinstance(error, InvalidPrompt) else _field_of(error)) from None
 
+    def check_logprobs(
+        self, most: int, num_tokens: int, *, tokens: str = "max_tokens", field: str = "top_logprobs"
+    ) -> None:
+        """Are there at most so many log-probabilities in the answers, if the longest has ``num_tokens``?
+
+        ``tokens`` and ``field`` name the factors in the error.
+
+        Raises:
+            ApiError: there may be more.
+        """
+        if self.settings.logprobs is None:
+            return
+        num_top = max(1, self.settings.logprobs)  # each token has its own, too
+        product = self.fields.n * num_tokens * num_top
+        if product > most:
+            factors = f"n × {tokens} × {field} is {self.fields.n} × {num_tokens} × {num_top}"
+            message = f"{factors} = {product:,} log-probabilities; it must be at most {most:,}: ask for fewer"
+            raise ApiError(400, message, param=field)
+
 
 def _later(seed: int, number: int) -> int:
     return seed + number if seed + number < 2**64 else seed + number - 2**64
@@ -139,25 +198,56 @@ def read_params(
         raise wrong("model", f"is missing; models of this server: {', '.join(service.models)}")
     if fields.n > service.limits.choices:
         raise wrong("n", f"is {fields.n}; it must be at most {service.limits.choices}")
-    if len({fields.max_tokens, fields.max_completion_tokens} - {None}) > 1:
-        raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
+    max_tokens = _max_tokens(fields, service.limits, default_tokens)
+    if fields.min_tokens and grammar is not None:
+        raise wrong(
+            "min_tokens", f"is {fields.min_tokens}, but the form of the answer decides on its end; leave it out"
+        )
     if "stream_options" in fields.model_fields_set and not fields.stream:
         raise wrong("stream_options", "is for streams only; send stream: true")
+    if fields.stream_options.continuous_usage_stats and not fields.stream_options.include_usage:
+        raise wrong("stream_options.continuous_usage_stats", "needs include_usage: true")
     engine = service.engine(fields.model)
     sampling = {**_defaults_of(engine), **fields.model_dump(include=_SAMPLING, exclude_unset=True)}
     if sampling["top_k"] < 1:  # all tokens, as in vLLM
         sampling["top_k"] = None
+    if sampling.get("top_p") == 0:  # only the most likely token is left
+        sampling |= {"temperature": 0.0, "top_p": 1.0}
     try:
         engine.check_draft_nodes(fields.draft_nodes)
         settings = SamplingSettings(
             **sampling,
-            max_new_tokens=fields.max_tokens or fields.max_completion_tokens or default_tokens,
+            max_new_tokens=max_tokens,
+            min_new_tokens=fields.min_tokens,
             logprobs=logprobs,
             grammar=grammar,
         )
     except InvalidSettings as error:
         raise api_error_of(error, param=_field_of(error)) from None
     return RequestParams(fields, engine, Lane(fields.model, fields.draft_nodes), settings)
+
+
+def _max_tokens(fields: CommonFields, limits: HttpLimits, default: int) -> int:
+    """The longest answer that a request wants, within the server's limit.
+
+    Raises:
+        ApiError: two different lengths, one beyond the server's limit, or one below ``min_tokens``.
+    """
+    names = {name: type(fields).model_fields[name].alias or name for name in ("max_tokens", "max_completion_tokens")}
+    asked = {names[name]: value for name in names if (value := getattr(fields, name))}
+    if len(set(asked.values())) > 1:
+        raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
+    limit = limits.max_tokens
+    for name, value in asked.items():
+        if limit is not None and value > limit:
+            raise wrong(name, f"is {value}; it must be at most {limit} on this server")
+    max_tokens = next(iter(asked.values()), default if limit is None else min(default, limit))
+    if fields.min_tokens > max_tokens:
+        raise wrong(
+            "min_tokens",
+            f"is {fields.min_tokens}; it must be at most {next(iter(asked), 'max_tokens')}, which is {max_tokens}",
+        )
+    return max_tokens
 
 
 def _defaults_of(engine: Engine) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.waiting import Lane
-from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, first_line
+from draftheads.errors import DeviceLost, InvalidSettings, QueueFull, ShuttingDown, first_line
 from draftheads.utils.counts import counted
+from draftheads.utils.transfer import device_works
 
 logger = logging.getLogger(__name__)
 _FINISHES = 32  # last ones, from which the rate of finishing is measured
@@ -42,7 +43,7 @@ class Limits(CoreLimits):
 class JobFailed:
     """The last event of a job without an answer."""
 
-    reason: Literal["error", "deadline", "shutdown"]
+    reason: Literal["error", "deadline", "shutdown", "device_lost"]
     message: str
 
 
@@ -75,6 +76,7 @@ class Snapshot:
     prefix_entries: int = 0
 
     steps: int = 0
+    interruptions: int = 0  # of requests that were read or decoded and waited again
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -91,6 +93,10 @@ class Scheduler:
             function that :meth:`call` runs: running requests keep the old engine.
         limits: rows, memory and waiting jobs.
         clock: seconds, for deadlines and rates.
+
+    Attributes:
+        lost: the reason why nothing is decoded any more, once the accelerator has failed.
+        on_lost: called on the model thread when it has.
 
     Raises:
         InvalidSettings: no engine.
@@ -113,6 +119,8 @@ class Scheduler:
         self._counts = Snapshot()
         self._finishes: deque[float] = deque(maxlen=_FINISHES)
         self._drain_until: float | None = None  # set when closing
+        self.lost: DeviceLost | None = None
+        self.on_lost: Callable[[], object] = bool
         self._thread: Thread | None = None
 
     @property
@@ -136,9 +144,12 @@ class Scheduler:
             TooLarge: its keys and values may not fit, even alone.
             QueueFull: too many jobs wait, or too many of this client: as many places must stay free for others.
             ShuttingDown: after :meth:`close`.
+            DeviceLost: the accelerator has failed.
         """
         self.core.check(job.request, job.lane)
         with self._changed:
+            if self.lost is not None:
+                raise self.lost
             if self._drain_until is not None:
                 raise ShuttingDown("the server is shutting down: send the request to another one")
             self._check_queue(job.client)
@@ -163,8 +174,8 @@ class Scheduler:
         """Runs a function on the model thread between two steps. Its future fails when the scheduler is closed."""
         future: Future[T] = Future()
         with self._changed:
-            if self._drain_until is not None:
-                future.set_exception(ShuttingDown("the scheduler is closed"))
+            if self.lost is not None or self._drain_until is not None:
+                future.set_exception(self._closed)
             else:
                 self._calls.append((function, future))
                 self._changed.notify_all()
@@ -199,6 +210,10 @@ class Scheduler:
         recent = [when for when in self._finishes if when > now - 60.0]
         return max(1.0, (now - recent[0]) / len(recent)) if recent else 1.0
 
+    @property
+    def _closed(self) -> DeviceLost | ShuttingDown:
+        return self.lost or ShuttingDown("the scheduler is closed")
+
     # --- the model thread ---
 
     def _run(self) -> None:
@@ -207,12 +222,28 @@ class Scheduler:
                 self._iterate()
             except BaseException as error:  # our own fault, or a panic of a library in Rust; the server goes on
                 logger.exception("the scheduler failed")
+                failure = self._failure_by(error)
                 self._forget()
-                self._fail_all("error", f"the answer could not be computed: {first_line(error)}")
+                self._fail_all(failure)
         self._end()
+        if self.lost is not None:
+            self.on_lost()
+
+    def _failure_by(self, error: BaseException) -> JobFailed:
+        """The end of jobs after an error, which may be a sign that the accelerator has failed for good."""
+        device = next(iter(self.engines.values())).model.device
+        if self.lost is None and not device_works(device):
+            with self._changed:
+                self.lost = DeviceLost(f"{device} of the server has failed: send the request again after its restart")
+            logger.critical("%s computes nothing any more: the server has to be restarted", device)
+        if self.lost is not None:
+            return JobFailed("device_lost", str(self.lost))
+        return JobFailed("error", f"the answer could not be computed: {first_line(error)}")
 
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do; False if it is time to end."""
+        if self.lost is not None:
+            return False
         if not self._has_work():
             return_freed_memory()
         with self._changed:
@@ -227,15 +258,15 @@ class Scheduler:
         """Everything between two steps, and one step of every lane."""
         self._run_calls()
         self._end_late_jobs()
-        logged: Exception | None = None  # an error may end several requests
+        failures: dict[Exception, JobFailed] = {}  # an error may end several requests
         for request, event in self.core.step():
             if isinstance(event, StreamEvent):
                 self._deliver(request, event)
                 continue
-            if event is not logged:
+            if event not in failures:
                 logger.error("an answer could not be computed", exc_info=event)
-            logged = event
-            self._deliver(request, JobFailed("error", f"the answer could not be computed: {first_line(event)}"))
+                failures[event] = self._failure_by(event)
+            self._deliver(request, failures[event])
         self._publish()
 
     def _run_calls(self) -> None:
@@ -245,6 +276,7 @@ class Scheduler:
                 try:
                     future.set_result(function())
                 except BaseException as error:  # noqa: BLE001 - the caller gets it
+                    self._failure_by(error)
                     future.set_exception(error)
 
     def _end_late_jobs(self) -> None:
@@ -295,6 +327,7 @@ class Scheduler:
                 prefix_bytes=core.prefixes.num_bytes,
                 prefix_entries=len(core.prefixes),
                 steps=core.steps,
+                interruptions=core.interruptions,
                 prompt_tokens_read=core.tokens_read,
                 prefix_hits=core.prefixes.hits,
                 prefix_tokens_reused=core.prefixes.tokens_reused,
@@ -302,20 +335,25 @@ class Scheduler:
 
     def _forget(self) -> None:
         """All requests and texts."""
+        if self.lost is not None:  # it cannot even free memory
+            return
         self.core.clear()
         self.core.prefixes.limit(0)
 
-    def _fail_all(self, reason: Literal["error", "shutdown"], message: str) -> None:
+    def _fail_all(self, failure: JobFailed) -> None:
         with self._changed:
             for request in list(self._live):
-                self._deliver(request, JobFailed(reason, message))
+                self._deliver(request, failure)
 
     def _end(self) -> None:
         with self._changed:
-            self._fail_all("shutdown", "the server shut down before the answer was finished")
+            if self.lost is None:
+                self._fail_all(JobFailed("shutdown", "the server shut down before the answer was finished"))
+            else:
+                self._fail_all(JobFailed("device_lost", str(self.lost)))
             for _, future in self._calls:
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(ShuttingDown("the scheduler is closed"))
+                    future.set_exception(self._closed)
             self._calls.clear()
             self._forget()
             self._publish()

@@ -10,8 +10,9 @@ from weakref import WeakValueDictionary
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
+from draftheads.errors import DeviceLost
 from draftheads.models.fingerprint import tokenizer_fingerprint
-from draftheads.serve.api_error import ApiError
+from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.guard import Access
 from draftheads.serve.head_replacement import HeadReplacement
 from draftheads.serve.http_limits import HttpLimits
@@ -47,6 +48,7 @@ class Service:
         access: who may send them.
         log_requests: write a line for each to the log.
         recorder: of answers; None records nothing.
+        schema: whether /openapi.json is there.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class Service:
         *,
         log_requests: bool = False,
         recorder: Recorder | None = None,
+        schema: bool = True,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.access = access or Access()
         self.log_requests = log_requests
         self.recorder = recorder
+        self.schema = schema
         self.heads: HeadReplacement | None = None  # what /admin/head uses
         self._tokenizer_print = ""
         self.models: dict[str, ServedModel] = {}
@@ -92,13 +96,20 @@ class Service:
         """The scheduler.
 
         Raises:
-            ApiError: 503 while models are loaded or the server shuts down.
+            ApiError: 503 while models are loaded, the server shuts down, or its accelerator has failed.
         """
+        if self.lost is not None:
+            raise api_error_of(self.lost)
         if self.phase == "draining":
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
         if self._scheduler is None:
             raise ApiError(503, "the server is loading its model: retry later", code="loading", retry_after=1)
         return self._scheduler
+
+    @property
+    def lost(self) -> DeviceLost | None:
+        """Why nothing is answered any more, if the accelerator has failed."""
+        return None if self._scheduler is None else self._scheduler.lost
 
     def model(self, name: str) -> ServedModel:
         """A served model.

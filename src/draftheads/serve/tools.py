@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from draftheads.decode.grammar import ONE_LINE
 from draftheads.models.chat_template import render
@@ -19,6 +19,19 @@ from draftheads.utils.messages import short
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+_CHOICE: dict[str, Any] = {  # what is read of tool_choice
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MAYBE_OPEN = re.compile(r"\s*(?:" + "|".join(re.escape(OPEN[:n]) for n in range(len(OPEN), -1, -1)) + r")\Z")
 
@@ -64,8 +77,13 @@ def _tool_name(name: str) -> str:
     return name
 
 
+ToolName = Annotated[
+    str, AfterValidator(_tool_name), WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})
+]
+
+
 class _Function(Fields, extra="ignore"):
-    name: Annotated[str, AfterValidator(_tool_name)]
+    name: ToolName
     parameters: dict[str, Any] = Field({})
 
 
@@ -78,7 +96,7 @@ class ToolFields(Fields):
     """The fields about tools."""
 
     tools: Annotated[list[_Tool], BeforeValidator(check_schema)] = Field([], max_length=64)
-    tool_choice: Any = "auto"
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
 
     def tool_use(self, tools: Sequence[dict[str, Any]]) -> ToolUse | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.rejection import block_chances, sibling_chances
-from draftheads.speculation.sampling import RowSettings, choose, draw, penalised, probabilities
+from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, draw, penalised, probabilities
 
 
 def accept(
@@ -29,7 +29,7 @@ def accept(
     logits: Tensor,
     rows: RowSettings,
     uniforms: Tensor,
-    seen: Tensor | None = None,
+    seen: SeenTokens | None = None,
     *,
     rejection_uniforms: Tensor | None = None,
 ) -> AcceptResult:
@@ -41,7 +41,7 @@ def accept(
         logits: (B, N, V) the target's logits at each node.
         rows: settings of the B rows.
         uniforms: (B, P) float64 in [0, 1): for each place after the root, that place's random number.
-        seen: (B, V) bool, tokens of the text including the root; needed when a row has a repetition penalty.
+        seen: (B, V), tokens of the text including the root; needed when a row has a penalty.
         rejection_uniforms: (B, :func:`num_rejection_uniforms`) float64 in [0, 1), for drafts that were drawn, where
             a row asks for rejection.
     """
@@ -73,11 +73,11 @@ def _where(chosen: Tensor, first: AcceptResult, second: AcceptResult) -> AcceptR
     )
 
 
-# depth, nodes (B,), tokens (B, V) seen there -> whether a child is accepted, which one, and the next token if none
-Decide = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+# depth, nodes (B,), tokens (B, V) of the text -> whether a child is accepted, which one, and the next token if none
+Decide = Callable[[int, Tensor, SeenTokens | None], tuple[Tensor, Tensor, Tensor]]
 
 
-def _walk(draft: Draft, seen: Tensor | None, decide: Decide) -> AcceptResult:
+def _walk(draft: Draft, seen: SeenTokens | None, decide: Decide) -> AcceptResult:
     """From the root into the child that is accepted, until there is none."""
     batch = torch.arange(len(draft.token_ids), device=draft.token_ids.device)
     node = torch.zeros_like(batch)
@@ -95,17 +95,16 @@ def _walk(draft: Draft, seen: Tensor | None, decide: Decide) -> AcceptResult:
         path[:, depth + 1] = node
         num_accepted = num_accepted + going
         if seen is not None:
-            seen = seen.clone()
-            seen[batch, draft.token_ids[batch, node]] |= going
+            seen = seen.and_then(draft.token_ids[batch, node], going)
     return AcceptResult(path, num_accepted, next_ids)
 
 
-def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> AcceptResult:
+def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: SeenTokens | None) -> AcceptResult:
     """Choose at the node, and step into the child that was chosen."""
     batch = torch.arange(len(logits), device=logits.device)
     below_root = draft.depths > 0
 
-    def decide(depth: int, node: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def decide(depth: int, node: Tensor, seen: SeenTokens | None) -> tuple[Tensor, Tensor, Tensor]:
         chosen = choose(logits[batch, node], rows, seen, uniforms[:, depth])
         child = (draft.parents == node[:, None]) & (draft.token_ids == chosen[:, None]) & below_root  # (B, N)
         return child.any(1), child.int().argmax(1), chosen
@@ -113,14 +112,16 @@ def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, se
     return _walk(draft, seen, decide)
 
 
-def _by_sibling(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> AcceptResult:
+def _by_sibling(
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: SeenTokens | None
+) -> AcceptResult:
     """Try the children in turn; step into the first that is accepted, or draw from what is left."""
     batch = torch.arange(len(logits), device=logits.device)
     places = torch.arange(draft.num_nodes, 0, -1, device=logits.device)
     uniforms = uniforms.view(len(logits), draft.max_depth + 1, -1)
     width = min(draft.max_siblings, draft.num_nodes)
 
-    def decide(depth: int, node: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def decide(depth: int, node: Tensor, seen: SeenTokens | None) -> tuple[Tensor, Tensor, Tensor]:
         assert draft.probs is not None
         assert draft.log_probs is not None
         p = probabilities(penalised(logits[batch, node], rows, seen), rows)
@@ -138,7 +139,7 @@ def _by_sibling(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tenso
 
 
 def _longest_block(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: SeenTokens | None
 ) -> AcceptResult:
     """The longest beginning of a chain that is accepted, and a draw from what is left there."""
     assert draft.probs is not None
@@ -158,7 +159,7 @@ def _longest_block(
 
 
 def _longest_typical(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: SeenTokens | None
 ) -> AcceptResult:
     """Judge every node by its parent's distribution, then keep the deepest node whose whole path passed."""
     batch = torch.arange(len(logits), device=logits.device)
@@ -187,11 +188,11 @@ def _longest_typical(
     return AcceptResult(path, num_accepted, next_ids)
 
 
-def _seen_at_nodes(draft: Draft, seen: Tensor | None) -> Tensor | None:
-    """(B, N, V) bool: the text and the tokens on each node's own path; None without ``seen``."""
+def _seen_at_nodes(draft: Draft, seen: SeenTokens | None) -> SeenTokens | None:
+    """(B, N, V): the text and the tokens on each node's own path; None without ``seen``."""
     if seen is None:
         return None
-    batch, nodes = draft.token_ids.shape
-    tokens = draft.token_ids[:, None].expand(-1, nodes, nodes)
-    on_path = torch.zeros(batch, nodes, seen.shape[-1], dtype=torch.int32, device=seen.device)
-    return seen[:, None] | (on_path.scatter_add_(2, tokens, draft.ancestors.expand_as(tokens).int()) > 0)
+    below = draft.token_ids[:, None, 1:].expand(-1, draft.num_nodes, -1)  # the root is in the text already
+    on_path = draft.ancestors[:, :, 1:].expand_as(below).int()
+    counts = seen.in_answer[:, None].repeat(1, draft.num_nodes, 1).scatter_add_(2, below, on_path)
+    return SeenTokens(seen.in_prompt[:, None].expand_as(counts), counts)

@@ -84,6 +84,11 @@ class AcceptanceProfile:
                 len(growing) <= MAX_NODES,
                 f"{name} has {len(growing)} numbers; it must have at most {MAX_NODES}",
             )
+        longest = max(map(len, self.shallower_tokens), default=0)
+        _check(
+            longest <= len(self.dynamic_tokens),
+            f"shallower_tokens has a list of {longest} numbers; dynamic_tokens has {len(self.dynamic_tokens)}",
+        )
         deepest = max(map(len, self.paths), default=0)
         _check(
             deepest <= self.depth,

@@ -4,7 +4,7 @@ The same functions serve plain and speculative decoding, so both obey the same s
 uniform number per row and token: the token at place j of an answer uses the j-th number of its row's seed, whoever
 drafted it. Therefore a sampled answer does not depend on the drafter, the tree or the other rows.
 
-B rows, V vocabulary. Order of processing as in transformers: repetition penalty, temperature, top-k, top-p.
+B rows, V vocabulary. Order of processing as in transformers: penalties, temperature, top-k, top-p, min-p.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ class RowSettings:
     temperature: Tensor  # (B,) float64; 0 is greedy
     top_k: Tensor  # (B,) int64; V where off
     top_p: Tensor  # (B,) float64; 1 where off
-    repetition_penalty: Tensor  # (B,) float32
+    min_p: Tensor  # (B,) float64; 0 where off
+    repetition_penalty: Tensor  # (B,) float32; 1 where off
+    frequency_penalty: Tensor  # (B,) float32; 0 where off
+    presence_penalty: Tensor  # (B,) float32; 0 where off
     epsilon: Tensor  # (B,) float64
     delta: Tensor  # (B,) float64
     typical: Tensor  # (B,) bool; typical-sampled, too
@@ -37,9 +40,10 @@ class RowSettings:
     rejection: Tensor  # (B,) bool
     block: Tensor  # (B,) bool
     drawn: Tensor  # (S,) int64: the other rows, whose next token is drawn
-    any_sampled: bool  # these five are known on the host, so that nothing is computed in vain
+    any_sampled: bool  # these are known on the host, so that nothing is computed in vain
     any_filtered: bool
-    any_penalty: bool
+    any_penalty: bool  # of the three
+    any_count_penalty: bool  # frequency or presence
     any_typical: bool
     any_rejection: bool  # or block
 
@@ -58,7 +62,10 @@ class RowSettings:
             temperature=column([s.temperature for s in settings], torch.float64),
             top_k=column([min(s.top_k or vocab_size, vocab_size) for s in settings], torch.int64),
             top_p=column([s.top_p for s in settings], torch.float64),
+            min_p=column([s.min_p for s in settings], torch.float64),
             repetition_penalty=column([s.repetition_penalty for s in settings], torch.float32),
+            frequency_penalty=column([s.frequency_penalty for s in settings], torch.float32),
+            presence_penalty=column([s.presence_penalty for s in settings], torch.float32),
             epsilon=column([s.typical_epsilon for s in settings], torch.float64),
             delta=column([s.typical_delta or s.typical_epsilon**0.5 for s in settings], torch.float64),
             typical=column([rule.startswith("typical") for rule in rules], torch.bool),
@@ -67,8 +74,9 @@ class RowSettings:
             block=column([rule == "block" for rule in rules], torch.bool),
             drawn=column([row for row, best in enumerate(takes_best) if not best], torch.int64),
             any_sampled=not all(takes_best),
-            any_filtered=any(s.temperature > 0 and (s.top_k is not None or s.top_p < 1.0) for s in settings),
-            any_penalty=any(s.repetition_penalty != 1.0 for s in settings),
+            any_filtered=any(s.temperature > 0 and (s.top_k or s.top_p < 1.0 or s.min_p > 0.0) for s in settings),
+            any_penalty=any(map(has_penalty, settings)),
+            any_count_penalty=any(s.frequency_penalty or s.presence_penalty for s in settings),
             any_typical=any(rule.startswith("typical") for rule in rules),
             any_rejection="rejection" in rules or "block" in rules,
         )
@@ -86,16 +94,42 @@ class RowSettings:
         return replace(self, **picked, drawn=torch.arange(len(self.drawn), device=self.drawn.device))
 
 
-def penalised(logits: Tensor, rows: RowSettings, seen: Tensor | None) -> Tensor:
-    """Logits (B, …, V) after the repetition penalty, in fp32 at least, as in transformers.
+@dataclass(frozen=True)
+class SeenTokens:
+    """The tokens of texts, at which penalties look."""
 
-    ``seen`` is (B, …, V) bool; None where no row asks for a penalty, and then the logits do not change.
+    in_prompt: Tensor  # (B, …, V) bool
+    in_answer: Tensor  # (B, …, V) int32: how often, the root included
+
+    def __getitem__(self, index: tuple[Tensor, ...]) -> Self:
+        return replace(self, in_prompt=self.in_prompt[index], in_answer=self.in_answer[index])
+
+    def and_then(self, token_ids: Tensor, are_new: Tensor) -> Self:
+        """With one more token (B,) in the answers of those rows (B,) bool."""
+        counts = self.in_answer.scatter_add(1, token_ids[:, None], are_new[:, None].int())
+        return replace(self, in_answer=counts)
+
+
+def has_penalty(settings: SamplingSettings) -> bool:
+    """Whether what is likely depends on the tokens of the text."""
+    return (settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def penalised(logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> Tensor:
+    """Logits (B, …, V) after the penalties, in fp32 at least, as in transformers and vLLM.
+
+    ``seen`` is None where no row asks for a penalty, and then the logits do not change.
     """
     if not rows.any_penalty or seen is None:
         return logits
     penalty = _per_row(rows.repetition_penalty, logits)  # in fp32: a product with bf16 logits is not rounded
     changed = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(seen, changed, logits)
+    is_new = seen.in_answer > 0
+    scores = torch.where(seen.in_prompt | is_new, changed, logits)
+    if not rows.any_count_penalty:
+        return scores
+    scores = scores - _per_row(rows.frequency_penalty, logits) * seen.in_answer
+    return scores - _per_row(rows.presence_penalty, logits) * is_new
 
 
 def probabilities(scores: Tensor, rows: RowSettings) -> Tensor:
@@ -106,17 +140,18 @@ def probabilities(scores: Tensor, rows: RowSettings) -> Tensor:
     temperature = torch.where(rows.greedy, 1.0, rows.temperature)
     scaled = scores.double() / _per_row(temperature, scores)
     if rows.any_filtered:
-        scaled = _filtered(scaled, _per_row(rows.top_k, scores), _per_row(rows.top_p, scores))
+        filters = (_per_row(values, scores) for values in (rows.top_k, rows.top_p, rows.min_p))
+        scaled = _filtered(scaled, *filters)
     return scaled.softmax(-1)
 
 
-def choose(logits: Tensor, rows: RowSettings, seen: Tensor | None, uniforms: Tensor) -> Tensor:
+def choose(logits: Tensor, rows: RowSettings, seen: SeenTokens | None, uniforms: Tensor) -> Tensor:
     """The next token of every row: argmax for greedy and typical rows, else the draw by ``uniforms`` (B,).
 
     Args:
         logits: (B, V).
         rows: settings of the B rows.
-        seen: (B, V) bool, tokens in the text so far; only for the repetition penalty.
+        seen: (B, V), tokens in the text so far; only for penalties.
         uniforms: (B,) float64 in [0, 1).
 
     Returns:
@@ -171,8 +206,11 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(ids, last)[:, 0]
 
 
-def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Minus infinity outside the k most likely (ties stay) and outside the nucleus; shapes (B, …, V) and (B, …, 1)."""
+def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Minus infinity outside the k most likely (ties stay), outside the nucleus, and where less likely than min-p lets.
+
+    Shapes (B, …, V) and (B, …, 1).
+    """
     ordered, order = scaled.sort(-1, descending=True)
     last = top_k.clamp(max=scaled.shape[-1]) - 1  # a drafter may know fewer tokens
     kth = ordered.gather(-1, last.expand(*ordered.shape[:-1], 1))
@@ -181,6 +219,7 @@ def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     before = probs.cumsum(-1) - probs  # mass of what is more likely
     outside = (before >= top_p) & (top_p < 1.0)
     outside[..., 0] = False
+    outside |= ordered < ordered[..., :1] + min_p.log()
     ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
 

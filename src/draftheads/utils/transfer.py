@@ -1,4 +1,4 @@
-"""Copies from the host to a device, without waiting for the device."""
+"""Copies from the host to a device, without waiting for the device; and whether it still works."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,3 +19,13 @@ def to_device(
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def device_works(device: torch.device) -> bool:
+    """Whether a device still computes. After a failed assert on a GPU no further call of the process succeeds."""
+    try:
+        return bool(torch.ones(1, device=device).add(1).item() == 2)
+    except torch.OutOfMemoryError:
+        return True
+    except RuntimeError:
+        return False

@@ -22,8 +22,8 @@ _WAIT = Range("must be at least 0", lambda value: 0 <= value < float("inf"))
 class ServeOptions(OptionGroup):
     """Serve a model to many users, with OpenAI's HTTP interface.
 
-    A chat page is at the server's address. The routes are /v1/chat/completions, /v1/completions, /v1/models, /health,
-    /ready and /metrics.
+    A chat page is at the server's address. The routes are /v1/chat/completions, /v1/responses, /v1/completions,
+    /v1/models, /health, /ready, /metrics and /openapi.json.
     """
 
     BASIC: ClassVar = ("model", "head", "host", "port", "api_key_file", "max_rows", "kv_gib", "precision")
@@ -57,8 +57,10 @@ class ServeOptions(OptionGroup):
     """Memory for keys and values in GiB. Default: half of the free memory, and no more than the rows can use."""
     chunk_tokens: Annotated[int, FROM_1] = 256
     """Prompt tokens that are read between two steps. More read long prompts faster and delay streams longer."""
+    max_tokens: Annotated[int | None, FROM_1] = None
+    """Longest answer that a request may ask for. As long as the model's texts when left out."""
     default_tokens: Annotated[int, FROM_1] = 2048
-    """Longest answer of a chat, where the request names none."""
+    """Longest answer of a chat, where the request names none. At most --max-tokens."""
     request_seconds: Annotated[float, ABOVE_0] = 600.0
     """Time for a request. Then it ends with an error."""
     drain_seconds: Annotated[float, _WAIT] = 30.0
@@ -66,6 +68,8 @@ class ServeOptions(OptionGroup):
     log_requests: bool = True
     """Write a line for each request: address, path, status, time. Prompts and answers are never written, and answers of
     /health, /ready and /metrics only if they fail."""
+    schema: bool = True
+    """Serve /openapi.json, which describes the routes for programs."""
     record: Path | None = None
     """Record prompts and answers in this folder, to train heads on them. Clients opt out with "store": false. Nothing
     is recorded when left out."""

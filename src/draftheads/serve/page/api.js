@@ -1,4 +1,4 @@
-// The server's API: its models, streamed answers, and its errors in words. Knows nothing of the page.
+// The server's API: its models, streamed answers, and its errors in words.
 
 /** An error with a sentence for the reader: what happened and what to do. */
 export class Problem extends Error {

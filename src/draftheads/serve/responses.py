@@ -1,0 +1,138 @@
+"""``/v1/responses``: requests as chats, and their answers as output items or as events. Nothing is stored."""
+
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from draftheads.decode.request import Request, StreamEvent
+from draftheads.serve.api_error import ApiError
+from draftheads.serve.body import read_json
+from draftheads.serve.call import DraftPieces
+from draftheads.serve.chat_completions import AnswerText, ChatCall
+from draftheads.serve.chat_messages import prompt_ids_of
+from draftheads.serve.fields import read_fields, wrong
+from draftheads.serve.request_params import RequestParams, read_params
+from draftheads.serve.response_input import ResponseFields
+from draftheads.serve.response_output import ResponseEvents
+from draftheads.serve.state import Service
+from draftheads.serve.tools import ToolCall
+from draftheads.utils.messages import half_character
+
+
+@dataclass(frozen=True)
+class ResponseCall(ChatCall):
+    """A request for a response that was read."""
+
+    id_prefix = "resp_"
+    has_named_events = True
+
+    echo: dict[str, Any]  # what the response repeats of the request
+
+    def response(self) -> dict[str, Any]:
+        """The response, which is the same as in the last event of a stream."""
+        [request] = self.requests
+        content, calls = AnswerText(self.tools).push(request.text, is_end=True)
+        events = self._events()
+        *_, last = [
+            *events.add_text(content, self._logprobs(request, request)),
+            *self._end(events, calls, request.finish_reason),
+        ]
+        response: dict[str, Any] = last["response"]
+        return response
+
+    async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
+        """Events; an answer that fails ends with an event of it."""
+        [request] = self.requests
+        sent, text, calls = self._events(), AnswerText(self.tools), list[ToolCall]()
+        has_pieces = self.params.fields.stream_options.include_draft
+        pieces = DraftPieces(request.new_stream())
+        for item in sent.begin():
+            yield item
+        try:
+            async for _, event in events:
+                content, new_calls = text.push(event.text, is_end=event.finish_reason is not None)
+                calls += new_calls
+                more = pieces.push(event) if has_pieces else None
+                items = [*sent.add_text(content, self._logprobs(request, event), more)]
+                if event.finish_reason is not None:
+                    items += self._end(sent, calls, event.finish_reason)
+                for item in items:
+                    yield item
+        except ApiError as error:
+            for item in sent.fail(error):
+                yield item
+
+    def _events(self) -> ResponseEvents:
+        model = {"model": self.params.lane.model, "system_fingerprint": self.system_fingerprint}
+        return ResponseEvents({"id": self.id, "object": "response", "created_at": self.created, **model, **self.echo})
+
+    def _end(self, events: ResponseEvents, calls: list[ToolCall], reason: str | None) -> list[dict[str, Any]]:
+        usage = self.usage()
+        named = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+            "draft": usage["draft"],
+        }
+        return list(events.end(calls, named, is_cut=reason == "length" and not calls))
+
+    def _logprobs(self, request: Request, part: Request | StreamEvent) -> list[dict[str, Any]]:
+        logprobs = self.logprobs_of(request, part)
+        entries: list[dict[str, Any]] = [] if logprobs is None else logprobs["content"]
+        return entries
+
+
+def read_response(body: bytes, service: Service) -> ResponseCall:
+    """Reads a request for a response. Runs on the thread that reads requests.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
+    values = read_json(body, service.limits)
+    fields = read_fields(ResponseFields, values)
+    tools = fields.tool_use(values.get("tools") or ())
+    if tools is not None and fields.grammar is not None:
+        raise wrong("text.format", "and tools exclude each other: leave one of them out")
+    params = read_params(
+        fields,
+        service,
+        default_tokens=service.limits.default_tokens,
+        logprobs=fields.logprobs,
+        grammar=fields.grammar if tools is None else tools.grammar(),
+    )
+    messages = fields.messages()
+    use = fields.template_use(params.engine.model, tools, fields.reasoning.effort, "reasoning.effort")
+    ids = prompt_ids_of(params.engine, messages, use, param="input")
+    requests = params.requests(ids, param="input")
+    params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens, tokens="max_output_tokens")
+    return ResponseCall(params, len(ids), requests, messages, tools, _echo(fields, params, values))
+
+
+def _echo(fields: ResponseFields, params: RequestParams, values: dict[str, Any]) -> dict[str, Any]:
+    """What a response repeats of its request, and the fields that are the same in all responses."""
+    given = {
+        "instructions": fields.instructions,
+        "metadata": fields.metadata,
+        "text": {"format": {"type": "text"}, **(values.get("text") or {})},
+        "tool_choice": fields.tool_choice,
+        "tools": values.get("tools") or [],
+    }
+    for name, value in given.items():
+        if problem := half_character(json.dumps(value, ensure_ascii=False)):
+            raise wrong(name, problem)
+    return {
+        **given,
+        "background": False,
+        "max_output_tokens": fields.max_completion_tokens,
+        "parallel_tool_calls": fields.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": fields.reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": params.settings.temperature,
+        "top_logprobs": fields.top_logprobs,
+        "top_p": params.settings.top_p,
+        "truncation": fields.truncation,
+    }

@@ -1,0 +1,137 @@
+"""An accelerator that fails for good, as after an assert on a GPU: clear errors, a failing /health, and the end."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+
+from cli_world import write_model
+from draftheads.decode.batch import Batch
+from draftheads.errors import DeviceLost
+from draftheads.serve import scheduler as module
+from draftheads.utils.transfer import device_works
+from scheduler_world import submit
+from serve_process import chat_body, wait_until
+from serve_world import Running, running, tiny_engines
+
+ASSERT = "CUDA error: device-side assert triggered"
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    with running(tiny_engines(), max_rows=1) as one:
+        yield one
+
+
+def break_device(monkeypatch: pytest.MonkeyPatch, *, after_steps: int = 0, for_good: bool = True) -> None:
+    """Steps fail from then on, or only the first one does."""
+    steps = iter(range(10**6))
+    step = Batch.step
+    failed: list[bool] = []
+
+    def failing(batch: Batch) -> Any:
+        if next(steps) < after_steps or (failed and not for_good):
+            return step(batch)
+        failed.append(True)
+        raise RuntimeError(ASSERT)
+
+    monkeypatch.setattr(Batch, "step", failing)
+    monkeypatch.setattr(module, "device_works", lambda _: not (failed and for_good))
+
+
+def test_requests_that_run_and_wait_get_a_clear_error(server: Running, monkeypatch: pytest.MonkeyPatch):
+    break_device(monkeypatch, after_steps=2)
+    response = server.chat(n=3, max_tokens=500, ignore_eos=True)  # one of them runs
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (503, "device_lost", "service_unavailable_error")
+    assert error["message"] == "cpu of the server has failed: send the request again after its restart"
+    assert server.service.lost is not None
+    again = server.chat()
+    assert (again.status_code, again.json()["error"]["code"]) == (503, "device_lost")
+    assert int(again.headers["retry-after"]) > 0
+    for path, status in (("/health", {"status": "failed"}), ("/ready", {"status": "failed"})):
+        answer = httpx2.get(server.url + path)
+        assert (answer.status_code, answer.json()) == (503, status)
+    assert httpx2.get(server.url + "/metrics").status_code == 200
+
+
+def test_streams_end_with_the_error(server: Running, monkeypatch: pytest.MonkeyPatch):
+    break_device(monkeypatch, after_steps=2)
+    *chunks, error, done, _ = server.chat(stream=True, max_tokens=500, ignore_eos=True).text.split("\n\n")
+    assert len(chunks) > 2
+    assert '"code": "device_lost"' in error
+    assert done == "data: [DONE]"
+
+
+def test_an_error_of_one_step_is_no_lost_device(server: Running, monkeypatch: pytest.MonkeyPatch):
+    break_device(monkeypatch, for_good=False)
+    assert server.chat().status_code == 500
+    assert server.chat().status_code == 200
+    assert httpx2.get(server.url + "/health").json() == {"status": "ok"}
+
+
+def test_a_function_may_be_the_first_to_notice(server: Running, monkeypatch: pytest.MonkeyPatch):
+    def failing() -> None:
+        monkeypatch.setattr(module, "device_works", lambda _: False)
+        raise RuntimeError(ASSERT)
+
+    scheduler = server.scheduler
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        scheduler.call(failing).result()
+    wait_until(lambda: scheduler.lost is not None)
+    with pytest.raises(DeviceLost, match="has failed"):
+        scheduler.call(lambda: 5).result()
+    with pytest.raises(DeviceLost, match="has failed"):
+        submit(scheduler, [3, 4])
+
+
+def test_a_device_works_unless_it_computes_nothing(monkeypatch: pytest.MonkeyPatch):
+    device = torch.device("cpu")
+    assert device_works(device)
+    for error, works in ((RuntimeError(ASSERT), False), (torch.OutOfMemoryError("CUDA out of memory"), True)):
+
+        def failing(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "ones", failing)
+            assert device_works(device) is works
+
+
+PROGRAM = """
+import sys
+from draftheads.cli.main import main
+from draftheads.decode.batch import Batch
+from draftheads.serve import scheduler
+
+def failing(batch):
+    scheduler.device_works = lambda device: False
+    raise RuntimeError("device-side assert")
+
+Batch.step = failing
+sys.exit(main(["serve", "model", "--port", "0", "--drain-seconds", "500"]))
+"""
+
+
+def test_the_process_ends_with_status_1(tmp_path: Path):
+    folder = write_model(tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DRAFTHEADS_CACHE": str(tmp_path / "cache")}
+    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=folder, **options) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().rpartition(" at ")[2].strip()
+            response = httpx2.post(f"{url}/v1/chat/completions", json=chat_body("a dog"), timeout=300)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "device_lost")
+            _, errors = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "device-side assert" in errors
+    assert errors.splitlines()[-1].startswith("error: cpu of the server has failed")
