@@ -74,7 +74,9 @@ class NativeLibrary(BuildHookInterface[Any]):
             compile_library(root, root / LIBRARY)
         except (OSError, subprocess.CalledProcessError) as error:
             message = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            sys.stderr.write(f"draftheads: no native library, decoding is slower: {message[-1] if message else error}\n")
+            sys.stderr.write(
+                f"draftheads: no native library, decoding is slower: {message[-1] if message else error}\n"
+            )
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform()}"

@@ -160,9 +160,7 @@ def fastest(
             totals[kind] += weight * best[kind]
         if clock() > deadline:
             break
-    if Native in totals:
-        totals[Native] *= _STEP_GAIN
-    return min(kinds, key=totals.__getitem__)
+    return min(kinds, key=lambda kind: totals[kind] * (_STEP_GAIN if kind is Native else 1.0))
 
 
 def dtype_for_texts(*, folder: Path | None = None, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:

@@ -368,7 +368,7 @@ def keeps_bits(product: Product) -> bool:
 
 
 def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[type[Product]]:
-    """The products that support all of these weights: the native one alone, unless the CPU multiplies matrices itself."""
+    """The products that support all of these weights; the native one alone, except on CPUs with matrix instructions."""
     fitting = [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     return [Native] if Native in fitting and not has_amx else fitting

@@ -1,7 +1,7 @@
 """All layers of a pass in one call of the native library: the tokens of all texts side by side, without padding.
 
-It computes what :class:`draftheads.cpu.fused_modules.FusedLayer` computes, from the same weights. Every sum has an order
-of its own, so the bits of a token depend neither on the other tokens of a pass nor on the shape of its tree.
+It computes what :class:`draftheads.cpu.fused_modules.FusedLayer` computes, from the same weights. Every sum has an
+order of its own, so the bits of a token depend neither on the other tokens of a pass nor on the shape of its tree.
 
 Alphabet: M tokens of all texts, D hidden size, d size of a head, n layers whose inputs a drafter reads.
 """
@@ -49,13 +49,21 @@ class NativeStep:
     """The layers of a model for the native library, whose weights are those of the model's modules."""
 
     def __init__(self, model: Any, windows: Sequence[int]) -> None:
-        """``model`` is one of transformers' with fused modules, ``windows`` the tokens that each layer's token sees (0: all).
+        """Points to the weights of a model of transformers.
+
+        Args:
+            model: with fused modules.
+            windows: how many tokens a token of each layer sees; 0: all.
 
         Raises:
             TypeError, ValueError: it is built in another way.
         """
         decoder = model.get_decoder()
-        self.embed, self.rotary, self.dtype = model.get_input_embeddings(), decoder.rotary_emb, decoder.norm.weight.dtype
+        self.embed, self.rotary, self.dtype = (
+            model.get_input_embeddings(),
+            decoder.rotary_emb,
+            decoder.norm.weight.dtype,
+        )
         self._native = library()
         self._held: list[Tensor] = []  # to which the structures point
         layers = list(decoder.layers)
@@ -116,10 +124,11 @@ class NativeStep:
         cos, sin = (part[0].float().contiguous() for part in self.rotary(states[None].to(self.dtype), positions[None]))
         repeats = np.array(texts.counts)
         rows, first, lengths = (
-            np.repeat(np.array(values, dtype=np.int32), repeats)
-            for values in (texts.rows, starts[:-1], texts.lengths)
+            np.repeat(np.array(values, dtype=np.int32), repeats) for values in (texts.rows, starts[:-1], texts.lengths)
         )
-        keys, values = ((ctypes.c_void_p * len(cache))(*(getattr(c, n).data_ptr() for c in cache)) for n in ("keys", "values"))
+        keys, values = (
+            (ctypes.c_void_p * len(cache))(*(getattr(c, n).data_ptr() for c in cache)) for n in ("keys", "values")
+        )
         kept = np.array(layers, dtype=np.int32)
         inputs = states.new_empty(len(layers), count, self.size)
         _, groups, slots, size = cache[0].keys.shape
@@ -182,7 +191,9 @@ def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
     packed = np.packbits(ancestors.numpy(), axis=-1, bitorder="little")  # (B or 1, N, bytes)
     packed = np.pad(packed, ((0, 0), (0, 0), (0, -packed.shape[-1] % 8)))
     bits = torch.from_numpy(packed).view(torch.int64)
-    return bits.expand(int(texts.max()) + 1, -1, -1)[texts, nodes].contiguous() if len(bits) == 1 else bits[texts, nodes]
+    return (
+        bits.expand(int(texts.max()) + 1, -1, -1)[texts, nodes].contiguous() if len(bits) == 1 else bits[texts, nodes]
+    )
 
 
 def native_step(model: Any, windows: Sequence[int]) -> NativeStep | None:

@@ -1,0 +1,224 @@
+"""The native library is right, and the bits of a token depend neither on other tokens nor on the shape of its tree."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftheads.cpu import native_library
+from draftheads.cpu.kernels import Native
+from draftheads.cpu.native_library import FILE, library, sets_here
+from draftheads.cpu.native_step import Texts
+from draftheads.decode.engine import Engine
+from draftheads.models.kv_target import Target, check_trees
+from draftheads.models.model import TargetModel
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.tree import Tree
+from families import PROMPTS, TREES, tiny_head, tiny_model
+
+pytestmark = pytest.mark.skipif(not FILE.exists(), reason="the native library was not built: no C++ compiler")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # grouped heads; a sliding window; biases; norms of heads
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(params=sets_here(library()) if library() else [])
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each set of instructions that this machine has."""
+    before = library().draftheads_kernels(b"")
+    assert library().draftheads_kernels(request.param.encode()) == request.param.encode()
+    yield request.param
+    library().draftheads_kernels(before)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# --- products ---
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_right(instructions: str, dtype: torch.dtype, outputs: int, inputs: int, has_bias: bool) -> None:
+    weight = numbers(outputs, inputs, dtype=dtype)
+    bias = numbers(outputs, dtype=dtype, seed=1) if has_bias else None
+    product = Native(weight, bias)
+    assert torch.equal(product.weight, weight)
+    for count in (1, 2, 11, 29):
+        rows = numbers(count, inputs, dtype=dtype, seed=count)
+        expected = F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
+        gap = (product(rows).double() - expected).abs().max() / expected.abs().max()
+        assert gap < ROUNDING[dtype], (instructions, count)
+
+
+def test_two_weights_below_each_other_give_the_outputs_of_both(instructions: str) -> None:
+    weight, rows = numbers(2 * 37, 20), numbers(5, 20, seed=1)
+    bias = numbers(2 * 37, seed=2)
+    assert torch.equal(Native(weight, bias, halves=True)(rows), Native(weight, bias)(rows))
+    assert torch.equal(Native(weight, None, halves=True).weight, weight)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_a_rows_bits_depend_on_no_other_row(instructions: str, threads: int, dtype: torch.dtype) -> None:
+    product = Native(numbers(70, 50, dtype=dtype), None)
+    rows = numbers(64, 50, dtype=dtype, seed=1)
+    alone = torch.cat([product(row[None]) for row in rows])
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    for count in range(1, 65):
+        assert torch.equal(product(rows[order[:count]]), alone[order[:count]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_weights_that_are_exact_in_16_bits_take_half_the_memory_and_rows_are_not_rounded(
+    dtype: torch.dtype,
+) -> None:
+    held = Native(numbers(40, 30, dtype=dtype).float(), None)
+    whole = Native(numbers(40, 30), None)
+    assert held._packed.nbytes == whole._packed.nbytes // 2
+    rows = numbers(3, 30, seed=1)
+    assert (held(rows).double() - rows.double() @ held.weight.double().T).abs().max() < 1e-5
+
+
+# --- passes ---
+
+
+def sped_up(family: str, dtype: torch.dtype = torch.float32) -> tuple[TargetModel, Tensor]:
+    """A native model, and the logits of its stock modules in a tree."""
+    model = tiny_model(family, dtype=dtype)
+    stock = check_trees(model)
+    native = model.sped_up()
+    assert native.native is not None, "this family has a native form"
+    return native, stock
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_gives_the_logits_of_the_stock_modules(instructions: str, family: str, dtype: torch.dtype) -> None:
+    model, stock = sped_up(family, dtype)
+    found = check_trees(model, stock=stock).float()  # in a tree, as in plain texts
+    gap = (found - stock.float()).abs().max() / stock.float().abs().max()
+    assert gap < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+def states_of(model: TargetModel, prompt: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """h_t and the inputs of layers of a text that is read in one pass."""
+    target = Target(model, layers)
+    [(last, hidden)] = _read(target, [prompt])
+    return torch.cat([last, hidden], 1)
+
+
+def _read(target: Target, prompts: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+    target.adopt([None] * len(prompts))
+    return target.read(prompts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_those_of_one_token_at_a_time(
+    instructions: str, threads: int, family: str, dtype: torch.dtype
+) -> None:
+    """In a whole text, in a tree, beside other rows, and in trees of different sizes."""
+    model, _ = sped_up(family, dtype)
+    prompt = [5 + n % 17 for n in range(40)]
+    layers = (0, 1)
+    target = Target(model, layers)
+    target.adopt([None])
+    one_by_one = torch.cat([torch.cat(target.read([[token]])[0], 1) for token in prompt])
+    assert torch.equal(states_of(model, prompt, layers), one_by_one)
+
+    # two texts beside each other, and behind the second one a tree that has the rest of the prompt as a path
+    target = Target(model, layers)
+    _read(target, [[3, 9, 4], prompt[:30]])
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)])
+    tokens = torch.tensor([[7, 7, 7, 7, 7, 7], [prompt[30], 9, prompt[31], 8, prompt[32], prompt[33]]])
+    on_path = [tree.paths.index(path) for path in ((), (1,), (1, 0), (1, 0, 0))]
+    draft = Draft.on_tree(tree, tokens)
+    for sizes in ([6, 6], [1, 6], [3, 6]):
+        _, hidden = target.verify(draft.cut(sizes))
+        assert torch.equal(hidden[1, on_path], one_by_one[30:34, model.hidden_size :]), sizes
+
+
+@pytest.mark.parametrize("drafter", ["hydra", "eagle3"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
+def test_drafted_texts_are_plain_texts_in_bf16(drafter: str, settings: dict[str, Any]) -> None:
+    """Elsewhere bf16 texts may differ: a step rounds in another order than a pass of one token."""
+    model, _ = sped_up("qwen3", torch.bfloat16)
+    options = {"max_new_tokens": 60, **settings}
+    plain = Engine(model).generate(PROMPTS, **options)
+    drafted = Engine(model, tiny_head(drafter, model), shape=TREES["ragged"]).generate(PROMPTS, **options)
+    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
+
+
+def test_tokens_that_do_not_fit_are_an_error() -> None:
+    model, _ = sped_up("llama")
+    target = Target(model)
+    _read(target, [[3, 4]])
+    assert model.native is not None
+    slots = target.cache.capacity
+    for rows, length, count in (([1], 0, 1), ([-1], 0, 1), ([0], slots, 1), ([0], 0, 2)):
+        texts = Texts(rows, [length], [count], torch.zeros(1, dtype=torch.int32))
+        with pytest.raises(ValueError, match="do not fit"):
+            model.native.run(torch.tensor([3]), torch.tensor([0]), texts, target.cache.layers)
+    with pytest.raises(IndexError):
+        target.read([[model.vocab_size]])
+
+
+def test_a_forked_process_computes(tmp_path: Any) -> None:
+    """The threads of the parent are not in the child."""
+    program = """
+import os, torch
+from draftheads.cpu.kernels import Native
+torch.set_num_threads(3)
+product, rows = Native(torch.randn(64, 32), None), torch.randn(4, 32)
+before = product(rows)
+child = os.fork()
+if not child:
+    os._exit(0 if torch.equal(product(rows), before) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert torch.equal(product(rows), before)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize(("value", "has_library"), [("off", False), ("portable", True)])
+def test_the_environment_names_the_instructions(value: str, has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = library().draftheads_kernels(b"")
+    monkeypatch.setenv(native_library.VARIABLE, value)
+    try:
+        found = library.__wrapped__()
+        assert (found is not None) == has_library
+        assert found is None or found.draftheads_kernels(b"") == value.encode()
+    finally:
+        library().draftheads_kernels(before)
+
+
+def test_unknown_instructions_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native_library.VARIABLE, "avx1024")
+    with pytest.raises(native_library.InvalidSettings, match=r"avx1024.*portable"):
+        library.__wrapped__()
+
+
+def test_without_the_library_answers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    native, _ = sped_up("llama")
+    expected = Engine(native).generate(PROMPTS, max_new_tokens=20)
+    for module in ("kernels", "native_step"):
+        monkeypatch.setattr(f"draftheads.cpu.{module}.library", lambda: None)
+    pure = tiny_model("llama").sped_up()
+    assert pure.native is None
+    found = Engine(pure).generate(PROMPTS, max_new_tokens=20)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
