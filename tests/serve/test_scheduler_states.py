@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -313,6 +313,7 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
         stateful_step_count=25,
         deadline=None,
         derandomize=True,
+        phases=[Phase.explicit, Phase.generate],  # Phase.shrink finds a shorter example, in five minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     run_state_machine_as_test(Schedules, settings=options)  # type: ignore[no-untyped-call]
