@@ -119,7 +119,10 @@ def test_the_fast_model_equals_the_stock_model(family: str, dtype: torch.dtype):
 def test_weights_are_stored_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("draftheads.cpu.kernel_choice.fastest", lambda _, kinds, **__: kinds[-1])
     model = tiny_model("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
-    before = {layer.weight.data_ptr() for layer in model.model.modules() if isinstance(layer, nn.Linear)}
+    kept = [
+        layer.weight for layer in model.model.modules() if isinstance(layer, nn.Linear)
+    ]  # else others get their place
+    before = {weight.data_ptr() for weight in kept}
     expected = model.lm_head.weight.clone()
     model = model.sped_up()
     weights = model.weights
