@@ -19,7 +19,7 @@ CENTRAL := tests/test_lossless.py tests/test_loading_models.py::test_a_loaded_mo
 	tests/train/test_run.py::test_training_improves_the_heads_predictions
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-fast test-versions check docs format clean
+.PHONY: help demo test test-thorough test-fast test-versions test-pure native check docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,6 +40,12 @@ test-versions: $(VENV)/lowest/.stamp $(VENV)/newest/.stamp  ## run the central t
 	set -e; for place in lowest newest; do \
 		PYTHONPATH=$(VENV)/$$place OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough" $(CENTRAL); \
 	done
+
+test-pure: $(STAMP)  ## run the central tests without the native library, as where there is no C++ compiler
+	DRAFTHEADS_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough" $(CENTRAL) tests/cpu
+
+native: $(STAMP)  ## build the native library anew, after a change of its source
+	$(BIN)/python hatch_build.py
 
 check: $(STAMP)  ## check style, types and the order of imports
 	$(BIN)/ruff check .

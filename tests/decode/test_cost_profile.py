@@ -185,7 +185,7 @@ def test_a_profile_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format_version": 9},
+        {"format_version": 99},
         {"points": [{"part": "verify", "rows": 1, "nodes": 1}]},
         {"points": [{"part": "sleep", "rows": 1, "nodes": 1, "milliseconds": 1.0}]},
         {"points": [{"part": "verify", "rows": 1, "nodes": 1, "milliseconds": -1.0}]},
