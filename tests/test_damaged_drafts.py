@@ -138,7 +138,7 @@ def test_the_best_paths_of_a_damaged_row_are_none(kind: str) -> None:
     assert draft.depths[1].any()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("from_depth", [0, 1])
 @pytest.mark.parametrize("kind", FEW_KINDS)
 @pytest.mark.parametrize(

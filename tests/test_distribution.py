@@ -38,6 +38,7 @@ def exact(model: TargetModel) -> dict[Answer, float]:
     return joint
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "shape", "first_seed"),
     [
@@ -78,7 +79,7 @@ def greedy_root(draft: Draft, logits: Tensor, *others: Any, **_: Any) -> AcceptR
     return AcceptResult(verdict.path, verdict.num_accepted, best)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("wrong", "shape"), [(resampling, WIDE), (greedy_root, WIDE), (resampling, BestFirst(16, top_k=6, beam=3))]
 )

@@ -212,6 +212,7 @@ def test_every_shape(method: str, shape: str) -> None:
     check(transfers(some_model("llama"), head(method), shape=SHAPES[shape]), copies=2 + 2 * (shape == "drawn"))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("shape", "copies"),
     [(Tree.chain(3), 3), (DRAWN, 6), (Sampled(Tree.chain(3)), 7)],
@@ -274,6 +275,7 @@ DRAFTERS: dict[str, tuple[Make, str | None, int]] = {  # how it is made, the sha
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("graphs", some([False, True], False), ids=["ordinary", "static"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter(name: str, graphs: bool) -> None:

@@ -370,7 +370,7 @@ def drafter_of(model: TargetModel, kind: str) -> Any:
     return tiny_head(kind, model)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "shape", "rule"),
     some_rows(
@@ -398,7 +398,7 @@ def test_answers_have_the_models_distribution(
     assert p_value(counts, exact) > ODDS
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("shape", "rule"), [("tree", "rejection"), ("chain", "rejection"), ("chain", "block")])
 def test_penalised_answers_have_the_models_distribution(model: TargetModel, shape: str, rule: Any) -> None:
     """The penalty counts what was kept within the step, too."""
