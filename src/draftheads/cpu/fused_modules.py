@@ -229,7 +229,7 @@ def halve_embedding(model: Any) -> None:
 def _fused_part(child: Any, model: Any, attention: Attention | None) -> nn.Module | None:
     """The fused form of a feed-forward part or of attention; None if there is none."""
     if _has_plain_linears(child, "gate_proj", "up_proj", "down_proj") and hasattr(child, "act_fn"):
-        x = torch.randn(1, 3, child.gate_proj.in_features).to(child.gate_proj.weight)
+        x = _numbers(1, 3, child.gate_proj.in_features).to(child.gate_proj.weight)
         mlp = FusedMlp(child)
         return mlp if _agree(lambda: mlp(x), lambda: child(x)) else None
     if attention is not None and _has_plain_linears(child, "q_proj", "k_proj", "v_proj", "o_proj"):
@@ -245,7 +245,7 @@ def _fused_norm(original: Any) -> nn.Module | None:
     epsilon = getattr(original, "variance_epsilon", getattr(original, "eps", None))
     if weight is None or epsilon is None or weight.dim() != 1:
         return None
-    x = torch.randn(1, 3, len(weight)).to(weight)
+    x = _numbers(1, 3, len(weight)).to(weight)
     scales = [weight.detach()]
     if weight.dtype == torch.float32:  # in 16 bits the sum would be rounded
         scales.append(1.0 + weight.detach())
@@ -274,11 +274,16 @@ def _fused_layer(original: Any, model: Any) -> nn.Module | None:
 
 def _short_text(size: int, like: Tensor, model: Any) -> tuple[Tensor, dict[str, Any]]:
     """Five random hidden states, and a layer's other inputs: the model's own rotary positions, and a mask."""
-    x = torch.randn(1, 5, size).to(like)
+    x = _numbers(1, 5, size).to(like)
     sees = torch.ones(5, 5, dtype=torch.bool, device=x.device).tril()
     mask = torch.zeros(1, 1, 5, 5).to(x).masked_fill(~sees, torch.finfo(x.dtype).min)
     turns = model.get_decoder().rotary_emb(x, torch.arange(5, device=x.device)[None])
     return x, {"position_embeddings": turns, "attention_mask": mask}
+
+
+def _numbers(*shape: int) -> Tensor:
+    """Random ones, but the same at each loading."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def _agree(fused: Callable[[], Tensor], original: Callable[[], Tensor]) -> bool:
@@ -290,7 +295,7 @@ def _agree(fused: Callable[[], Tensor], original: Callable[[], Tensor]) -> bool:
         return False
     if out.shape != expected.shape:
         return False
-    rounding = 1e-4 if out.dtype == torch.float32 else 2e-2
+    rounding = 1e-4 if out.dtype == torch.float32 else 5e-2
     return float((out.float() - expected).abs().max()) <= rounding * float(expected.abs().max())
 
 
