@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +115,28 @@ def test_decoding_uses_the_chosen_number_and_then_restores_it(
 
 def test_as_many_threads_as_free_cores():
     assert [num_threads(8, free) for free in (0.0, 0.8, 1.8, 7.6, 8.0, 64.0)] == [1, 1, 2, 7, 8, 8]
+
+
+def test_torch_has_one_thread_while_the_native_library_has_the_chosen_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = Others()
+    others.busy = 2.0
+    choice = ThreadChoice(others, is_fixed=False)
+    for module in ("models.kv_target", "models.model", "cpu.threads"):
+        monkeypatch.setattr(f"draftheads.{module}.thread_choice", lambda: choice)
+    model = tiny_model("llama").sped_up()
+    if model.native is None:
+        pytest.skip("the native library was not built: no C++ compiler")
+    seen = set()
+    own = type(model.native).run
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        seen.add((torch.get_num_threads(), threads.native_threads()))
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(type(model.native), "run", run)
+    Engine(model).generate(PROMPTS, max_new_tokens=2 * threads._PASSES, ignore_eos=True)
+    assert seen == {(1, 4), (1, 2)}
+    assert (torch.get_num_threads(), threads.native_threads()) == (4, 4)
+    with pytest.raises(RuntimeError), choice.natively():
+        raise RuntimeError
+    assert torch.get_num_threads() == 4

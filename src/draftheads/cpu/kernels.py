@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.native_library import KINDS, Weight, library
+from draftheads.cpu.threads import native_threads
 
 # Any, because operators in PyTorch's namespaces have no Python signature
 _MKL: Any = torch.ops.mkl
@@ -267,7 +268,7 @@ class Native(Product):
         """(n, in) -> (n, out), with the bias."""
         rows = rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)
-        self._native.draftheads_threads(torch.get_num_threads())
+        self._native.draftheads_threads(native_threads())
         self._native.draftheads_multiply(self.given, rows.data_ptr(), self.rows_kind, len(rows), out.data_ptr())
         return out
 

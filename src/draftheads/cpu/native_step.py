@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
 from draftheads.cpu.kernels import Native, PackedLinear
 from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, library
+from draftheads.cpu.threads import native_threads
 
 _ACTS = {"SiLU": 0, "SiLUActivation": 0, "PytorchGELUTanh": 1, "GELUTanh": 1}
 _MOST_HEAD_SIZE = 256
@@ -132,7 +133,7 @@ class NativeStep:
         kept = np.array(layers, dtype=np.int32)
         inputs = states.new_empty(len(layers), count, self.size)
         _, groups, slots, size = cache[0].keys.shape
-        self._native.draftheads_threads(torch.get_num_threads())
+        self._native.draftheads_threads(native_threads())
         self._native.draftheads_pass(
             given,
             Pass(

@@ -140,6 +140,13 @@ class EngineCore(Generic[AnyEngine]):
 
     def step(self) -> list[CoreEvent]:
         """Admits waiting requests, reads a chunk of prompts and steps every lane once."""
+        models = [engine.model for engine in self.engines.values()]
+        if any(model.native is None for model in models):  # an adapter's layers are computed by torch
+            return self._step()
+        with models[0].computing():
+            return self._step()
+
+    def _step(self) -> list[CoreEvent]:
         self._drop_cancelled()
         self._interrupt_what_does_not_fit()
         events = self._admit() + self._read()

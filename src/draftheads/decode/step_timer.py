@@ -60,9 +60,10 @@ class StepTimer:
 
         ``text_tokens`` is the length of each row when it is verified; ``length`` when left out.
         """
-        if part != "verify":
-            return 1e3 * self._draft(part, rows, nodes)
-        return 1e3 * self._verify(rows, nodes, text_tokens or self.length)
+        with self.target.computing():
+            if part != "verify":
+                return 1e3 * self._draft(part, rows, nodes)
+            return 1e3 * self._verify(rows, nodes, text_tokens or self.length)
 
     def _verify(self, rows: int, nodes: int, text_tokens: int) -> float:
         """Verifying, accepting and committing, where two draft tokens are accepted if the tree has as many."""

@@ -8,7 +8,7 @@ import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -24,6 +24,7 @@ from draftheads.cpu.attention import EXACT_ATTENTION
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.native_step import NativeStep, native_step
 from draftheads.cpu.optimise import speed_up
+from draftheads.cpu.threads import thread_choice
 from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel
 from draftheads.models.adapter import check_base, read_lora
 from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
@@ -272,6 +273,10 @@ class TargetModel:
     def set_graphs(self, *, on: bool) -> None:
         """Turns static steps on or off, also for a running batch."""
         self.step_mode.graphs = on
+
+    def computing(self) -> AbstractContextManager[None]:
+        """The context of steps of this model: native ones need the cores that torch's threads would keep."""
+        return nullcontext() if self.native is None else thread_choice().natively()
 
     @property
     def takes_flat_tokens(self) -> bool:
