@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import sys_tags
 
 SOURCES = Path("src/draftheads/cpu/native")
 LIBRARY = SOURCES / "libdraftheads.so"
 OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
+STATIC = ("-static-libstdc++", "-static-libgcc") if sys.platform == "linux" else ()
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 SETS = {  # of instructions: the name of the kernels, and the compiler's options
@@ -55,7 +57,7 @@ def compile_library(root: Path, target: Path) -> None:
             list(workers.map(run, jobs))
         linked = Path(folder) / target.name
         objects = [str(output) for output, _ in jobs]
-        command = [*compiler, "-shared", "-pthread", *objects, "-o", str(linked)]
+        command = [*compiler, "-shared", "-pthread", *STATIC, *objects, "-o", str(linked)]
         subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
         new = target.with_suffix(".new")  # a process may have the old one in memory
         shutil.copyfile(linked, new)
@@ -72,11 +74,10 @@ class NativeLibrary(BuildHookInterface[Any]):
         root = Path(self.root)
         try:
             compile_library(root, root / LIBRARY)
-        except (OSError, subprocess.CalledProcessError) as error:
-            message = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            sys.stderr.write(
-                f"draftheads: no native library, decoding is slower: {message[-1] if message else error}\n"
-            )
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            message = next((line for line in lines if "error" in line), lines[-1] if lines else "")
+            sys.stderr.write(f"draftheads: no native library, decoding is slower: {message}\n")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform()}"
@@ -85,9 +86,9 @@ class NativeLibrary(BuildHookInterface[Any]):
 
 
 def _platform() -> str:
-    from packaging.tags import sys_tags  # noqa: PLC0415 - hatchling brings it
-
-    return next(sys_tags()).platform
+    """As hatchling names it: the library was not checked against the rules of manylinux."""
+    platforms = (tag.platform for tag in sys_tags())
+    return next(name for name in platforms if "manylinux" not in name and "musllinux" not in name)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from draftheads.cpu import native_library
 from draftheads.cpu.kernels import Native
 from draftheads.cpu.native_library import FILE, library, sets_here
 from draftheads.cpu.native_step import Texts
+from draftheads.cpu.threads import ThreadChoice
 from draftheads.decode.engine import Engine
 from draftheads.models.kv_target import Target, check_trees
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
+from draftheads.utils.machine import OtherPrograms
 from families import PROMPTS, TREES, tiny_head, tiny_model
 
 pytestmark = pytest.mark.skipif(not FILE.exists(), reason="the native library was not built: no C++ compiler")
@@ -222,3 +225,36 @@ def test_without_the_library_answers_are_the_same(monkeypatch: pytest.MonkeyPatc
     assert pure.native is None
     found = Engine(pure).generate(PROMPTS, max_new_tokens=20)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+
+
+def test_rows_of_another_type_or_size_are_an_error() -> None:
+    product = Native(numbers(8, 6), None)
+    for rows in (numbers(2, 6, dtype=torch.bfloat16), numbers(2, 5), numbers(6)):
+        with pytest.raises(RuntimeError, match=r"takes \(n, 6\) of torch.float32"):
+            product(rows)
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Longer(native_library.Pass):
+        _fields_ = (("more", native_library.c_int64),)
+
+    monkeypatch.setattr(native_library, "Pass", Longer)
+    assert library.__wrapped__() is None
+
+
+def test_a_thread_that_begins_during_native_passes_has_all_threads_of_torch(threads: int) -> None:
+    choice = ThreadChoice(OtherPrograms(), is_fixed=False)
+    seen: list[int] = []
+
+    def other() -> None:
+        torch.set_num_threads(1)  # as a new thread inherits it
+        with choice.natively():
+            seen.append(choice.native or 0)
+
+    with choice.natively():
+        thread = Thread(target=other)
+        thread.start()
+        thread.join()
+        assert choice.native == threads
+    assert seen == [threads]
+    assert (choice.native, choice.most, torch.get_num_threads()) == (None, threads, threads)

@@ -265,7 +265,14 @@ class Native(Product):
         return held.to(self.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out), with the bias."""
+        """(n, in) -> (n, out), with the bias.
+
+        Raises:
+            RuntimeError: rows of another type or size.
+        """
+        if rows.dtype != self.dtype or rows.shape[1:] != (self.in_features,) or rows.device.type != "cpu":
+            shape = (*rows.shape, rows.dtype, rows.device.type)
+            raise RuntimeError(f"rows are {shape}; this product takes (n, {self.in_features}) of {self.dtype} on a CPU")
         rows = rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)
         self._native.draftheads_threads(native_threads())
@@ -369,10 +376,11 @@ def keeps_bits(product: Product) -> bool:
 
 
 def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[type[Product]]:
-    """The products that support all of these weights; the native one alone, except on CPUs with matrix instructions."""
+    """The products that support all of these weights; the native one alone, where it has the best instructions."""
     fitting = [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return [Native] if Native in fitting and not has_amx else fitting
+    is_best = Native in fitting and not has_amx and library().draftheads_kernels(b"") != b"portable"
+    return [Native] if is_best else fitting
 
 
 @cache

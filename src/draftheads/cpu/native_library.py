@@ -109,7 +109,11 @@ def library() -> Any:
         return None
     try:
         found = ctypes.CDLL(str(FILE))
-    except OSError:  # built for another machine
+        found.draftheads_sizes.restype = c_int64
+        sizes = [ctypes.sizeof(structure) for structure in (Weight, Layer, Model, Pass)]
+        if found.draftheads_sizes() != sizes[0] | sizes[1] << 12 | sizes[2] << 28 | sizes[3] << 44:
+            return None  # of another version: `make native`
+    except (AttributeError, OSError):  # the same, or built for another machine
         return None
     found.draftheads_kernels.restype, found.draftheads_kernels.argtypes = c_char_p, (c_char_p,)
     found.draftheads_threads.restype, found.draftheads_threads.argtypes = None, (c_int32,)

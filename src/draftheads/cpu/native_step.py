@@ -67,17 +67,23 @@ class NativeStep:
         )
         self._native = library()
         self._held: list[Tensor] = []  # to which the structures point
+        self._products: list[Native] = []  # the same
         layers = list(decoder.layers)
         if not layers or len(layers) > _MOST_LAYERS or any(type(layer) is not FusedLayer for layer in layers):
             raise TypeError("its layers are not all fused")
-        self._layers = (Layer * len(layers))(*map(self._layer, layers, windows))
+        self._layers = (Layer * len(layers))(*(self._layer(*pair) for pair in zip(layers, windows, strict=True)))
         first: FusedAttention = layers[0].self_attn
         norms = [module for layer in layers for module in layer.modules() if isinstance(module, FusedNorm)]
         outer = {norm.epsilon for norm in (*(n for n in norms if len(n.weight) != first.head_dim), decoder.norm)}
         inner = {norm.epsilon for norm in norms if len(norm.weight) == first.head_dim}
-        sizes = {(layer.self_attn.num_heads, layer.self_attn.num_groups, layer.mlp.size) for layer in layers}
+        sizes = {
+            (part.num_heads, part.num_groups, part.head_dim, part.scaling, layer.mlp.size)
+            for layer, part in ((layer, layer.self_attn) for layer in layers)
+        }
+        types = {self.dtype, self.embed(torch.zeros(1, dtype=torch.long)).dtype}
+        types.update(product.dtype for product in self._products)
         acts = {_ACTS[type(layer.mlp.act_fn).__name__] for layer in layers}
-        if len(outer) != 1 or len(inner) > 1 or len(sizes) != 1 or len(acts) != 1:
+        if len(outer) != 1 or len(inner) > 1 or len(sizes) != 1 or len(acts) != 1 or len(types) != 1:
             raise ValueError("its layers differ")
         if first.head_dim % 2 or first.head_dim > _MOST_HEAD_SIZE:
             raise ValueError(f"heads of {first.head_dim} numbers")
@@ -120,7 +126,7 @@ class NativeStep:
         """
         count, given = len(token_ids), self._model
         starts = np.cumsum([0, *texts.counts])
-        _check(texts, starts, count, cache[0].keys)
+        _check(texts, starts, count, cache, self.dtype)
         states = self.embed(token_ids).float().contiguous()
         cos, sin = (part[0].float().contiguous() for part in self.rotary(states[None].to(self.dtype), positions[None]))
         repeats = np.array(texts.counts)
@@ -166,21 +172,31 @@ class NativeStep:
             raise TypeError("a norm or a feed-forward part is not fused")
         heads = [None if norm is None else self._numbers(norm.scale) for norm in (attention.q_norm, attention.k_norm)]
         products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        return Layer(*map(_weight, products), *(self._numbers(norm.scale) for norm in norms), *heads, window)
+        return Layer(*map(self._weight, products), *(self._numbers(norm.scale) for norm in norms), *heads, window)
+
+    def _weight(self, layer: nn.Module) -> Weight:
+        if not isinstance(layer, PackedLinear) or not isinstance(layer.product, Native):
+            raise TypeError("a product is not a native one")
+        self._products.append(layer.product)
+        return layer.product.given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NativeStep":
+        """The same one: nothing in it changes."""
+        return self
 
     def _numbers(self, values: Tensor) -> int:
         self._held.append(values.detach().float().contiguous())
         return self._held[-1].data_ptr()
 
 
-def _weight(layer: nn.Module) -> Weight:
-    if not isinstance(layer, PackedLinear) or not isinstance(layer.product, Native):
-        raise TypeError("a product is not a native one")
-    return layer.product.given
-
-
-def _check(texts: Texts, starts: Any, count: int, keys: Tensor) -> None:
+def _check(texts: Texts, starts: Any, count: int, cache: Sequence[Any], dtype: torch.dtype) -> None:
     """Raises an error in place of reading or writing other memory."""
+    keys = cache[0].keys
+    for part in (part for layer in cache for part in (layer.keys, layer.values)):
+        if part.shape != keys.shape or part.dtype != dtype or not part.is_contiguous():
+            raise ValueError(
+                f"keys or values {tuple(part.shape)} of {part.dtype} are not as the first ones, of {dtype}"
+            )
     rows, _, slots, _ = keys.shape
     fit = all(length + n <= slots for length, n in zip(texts.lengths, texts.counts, strict=True))
     if starts[-1] != count or not fit or not all(0 <= row < rows for row in texts.rows):
@@ -191,10 +207,8 @@ def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
     """(M, words) int64 of trees (B or 1, N, N) bool, for node ``nodes[m]`` of row ``texts[m]``, each (M,)."""
     packed = np.packbits(ancestors.numpy(), axis=-1, bitorder="little")  # (B or 1, N, bytes)
     packed = np.pad(packed, ((0, 0), (0, 0), (0, -packed.shape[-1] % 8)))
-    bits = torch.from_numpy(packed).view(torch.int64)
-    return (
-        bits.expand(int(texts.max()) + 1, -1, -1)[texts, nodes].contiguous() if len(bits) == 1 else bits[texts, nodes]
-    )
+    bits = torch.from_numpy(np.ascontiguousarray(packed)).view(torch.int64)
+    return bits[texts if len(bits) > 1 else 0, nodes].contiguous()
 
 
 def native_step(model: Any, windows: Sequence[int]) -> NativeStep | None:

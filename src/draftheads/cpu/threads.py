@@ -5,6 +5,7 @@ several times as long as one thread. The result of a step does not depend on its
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -25,8 +26,15 @@ class ThreadChoice:
         self.others = others
         self.most = self.chosen = torch.get_num_threads()
         self.is_fixed = is_fixed
-        self.native: int | None = None  # threads of the native library, while torch has one: see natively()
         self._passes = 0
+        self._of_thread = threading.local()  # native, is_known: see natively() and _number_of_caller()
+        self._was_lowered = False
+
+    @property
+    def native(self) -> int | None:
+        """Threads of the native library while torch has one in the calling thread: see :meth:`natively`."""
+        number: int | None = getattr(self._of_thread, "native", None)
+        return number
 
     def look(self) -> None:
         """Chooses by what other programs used since the last look, if that was long enough ago."""
@@ -44,11 +52,9 @@ class ThreadChoice:
             self._passes += 1
             if self._passes % _PASSES == 0:
                 self.look()
-            self.native = self.chosen
+            self._of_thread.native = self.chosen
             return
-        now = torch.get_num_threads()
-        if now not in (self.most, self.chosen):  # the caller has set another number
-            self.most = self.chosen = now
+        now = self._number_of_caller()
         self._passes += 1
         if self._passes % _PASSES == 0:
             self.look()
@@ -67,18 +73,32 @@ class ThreadChoice:
         Its own threads spin for a while after each operator, and so take the cores from the library's threads: a step
         of one token took 14 ms, and 10.6 ms without them.
         """
-        before, outer = torch.get_num_threads(), self.native
-        if outer is None:
-            if before not in (self.most, self.chosen):  # the caller has set another number
-                self.most = self.chosen = before
-            self.native = before if self.is_fixed else self.chosen
-            torch.set_num_threads(1)
+        if self.native is not None:
+            yield
+            return
+        before = self._number_of_caller()
+        self._of_thread.native = before if self.is_fixed else self.chosen
+        self._was_lowered = True
+        torch.set_num_threads(1)
         try:
             yield
         finally:
-            self.native = outer
-            if outer is None:
-                torch.set_num_threads(before)
+            self._of_thread.native = None
+            torch.set_num_threads(before)
+
+    def _number_of_caller(self) -> int:
+        """Torch's threads in the calling thread. A new number is a choice of the caller, and holds from now on.
+
+        But a thread that begins while another one is in :meth:`natively` begins with one.
+        """
+        now = torch.get_num_threads()
+        if now == 1 and self._was_lowered and not getattr(self._of_thread, "is_known", False):
+            now = self.chosen
+            torch.set_num_threads(now)
+        self._of_thread.is_known = True
+        if now not in (self.most, self.chosen):
+            self.most = self.chosen = now
+        return now
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -249,10 +249,9 @@ class Target:
         texts, numbers = (places < counts[:, None]).nonzero(as_tuple=True)  # (M,)
         self.cache.reserve(self.cache.num_rows, max(self.lengths) + nodes)
         depths = draft.depths.expand(self.num_rows, nodes)[texts, numbers]
-        ancestors = ancestor_bits(draft.ancestors.expand(self.num_rows, nodes, nodes), texts, numbers)
-        last, hidden = self._native_pass(
-            draft.token_ids[texts, numbers], range(self.num_rows), row_nodes, depths, ancestors
-        )
+        ancestors = ancestor_bits(draft.ancestors, texts, numbers)
+        of_rows = Texts(range(self.num_rows), list(self.lengths), row_nodes, depths.int(), ancestors)
+        last, hidden = self._native_pass(draft.token_ids[texts, numbers], of_rows)
         logits = self.model.logits(last)
         if min(row_nodes) == nodes:
             return logits.view(self.num_rows, nodes, -1), hidden.view(self.num_rows, nodes, -1)
@@ -266,7 +265,6 @@ class Target:
         rows = range(first_row, first_row + len(token_ids))
         ends = [start + len(ids) for start, ids in zip(starts, token_ids, strict=True)]
         self.cache.reserve(rows.stop, max(ends))
-        self.lengths[rows.start : rows.stop] = starts
         parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
         for first in range(0, max(map(len, token_ids)), PREFILL_CHUNK):
             chunks = {
@@ -275,36 +273,30 @@ class Target:
             counts = [len(chunk) for chunk in chunks.values()]
             depths = torch.cat([torch.arange(count) for count in counts])
             tokens = torch.tensor([token for chunk in chunks.values() for token in chunk])
-            last, hidden = self._native_pass(tokens, [first_row + place for place in chunks], counts, depths)
+            lengths = [starts[place] + first for place in chunks]
+            of_rows = Texts([first_row + place for place in chunks], lengths, counts, depths.int())
+            last, hidden = self._native_pass(tokens, of_rows)
             for place, last_of_text, hidden_of_text in zip(
                 chunks, last.split(counts), hidden.split(counts), strict=True
             ):
                 parts[place].append((last_of_text, hidden_of_text))
-                self.lengths[first_row + place] += len(last_of_text)
+        self.lengths[rows.start : rows.stop] = ends
         whole = [tuple(torch.cat(of_pass) for of_pass in zip(*of_text, strict=True)) for of_text in parts]
         last, hidden = (pad_sequence(list(of_texts), batch_first=True) for of_texts in zip(*whole, strict=True))
         return last, hidden
 
-    def _native_pass(
-        self,
-        tokens: Tensor,
-        rows: Sequence[int],
-        counts: Sequence[int],
-        depths: Tensor,
-        ancestors: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """h_t (M, D) and hidden states (M, D or n·D) of tokens (M,), so many of each row, behind the row's text."""
+    def _native_pass(self, tokens: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+        """h_t (M, D) and hidden states (M, D or n·D) of tokens (M,)."""
         native = self.model.native
         assert native is not None
         if self._threads is not None:
             self._threads.before_pass()
         for layer in self.cache.layers:
             layer.prepare(*native.cache_shape(), self.model.dtype)
-        lengths = [self.lengths[row] for row in rows]
-        positions = depths + torch.tensor(lengths).repeat_interleave(torch.tensor(counts))
+        lengths, counts = torch.tensor(texts.lengths), torch.tensor(texts.counts)
+        positions = texts.depths + lengths.repeat_interleave(counts)
         if self.model.max_positions is not None:
             positions = positions.clamp(max=self.model.max_positions - 1)
-        texts = Texts(rows, lengths, counts, depths.int(), ancestors)
         return native.run(tokens, positions, texts, self.cache.layers, self.layers)
 
     def _span(self, starts: Sequence[int], num_rows: int, nodes: int) -> int:

@@ -58,7 +58,7 @@ class Draft:
         of_nodes = {name: getattr(self, name) for name in _OF_NODES}
         first: dict[str, Any] = {name: part[:, :num_nodes] for name, part in of_nodes.items() if part is not None}
         first["ancestors"] = self.ancestors[:, :num_nodes, :num_nodes]
-        return replace(self, max_depth=min(self.max_depth, num_nodes - 1), **first)
+        return replace(self, max_depth=min(self.max_depth, num_nodes - 1), row_nodes=None, **first)
 
     def cut(self, row_nodes: Sequence[int]) -> Self:
         """The trees of the first so many nodes of each row; they must form trees, as in :meth:`first`."""

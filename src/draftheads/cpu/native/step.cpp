@@ -4,6 +4,7 @@
 #include <climits>
 #include <cstring>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -48,15 +49,19 @@ class Pool {
     static constexpr int kMostParts = 8192;
 
     void resize(int threads) {
-        if (threads == size_) return;
+        if (threads == wanted_) return;
+        wanted_ = threads;
         stop_ = true;
         wake();
         for (auto &thread : threads_) thread.join();
         threads_.clear();
         stop_ = false;
-        size_ = threads;
         const uint32_t now = number_.load();
-        for (int i = 1; i < threads; i++) threads_.emplace_back([this, now] { serve(now); });
+        try {
+            for (int i = 1; i < threads; i++) threads_.emplace_back([this, now] { serve(now); });
+        } catch (const std::system_error &) {  // the system gives no more threads: those that are there do
+        }
+        size_ = int(threads_.size()) + 1;
     }
 
     int size() const { return size_; }
@@ -146,7 +151,7 @@ class Pool {
     std::atomic<uint32_t> number_{0};
     std::atomic<int> sleeping_{0};
     std::atomic<bool> stop_{false};
-    int size_ = 1;
+    int size_ = 1, wanted_ = 1;
 };
 
 Pool *pool = new Pool();  // never goes: at the end of the process its threads may still look at it
@@ -405,7 +410,7 @@ Job job_of(void (*work)(const Job &, uint32_t), const T &what) {
     return job;
 }
 
-Buffers buffers;
+Buffers &buffers = *new Buffers();  // never goes, as the pool
 
 template <class T>
 T *room(std::vector<T> &buffer, int64_t size) {
@@ -419,6 +424,9 @@ T *room(std::vector<T> &buffer, int64_t size) {
 using namespace draftheads;
 
 extern "C" {
+
+// The sizes of the structures: a library of another version is not used.
+int64_t draftheads_sizes() { return sizeof(Weight) | sizeof(Layer) << 12 | sizeof(Model) << 28 | sizeof(Pass) << 44; }
 
 // Makes a set of kernels the one in use, the fastest if none is named, and returns its name; null if this machine does
 // not support it. "" changes nothing.
