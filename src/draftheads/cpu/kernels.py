@@ -9,6 +9,7 @@ bits of a row do not depend on the other rows. With ``batch_invariant``, rows ar
 """
 
 import math
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.cpu.native_library import KINDS, Weight, library
+from draftheads.cpu.native_library import KINDS, VARIABLE, Weight, library
 from draftheads.cpu.threads import native_threads
 
 # Any, because operators in PyTorch's namespaces have no Python signature
@@ -379,7 +380,8 @@ def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[ty
     """The products that support all of these weights; the native one alone, where it has the best instructions."""
     fitting = [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    is_best = Native in fitting and not has_amx and library().draftheads_kernels(b"") != b"portable"
+    is_chosen = os.environ.get(VARIABLE) or (library() and library().draftheads_kernels(b"") != b"portable")
+    is_best = Native in fitting and not has_amx and is_chosen
     return [Native] if is_best else fitting
 
 
