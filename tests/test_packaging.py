@@ -1,5 +1,6 @@
 """The wheels: two heads in draftheads, seven in draftheads-zoo, and no head in both."""
 
+import shutil
 import subprocess
 import tomllib
 import zipfile
@@ -46,6 +47,25 @@ def heads_in(wheel: Path, package: str) -> set[str]:
 def test_the_wheel_has_two_heads_and_is_small(wheel: Path) -> None:
     assert heads_in(wheel, "draftheads/zoo") == {"hydra", "medusa"}
     assert wheel.stat().st_size < 30e6
+
+
+LIBRARY = "draftheads/cpu/native/libdraftheads.so"
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_wheel_has_the_native_library_of_this_kind_of_machine(wheel: Path) -> None:
+    assert LIBRARY in zipfile.ZipFile(wheel).namelist()
+    assert not wheel.name.endswith("-any.whl")
+
+
+def test_without_a_compiler_the_wheel_is_pure_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    pure = built(ROOT, tmp_path)
+    assert pure.name.endswith("-py3-none-any.whl")
+    assert LIBRARY not in zipfile.ZipFile(pure).namelist()
+    assert "no native library, decoding is slower: " in capsys.readouterr().err
 
 
 def test_the_wheel_has_our_prompts_and_chat_templates(wheel: Path) -> None:
