@@ -528,7 +528,7 @@ def test_modules_that_do_not_fit_are_not_used(
 ) -> None:
     """A fused module agrees with its original on a text, and then fails with a cache: as with transformers 5.24."""
     expected = ids(draftheads.load(world / "model", **FP32, fast=False))
-    monkeypatch.setattr("draftheads.cpu.native_step.library", lambda: None)  # it uses none of them with a cache
+    monkeypatch.setattr("draftheads.cpu.native_step.load_library", lambda: None)  # it uses none of them with a cache
     monkeypatch.setattr(FusedAttention, "rows", broken)
     source = {"model": hf_model(world), "tokenizer": chat_tokenizer()} if loaded else {"model": world / "model", **FP32}
     with pytest.warns(SpeedWarning) as warned:

@@ -408,7 +408,7 @@ def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_in_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftheads.cpu.kernels.library", lambda: None)  # with it there is nothing to choose
+    monkeypatch.setattr("draftheads.cpu.kernels.load_library", lambda: None)  # with it there is nothing to choose
     cache = here / "cache"
     cost = by_hand([("verify", 1, 1, 10.0), ("verify", 16, 1, 20.0)])
     (cache / "costs").mkdir(parents=True)

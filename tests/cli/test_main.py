@@ -231,7 +231,7 @@ def test_what_takes_seconds_is_named_also_in_a_pipe(run: Run, monkeypatch: pytes
         choose([torch.ones(32, 64)], folder=tmp_path)
 
     monkeypatch.setattr("draftheads.cli.main.import_quickly", lambda _: SimpleNamespace(run=measure))
-    monkeypatch.setattr("draftheads.cpu.kernels.library", lambda: None)  # with it there is nothing to choose
+    monkeypatch.setattr("draftheads.cpu.kernels.load_library", lambda: None)  # with it there is nothing to choose
     monkeypatch.setattr(kernel_choice, "BUDGET_SECONDS", 0.001)
     monkeypatch.setattr(kernel_choice.logger, "disabled", False)
     assert run(["doctor"]).err == "measuring kernels (0 seconds, once per machine and model)\n"

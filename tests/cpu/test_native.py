@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from draftheads.cpu import native_library
 from draftheads.cpu.kernels import Native
-from draftheads.cpu.native_library import library, sets_here
+from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import Texts
 from draftheads.cpu.threads import ThreadChoice
 from draftheads.decode.engine import Engine
@@ -26,19 +26,19 @@ from draftheads.utils.machine import OtherPrograms
 from families import PROMPTS, TREES, tiny_head, tiny_model
 
 pytestmark = pytest.mark.skipif(
-    library() is None, reason="the native library is off, or was not built: no C++ compiler"
+    load_library() is None, reason="the native library is off, or was not built: no C++ compiler"
 )
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # grouped heads; a sliding window; biases; norms of heads
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-@pytest.fixture(params=sets_here(library()) if library() else [])
+@pytest.fixture(params=sets_here(load_library()) if load_library() else [])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each set of instructions that this machine has."""
-    before = library().draftheads_kernels(b"")
-    assert library().draftheads_kernels(request.param.encode()) == request.param.encode()
+    before = load_library().draftheads_kernels(b"")
+    assert load_library().draftheads_kernels(request.param.encode()) == request.param.encode()
     yield request.param
-    library().draftheads_kernels(before)
+    load_library().draftheads_kernels(before)
 
 
 @pytest.fixture(params=[1, 3])
@@ -106,10 +106,10 @@ def sped_up(family: str, dtype: torch.dtype = torch.float32) -> tuple[TargetMode
     """A native model, and the logits of its stock modules in a tree."""
     model = tiny_model(family, dtype=dtype)
     stock = check_trees(model)
-    used = library().draftheads_kernels(b"")
-    library().draftheads_kernels(None)  # the portable kernels are not chosen when a model is loaded
+    used = load_library().draftheads_kernels(b"")
+    load_library().draftheads_kernels(None)  # the portable kernels are not chosen when a model is loaded
     native = model.sped_up()
-    library().draftheads_kernels(used)
+    load_library().draftheads_kernels(used)
     assert native.native is not None, "this family has a native form"
     return native, stock
 
@@ -205,27 +205,27 @@ assert torch.equal(product(rows), before)
 
 @pytest.mark.parametrize(("value", "has_library"), [("off", False), ("portable", True)])
 def test_the_environment_names_the_instructions(value: str, has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = library().draftheads_kernels(b"")
+    before = load_library().draftheads_kernels(b"")
     monkeypatch.setenv(native_library.VARIABLE, value)
     try:
-        found = library.__wrapped__()
+        found = load_library.__wrapped__()
         assert (found is not None) == has_library
         assert found is None or found.draftheads_kernels(b"") == value.encode()
     finally:
-        library().draftheads_kernels(before)
+        load_library().draftheads_kernels(before)
 
 
 def test_unknown_instructions_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native_library.VARIABLE, "avx1024")
     with pytest.raises(native_library.InvalidSettings, match=r"avx1024.*portable"):
-        library.__wrapped__()
+        load_library.__wrapped__()
 
 
 def test_without_the_library_answers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     native, _ = sped_up("llama")
     expected = Engine(native).generate(PROMPTS, max_new_tokens=20)
     for module in ("kernels", "native_step"):
-        monkeypatch.setattr(f"draftheads.cpu.{module}.library", lambda: None)
+        monkeypatch.setattr(f"draftheads.cpu.{module}.load_library", lambda: None)
     pure = tiny_model("llama").sped_up()
     assert pure.native is None
     found = Engine(pure).generate(PROMPTS, max_new_tokens=20)
@@ -244,7 +244,7 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
         _fields_ = (("more", native_library.c_int64),)
 
     monkeypatch.setattr(native_library, "Pass", Longer)
-    assert library.__wrapped__() is None
+    assert load_library.__wrapped__() is None
 
 
 def test_a_thread_that_begins_during_native_passes_has_all_threads_of_torch(threads: int) -> None:

@@ -570,7 +570,7 @@ def test_kernels_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch):
         return {(layer.multiple, layer.product.exact_rows) for layer in layers}
 
     for module in ("kernels", "native_step"):  # whose products need no padding
-        monkeypatch.setattr(f"draftheads.cpu.{module}.library", lambda: None)
+        monkeypatch.setattr(f"draftheads.cpu.{module}.load_library", lambda: None)
     monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: True)
     bf16: dict[str, Any] = {"precision": "bf16"}
     assert layers_of(draftheads.load("tiny", fast=False)) == {torch.nn.Linear}

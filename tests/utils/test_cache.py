@@ -104,7 +104,7 @@ def test_the_parts_have_the_names_that_are_written(
     assert PART["profiles"].is_own(cached_profile_folder(saved).name)
     for name in ("answers", "bench"):
         assert PART[name].is_own(identity_digest(["anything"]))
-    monkeypatch.setattr("draftheads.cpu.kernels.library", lambda: None)  # with it there is nothing to choose
+    monkeypatch.setattr("draftheads.cpu.kernels.load_library", lambda: None)  # with it there is nothing to choose
     choose([torch.randn(8, 8)], folder=tmp_path / "kernels")
     assert contents_of(PART["kernels"], tmp_path).num_files == 1
 

@@ -286,7 +286,7 @@ def _precision() -> list[Finding]:
     import torch  # noqa: PLC0415
 
     from draftheads.cpu.kernels import candidates  # noqa: PLC0415
-    from draftheads.cpu.native_library import library  # noqa: PLC0415
+    from draftheads.cpu.native_library import load_library  # noqa: PLC0415
     from draftheads.models.pretrained import DTYPES, default_device, default_dtype  # noqa: PLC0415
 
     device = default_device()
@@ -298,7 +298,7 @@ def _precision() -> list[Finding]:
     if device.type == "cpu":
         weight = torch.ones(16, 16, dtype=dtype)
         kernels = [kind.name for quantised in (False, True) for kind in candidates([weight], quantised=quantised)]
-        native = library()
+        native = load_library()
         text = "built without the native library" if native is None else native.draftheads_kernels(b"").decode()
         advice = "decoding is slower: install a C++ compiler, and draftheads again" if native is None else ""
         findings.append(_finding("native library", text, advice))

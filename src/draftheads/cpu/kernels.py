@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.cpu.native_library import KINDS, VARIABLE, Weight, library
+from draftheads.cpu.native_library import KINDS, VARIABLE, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
 # Any, because operators in PyTorch's namespaces have no Python signature
@@ -237,19 +237,19 @@ class Native(Product):
         held = _in_16_bits(weight) if weight.dtype == torch.float32 else weight
         held = held.contiguous()
         kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features, int(halves))
-        self._native = library()
+        self._native = load_library()
         self._packed = torch.empty(self._native.draftheads_packed_size(kind, *sizes), dtype=held.dtype)
         self._native.draftheads_pack(kind, held.data_ptr(), *sizes, self._packed.data_ptr(), 0)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.rows_kind = KINDS[self.dtype]
         inputs = KINDS[torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32]
         pointer = None if self._bias is None else self._bias.data_ptr()
-        self.given = Weight(kind, inputs, *sizes, self._packed.data_ptr(), None, None, pointer)
+        self.given = Weight(kind, inputs, *sizes, self._packed.data_ptr(), pointer)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
         """Supports fp32, bf16 and fp16 on a CPU for which the library was built."""
-        return weight.device.type == "cpu" and weight.dtype in KINDS and library() is not None
+        return weight.device.type == "cpu" and weight.dtype in KINDS and load_library() is not None
 
     @property
     def halves(self) -> bool:
@@ -380,7 +380,7 @@ def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[ty
     """The products that support all of these weights; the native one alone, where it has the best instructions."""
     fitting = [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    is_chosen = os.environ.get(VARIABLE) or (library() and library().draftheads_kernels(b"") != b"portable")
+    is_chosen = os.environ.get(VARIABLE) or (load_library() and load_library().draftheads_kernels(b"") != b"portable")
     is_best = Native in fitting and not has_amx and is_chosen
     return [Native] if is_best else fitting
 

@@ -31,8 +31,6 @@ class Weight(ctypes.Structure):
         ("in_", c_int32),
         ("halves", c_int32),
         ("packed", c_void_p),
-        ("scale", c_void_p),
-        ("sums", c_void_p),
         ("bias", c_void_p),
     )
 
@@ -98,7 +96,7 @@ class Pass(ctypes.Structure):
 
 
 @cache
-def library() -> Any:
+def load_library() -> Any:
     """The library, with the fastest instructions of this machine; None if it was not built or is switched off.
 
     Raises:

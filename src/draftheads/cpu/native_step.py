@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
 from draftheads.cpu.kernels import Native, PackedLinear
-from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, library
+from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
 _ACTS = {"SiLU": 0, "SiLUActivation": 0, "PytorchGELUTanh": 1, "GELUTanh": 1}
@@ -65,7 +65,7 @@ class NativeStep:
             decoder.rotary_emb,
             decoder.norm.weight.dtype,
         )
-        self._native = library()
+        self._native = load_library()
         self._held: list[Tensor] = []  # to which the structures point
         self._products: list[Native] = []  # the same
         layers = list(decoder.layers)
@@ -213,7 +213,7 @@ def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
 
 def native_step(model: Any, windows: Sequence[int]) -> NativeStep | None:
     """The native form of a model with fused modules, if it agrees with them on a short text; None if there is none."""
-    if library() is None or model.device.type != "cpu":
+    if load_library() is None or model.device.type != "cpu":
         return None
     try:
         step = NativeStep(model, windows)

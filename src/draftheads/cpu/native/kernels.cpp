@@ -158,7 +158,6 @@ inline bool reads_bf16(const Weight &weight) {
 
 int64_t input_bytes(const Weight &weight) {
     const int64_t in = weight.in;
-    if (weight.kind == kInt8) return 8 + (in + 3) / 4 * 4;
     return reads_bf16(weight) ? 2 * ((in + 1) / 2 * 2) : 4 * ((in + 1) / 2 * 2);
 }
 
@@ -210,19 +209,8 @@ void load_from(int kind, const void *x, int64_t size, float *out) {
     std::memcpy(out + i, rest, 4 * (size - i));
 }
 
-// int8: the scale, and then numbers from 1 to 127 whose middle is 64.
 void prepare(const Weight &weight, const float *row, void *prepared) {
     const int in = weight.in;
-    if (weight.kind == kInt8) {
-        float most = 1e-12f;
-        for (int i = 0; i < in; i++) most = std::fabs(row[i]) > most ? std::fabs(row[i]) : most;
-        const float factor = 63.0f / most, scale = most / 63.0f;
-        auto *numbers = static_cast<uint8_t *>(prepared) + 8;
-        std::memcpy(prepared, &scale, 4);
-        for (int i = 0; i < in; i++) numbers[i] = uint8_t(64 + int(std::lrintf(row[i] * factor)));
-        for (int i = in; i % 4; i++) numbers[i] = 64;
-        return;
-    }
     if (reads_bf16(weight)) {
         auto *numbers = static_cast<uint16_t *>(prepared);
         store_as(kBFloat16, row, in, numbers);

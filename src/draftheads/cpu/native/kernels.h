@@ -9,20 +9,18 @@
 namespace draftheads {
 
 // How a weight is stored.
-enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kKinds = 4 };
+enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kKinds = 3 };
 
 constexpr int kBlock = 32;    // outputs of a product that are computed together, and stored side by side
 constexpr int kMostHead = 256;  // numbers of a head
 
-// A weight (out, in): blocks of kBlock outputs, in each of them the inputs in pairs (bf16), in fours (int8) or alone.
+// A weight (out, in): blocks of kBlock outputs, in each of them the inputs in pairs (bf16) or alone.
 struct Weight {
     int32_t kind;
     int32_t inputs;       // the kind of the rows that it multiplies: fp32, or bf16 to which they are rounded
     int32_t out, in;
     int32_t halves;       // whether it is two weights below each other: half of each block is of the first one
     const void *packed;
-    const float *scale;   // (out,) of int8
-    const int32_t *sums;  // (out,) of int8: the sum of each output's weights
     const float *bias;    // (out,), or null
 };
 
