@@ -725,3 +725,10 @@ def test_rows_get_as_many_nodes_as_their_tokens_are_likely(trees_differ: bool) -
     assert sure > unsure > none == 1
     expected = [sum(row[: count - 1]) for row, count in zip(likely, draft.row_nodes, strict=True)]
     assert session._expected == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_gain_of_cutting_counts_only_where_trees_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftheads.decode.size_policy._CUT_GAIN", 1e6)
+    policy = SizePolicy(Scripted(), GROWING, machine(100.0))
+    assert isinstance(policy.choose(np.ones(1))[0], BestFirst)
+    assert policy.choose(np.ones(1), cuts=False)[0] is None

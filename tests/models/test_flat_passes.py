@@ -10,6 +10,7 @@ import torch
 
 from draftheads.cpu.fused_modules import FusedAttention
 from draftheads.decode.engine import Engine
+from draftheads.decode.step_timer import StepTimer
 from draftheads.drafters.copying import Copying
 from draftheads.models.kv_target import Target, check_trees
 from draftheads.models.model import TargetModel
@@ -149,3 +150,19 @@ def test_rows_with_trees_of_different_sizes_have_plain_answers(
     answers = engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True, **settings)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert any(len(set(counts)) > 1 for counts in sizes)
+
+
+def test_costs_are_those_of_trees_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fast("llama")
+    seen: list[Sequence[int] | None] = []
+    verify = Target.verify
+
+    def noted(target: Target, draft: Draft) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(draft.row_nodes)
+        return verify(target, draft)
+
+    monkeypatch.setattr(Target, "verify", noted)
+    timer = StepTimer(model, tiny_head("medusa", model))
+    for rows, nodes in ((1, 4), (4, 1), (4, 4)):
+        timer.milliseconds("verify", rows, nodes)
+    assert seen == [None, None, (2, 6, 2, 6)]

@@ -143,3 +143,9 @@ def test_the_assumed_profile_is_a_chain() -> None:
     assert profile.tree(MAX_NODES) == Tree.chain(3)
     assert profile.static_tokens == [1.0, 1.5, 1.75, 1.875]
     assert (profile.num_texts, profile.dynamic_tokens) == (0, [])
+
+
+def test_shallower_trees_are_no_larger_than_the_deepest() -> None:
+    numbers = len(PROFILE.dynamic_tokens)
+    with pytest.raises(ValueError, match=f"a list of {numbers + 1} numbers; dynamic_tokens has {numbers}"):
+        replace(PROFILE, shallower_tokens=[[1.0], [1.0] * (numbers + 1)])
