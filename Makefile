@@ -19,7 +19,7 @@ CENTRAL := tests/test_lossless.py tests/test_loading_models.py::test_a_loaded_mo
 	tests/train/test_run.py::test_training_improves_the_heads_predictions
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-fast test-versions test-pure native check docs format clean
+.PHONY: help demo test test-thorough test-sanitized test-fast test-versions test-pure native check docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -30,8 +30,14 @@ demo: $(STAMP)  ## answer a few prompts with and without draft heads, and compar
 test: $(STAMP)  ## run the tests, on several cores; each run draws the same random examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough"
 
-test-thorough: $(STAMP)  ## run all tests, on more families and shapes and with new random examples
+test-thorough: $(STAMP) test-sanitized  ## run all tests, on more families and shapes and with new random examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+# detect_leaks: Python keeps what it has until the end
+test-sanitized: $(STAMP)  ## run the native library's tests with checks of addresses and undefined behaviour
+	CXX=g++ CXXFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=undefined -g' $(BIN)/python hatch_build.py
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest tests/cpu/test_native.py; status=$$?; $(BIN)/python hatch_build.py && exit $$status
 
 test-fast: $(STAMP)  ## run the tests that do not need the real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not real and not thorough"

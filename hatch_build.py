@@ -23,42 +23,51 @@ OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math"
 STATIC = ("-static-libstdc++", "-static-libgcc") if sys.platform == "linux" else ()
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-SETS = {  # of instructions: the name of the kernels, and the compiler's options
-    "kPortable": ("portable", ()),
-    "kAvx2": ("avx2", AVX2),
+SETS = {  # of instructions, the fastest first: the name of the kernels, and the compiler's options
+    "kAvx512Bf16": ("avx512-bf16", (*AVX512, "-mavx512vnni", "-mavx512bf16")),
+    "kAvx512Vnni": ("avx512-vnni", (*AVX512, "-mavx512vnni")),
     "kAvx512": ("avx512", AVX512),
-    "kAvx512Bf16": ("avx512-bf16", (*AVX512, "-mavx512bf16")),
+    "kAvx2": ("avx2", AVX2),
+    "kPortable": ("portable", ()),
 }
 
 
 def compile_library(root: Path, target: Path) -> None:
-    """Compiles the library.
+    """Compiles the library with the compiler that ``CXX`` names and further options in ``CXXFLAGS``.
+
+    Sets of instructions that the compiler does not know are left out.
 
     Raises:
         OSError, subprocess.CalledProcessError: there is no compiler, or it fails.
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or "clang++"]
+    options = [*OPTIONS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     here = SETS if platform.machine().lower() in ("x86_64", "amd64") else {"kPortable": SETS["kPortable"]}
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [
-            (
-                Path(folder) / f"{kernels}.o",
-                [*options, f"-DKERNELS={kernels}", f'-DKERNELS_NAME="{name}"', str(root / SOURCES / "kernels.cpp")],
-            )
-            for kernels, (name, options) in here.items()
-        ]
-        jobs.append((Path(folder) / "step.o", [str(root / SOURCES / "step.cpp")]))
 
-        def run(job: tuple[Path, list[str]]) -> None:
-            command = [*compiler, *OPTIONS, *job[1], "-c", "-o", str(job[0])]
-            subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the user's compiler
+    def run(*arguments: str) -> None:
+        command = [*compiler, *options, *arguments]
+        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the user's compiler
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def compile_set(kernels: str) -> str | None:
+            name, instructions = here[kernels]
+            output = str(Path(folder) / f"{kernels}.o")
+            defined = (f"-DKERNELS={kernels}", f'-DKERNELS_NAME="{name}"')
+            try:
+                run(*instructions, *defined, "-c", str(root / SOURCES / "kernels.cpp"), "-o", output)
+            except subprocess.CalledProcessError:
+                if kernels == "kPortable":
+                    raise
+                return None
+            return output
 
         with ThreadPoolExecutor(os.cpu_count()) as workers:
-            list(workers.map(run, jobs))
+            objects = dict(zip(here, workers.map(compile_set, here), strict=True))
+        names = ", ".join(f"&{kernels}" for kernels, output in objects.items() if output)
         linked = Path(folder) / target.name
-        objects = [str(output) for output, _ in jobs]
-        command = [*compiler, "-shared", "-pthread", *STATIC, *objects, "-o", str(linked)]
-        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+        sources = [str(root / SOURCES / "step.cpp"), *filter(None, objects.values())]
+        run(f"-DKERNEL_SETS={names}", "-shared", "-pthread", *STATIC, *sources, "-o", str(linked))
         new = target.with_suffix(".new")  # a process may have the old one in memory
         shutil.copyfile(linked, new)
         new.replace(target)

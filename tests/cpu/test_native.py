@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.cpu import native_library
-from draftheads.cpu.kernels import Native
+from draftheads.cpu.kernels import Native, NativeInt8
 from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import Texts
 from draftheads.cpu.threads import ThreadChoice
@@ -99,28 +99,84 @@ def test_fp32_weights_that_are_exact_in_16_bits_take_half_the_memory_and_rows_ar
     assert (held(rows).double() - rows.double() @ held.weight.double().T).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65)])
+@pytest.mark.parametrize("is_smooth", [False, True])
+def test_int8_products_are_right_and_have_the_same_bits_with_all_instructions(
+    threads: int, outputs: int, inputs: int, is_smooth: bool
+) -> None:
+    weight, bias = numbers(outputs, inputs), numbers(outputs, seed=1)
+    rows = numbers(29, inputs, seed=2)
+    rows[3] = 0.0
+    product = NativeInt8(weight, bias, rows.abs().amax(0) if is_smooth else None)
+    if not is_smooth:  # rounded to the nearest of 255 numbers
+        assert ((product.weight - weight).abs() <= weight.abs().amax(1, keepdim=True) / 254 * 1.001).all()
+        scales = rows.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+        rounded = (rows / scales).round() * scales
+        expected = rounded.double() @ product.weight.double().T + bias.double()
+        assert torch.allclose(product(rows).double(), expected, atol=1e-5, rtol=1e-5)
+    whole = rows.double() @ weight.double().T + bias.double()
+    assert (product(rows).double() - whole).abs().max() < 0.03 * whole.abs().max()
+    bits = product(rows)
+    used = load_library().draftheads_kernels(b"")
+    try:
+        for name in sets_here(load_library()):
+            load_library().draftheads_kernels(name.encode())
+            assert torch.equal(product(rows), bits), name
+            assert torch.equal(torch.cat([product(row[None]) for row in rows]), bits), name
+    finally:
+        load_library().draftheads_kernels(used)
+
+
+def test_smoothing_makes_outliers_cheaper(instructions: str) -> None:
+    """One input that is much larger than the others takes the steps of all."""
+    weight, rows = numbers(64, 64), numbers(32, 64, seed=1)
+    rows[:, 5] *= 100.0
+    expected = rows @ weight.T
+    loss = [(NativeInt8(weight, None, given)(rows) - expected).pow(2).mean() for given in (None, rows.abs().amax(0))]
+    assert loss[1] < 0.5 * loss[0]
+
+
+def test_two_int8_weights_below_each_other_give_the_outputs_of_both(instructions: str) -> None:
+    weight, rows, bias = numbers(2 * 37, 20), numbers(5, 20, seed=1), numbers(2 * 37, seed=2)
+    assert torch.equal(NativeInt8(weight, bias, halves=True)(rows), NativeInt8(weight, bias)(rows))
+    assert torch.equal(NativeInt8(weight, None, halves=True).weight, NativeInt8(weight, None).weight)
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none_in_int8(instructions: str, strange: float) -> None:
+    rows = numbers(3, 40)
+    rows[1, 7] = strange
+    out = NativeInt8(numbers(20, 40, seed=1), None)(rows)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
 # --- passes ---
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}
 
-def sped_up(family: str, dtype: torch.dtype = torch.float32) -> tuple[TargetModel, Tensor]:
+
+def sped_up(family: str, precision: str = "fp32") -> tuple[TargetModel, Tensor]:
     """A native model, and the logits of its stock modules in a tree."""
-    model = tiny_model(family, dtype=dtype)
+    model = tiny_model(family, dtype=PRECISIONS[precision])
     stock = check_trees(model)
     used = load_library().draftheads_kernels(b"")
     load_library().draftheads_kernels(None)  # the portable kernels are not chosen when a model is loaded
-    native = model.sped_up()
+    native = model.sped_up(int8=precision == "int8")
     load_library().draftheads_kernels(used)
     assert native.native is not None, "this family has a native form"
     return native, stock
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pass_gives_the_logits_of_the_stock_modules(instructions: str, family: str, dtype: torch.dtype) -> None:
-    model, stock = sped_up(family, dtype)
-    found = check_trees(model, stock=stock).float()  # in a tree, as in plain texts
-    gap = (found - stock.float()).abs().max() / stock.float().abs().max()
-    assert gap < (1e-5 if dtype == torch.float32 else 0.1)
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-5), ("bf16", 0.1), ("int8", 0.2)])
+def test_a_pass_gives_the_logits_of_the_stock_modules(
+    instructions: str, family: str, precision: str, most: float
+) -> None:
+    model, stock = sped_up(family, precision)
+    # in a tree, as in plain texts
+    found = check_trees(model, stock=None if precision == "int8" else stock).float()
+    assert (found - stock.float()).abs().max() / stock.float().abs().max() < most
 
 
 def states_of(model: TargetModel, prompt: Sequence[int], layers: Sequence[int]) -> Tensor:
@@ -136,12 +192,10 @@ def _read(target: Target, prompts: Sequence[Sequence[int]]) -> list[tuple[Tensor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_are_those_of_one_token_at_a_time(
-    instructions: str, threads: int, family: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bits_are_those_of_one_token_at_a_time(instructions: str, threads: int, family: str, precision: str) -> None:
     """In a whole text, in a tree, beside other rows, and in trees of different sizes."""
-    model, _ = sped_up(family, dtype)
+    model, _ = sped_up(family, precision)
     prompt = [5 + n % 17 for n in range(40)]
     layers = (0, 1)
     target = Target(model, layers)
@@ -163,9 +217,10 @@ def test_bits_are_those_of_one_token_at_a_time(
 
 @pytest.mark.parametrize("drafter", ["hydra", "eagle3"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
-def test_drafted_texts_are_plain_texts_in_bf16(drafter: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_drafted_texts_are_plain_texts(drafter: str, settings: dict[str, Any], precision: str) -> None:
     """Elsewhere bf16 texts may differ: a step rounds in another order than a pass of one token."""
-    model, _ = sped_up("qwen3", torch.bfloat16)
+    model, _ = sped_up("qwen3", precision)
     options = {"max_new_tokens": 60, **settings}
     plain = Engine(model).generate(PROMPTS, **options)
     drafted = Engine(model, tiny_head(drafter, model), shape=TREES["ragged"]).generate(PROMPTS, **options)

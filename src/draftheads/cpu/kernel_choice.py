@@ -22,6 +22,7 @@ from draftheads.cpu.kernels import (
     QUANTISED,
     Int8,
     Native,
+    NativeInt8,
     PackedLinear,
     Plain,
     Product,
@@ -60,8 +61,10 @@ def pack(
         kind = chosen[_shape(weight)]
         if not kind.fits(weight):  # the choice was made on a sample of the weights
             kind = Plain
-        if issubclass(kind, Int8):
-            layer.product = kind(weight, layer.bias, layer.inputs)
+        if kind is NativeInt8:
+            layer.product = NativeInt8(weight, layer.bias, layer.inputs, halves=layer.halves)
+        elif kind is Int8:
+            layer.product = Int8(weight, layer.bias, layer.inputs)
         elif kind is Native:
             layer.product = Native(weight, layer.bias, halves=layer.halves)
         elif kind is not Plain:
@@ -160,7 +163,7 @@ def fastest(
             totals[kind] += weight * best[kind]
         if clock() > deadline:
             break
-    return min(kinds, key=lambda kind: totals[kind] * (_STEP_GAIN if kind is Native else 1.0))
+    return min(kinds, key=lambda kind: totals[kind] * (_STEP_GAIN if issubclass(kind, Native) else 1.0))
 
 
 def dtype_for_texts(*, folder: Path | None = None, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:

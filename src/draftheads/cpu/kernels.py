@@ -30,6 +30,7 @@ _FBGEMM: Any = torch.ops.quantized
 MAX_TREE_ROWS = 128  # with batch invariance, more rows are multiplied in pieces of this size
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (LOG.md)
 _LARGEST_HALF = 65504.0
+_MOST_INT8_INPUTS = 65_536  # 127 times 255 for each
 
 
 class Product(ABC):
@@ -234,17 +235,7 @@ class Native(Product):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, halves: bool = False) -> None:
         super().__init__(weight, bias)
-        held = _in_16_bits(weight) if weight.dtype == torch.float32 else weight
-        held = held.contiguous()
-        kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features, int(halves))
-        self._native = load_library()
-        self._packed = torch.empty(self._native.draftheads_packed_size(kind, *sizes), dtype=held.dtype)
-        self._native.draftheads_pack(kind, held.data_ptr(), *sizes, self._packed.data_ptr(), 0)
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.rows_kind = KINDS[self.dtype]
-        inputs = KINDS[torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32]
-        pointer = None if self._bias is None else self._bias.data_ptr()
-        self.given = Weight(kind, inputs, *sizes, self._packed.data_ptr(), pointer)
+        self._pack(_in_16_bits(weight) if weight.dtype == torch.float32 else weight, None, None, halves)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -259,11 +250,7 @@ class Native(Product):
     @property
     def weight(self) -> Tensor:
         """(out, in)."""
-        given, held = self.given, torch.empty(self.out_features, self.in_features, dtype=self._packed.dtype)
-        self._native.draftheads_pack(
-            given.kind, held.data_ptr(), given.out, given.in_, given.halves, self._packed.data_ptr(), 1
-        )
-        return held.to(self.dtype)
+        return self._held().to(self.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out), with the bias.
@@ -288,9 +275,68 @@ class Native(Product):
         """The same one: nothing in it changes."""
         return self
 
+    def _pack(self, held: Tensor, scales: Tensor | None, smooth: Tensor | None, halves: bool) -> None:
+        held = held.contiguous()
+        kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features, int(halves))
+        self._native = load_library()
+        self._packed = torch.empty(self._native.draftheads_packed_size(kind, *sizes), dtype=torch.uint8)
+        self._stored = held.dtype
+        self._native.draftheads_pack(kind, held.data_ptr(), _pointer(scales), *sizes, self._packed.data_ptr(), 0)
+        self._bias = None if self.bias is None else self.bias.detach().float().contiguous()
+        self._scales, self._smooth = scales, smooth
+        self.rows_kind = KINDS[self.dtype]
+        inputs = KINDS[torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32]
+        pointers = (self._packed.data_ptr(), _pointer(self._bias), _pointer(smooth))
+        self.given = Weight(kind, inputs, *sizes, *pointers)
+
+    def _held(self) -> Tensor:
+        given, held = self.given, torch.empty(self.out_features, self.in_features, dtype=self._stored)
+        sizes = (given.out, given.in_, given.halves)
+        self._native.draftheads_pack(given.kind, held.data_ptr(), None, *sizes, self._packed.data_ptr(), 1)
+        return held
+
+
+class NativeInt8(Native):
+    """The native library's, with int8 weights (a scale per output) and int8 rows (a scale per row).
+
+    SmoothQuant (Xiao et al. 2023, equation 4) moves outliers among the inputs into the weights: input j is divided by
+    s_j = max|x_j|^α / max|w_j|^(1-α), and the weights of input j are multiplied by it.
+
+    Args:
+        weight: (out, in).
+        bias: (out,), or None.
+        inputs: (in,) the largest magnitudes max|x_j| of typical inputs; None disables SmoothQuant.
+        halves: as for :class:`Native`.
+    """
+
+    name = "native-int8"
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, inputs: Tensor | None = None, *, halves: bool = False
+    ) -> None:
+        Product.__init__(self, weight, bias)
+        weight = weight.float()
+        smooth = None if inputs is None else _smoothing(inputs, weight)
+        if smooth is not None:
+            weight = weight / smooth
+        scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
+        self._pack((weight / scales[:, None]).round().to(torch.int8), scales, smooth, halves)
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Supports what the exact product does, if sums of all inputs fit into 32 bits."""
+        return super().fits(weight) and weight.shape[1] <= _MOST_INT8_INPUTS
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in): as it was rounded."""
+        assert self._scales is not None
+        rounded = self._held() * self._scales[:, None]
+        return (rounded if self._smooth is None else rounded * self._smooth).to(self.dtype)
+
 
 PRODUCTS: tuple[type[Product], ...] = (Plain, MklPacked, OneDnnPacked, HalfWeights, Native)  # all exact
-QUANTISED: tuple[type[Product], ...] = (Int8,)
+QUANTISED: tuple[type[Product], ...] = (Int8, NativeInt8)
 
 
 class PackedLinear(nn.Module):
@@ -381,8 +427,8 @@ def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[ty
     fitting = [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     is_chosen = os.environ.get(VARIABLE) or (load_library() and load_library().draftheads_kernels(b"") != b"portable")
-    is_best = Native in fitting and not has_amx and is_chosen
-    return [Native] if is_best else fitting
+    native = [kind for kind in fitting if issubclass(kind, Native)]
+    return native if native and not has_amx and is_chosen else fitting
 
 
 @cache
@@ -406,6 +452,10 @@ def native_bf16() -> bool:
 def has_vnni() -> bool:
     """Whether the CPU has VNNI, which sums products of 8-bit numbers in 32 bits."""
     return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
+
+
+def _pointer(numbers: Tensor | None) -> int | None:
+    return None if numbers is None else numbers.data_ptr()
 
 
 def _smoothing(inputs: Tensor, weight: Tensor) -> Tensor:

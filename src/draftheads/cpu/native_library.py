@@ -16,9 +16,9 @@ import torch
 from draftheads.errors import InvalidSettings
 
 VARIABLE = "DRAFTHEADS_KERNELS"  # names the set of instructions to use, or is "off"
-SETS = ("avx512-bf16", "avx512", "avx2", "portable")  # the fastest first
+SETS = ("avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")  # the fastest first
 FILE = Path(__file__).parent / "native" / "libdraftheads.so"
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
 class Weight(ctypes.Structure):
@@ -32,6 +32,7 @@ class Weight(ctypes.Structure):
         ("halves", c_int32),
         ("packed", c_void_p),
         ("bias", c_void_p),
+        ("smooth", c_void_p),
     )
 
 
@@ -119,7 +120,7 @@ def load_library() -> Any:
     found.draftheads_packed_size.restype = c_int64
     found.draftheads_packed_size.argtypes = (c_int32, c_int32, c_int32, c_int32)
     found.draftheads_pack.restype = None
-    found.draftheads_pack.argtypes = (c_int32, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
+    found.draftheads_pack.argtypes = (c_int32, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
     found.draftheads_multiply.restype = None
     found.draftheads_multiply.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_void_p)
     found.draftheads_pass.restype, found.draftheads_pass.argtypes = None, (POINTER(Model), POINTER(Pass))

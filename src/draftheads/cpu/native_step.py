@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
-from draftheads.cpu.kernels import Native, PackedLinear
+from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
 from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
@@ -88,6 +88,8 @@ class NativeStep:
         if first.head_dim % 2 or first.head_dim > _MOST_HEAD_SIZE:
             raise ValueError(f"heads of {first.head_dim} numbers")
         self.size = len(decoder.norm.weight)
+        # a number that is rounded to the other side changes the rest
+        self.rounds = self.dtype != torch.float32 or any(isinstance(p, NativeInt8) for p in self._products)
         self._model = Model(
             self.size,
             first.num_heads,
@@ -233,7 +235,7 @@ def _agrees(step: NativeStep, model: Any) -> bool:
     out, _ = step.run(token_ids, torch.arange(count), Texts([0], [0], [count], depths), cache)
     if out.shape != expected.shape:
         return False
-    rounding = 1e-4 if step.dtype == torch.float32 else _ROUNDED
+    rounding = _ROUNDED if step.rounds else 1e-4
     return float((out.float() - expected).abs().max()) <= rounding * float(expected.abs().max())
 
 

@@ -25,6 +25,12 @@ constexpr int kTileRows = 5, kTileVecs = 1;
 #else
 constexpr int kTileRows = 2, kTileVecs = 1;
 #endif
+#if defined(__AVX512F__) || !defined(__AVX2__)
+constexpr int kTileRowsInt8 = kTileRows;
+#else
+constexpr int kTileRowsInt8 = 4;
+#endif
+constexpr int kHeader = 64;  // bytes before a row of int8: its scale
 
 constexpr int kAhead = 2048;  // bytes of a weight that are fetched before they are needed
 
@@ -103,11 +109,17 @@ inline uint16_t to_half(float x) {
     return uint16_t(sign | (bits >> 13));
 }
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLED(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define SHUFFLED(v, ...) __builtin_shuffle(v, IntVec{__VA_ARGS__})
+#endif
+
 // The sum of the lanes, always in the same order.
 inline float total(Vec v) {
-    v += __builtin_shuffle(v, IntVec{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-    v += __builtin_shuffle(v, IntVec{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-    v += __builtin_shuffle(v, IntVec{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    v += SHUFFLED(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLED(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += SHUFFLED(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     return v[0] + v[1];
 }
 
@@ -158,6 +170,7 @@ inline bool reads_bf16(const Weight &weight) {
 
 int64_t input_bytes(const Weight &weight) {
     const int64_t in = weight.in;
+    if (weight.kind == kInt8) return kHeader + (in + 63) / 64 * 64;
     return reads_bf16(weight) ? 2 * ((in + 1) / 2 * 2) : 4 * ((in + 1) / 2 * 2);
 }
 
@@ -209,8 +222,39 @@ void load_from(int kind, const void *x, int64_t size, float *out) {
     std::memcpy(out + i, rest, 4 * (size - i));
 }
 
+// A row as int8 with one scale: whole numbers from -127 to 127, or 1 to 255 for instructions that take them unsigned.
+void quantise(const float *row, const float *smooth, int in, char *prepared) {
+    typedef int8_t ByteVec __attribute__((vector_size(16)));
+    Vec most = {}, strange = {};  // strange: not a number if one of them is none
+    auto numbers = [&](int i) {
+        const int count = in - i < kLanes ? in - i : kLanes;
+        const Vec x = count == kLanes ? load(row + i) : load_some(kFloat32, reinterpret_cast<const char *>(row + i), count);
+        if (!smooth) return x;
+        return x * (count == kLanes ? load(smooth + i)
+                                    : load_some(kFloat32, reinterpret_cast<const char *>(smooth + i), count));
+    };
+    for (int i = 0; i < in; i += kLanes) {
+        const Vec x = numbers(i);
+        most = max(most, max(x, -x));
+        strange += x * 0.0f;
+    }
+    const float largest_of_row = largest(most), factor = largest_of_row > 0.0f ? 127.0f / largest_of_row : 0.0f;
+    const float scale = largest_of_row / 127.0f + total(strange);
+    std::memcpy(prepared, &scale, 4);
+    for (int i = 0; i < in; i += kLanes) {
+        const Vec rounded = numbers(i) * factor + all(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
+        IntVec whole = (IntVec)(rounded) - 0x4b400000;
+#if defined(__AVX512VNNI__)
+        whole += 128;
+#endif
+        const ByteVec bytes = __builtin_convertvector(whole, ByteVec);
+        std::memcpy(prepared + kHeader + i, &bytes, kLanes);
+    }
+}
+
 void prepare(const Weight &weight, const float *row, void *prepared) {
     const int in = weight.in;
+    if (weight.kind == kInt8) return quantise(row, weight.smooth, in, static_cast<char *>(prepared));
     if (reads_bf16(weight)) {
         auto *numbers = static_cast<uint16_t *>(prepared);
         store_as(kBFloat16, row, in, numbers);
@@ -228,6 +272,62 @@ void prepare(const Weight &weight, const float *row, void *prepared) {
 }
 
 constexpr int kPairs = kKinds;  // bf16 weights with bf16 inputs, two products in an instruction
+
+// Four numbers of a row times four of each of 16 outputs, added to their sums.
+inline void add_four(IntVec &sums, const char *four, IntVec w) {
+#if defined(__AVX512VNNI__) || defined(__AVX512BW__) || defined(__AVX2__)
+    int32_t given;
+    std::memcpy(&given, four, 4);
+#endif
+#if defined(__AVX512VNNI__)
+    sums = (IntVec)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(given), (__m512i)w);
+#elif defined(__AVX512BW__)  // the sign of the weight goes to the row: |w| * ±x, and no sum of two is too large
+    const __m512i zero = _mm512_setzero_si512(), all = _mm512_set1_epi32(given);
+    const __m512i x = _mm512_mask_sub_epi8(all, _mm512_movepi8_mask((__m512i)w), zero, all);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)w), x);
+    sums += (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    const __m256i all = _mm256_set1_epi32(given), ones = _mm256_set1_epi16(1);
+    __m256i halves[2], of_sums[2];
+    std::memcpy(halves, &w, 64);
+    std::memcpy(of_sums, &sums, 64);
+    for (int i = 0; i < 2; i++) {
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(halves[i]), _mm256_sign_epi8(all, halves[i]));
+        of_sums[i] = _mm256_add_epi32(of_sums[i], _mm256_madd_epi16(pairs, ones));
+    }
+    std::memcpy(&sums, of_sums, 64);
+#else
+    for (int j = 0; j < 4; j++) sums += ((w << (24 - 8 * j)) >> 24) * int32_t(static_cast<signed char>(four[j]));
+#endif
+}
+
+template <int rows, int vecs>
+inline void tile_of_int8(const char *weight, const char *const *x, int in, const char *scales, float *y) {
+    IntVec sums[rows][vecs] = {};
+    const int groups = (in + 3) / 4;
+    for (int group = 0; group < groups; group++, weight += 4 * kBlock) {
+        IntVec w[vecs];
+        for (int v = 0; v < vecs; v++) {
+            __builtin_prefetch(weight + kAhead + 64 * v);
+            std::memcpy(&w[v], weight + 64 * v, 64);
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vecs; v++) add_four(sums[r][v], x[r] + kHeader + 4 * int64_t(group), w[v]);
+    }
+    for (int v = 0; v < vecs; v++) {
+        const Vec of_weight = load(reinterpret_cast<const float *>(scales + 64 * v));
+        for (int r = 0; r < rows; r++) {
+            float of_row;
+            std::memcpy(&of_row, x[r], 4);
+#if defined(__AVX512VNNI__)
+            IntVec whole;  // the row was taken as its numbers + 128
+            std::memcpy(&whole, scales + 4 * kBlock + 64 * v, 64);
+            sums[r][v] -= whole << 7;
+#endif
+            store(y + r * kBlock + v * kLanes, __builtin_convertvector(sums[r][v], Vec) * (of_weight * of_row));
+        }
+    }
+}
 
 template <int kind, int rows, int vecs>
 inline void tile(const char *weight, const char *const *x, int in, float *y) {
@@ -288,6 +388,12 @@ inline void tile(const char *weight, const char *const *x, int in, float *y) {
 
 template <int kind, int rows>
 void tiles(const char *weight, const char *const *x, int in, float *y) {
+    if constexpr (kind == kInt8) {
+        const char *scales = weight + block_bytes(kInt8, in) - 8 * kBlock;
+        for (int v = 0; v < kBlock / kLanes; v += kTileVecs)
+            tile_of_int8<rows, kTileVecs>(weight + 4 * kLanes * v, x, in, scales + 4 * kLanes * v, y + v * kLanes);
+        return;
+    }
     constexpr int bytes = kind == kFloat16 ? 2 : 4;  // of a lane: a number, or a bf16 pair
     for (int v = 0; v < kBlock / kLanes; v += kTileVecs)
         tile<kind, rows, kTileVecs>(weight + bytes * kLanes * v, x, in, y + v * kLanes);
@@ -308,18 +414,18 @@ template <int kind> using Sizes = Table<kind, 1, 2>;
 #endif
 
 void block(const Weight &weight, int number, const void *prepared, int rows, float *y) {
-    const int in = weight.in, padded = weight.kind == kBFloat16 ? (in + 1) / 2 * 2 : in;
-    const char *packed = static_cast<const char *>(weight.packed) +
-                         int64_t(number) * padded * kBlock * (weight.kind == kFloat32 ? 4 : 2);
+    const int in = weight.in, most = weight.kind == kInt8 ? kTileRowsInt8 : kTileRows;
+    const char *packed = static_cast<const char *>(weight.packed) + number * block_bytes(weight.kind, in);
     const int64_t stride = input_bytes(weight);
     const char *x = static_cast<const char *>(prepared);
-    const int pieces = (rows + kTileRows - 1) / kTileRows;
+    const int pieces = (rows + most - 1) / most;
     for (int piece = 0, first = 0; piece < pieces; piece++) {
         const int end = int(int64_t(rows) * (piece + 1) / pieces), count = end - first;
         const char *of[kTileRows];
         for (int r = 0; r < count; r++) of[r] = x + (first + r) * stride;
         float *out = y + first * kBlock;
-        if (weight.kind == kFloat32) Sizes<kFloat32>::of[count](packed, of, in, out);
+        if (weight.kind == kInt8) Sizes<kInt8>::of[count](packed, of, in, out);
+        else if (weight.kind == kFloat32) Sizes<kFloat32>::of[count](packed, of, in, out);
 #if defined(__AVX512BF16__)
         else if (reads_bf16(weight)) Sizes<kPairs>::of[count](packed, of, in, out);
 #endif
@@ -429,6 +535,17 @@ void attend(int kind, const float *queries, int heads, int size, const char *key
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KERNELS_NAME, input_bytes, prepare, block, norm, turn, gate, store_as, load_from, attend};
+#if defined(__AVX512BF16__)
+constexpr Level kLevel = kLevelAvx512Bf16;
+#elif defined(__AVX512VNNI__)
+constexpr Level kLevel = kLevelAvx512Vnni;
+#elif defined(__AVX512F__)
+constexpr Level kLevel = kLevelAvx512;
+#elif defined(__AVX2__)
+constexpr Level kLevel = kLevelAvx2;
+#else
+constexpr Level kLevel = kLevelPortable;
+#endif
+const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, norm, turn, gate, store_as, load_from, attend};
 
 }  // namespace draftheads

@@ -9,12 +9,13 @@
 namespace draftheads {
 
 // How a weight is stored.
-enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kKinds = 3 };
+enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kKinds = 4 };
 
 constexpr int kBlock = 32;    // outputs of a product that are computed together, and stored side by side
 constexpr int kMostHead = 256;  // numbers of a head
 
-// A weight (out, in): blocks of kBlock outputs, in each of them the inputs in pairs (bf16) or alone.
+// A weight (out, in): blocks of kBlock outputs, in each of them the inputs in groups of four (int8), in pairs (bf16) or
+// alone. A block of int8 ends with a scale for each output and, as int32, the sum of its numbers.
 struct Weight {
     int32_t kind;
     int32_t inputs;       // the kind of the rows that it multiplies: fp32, or bf16 to which they are rounded
@@ -22,9 +23,19 @@ struct Weight {
     int32_t halves;       // whether it is two weights below each other: half of each block is of the first one
     const void *packed;
     const float *bias;    // (out,), or null
+    const float *smooth;  // (in,) by which rows are multiplied before they are rounded to int8, or null
 };
 
 inline int blocks_of(int out, int halves) { return halves ? (out / 2 + kBlock / 2 - 1) / (kBlock / 2) : (out + kBlock - 1) / kBlock; }
+
+// Inputs that are neighbours for each output, and bytes of a number.
+inline int group_of(int kind) { return kind == kInt8 ? 4 : kind == kBFloat16 ? 2 : 1; }
+inline int bytes_of(int kind) { return kind == kInt8 ? 1 : kind == kFloat32 ? 4 : 2; }
+
+inline int64_t block_bytes(int kind, int in) {
+    const int group = group_of(kind);
+    return int64_t(in + group - 1) / group * group * kBlock * bytes_of(kind) + (kind == kInt8 ? 8 * kBlock : 0);
+}
 
 // Keys or values of one layer: (rows, groups, slots, head size).
 struct Entries {
@@ -32,8 +43,12 @@ struct Entries {
     int64_t row, group, slot;  // strides in numbers
 };
 
+// Sets of instructions; each needs those of the ones before it.
+enum Level : int { kLevelPortable, kLevelAvx2, kLevelAvx512, kLevelAvx512Vnni, kLevelAvx512Bf16 };
+
 struct Kernels {
     const char *name;
+    Level level;
     // Bytes of one row of inputs, as products with such a weight read it.
     int64_t (*input_bytes)(const Weight &weight);
     // A row of inputs (in,) as products read it.
@@ -57,6 +72,6 @@ struct Kernels {
                    float scaling, float *scores, float *out);
 };
 
-extern const Kernels kPortable, kAvx2, kAvx512, kAvx512Bf16;
+extern const Kernels kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16;
 
 }  // namespace draftheads

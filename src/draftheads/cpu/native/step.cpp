@@ -158,24 +158,28 @@ Pool *pool = new Pool();  // never goes: at the end of the process its threads m
 std::mutex turns;  // one pass or product at a time
 const Kernels *kernels = &kPortable;
 
-bool supports(const Kernels *set) {
+// The sets that were compiled, the fastest first.
+const Kernels *const kSets[] = {KERNEL_SETS};
+
+bool supports(const Kernels &set) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    bool is_there = true;
+    switch (set.level) {
+        case kLevelAvx512Bf16: is_there &= __builtin_cpu_supports("avx512bf16") != 0; [[fallthrough]];
+        case kLevelAvx512Vnni: is_there &= __builtin_cpu_supports("avx512vnni") != 0; [[fallthrough]];
+        case kLevelAvx512:
+            is_there &= __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (set == &kAvx2) return avx2;
-    if (set == &kAvx512) return avx512;
-    if (set == &kAvx512Bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+            [[fallthrough]];
+        case kLevelAvx2: is_there &= __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); break;
+        default: break;
+    }
+    return is_there;
+#else
+    return set.level == kLevelPortable;
 #endif
-    return set == &kPortable;
 }
-
-const Kernels *const kSets[] = {
-#if defined(__x86_64__)
-    &kAvx512Bf16, &kAvx512, &kAvx2,
-#endif
-    &kPortable};
 
 }  // namespace
 
@@ -434,7 +438,7 @@ const char *draftheads_kernels(const char *wanted) {
     std::lock_guard<std::mutex> lock(turns);
     if (wanted && !*wanted) return kernels->name;
     for (const Kernels *set : kSets) {
-        if (!supports(set) || (wanted && std::strcmp(wanted, set->name))) continue;
+        if (!supports(*set) || (wanted && std::strcmp(wanted, set->name))) continue;
         kernels = set;
         return set->name;
     }
@@ -452,28 +456,36 @@ void draftheads_forked() {
     pool = new Pool();  // the old one waits for its threads when it goes, so it stays
 }
 
-// How many numbers a packed weight (out, in) has, with padding.
-int64_t draftheads_packed_size(int kind, int out, int in, int halves) {
-    return int64_t(blocks_of(out, halves)) * kBlock * (kind == kBFloat16 ? (in + 1) / 2 * 2 : in);
-}
+// How many bytes a packed weight (out, in) has, with padding.
+int64_t draftheads_packed_size(int kind, int out, int in, int halves) { return blocks_of(out, halves) * block_bytes(kind, in); }
 
-// Packs a weight (out, in) of 16 or 32 bits, or unpacks it.
-void draftheads_pack(int kind, void *weight, int out, int in, int halves, void *packed, int back) {
-    const int pair = kind == kBFloat16 ? 2 : 1, bytes = kind == kFloat32 ? 4 : 2;
+// Packs a weight (out, in), of int8 with the scales of its outputs (out,), or unpacks it.
+void draftheads_pack(int kind, void *weight, const float *scales, int out, int in, int halves, void *packed, int back) {
+    const int group = group_of(kind), bytes = bytes_of(kind);
     const int width = halves ? kBlock / 2 : kBlock, whole = halves ? out / 2 : out;
     auto *from = static_cast<char *>(weight);
-    auto *to = static_cast<char *>(packed);
-    for (int block = 0; block < blocks_of(out, halves); block++)
-        for (int k = 0; k < in; k += pair)
+    for (int block = 0; block < blocks_of(out, halves); block++) {
+        char *to = static_cast<char *>(packed) + block * block_bytes(kind, in);
+        auto row_of = [&](int o) { return block * width + o % width < whole ? block * width + o % width + (o < width ? 0 : whole) : -1; };
+        int32_t sums[kBlock] = {};
+        for (int k = 0; k < in; k += group)
             for (int o = 0; o < kBlock; o++)
-                for (int j = 0; j < pair; j++, to += bytes) {
-                    const int row = block * width + o % width;
-                    char *at = from + (int64_t(row + (o < width ? 0 : whole)) * in + k + j) * bytes;
-                    const bool is_there = row < whole && k + j < in;
+                for (int j = 0; j < group; j++, to += bytes) {
+                    const int row = row_of(o);
+                    char *at = from + (int64_t(row) * in + k + j) * bytes;
+                    const bool is_there = row >= 0 && k + j < in;
                     if (back && is_there) std::memcpy(at, to, bytes);
                     else if (!back && is_there) std::memcpy(to, at, bytes);
                     else if (!back) std::memset(to, 0, bytes);
+                    if (is_there) sums[o] += static_cast<signed char>(*to);
                 }
+        if (kind != kInt8 || back) continue;
+        for (int o = 0; o < kBlock; o++) {
+            const float scale = row_of(o) < 0 ? 0.0f : scales[row_of(o)];
+            std::memcpy(to + 4 * o, &scale, 4);
+            std::memcpy(to + 4 * kBlock + 4 * o, &sums[o], 4);
+        }
+    }
 }
 
 void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int rows, void *y) {
