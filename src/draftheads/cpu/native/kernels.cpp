@@ -1,8 +1,10 @@
 // The kernels of one instruction set: KERNELS names it, and the compiler's options choose its instructions.
 #include "kernels.h"
 
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -11,28 +13,37 @@
 namespace draftheads {
 namespace {
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IntVec __attribute__((vector_size(64)));
-typedef uint32_t UIntVec __attribute__((vector_size(64)));
-typedef uint16_t HalfVec __attribute__((vector_size(32)));
-constexpr int kLanes = 16;
-
-// How many rows and vectors of outputs a tile has: as many as there are registers for.
+// Vectors as wide as the machine's registers, and how many rows and vectors of outputs a tile has: as many as there are
+// registers for.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 12, kTileVecs = 2;
+constexpr int kLanes = 16;
+template <int kind> constexpr int kTileRows = 12;
+template <int kind> constexpr int kTileVecs = 2;
 #elif defined(__AVX2__)
-constexpr int kTileRows = 5, kTileVecs = 1;
+constexpr int kLanes = 8;
+template <int kind> constexpr int kTileRows = kind == kInt8 ? 4 : kind == kBFloat16 ? 5 : 3;
+template <int kind> constexpr int kTileVecs = kind == kInt8 || kind == kBFloat16 ? 2 : 4;
 #else
-constexpr int kTileRows = 2, kTileVecs = 1;
+constexpr int kLanes = 4;
+template <int kind> constexpr int kTileRows = 2;
+template <int kind> constexpr int kTileVecs = 4;
 #endif
-#if defined(__AVX512F__) || !defined(__AVX2__)
-constexpr int kTileRowsInt8 = kTileRows;
-#else
-constexpr int kTileRowsInt8 = 4;
-#endif
-constexpr int kHeader = 64;  // bytes before a row of int8: its scale
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UIntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 
-constexpr int kAhead = 2048;  // bytes of a weight that are fetched before they are needed
+constexpr int kHeader = 64;  // bytes before a row of int8: its scale
+// What a tile fetches before it is needed: of its own block, where it is not in the cache yet, and with narrow vectors,
+// whose tiles are many, a share of the next block. So memory is read at all times.
+struct Ahead {
+    bool is_cold;      // whether the block is not in the cache yet
+    const char *next;  // of the next block
+    int step;          // bytes of it for each line that the tile reads
+};
+constexpr int kNear = 2048;  // bytes
+constexpr bool kFetchesNext = kLanes < 16;  // measured: wider ones lose by it
 
 inline Vec load(const float *x) {
     Vec v;
@@ -74,15 +85,9 @@ inline float of_half(uint16_t h) {
 
 inline Vec of_fp16(const uint16_t *x) {
 #if defined(__AVX512F__)
-    __m512 v = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x)));
-    return (Vec)(v);
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x)));
 #elif defined(__F16C__)
-    Vec v;
-    __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x)));
-    __m256 high = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x + 8)));
-    std::memcpy(&v, &low, 32);
-    std::memcpy(reinterpret_cast<char *>(&v) + 32, &high, 32);
-    return v;
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x)));
 #else
     Vec v;
     for (int i = 0; i < kLanes; i++) v[i] = of_half(x[i]);
@@ -109,18 +114,50 @@ inline uint16_t to_half(float x) {
     return uint16_t(sign | (bits >> 13));
 }
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLED(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
-#else
-#define SHUFFLED(v, ...) __builtin_shuffle(v, IntVec{__VA_ARGS__})
-#endif
-
 // The sum of the lanes, always in the same order.
 inline float total(Vec v) {
-    v += SHUFFLED(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v += SHUFFLED(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    v += SHUFFLED(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    return v[0] + v[1];
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#elif defined(__AVX2__)
+    const __m256 half = (__m256)v;
+#endif
+#if defined(__AVX2__)
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+#else
+    return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+// The totals of four vectors, each in the same order.
+inline void totals_of_four(const Vec *v, float *totals) {
+#if defined(__AVX2__)
+    __m128 four[4];
+    for (int i = 0; i < 4; i++) {
+#if defined(__AVX512F__)
+        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v[i]), _mm512_extractf32x8_ps((__m512)v[i], 1));
+#else
+        const __m256 half = (__m256)v[i];
+#endif
+        four[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    }
+    const __m128 pairs = _mm_hadd_ps(four[0], four[1]), others = _mm_hadd_ps(four[2], four[3]);
+    _mm_storeu_ps(totals, _mm_hadd_ps(pairs, others));
+#else
+    for (int i = 0; i < 4; i++) totals[i] = total(v[i]);
+#endif
+}
+
+// sums += a * b
+inline void add_product(Vec &sums, Vec a, Vec b) {
+#if defined(__AVX512F__)
+    sums = (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sums);
+#elif defined(__AVX2__)
+    sums = (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
+#else
+    sums += a * b;
+#endif
 }
 
 inline float largest(Vec v) {
@@ -129,10 +166,7 @@ inline float largest(Vec v) {
     return most;
 }
 
-inline Vec max(Vec a, Vec b) {
-    IntVec is_less = a < b;
-    return is_less ? b : a;
-}
+inline Vec max(Vec a, Vec b) { return a < b ? b : a; }
 
 // e^x, within two units of the last place; 0 below -87.
 inline Vec exponential(Vec x) {
@@ -224,7 +258,6 @@ void load_from(int kind, const void *x, int64_t size, float *out) {
 
 // A row as int8 with one scale: whole numbers from -127 to 127, or 1 to 255 for instructions that take them unsigned.
 void quantise(const float *row, const float *smooth, int in, char *prepared) {
-    typedef int8_t ByteVec __attribute__((vector_size(16)));
     Vec most = {}, strange = {};  // strange: not a number if one of them is none
     auto numbers = [&](int i) {
         const int count = in - i < kLanes ? in - i : kLanes;
@@ -273,6 +306,15 @@ void prepare(const Weight &weight, const float *row, void *prepared) {
 
 constexpr int kPairs = kKinds;  // bf16 weights with bf16 inputs, two products in an instruction
 
+template <int bytes>
+inline void fetch(const char *weight, Ahead &ahead) {
+    for (int at = 0; at < bytes; at += 64) {
+        if (!kFetchesNext || ahead.is_cold) __builtin_prefetch(weight + kNear + at);
+        if (kFetchesNext) __builtin_prefetch(ahead.next, 0, 2);
+        ahead.next += ahead.step;
+    }
+}
+
 // Four numbers of a row times four of each of 16 outputs, added to their sums.
 inline void add_four(IntVec &sums, const char *four, IntVec w) {
 #if defined(__AVX512VNNI__) || defined(__AVX512BW__) || defined(__AVX2__)
@@ -287,41 +329,33 @@ inline void add_four(IntVec &sums, const char *four, IntVec w) {
     const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)w), x);
     sums += (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
-    const __m256i all = _mm256_set1_epi32(given), ones = _mm256_set1_epi16(1);
-    __m256i halves[2], of_sums[2];
-    std::memcpy(halves, &w, 64);
-    std::memcpy(of_sums, &sums, 64);
-    for (int i = 0; i < 2; i++) {
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(halves[i]), _mm256_sign_epi8(all, halves[i]));
-        of_sums[i] = _mm256_add_epi32(of_sums[i], _mm256_madd_epi16(pairs, ones));
-    }
-    std::memcpy(&sums, of_sums, 64);
+    const __m256i all = _mm256_set1_epi32(given), whole = (__m256i)w;
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(whole), _mm256_sign_epi8(all, whole));
+    sums += (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
     for (int j = 0; j < 4; j++) sums += ((w << (24 - 8 * j)) >> 24) * int32_t(static_cast<signed char>(four[j]));
 #endif
 }
 
 template <int rows, int vecs>
-inline void tile_of_int8(const char *weight, const char *const *x, int in, const char *scales, float *y) {
+inline void tile_of_int8(const char *weight, const char *const *x, int in, const char *scales, Ahead ahead, float *y) {
     IntVec sums[rows][vecs] = {};
     const int groups = (in + 3) / 4;
     for (int group = 0; group < groups; group++, weight += 4 * kBlock) {
         IntVec w[vecs];
-        for (int v = 0; v < vecs; v++) {
-            __builtin_prefetch(weight + kAhead + 64 * v);
-            std::memcpy(&w[v], weight + 64 * v, 64);
-        }
+        fetch<4 * kLanes * vecs>(weight, ahead);
+        for (int v = 0; v < vecs; v++) std::memcpy(&w[v], weight + 4 * kLanes * v, 4 * kLanes);
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vecs; v++) add_four(sums[r][v], x[r] + kHeader + 4 * int64_t(group), w[v]);
     }
     for (int v = 0; v < vecs; v++) {
-        const Vec of_weight = load(reinterpret_cast<const float *>(scales + 64 * v));
+        const Vec of_weight = load(reinterpret_cast<const float *>(scales + 4 * kLanes * v));
         for (int r = 0; r < rows; r++) {
             float of_row;
             std::memcpy(&of_row, x[r], 4);
 #if defined(__AVX512VNNI__)
             IntVec whole;  // the row was taken as its numbers + 128
-            std::memcpy(&whole, scales + 4 * kBlock + 64 * v, 64);
+            std::memcpy(&whole, scales + 4 * kBlock + 4 * kLanes * v, 4 * kLanes);
             sums[r][v] -= whole << 7;
 #endif
             store(y + r * kBlock + v * kLanes, __builtin_convertvector(sums[r][v], Vec) * (of_weight * of_row));
@@ -330,12 +364,12 @@ inline void tile_of_int8(const char *weight, const char *const *x, int in, const
 }
 
 template <int kind, int rows, int vecs>
-inline void tile(const char *weight, const char *const *x, int in, float *y) {
+inline void tile(const char *weight, const char *const *x, int in, Ahead ahead, float *y) {
     Vec sums[rows][vecs] = {};
 #if defined(__AVX512BF16__)
     if constexpr (kind == kPairs) {
         for (int pair = 0; pair < (in + 1) / 2; pair++, weight += 4 * kBlock) {
-            for (int v = 0; v < vecs; v++) __builtin_prefetch(weight + kAhead + 64 * v);
+            fetch<64 * vecs>(weight, ahead);
             __m512bh w[vecs];
             for (int v = 0; v < vecs; v++) std::memcpy(&w[v], weight + 64 * v, 64);
             for (int r = 0; r < rows; r++) {
@@ -353,11 +387,11 @@ inline void tile(const char *weight, const char *const *x, int in, float *y) {
 #endif
     if constexpr (kind == kBFloat16) {
         for (int pair = 0; pair < (in + 1) / 2; pair++, weight += 4 * kBlock) {
-            for (int v = 0; v < vecs; v++) __builtin_prefetch(weight + kAhead + 64 * v);
+            fetch<4 * kLanes * vecs>(weight, ahead);
             Vec low[vecs], high[vecs];
             for (int v = 0; v < vecs; v++) {
                 UIntVec both;
-                std::memcpy(&both, weight + 64 * v, 64);
+                std::memcpy(&both, weight + 4 * kLanes * v, 4 * kLanes);
                 UIntVec first = both << 16, second = both & 0xffff0000u;
                 low[v] = (Vec)(first);
                 high[v] = (Vec)(second);
@@ -365,20 +399,20 @@ inline void tile(const char *weight, const char *const *x, int in, float *y) {
             for (int r = 0; r < rows; r++) {
                 float two[2];
                 std::memcpy(two, x[r] + 8 * pair, 8);
-                for (int v = 0; v < vecs; v++) sums[r][v] += low[v] * two[0];
-                for (int v = 0; v < vecs; v++) sums[r][v] += high[v] * two[1];
+                for (int v = 0; v < vecs; v++) add_product(sums[r][v], low[v], all(two[0]));
+                for (int v = 0; v < vecs; v++) add_product(sums[r][v], high[v], all(two[1]));
             }
         }
     } else {
         constexpr int bytes = kind == kFloat32 ? 4 : 2;
         for (int k = 0; k < in; k++, weight += bytes * kBlock) {
-            for (int v = 0; v < vecs; v++) __builtin_prefetch(weight + kAhead + bytes * kLanes * v);
+            fetch<bytes * kLanes * vecs>(weight, ahead);
             Vec w[vecs];
             for (int v = 0; v < vecs; v++) w[v] = load_as(kind, weight + bytes * kLanes * v);
             for (int r = 0; r < rows; r++) {
                 float one;
                 std::memcpy(&one, x[r] + 4 * int64_t(k), 4);
-                for (int v = 0; v < vecs; v++) sums[r][v] += w[v] * one;
+                for (int v = 0; v < vecs; v++) add_product(sums[r][v], w[v], all(one));
             }
         }
     }
@@ -387,52 +421,53 @@ inline void tile(const char *weight, const char *const *x, int in, float *y) {
 }
 
 template <int kind, int rows>
-void tiles(const char *weight, const char *const *x, int in, float *y) {
-    if constexpr (kind == kInt8) {
-        const char *scales = weight + block_bytes(kInt8, in) - 8 * kBlock;
-        for (int v = 0; v < kBlock / kLanes; v += kTileVecs)
-            tile_of_int8<rows, kTileVecs>(weight + 4 * kLanes * v, x, in, scales + 4 * kLanes * v, y + v * kLanes);
-        return;
+void tiles(const char *weight, const char *const *x, int in, Ahead ahead, float *y) {
+    constexpr int vecs = kTileVecs<kind>;
+    constexpr int bytes = (kind == kFloat16 ? 2 : 4) * kLanes;  // of a vector: numbers, pairs or groups of four
+    constexpr int group = group_of(kind == kPairs ? kBFloat16 : kind);
+    const int64_t share = int64_t(ahead.step) * ((in + group - 1) / group) * bytes * vecs / 64;
+    for (int v = 0; v < kBlock / kLanes; v += vecs, ahead.next += share) {
+        if constexpr (kind == kInt8)
+            tile_of_int8<rows, vecs>(weight + bytes * v, x, in, weight + block_bytes(kInt8, in) - 8 * kBlock + 4 * kLanes * v,
+                                     ahead, y + v * kLanes);
+        else
+            tile<kind, rows, vecs>(weight + bytes * v, x, in, ahead, y + v * kLanes);
     }
-    constexpr int bytes = kind == kFloat16 ? 2 : 4;  // of a lane: a number, or a bf16 pair
-    for (int v = 0; v < kBlock / kLanes; v += kTileVecs)
-        tile<kind, rows, kTileVecs>(weight + bytes * kLanes * v, x, in, y + v * kLanes);
 }
 
-typedef void (*Tiles)(const char *, const char *const *, int, float *);
+typedef void (*Tiles)(const char *, const char *const *, int, Ahead, float *);
 
 template <int kind, int... rows>
-struct Table {
-    static constexpr Tiles of[] = {nullptr, tiles<kind, rows>...};
-};
-#if defined(__AVX512F__)
-template <int kind> using Sizes = Table<kind, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>;
-#elif defined(__AVX2__)
-template <int kind> using Sizes = Table<kind, 1, 2, 3, 4, 5>;
-#else
-template <int kind> using Sizes = Table<kind, 1, 2>;
-#endif
+constexpr auto tiles_of(std::integer_sequence<int, rows...>) {
+    return std::array<Tiles, sizeof...(rows)>{tiles<kind, rows + 1>...};
+}
 
-void block(const Weight &weight, int number, const void *prepared, int rows, float *y) {
-    const int in = weight.in, most = weight.kind == kInt8 ? kTileRowsInt8 : kTileRows;
-    const char *packed = static_cast<const char *>(weight.packed) + number * block_bytes(weight.kind, in);
-    const int64_t stride = input_bytes(weight);
-    const char *x = static_cast<const char *>(prepared);
+template <int kind>
+void rows_of(const char *packed, int64_t bytes, int in, const char *x, int64_t stride, int rows, float *y) {
+    constexpr int most = kTileRows<kind>;
+    constexpr auto of_rows = tiles_of<kind>(std::make_integer_sequence<int, most>());
     const int pieces = (rows + most - 1) / most;
     for (int piece = 0, first = 0; piece < pieces; piece++) {
         const int end = int(int64_t(rows) * (piece + 1) / pieces), count = end - first;
-        const char *of[kTileRows];
+        const char *of[most];
         for (int r = 0; r < count; r++) of[r] = x + (first + r) * stride;
-        float *out = y + first * kBlock;
-        if (weight.kind == kInt8) Sizes<kInt8>::of[count](packed, of, in, out);
-        else if (weight.kind == kFloat32) Sizes<kFloat32>::of[count](packed, of, in, out);
-#if defined(__AVX512BF16__)
-        else if (reads_bf16(weight)) Sizes<kPairs>::of[count](packed, of, in, out);
-#endif
-        else if (weight.kind == kBFloat16) Sizes<kBFloat16>::of[count](packed, of, in, out);
-        else Sizes<kFloat16>::of[count](packed, of, in, out);
+        const Ahead ahead{!piece, packed + bytes + bytes * piece / pieces, 64 / pieces};
+        of_rows[count - 1](packed, of, in, ahead, y + first * kBlock);
         first = end;
     }
+}
+
+void block(const Weight &weight, int number, const void *prepared, int rows, float *y) {
+    const int64_t bytes = block_bytes(weight.kind, weight.in);
+    auto *of_kind = weight.kind == kFloat32   ? rows_of<kFloat32>
+                    : weight.kind == kInt8    ? rows_of<kInt8>
+                    : weight.kind == kFloat16 ? rows_of<kFloat16>
+#if defined(__AVX512BF16__)
+                    : reads_bf16(weight) ? rows_of<kPairs>
+#endif
+                                         : rows_of<kBFloat16>;
+    of_kind(static_cast<const char *>(weight.packed) + number * bytes, bytes, weight.in,
+            static_cast<const char *>(prepared), input_bytes(weight), rows, y);
 }
 
 // --- the rest of a layer ---
@@ -474,62 +509,180 @@ void gate(int act, const float *gate, const float *up, int size, float *out) {
     std::memcpy(out + i, o, 4 * (size - i));
 }
 
-// A key or a value: whole vectors, and a last one that may be shorter.
+// --- attention ---
+
+constexpr int kAttendRows = kLanes == 16 ? 4 : 2, kAttendKeys = 4, kAttendVecs = 4;
+
+// Keys or values of one text and group.
+struct Entries {
+    const char *data;
+    int64_t stride;  // bytes
+    int size;        // numbers of an entry
+};
+
+// Which entries: a range, or those of a list.
+struct Slots {
+    const int32_t *list;
+    int first, count;
+    int64_t operator[](int i) const { return list ? list[i] : first + i; }
+};
+
 template <int kind>
-inline void load_head(const char *x, int size, Vec *head) {
+inline Vec part_of(const char *entry, int size, int v) {
     constexpr int bytes = kind == kFloat32 ? 4 : 2;
-    const int whole = size / kLanes;
-    for (int v = 0; v < whole; v++) head[v] = load_as(kind, x + v * kLanes * bytes);
-    if (size % kLanes) head[whole] = load_some(kind, x + whole * kLanes * bytes, size % kLanes);
+    const int left = size - v * kLanes;
+    const char *from = entry + v * kLanes * bytes;
+    return left >= kLanes ? load_as(kind, from) : load_some(kind, from, left);
+}
+
+// The scores of `rows` queries for some keys. `whole`: the number of vectors of a head if there is no rest, or 0.
+template <int kind, int rows, int whole>
+inline void score(const float *const *queries, const Entries &keys, const Slots &slots, float scaling, float *const *out) {
+    const int size = whole ? whole * kLanes : keys.size, vecs = (size + kLanes - 1) / kLanes;
+    for (int k = 0; k < slots.count; k += kAttendKeys) {
+        const int count = slots.count - k < kAttendKeys ? slots.count - k : kAttendKeys;
+        const char *of[kAttendKeys];
+        for (int i = 0; i < kAttendKeys; i++) of[i] = keys.data + slots[k + (i < count ? i : 0)] * keys.stride;
+        Vec sums[rows][kAttendKeys] = {};
+        for (int v = 0; v < vecs; v++) {
+            Vec key[kAttendKeys];
+            for (int i = 0; i < kAttendKeys; i++) key[i] = part_of<kind>(of[i], size, v);
+            for (int r = 0; r < rows; r++) {
+                const Vec query = part_of<kFloat32>(reinterpret_cast<const char *>(queries[r]), size, v);
+                for (int i = 0; i < kAttendKeys; i++) add_product(sums[r][i], query, key[i]);
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            float four[kAttendKeys];
+            totals_of_four(sums[r], four);
+            for (int i = 0; i < count; i++) out[r][k + i] = four[i] * scaling;
+        }
+    }
+}
+
+// Adds weights times values to `rows` outputs, kAttendVecs vectors of each at a time.
+template <int kind, int rows, int whole>
+inline void mix(const float *const *weights, const Entries &values, const Slots &slots, float *const *out) {
+    const int size = whole ? whole * kLanes : values.size, vecs = (size + kLanes - 1) / kLanes;
+    auto few = [&](int v, auto number) {
+        constexpr int n = decltype(number)::value;
+        Vec sums[rows][n];
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < n; i++) sums[r][i] = load(out[r] + (v + i) * kLanes);
+        for (int k = 0; k < slots.count; k++) {
+            const char *of = values.data + slots[k] * values.stride;
+            Vec value[n];
+            for (int i = 0; i < n; i++) value[i] = part_of<kind>(of, size, v + i);
+            for (int r = 0; r < rows; r++) {
+                const Vec weight = all(weights[r][k]);
+                for (int i = 0; i < n; i++) add_product(sums[r][i], weight, value[i]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < n; i++) store(out[r] + (v + i) * kLanes, sums[r][i]);
+    };
+    int v = 0;
+    for (; v + kAttendVecs <= vecs; v += kAttendVecs) few(v, std::integral_constant<int, kAttendVecs>());
+    for (; v < vecs; v++) few(v, std::integral_constant<int, 1>());
+}
+
+// The scores become weights; returns 1 / their sum. Their number is rounded up to whole vectors.
+inline float weigh(float *scores, int count) {
+    const int width = (count + kLanes - 1) / kLanes * kLanes;
+    for (int e = count; e < width; e++) scores[e] = -INFINITY;
+    Vec most = all(-INFINITY), sums = {};
+    for (int e = 0; e < width; e += kLanes) most = max(most, load(scores + e));
+    const Vec top = all(largest(most));
+    for (int e = 0; e < width; e += kLanes) {
+        const Vec weight = exponential(load(scores + e) - top);
+        store(scores + e, weight);
+        sums += weight;
+    }
+    return 1.0f / total(sums);
+}
+
+template <int kind, int whole>
+void attend_to(const Query *queries, int count, const Entries &keys, const Entries &values, float scaling, float *scratch) {
+    constexpr int rows = kAttendRows;
+    const int size = keys.size, padded = (size + kLanes - 1) / kLanes * kLanes;
+    for (int first = 0; first < count; first += rows) {
+        const int few = count - first < rows ? count - first : rows;
+        const Query *of = queries + first;
+        int begin = of[0].start, end = of[0].end;  // what all see
+        for (int r = 1; r < few; r++) {
+            begin = of[r].start > begin ? of[r].start : begin;
+            end = of[r].end < end ? of[r].end : end;
+        }
+        if (end < begin) end = begin;
+        const float *query[rows], *weights[rows];
+        float *scores[rows], *out[rows], *at[rows], mixed[rows][kMostHead];
+        float *next = scratch;
+        for (int r = 0; r < few; r++) {
+            const int seen = of[r].end - of[r].start + of[r].listed;
+            query[r] = of[r].query;
+            scores[r] = next;
+            next += (seen + kLanes - 1) / kLanes * kLanes;
+            std::memset(mixed[r], 0, 4 * padded);
+            out[r] = mixed[r];
+        }
+        // of one row alone: what it sees before the others do, after them, and in its list
+        auto before = [&](int r) { const int stop = begin < of[r].end ? begin : of[r].end; return Slots{nullptr, of[r].start, stop > of[r].start ? stop - of[r].start : 0}; };
+        auto after = [&](int r) { const int from = end > of[r].start + before(r).count ? end : of[r].start + before(r).count; return Slots{nullptr, from, of[r].end > from ? of[r].end - from : 0}; };
+        const Slots common{nullptr, begin, end - begin};
+        auto together = [&](auto work, auto &rows_of) {
+            if (few == rows) work(std::integral_constant<int, rows>(), 0);
+            else for (int r = 0; r < few; r++) work(std::integral_constant<int, 1>(), r);
+            (void)rows_of;
+        };
+        for (int r = 0; r < few; r++) at[r] = scores[r] + (begin - of[r].start);
+        if (common.count)
+            together([&](auto n, int r) { score<kind, decltype(n)::value, whole>(query + r, keys, common, scaling, at + r); }, of);
+        for (int r = 0; r < few; r++) {
+            float *all_of_row = scores[r];
+            const int text = of[r].end - of[r].start;
+            auto alone = [&](const Slots &slots, int where) {
+                float *to = all_of_row + where;
+                if (slots.count) score<kind, 1, whole>(query + r, keys, slots, scaling, &to);
+            };
+            alone(before(r), 0);
+            alone(after(r), text - after(r).count);
+            alone(Slots{of[r].list, 0, of[r].listed}, text);
+        }
+        float factors[rows];
+        for (int r = 0; r < few; r++) {
+            factors[r] = weigh(scores[r], of[r].end - of[r].start + of[r].listed);
+            weights[r] = scores[r];
+            if (const Slots slots = before(r); slots.count) mix<kind, 1, whole>(weights + r, values, slots, out + r);
+        }
+        for (int r = 0; r < few; r++) weights[r] = scores[r] + (begin - of[r].start);
+        if (common.count)
+            together([&](auto n, int r) { mix<kind, decltype(n)::value, whole>(weights + r, values, common, out + r); }, of);
+        for (int r = 0; r < few; r++) {
+            const int text = of[r].end - of[r].start;
+            auto alone = [&](const Slots &slots, int where) {
+                const float *from = scores[r] + where;
+                if (slots.count) mix<kind, 1, whole>(&from, values, slots, out + r);
+            };
+            alone(after(r), text - after(r).count);
+            alone(Slots{of[r].list, 0, of[r].listed}, text);
+            for (int i = 0; i < size; i++) of[r].out[i] = mixed[r][i] * factors[r];
+        }
+    }
 }
 
 template <int kind>
-void attend_to(const float *queries, int heads, int size, const char *keys, const char *values, int64_t key_stride,
-               int64_t value_stride, int first, int end, const int32_t *list, int listed, float scaling, float *scores,
-               float *out) {
-    constexpr int bytes = kind == kFloat32 ? 4 : 2;
-    const int text = end - first, count = text + listed, width = (count + kLanes - 1) / kLanes * kLanes;
-    const int vecs = (size + kLanes - 1) / kLanes;
-    Vec of_entry[kMostHead / kLanes], query[kMostHead / kLanes];
-    auto slot = [&](int e) { return int64_t(e < text ? first + e : list[e - text]); };
-    for (int e = 0; e < count; e++) {
-        load_head<kind>(keys + slot(e) * key_stride * bytes, size, of_entry);
-        for (int h = 0; h < heads; h++) {
-            load_head<kFloat32>(reinterpret_cast<const char *>(queries + int64_t(h) * size), size, query);
-            Vec sum = query[0] * of_entry[0];
-            for (int v = 1; v < vecs; v++) sum += query[v] * of_entry[v];
-            scores[int64_t(h) * width + e] = total(sum) * scaling;
-        }
-    }
-    for (int h = 0; h < heads; h++) {
-        float *row = scores + int64_t(h) * width;
-        for (int e = count; e < width; e++) row[e] = -INFINITY;
-        Vec most = all(-INFINITY);
-        for (int e = 0; e < width; e += kLanes) most = max(most, load(row + e));
-        const Vec top = all(largest(most));
-        Vec sums = {};
-        for (int e = 0; e < width; e += kLanes) {
-            const Vec weight = exponential(load(row + e) - top);
-            store(row + e, weight);
-            sums += weight;
-        }
-        const float factor = 1.0f / total(sums);
-        Vec mixed[kMostHead / kLanes] = {};
-        for (int e = 0; e < count; e++) {
-            load_head<kind>(values + slot(e) * value_stride * bytes, size, of_entry);
-            for (int v = 0; v < vecs; v++) mixed[v] += of_entry[v] * row[e];
-        }
-        float padded[kMostHead];
-        for (int v = 0; v < vecs; v++) store(padded + v * kLanes, mixed[v] * factor);
-        std::memcpy(out + int64_t(h) * size, padded, 4 * size);
-    }
+void attend_of(const Query *queries, int count, const Entries &keys, const Entries &values, float scaling, float *scratch) {
+    auto *of_size = keys.size == 64    ? attend_to<kind, 64 / kLanes>
+                    : keys.size == 128 ? attend_to<kind, 128 / kLanes>
+                                       : attend_to<kind, 0>;
+    of_size(queries, count, keys, values, scaling, scratch);
 }
 
-void attend(int kind, const float *queries, int heads, int size, const char *keys, const char *values,
-            int64_t key_stride, int64_t value_stride, int first, int end, const int32_t *list, int listed,
-            float scaling, float *scores, float *out) {
-    auto *of = kind == kFloat32 ? attend_to<kFloat32> : kind == kBFloat16 ? attend_to<kBFloat16> : attend_to<kFloat16>;
-    of(queries, heads, size, keys, values, key_stride, value_stride, first, end, list, listed, scaling, scores, out);
+void attend(int kind, const Query *queries, int count, int size, const char *keys, const char *values, int64_t stride,
+            float scaling, float *scratch) {
+    const int64_t bytes = stride * bytes_of(kind);
+    auto *of = kind == kFloat32 ? attend_of<kFloat32> : kind == kBFloat16 ? attend_of<kBFloat16> : attend_of<kFloat16>;
+    of(queries, count, {keys, bytes, size}, {values, bytes, size}, scaling, scratch);
 }
 
 }  // namespace

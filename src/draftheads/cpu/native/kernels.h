@@ -13,6 +13,7 @@ enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kKinds =
 
 constexpr int kBlock = 32;    // outputs of a product that are computed together, and stored side by side
 constexpr int kMostHead = 256;  // numbers of a head
+constexpr int kMostTogether = 4;
 
 // A weight (out, in): blocks of kBlock outputs, in each of them the inputs in groups of four (int8), in pairs (bf16) or
 // alone. A block of int8 ends with a scale for each output and, as int32, the sum of its numbers.
@@ -29,18 +30,21 @@ struct Weight {
 inline int blocks_of(int out, int halves) { return halves ? (out / 2 + kBlock / 2 - 1) / (kBlock / 2) : (out + kBlock - 1) / kBlock; }
 
 // Inputs that are neighbours for each output, and bytes of a number.
-inline int group_of(int kind) { return kind == kInt8 ? 4 : kind == kBFloat16 ? 2 : 1; }
-inline int bytes_of(int kind) { return kind == kInt8 ? 1 : kind == kFloat32 ? 4 : 2; }
+constexpr int group_of(int kind) { return kind == kInt8 ? 4 : kind == kBFloat16 ? 2 : 1; }
+constexpr int bytes_of(int kind) { return kind == kInt8 ? 1 : kind == kFloat32 ? 4 : 2; }
 
 inline int64_t block_bytes(int kind, int in) {
     const int group = group_of(kind);
     return int64_t(in + group - 1) / group * group * kBlock * bytes_of(kind) + (kind == kInt8 ? 8 * kBlock : 0);
 }
 
-// Keys or values of one layer: (rows, groups, slots, head size).
-struct Entries {
-    char *data;
-    int64_t row, group, slot;  // strides in numbers
+// A query of a token, and what it sees of its text: entries start, start + 1, ... end - 1 and those of the list.
+struct Query {
+    const float *query;
+    float *out;
+    int32_t start, end;
+    const int32_t *list;
+    int32_t listed;
 };
 
 // Sets of instructions; each needs those of the ones before it.
@@ -65,11 +69,10 @@ struct Kernels {
     void (*store)(int kind, const float *x, int64_t size, void *out);
     // Loads them.
     void (*load)(int kind, const void *x, int64_t size, float *out);
-    // Attention of `heads` queries (heads, size) of one token over entries first, first + 1, ... end - 1 and those of
-    // the list: out (heads, size). `scores` has room for heads * rounded-up count numbers.
-    void (*attend)(int kind, const float *queries, int heads, int size, const char *keys, const char *values,
-                   int64_t key_stride, int64_t value_stride, int first, int end, const int32_t *list, int listed,
-                   float scaling, float *scores, float *out);
+    // Attention of queries of one text over the same keys and values, entries of `size` numbers with `stride` between
+    // them. `scratch` has room for the scores of kMostTogether queries, each rounded up to a multiple of 16.
+    void (*attend)(int kind, const Query *queries, int count, int size, const char *keys, const char *values,
+                   int64_t stride, float scaling, float *scratch);
 };
 
 extern const Kernels kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16;

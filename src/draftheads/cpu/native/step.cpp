@@ -30,8 +30,8 @@ inline void rest() {
 #endif
 }
 
-// A job is a sequence of parts, and a part a number of tasks. Free threads take the next task, and go on to the next part
-// when all tasks of one are done. So a thread that has no core, because of another program, delays nobody unless it has
+// A job is a sequence of parts, and a part a number of tasks. Free threads take the next tasks, fewer the fewer are left,
+// and go on to the next part when all tasks of one are done. So a thread that has no core, because of another program, delays nobody unless it has
 // a task. It may come late: the number of the job beside each count tells it that its job is over.
 struct alignas(64) Part {
     std::atomic<uint64_t> next{0};  // the job's number and, below it, the next task
@@ -88,14 +88,16 @@ class Pool {
         Part &p = parts_[part];
         for (;;) {
             uint64_t next = p.next.load(std::memory_order_acquire);
+            int first, count;
             do {
                 if (uint32_t(next >> 32) != number) return false;
-                if (int32_t(uint32_t(next)) >= tasks) break;
-            } while (!p.next.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel));
-            const int taken = int32_t(uint32_t(next));
-            if (taken >= tasks) break;
-            task(taken);
-            p.done.fetch_add(1, std::memory_order_release);
+                first = int32_t(uint32_t(next));
+                count = std::max(1, (tasks - first) / (2 * size_));  // neighbours: their weights are, too
+                if (first >= tasks) break;
+            } while (!p.next.compare_exchange_weak(next, next + count, std::memory_order_acq_rel));
+            if (first >= tasks) break;
+            for (int i = first; i < first + count; i++) task(i);
+            p.done.fetch_add(count, std::memory_order_release);
         }
         for (int spins = 0; p.done.load(std::memory_order_acquire) < tasks; spins++) {
             if (uint32_t(p.next.load(std::memory_order_relaxed) >> 32) != number) return false;
@@ -221,6 +223,7 @@ namespace {
 struct Buffers {
     std::vector<char> inputs;  // (tokens,) prepared
     std::vector<float> qkv, attended, inner;
+    std::vector<int32_t> groups;
 };
 
 // What a pass has, by value: a late thread reads nothing else before it has a task.
@@ -229,6 +232,8 @@ struct Work {
     Pass pass;
     char *inputs;
     float *qkv, *attended, *inner;
+    const int32_t *groups;  // of tokens that attend together: the first token of each, and the number of all
+    int32_t num_groups, head_parts;
 };
 static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
 
@@ -237,55 +242,60 @@ static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
 template <class OfWeight, class Done>
 bool multiply(int part, uint32_t number, int out, int halves, const OfWeight &of, const char *inputs, int tokens,
               const Done &done) {
-    const int blocks = blocks_of(out, halves), chunk = std::max(1, std::min(16, blocks / (8 * pool->size())));
-    return pool->share(part, number, (blocks + chunk - 1) / chunk, [&](int task) {
+    const int blocks = blocks_of(out, halves);
+    return pool->share(part, number, blocks, [&](int block) {
         static thread_local std::vector<float> y;
         y.resize(int64_t(tokens) * kBlock);
         const Weight &weight = of();
         const int width = halves ? kBlock / 2 : kBlock, whole = halves ? out / 2 : out;
-        for (int block = task * chunk; block < std::min(blocks, (task + 1) * chunk); block++) {
-            kernels->block(weight, block, inputs, tokens, y.data());
-            const int first = block * width, outputs = std::min(width, whole - first);
-            if (weight.bias)
-                for (int t = 0; t < tokens; t++)
-                    for (int o = 0; o < outputs; o++) {
-                        y[t * kBlock + o] += weight.bias[first + o];
-                        if (halves) y[t * kBlock + width + o] += weight.bias[whole + first + o];
-                    }
-            done(first, outputs, y.data());
-        }
+        kernels->block(weight, block, inputs, tokens, y.data());
+        const int first = block * width, outputs = std::min(width, whole - first);
+        if (weight.bias)
+            for (int t = 0; t < tokens; t++)
+                for (int o = 0; o < outputs; o++) {
+                    y[t * kBlock + o] += weight.bias[first + o];
+                    if (halves) y[t * kBlock + width + o] += weight.bias[whole + first + o];
+                }
+        done(first, outputs, y.data());
     });
 }
 
-void attend(const Work &work, const Layer &layer, int index, int token, int group) {
+// Attention of some neighbouring tokens of a text, and some heads of a group.
+void attend(const Work &work, const Layer &layer, int index, int first_token, int count, int group, int first_head, int heads) {
     const Model &m = work.model;
     const Pass &p = work.pass;
     const int per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head_size;
-    const int length = p.lengths[token], first = p.first[token], node = token - first;
-    static thread_local std::vector<int32_t> list;
-    static thread_local std::vector<float> scores;
-    list.clear();
-    const int position = length + p.depths[token];
-    const int from = layer.window ? std::max(0, position - layer.window + 1) : 0;
-    int end = length;
-    if (!p.ancestors) {
-        end = length + node + 1;
-    } else {
-        const uint64_t *bits = p.ancestors + int64_t(token) * p.words;
-        for (int other = 0; other <= node; other++)
-            if ((bits[other / 64] >> (other % 64) & 1) && length + p.depths[first + other] >= from)
-                list.push_back(length + other);
+    const int length = p.lengths[first_token], text = p.first[first_token];
+    static thread_local std::vector<int32_t> lists;
+    static thread_local std::vector<float> scratch;
+    static thread_local std::vector<Query> queries;
+    queries.clear();
+    lists.resize(int64_t(count) * (first_token + count - text));
+    int64_t most = 0, listed_before = 0;
+    for (int token = first_token; token < first_token + count; token++) {
+        const int node = token - text, position = length + p.depths[token];
+        const int from = layer.window ? std::max(0, position - layer.window + 1) : 0;
+        int32_t *list = lists.data() + listed_before;
+        int end = length, listed = 0;
+        if (!p.ancestors) {
+            end = length + node + 1;
+        } else {
+            const uint64_t *bits = p.ancestors + int64_t(token) * p.words;
+            for (int other = 0; other <= node; other++)
+                if ((bits[other / 64] >> (other % 64) & 1) && length + p.depths[text + other] >= from)
+                    list[listed++] = length + other;
+        }
+        listed_before += listed;
+        const int start = std::min(from, end);
+        most = std::max<int64_t>(most, end - start + listed);
+        for (int head = group * per_group + first_head; head < group * per_group + first_head + heads; head++)
+            queries.push_back({work.qkv + int64_t(token) * width + int64_t(head) * m.head_size,
+                               work.attended + (int64_t(token) * m.heads + head) * m.head_size, start, end, list, listed});
     }
-    const int start = std::min(from, end);
-    const int64_t count = end - start + int64_t(list.size());
-    scores.resize((count + 15) / 16 * 16 * per_group);
-    const int64_t bytes = m.cache_kind == kFloat32 ? 4 : 2;
-    const int64_t at = (p.text[token] * p.row_stride + group * p.group_stride) * bytes;
-    const float *queries = work.qkv + int64_t(token) * width + int64_t(group) * per_group * m.head_size;
-    float *out = work.attended + (int64_t(token) * m.heads + int64_t(group) * per_group) * m.head_size;
-    kernels->attend(m.cache_kind, queries, per_group, m.head_size, static_cast<const char *>(p.keys[index]) + at,
-                    static_cast<const char *>(p.values[index]) + at, m.head_size, m.head_size, start, end, list.data(),
-                    int(list.size()), m.scaling, scores.data(), out);
+    scratch.resize(kMostTogether * ((most + 15) / 16 * 16));
+    const int64_t at = (p.text[first_token] * p.row_stride + group * p.group_stride) * bytes_of(m.cache_kind);
+    kernels->attend(m.cache_kind, queries.data(), int(queries.size()), m.head_size, static_cast<const char *>(p.keys[index]) + at,
+                    static_cast<const char *>(p.values[index]) + at, m.head_size, m.scaling, scratch.data());
 }
 
 // Queries and keys turn by their position; keys and values go to their slots.
@@ -310,6 +320,7 @@ void turn_and_store(const Work &work, const Layer &layer, int index, int token) 
 }
 
 constexpr int kPartsOfLayer = 10;
+constexpr int kTogether = 16;  // queries that share their keys and values, about
 
 void pass_of(const Job &job, uint32_t number) {
     Work work;
@@ -351,8 +362,12 @@ void pass_of(const Job &job, uint32_t number) {
                              std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
                      }) &&
             each([&](int token) { turn_and_store(work, layer(), index, token); }) &&
-            pool->share(part++, number, tokens * m.groups,
-                       [&](int task) { attend(work, layer(), index, task / m.groups, task % m.groups); }) &&
+            pool->share(part++, number, work.num_groups * m.groups * work.head_parts,
+                        [&](int task) {
+                            const int of = task / work.head_parts / m.groups, heads = m.heads / m.groups / work.head_parts;
+                            attend(work, layer(), index, work.groups[of], work.groups[of + 1] - work.groups[of],
+                                   task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
+                        }) &&
             each([&](int token) { prepare(layer().out, work.attended + int64_t(token) * joined, token); }) &&
             multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add) &&
             each([&](int token) { prepare_normed(layer().gate_up, layer().middle_norm, token); }) &&
@@ -501,9 +516,18 @@ void draftheads_pass(const Model *model, const Pass *pass) {
     int64_t widest = 0;
     for (const Weight *w : {&m.of_layers->qkv, &m.of_layers->out, &m.of_layers->down})
         widest = std::max(widest, kernels->input_bytes(*w));
+    const int per_group = m.heads / m.groups, together = std::max(1, kTogether / per_group);
+    int32_t *groups = room(buffers.groups, tokens + 1), num_groups = 0;
+    for (int32_t token = 0; token < tokens; token++)
+        if (!token || pass->first[token] != pass->first[token - 1] || token - groups[num_groups - 1] == together)
+            groups[num_groups++] = token;
+    groups[num_groups] = int32_t(tokens);
+    // few tokens: each head is a task
+    const int32_t head_parts = num_groups * m.groups < 4 * pool->size() ? per_group : 1;
     const Work work{m, *pass, room(buffers.inputs, widest * tokens),
                     room(buffers.qkv, tokens * (m.heads + 2 * m.groups) * m.head_size),
-                    room(buffers.attended, tokens * joined), room(buffers.inner, tokens * m.inner)};
+                    room(buffers.attended, tokens * joined), room(buffers.inner, tokens * m.inner),
+                    groups, num_groups, head_parts};
     pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 1);
 }
 
