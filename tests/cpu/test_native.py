@@ -236,9 +236,10 @@ def test_tokens_that_do_not_fit_are_an_error() -> None:
     for rows, length, count in (([1], 0, 1), ([-1], 0, 1), ([0], slots, 1), ([0], 0, 2)):
         texts = Texts(rows, [length], [count], torch.zeros(1, dtype=torch.int32))
         with pytest.raises(ValueError, match="do not fit"):
-            model.native.run(torch.tensor([3]), torch.tensor([0]), texts, target.cache.layers)
-    with pytest.raises(IndexError):
-        target.read([[model.vocab_size]])
+            model.native.run(torch.tensor([3]), texts, model.native.open(target.cache.layers), last_position=99)
+    for token in (model.vocab_size, -1):
+        with pytest.raises(IndexError, match=f"vocabulary, 0 to {model.vocab_size - 1}"):
+            target.read([[token]])
 
 
 def test_a_forked_process_computes(tmp_path: Any) -> None:

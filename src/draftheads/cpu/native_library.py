@@ -64,11 +64,15 @@ class Model(ctypes.Structure):
         ("layers", c_int32),
         ("act", c_int32),
         ("cache_kind", c_int32),
+        ("state_kind", c_int32),
+        ("embedding_kind", c_int32),
+        ("vocab", c_int32),
         ("epsilon", c_float),
         ("head_epsilon", c_float),
         ("scaling", c_float),
         ("final_norm", c_void_p),
         ("of_layers", POINTER(Layer)),
+        ("embedding", c_void_p),
     )
 
 
@@ -77,22 +81,26 @@ class Pass(ctypes.Structure):
 
     _fields_ = (
         ("tokens", c_int32),
-        ("states", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("text", c_void_p),
-        ("first", c_void_p),
+        ("texts", c_int32),
+        ("words", c_int32),
+        ("kept", c_int32),
+        ("ids", c_void_p),
+        ("rows", c_void_p),
         ("lengths", c_void_p),
+        ("counts", c_void_p),
         ("depths", c_void_p),
         ("ancestors", c_void_p),
-        ("words", c_int32),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("of_tokens", c_int32),
+        ("last_position", c_int32),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("row_stride", c_int64),
         ("group_stride", c_int64),
-        ("kept", c_int32),
         ("kept_layers", c_void_p),
         ("kept_states", c_void_p),
+        ("states", c_void_p),
     )
 
 
@@ -123,7 +131,7 @@ def load_library() -> Any:
     found.draftheads_pack.argtypes = (c_int32, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
     found.draftheads_multiply.restype = None
     found.draftheads_multiply.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_void_p)
-    found.draftheads_pass.restype, found.draftheads_pass.argtypes = None, (POINTER(Model), POINTER(Pass))
+    found.draftheads_pass.restype, found.draftheads_pass.argtypes = c_int32, (POINTER(Model), POINTER(Pass))
     if found.draftheads_kernels(wanted.encode() if wanted else None) is None:
         raise InvalidSettings(f"{VARIABLE} is {wanted!r}; this machine has {', '.join(sets_here(found))}, and off")
     if hasattr(os, "register_at_fork"):

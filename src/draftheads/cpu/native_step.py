@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
+from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm, HalfEmbedding
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
 from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, load_library
 from draftheads.cpu.threads import native_threads
@@ -24,6 +24,8 @@ _ACTS = {"SiLU": 0, "SiLUActivation": 0, "PytorchGELUTanh": 1, "GELUTanh": 1}
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
 _ROUNDED = 0.25  # how much rounding to 16 bits may change hidden states, as a share of the largest
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
+_FIRST_POSITIONS = 1024
 _OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeError, ValueError)
 
 
@@ -60,11 +62,12 @@ class NativeStep:
             TypeError, ValueError: it is built in another way.
         """
         decoder = model.get_decoder()
-        self.embed, self.rotary, self.dtype = (
-            model.get_input_embeddings(),
-            decoder.rotary_emb,
-            decoder.norm.weight.dtype,
-        )
+        self.dtype = decoder.norm.weight.dtype
+        embedding = model.get_input_embeddings()
+        if type(embedding) not in (nn.Embedding, HalfEmbedding):
+            raise TypeError(f"its embedding is a {type(embedding).__name__}")
+        self._embedding = embedding.weight.detach()
+        self._turns = _Turns(decoder.rotary_emb, self.dtype)
         self._native = load_library()
         self._held: list[Tensor] = []  # to which the structures point
         self._products: list[Native] = []  # the same
@@ -80,8 +83,7 @@ class NativeStep:
             (part.num_heads, part.num_groups, part.head_dim, part.scaling, layer.mlp.size)
             for layer, part in ((layer, layer.self_attn) for layer in layers)
         }
-        types = {self.dtype, self.embed(torch.zeros(1, dtype=torch.long)).dtype}
-        types.update(product.dtype for product in self._products)
+        types = {self.dtype, *(product.dtype for product in self._products)}
         acts = {_ACTS[type(layer.mlp.act_fn).__name__] for layer in layers}
         if len(outer) != 1 or len(inner) > 1 or len(sizes) != 1 or len(acts) != 1 or len(types) != 1:
             raise ValueError("its layers differ")
@@ -99,73 +101,88 @@ class NativeStep:
             len(layers),
             acts.pop(),
             KINDS[self.dtype],
+            KINDS[self.dtype],
+            KINDS[self._embedding.dtype],
+            len(self._embedding),
             outer.pop(),
             inner.pop() if inner else 0.0,
             first.scaling,
             self._numbers(decoder.norm.scale),
             self._layers,
+            self._embedding.data_ptr(),
         )
 
     def cache_shape(self) -> tuple[int, int]:
         """Groups and d of the keys and values."""
         return self._model.groups, self._model.head_size
 
-    @torch.inference_mode()
+    def open(self, cache: Sequence[Any]) -> "OpenCache":
+        """The keys and values that passes write, as long as their memory is the same.
+
+        Args:
+            cache: of each layer keys and values (rows, groups, slots, d) in the model's type.
+
+        Raises:
+            ValueError: they are otherwise.
+        """
+        return OpenCache(cache, self.dtype)
+
     def run(
-        self, token_ids: Tensor, positions: Tensor, texts: Texts, cache: Sequence[Any], layers: Sequence[int] = ()
+        self, token_ids: Tensor, texts: Texts, cache: "OpenCache", layers: Sequence[int] = (), *, last_position: int
     ) -> tuple[Tensor, Tensor]:
         """One pass, which writes keys and values.
 
         Args:
-            token_ids: (M,).
-            positions: (M,).
+            token_ids: (M,) int64.
             texts: whose tokens they are.
-            cache: of each layer keys and values (rows, groups, slots, d) in the model's type, with room for them.
+            cache: with room for them.
             layers: whose inputs are returned.
+            last_position: at which longer texts stay.
 
         Returns:
             h_t (M, D), and what a drafter reads: the inputs of n layers side by side (M, n·D); without any, h_t.
+
+        Raises:
+            ValueError: the tokens do not fit into the cache.
+            IndexError: a token is not in the vocabulary.
         """
-        count, given = len(token_ids), self._model
-        starts = np.cumsum([0, *texts.counts])
-        _check(texts, starts, count, cache, self.dtype)
-        states = self.embed(token_ids).float().contiguous()
-        cos, sin = (part[0].float().contiguous() for part in self.rotary(states[None].to(self.dtype), positions[None]))
-        repeats = np.array(texts.counts)
-        rows, first, lengths = (
-            np.repeat(np.array(values, dtype=np.int32), repeats) for values in (texts.rows, starts[:-1], texts.lengths)
-        )
-        keys, values = (
-            (ctypes.c_void_p * len(cache))(*(getattr(c, n).data_ptr() for c in cache)) for n in ("keys", "values")
-        )
-        kept = np.array(layers, dtype=np.int32)
-        inputs = states.new_empty(len(layers), count, self.size)
-        _, groups, slots, size = cache[0].keys.shape
+        count = cache.check(texts, len(token_ids))
+        last = torch.empty(count, self.size, dtype=self.dtype)
+        inputs = torch.empty(count, len(layers) * self.size, dtype=self.dtype) if layers else last
+        cos, sin, of_tokens = self._turns.of(texts, last_position)
+        held = [np.array(values, dtype=np.int32) for values in (texts.rows, texts.lengths, texts.counts, layers)]
+        rows, lengths, counts, kept = (array.ctypes.data for array in held)
+        ancestors = texts.ancestors
         self._native.draftheads_threads(native_threads())
-        self._native.draftheads_pass(
-            given,
+        has_failed = self._native.draftheads_pass(
+            self._model,
             Pass(
-                count,
-                states.data_ptr(),
-                cos.data_ptr(),
-                sin.data_ptr(),
-                rows.ctypes.data,
-                first.ctypes.data,
-                lengths.ctypes.data,
-                texts.depths.data_ptr(),
-                None if texts.ancestors is None else texts.ancestors.data_ptr(),
-                0 if texts.ancestors is None else texts.ancestors.shape[1],
-                ctypes.addressof(keys),
-                ctypes.addressof(values),
-                groups * slots * size,
-                slots * size,
-                len(kept),
-                kept.ctypes.data,
-                inputs.data_ptr(),
+                tokens=count,
+                texts=len(held[0]),
+                words=0 if ancestors is None else ancestors.shape[1],
+                kept=len(layers),
+                ids=token_ids.data_ptr(),
+                rows=rows,
+                lengths=lengths,
+                counts=counts,
+                depths=texts.depths.data_ptr(),
+                ancestors=None if ancestors is None else ancestors.data_ptr(),
+                cos=cos.data_ptr(),
+                sin=sin.data_ptr(),
+                of_tokens=of_tokens,
+                last_position=last_position,
+                keys=cache.keys,
+                values=cache.values,
+                row_stride=cache.row_stride,
+                group_stride=cache.group_stride,
+                kept_layers=kept,
+                kept_states=inputs.data_ptr(),
+                states=last.data_ptr(),
             ),
         )
-        last = states.to(self.dtype)
-        return last, last if not layers else inputs.transpose(0, 1).flatten(1).to(self.dtype)
+        if has_failed:
+            raise IndexError(f"a token is outside the vocabulary, 0 to {self._model.vocab - 1}")
+        return last, inputs
 
     def _layer(self, layer: Any, window: int) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -191,25 +208,69 @@ class NativeStep:
         return self._held[-1].data_ptr()
 
 
-def _check(texts: Texts, starts: Any, count: int, cache: Sequence[Any], dtype: torch.dtype) -> None:
-    """Raises an error in place of reading or writing other memory."""
-    keys = cache[0].keys
-    for part in (part for layer in cache for part in (layer.keys, layer.values)):
-        if part.shape != keys.shape or part.dtype != dtype or not part.is_contiguous():
+class OpenCache:
+    """Pointers to the keys and values of all layers."""
+
+    def __init__(self, cache: Sequence[Any], dtype: torch.dtype) -> None:
+        first = cache[0].keys
+        self._held = [(layer.keys, layer.values) for layer in cache]
+        for part in (part for pair in self._held for part in pair):
+            if part.shape != first.shape or part.dtype != dtype or not part.is_contiguous():
+                raise ValueError(
+                    f"keys or values {tuple(part.shape)} of {part.dtype} are not as the first ones, of {dtype}"
+                )
+        self.rows, groups, self.slots, size = first.shape
+        self.group_stride = self.slots * size
+        self.row_stride = groups * self.group_stride
+        self._pointers = [(ctypes.c_void_p * len(cache))(*(part.data_ptr() for part in side)) for side in zip(*self._held)]
+        self.keys, self.values = map(ctypes.addressof, self._pointers)
+
+    def check(self, texts: Texts, count: int) -> int:
+        """The number of tokens; an error in place of reading or writing other memory.
+
+        Raises:
+            ValueError: they are not ``count``, or do not fit.
+        """
+        fit = all(0 <= n <= self.slots - length for length, n in zip(texts.lengths, texts.counts, strict=True))
+        if sum(texts.counts) != count or not fit or not all(0 <= row < self.rows for row in texts.rows):
             raise ValueError(
-                f"keys or values {tuple(part.shape)} of {part.dtype} are not as the first ones, of {dtype}"
+                f"{count} tokens of {texts} do not fit into a cache of {self.rows} rows and {self.slots} slots"
             )
-    rows, _, slots, _ = keys.shape
-    fit = all(length + n <= slots for length, n in zip(texts.lengths, texts.counts, strict=True))
-    if starts[-1] != count or not fit or not all(0 <= row < rows for row in texts.rows):
-        raise ValueError(f"{count} tokens of {texts} do not fit into a cache of {rows} rows and {slots} slots")
+        return count
+
+
+class _Turns:
+    """Cosines and sines of the positions, as the model's own module computes them."""
+
+    def __init__(self, rotary: Any, dtype: torch.dtype) -> None:
+        self._rotary, self._dtype = rotary, dtype
+        # others depend on the length of the text
+        self._is_fixed = getattr(rotary, "rope_type", None) in _FIXED_ROPES
+        self._table = self._computed(torch.arange(0))
+
+    def of(self, texts: Texts, last_position: int) -> tuple[Tensor, Tensor, bool]:
+        """(P, d) each; P are the tokens if the last value is true, or positions from 0 on."""
+        longest = max(length + count for length, count in zip(texts.lengths, texts.counts, strict=True))
+        needed = min(longest, last_position + 1)
+        if not self._is_fixed:
+            lengths = torch.tensor(texts.lengths).repeat_interleave(torch.tensor(texts.counts))
+            return *self._computed((texts.depths + lengths).clamp(max=last_position)), True
+        if needed > len(self._table[0]):
+            self._table = self._computed(torch.arange(max(_FIRST_POSITIONS, 2 * needed)))
+        return *self._table, False
+
+    def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            cos, sin = self._rotary(torch.empty(1, 1, 1, dtype=self._dtype), positions[None])
+            return cos[0].float().contiguous(), sin[0].float().contiguous()
 
 
 def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
     """(M, words) int64 of trees (B or 1, N, N) bool, for node ``nodes[m]`` of row ``texts[m]``, each (M,)."""
     packed = np.packbits(ancestors.numpy(), axis=-1, bitorder="little")  # (B or 1, N, bytes)
-    packed = np.pad(packed, ((0, 0), (0, 0), (0, -packed.shape[-1] % 8)))
-    bits = torch.from_numpy(np.ascontiguousarray(packed)).view(torch.int64)
+    whole = np.zeros((*packed.shape[:2], -(-packed.shape[2] // 8) * 8), dtype=np.uint8)
+    whole[..., : packed.shape[2]] = packed
+    bits = torch.from_numpy(whole).view(torch.int64)
     return bits[texts if len(bits) > 1 else 0, nodes].contiguous()
 
 
@@ -232,7 +293,7 @@ def _agrees(step: NativeStep, model: Any) -> bool:
     groups, size = step.cache_shape()
     depths = torch.arange(count, dtype=torch.int32)
     cache = [_OneText(torch.zeros(1, groups, count, size, dtype=step.dtype)) for _ in model.get_decoder().layers]
-    out, _ = step.run(token_ids, torch.arange(count), Texts([0], [0], [count], depths), cache)
+    out, _ = step.run(token_ids, Texts([0], [0], [count], depths), step.open(cache), last_position=count)
     if out.shape != expected.shape:
         return False
     rounding = _ROUNDED if step.rounds else 1e-4

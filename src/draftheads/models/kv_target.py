@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.cpu.attention import by_products, has_own_attention, lay_out
-from draftheads.cpu.native_step import Texts, ancestor_bits
+from draftheads.cpu.native_step import OpenCache, Texts, ancestor_bits
 from draftheads.cpu.threads import thread_choice
 from draftheads.errors import UnsupportedModel
 from draftheads.models.graphs import StepGraphs, capture_for
@@ -24,6 +24,7 @@ from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
 
+_NO_LIMIT = 1 << 30  # positions
 PREFILL_CHUNK = 512  # tokens of a long prompt per pass; limits the memory of mask and activations
 PREFILL_TOKENS = 2048  # tokens of a pass over several prompts, padding included; larger passes are not faster
 _ROUNDED = 0.25  # how much rounding to 16 bits may change logits, as a share of the largest; errors change them more
@@ -54,6 +55,7 @@ class Target:
         self.num_heads = int(model.config.num_attention_heads)
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
+        self._open: tuple[int, OpenCache] | None = None  # for native passes: the cache's generation, and its pointers
         # with batch invariance, a row's bits were compared with one number of threads
         keeps_threads = model.batch_invariant and model.native is None
         self._threads = thread_choice() if model.device.type == "cpu" and not keeps_threads else None
@@ -291,13 +293,12 @@ class Target:
         assert native is not None
         if self._threads is not None:
             self._threads.before_pass()
-        for layer in self.cache.layers:
-            layer.prepare(*native.cache_shape(), self.model.dtype)
-        lengths, counts = torch.tensor(texts.lengths), torch.tensor(texts.counts)
-        positions = texts.depths + lengths.repeat_interleave(counts)
-        if self.model.max_positions is not None:
-            positions = positions.clamp(max=self.model.max_positions - 1)
-        return native.run(tokens, positions, texts, self.cache.layers, self.layers)
+        if self._open is None or self._open[0] != self.cache.generation:
+            for layer in self.cache.layers:
+                layer.prepare(*native.cache_shape(), self.model.dtype)
+            self._open = self.cache.generation, native.open(self.cache.layers)
+        last_position = (self.model.max_positions or _NO_LIMIT) - 1
+        return native.run(tokens, texts, self._open[1], self.layers, last_position=last_position)
 
     def _span(self, starts: Sequence[int], num_rows: int, nodes: int) -> int:
         """How many slots a pass reads, which are reserved."""

@@ -629,14 +629,14 @@ void attend_to(const Query *queries, int count, const Entries &keys, const Entri
         auto before = [&](int r) { const int stop = begin < of[r].end ? begin : of[r].end; return Slots{nullptr, of[r].start, stop > of[r].start ? stop - of[r].start : 0}; };
         auto after = [&](int r) { const int from = end > of[r].start + before(r).count ? end : of[r].start + before(r).count; return Slots{nullptr, from, of[r].end > from ? of[r].end - from : 0}; };
         const Slots common{nullptr, begin, end - begin};
-        auto together = [&](auto work, auto &rows_of) {
-            if (few == rows) work(std::integral_constant<int, rows>(), 0);
-            else for (int r = 0; r < few; r++) work(std::integral_constant<int, 1>(), r);
-            (void)rows_of;
+        auto together = [&](auto work) {
+            if (few == 1) work(std::integral_constant<int, 1>());
+            else if (few == 2) work(std::integral_constant<int, 2>());
+            else if constexpr (rows > 2) few == 3 ? work(std::integral_constant<int, 3>()) : work(std::integral_constant<int, 4>());
         };
         for (int r = 0; r < few; r++) at[r] = scores[r] + (begin - of[r].start);
         if (common.count)
-            together([&](auto n, int r) { score<kind, decltype(n)::value, whole>(query + r, keys, common, scaling, at + r); }, of);
+            together([&](auto n) { score<kind, decltype(n)::value, whole>(query, keys, common, scaling, at); });
         for (int r = 0; r < few; r++) {
             float *all_of_row = scores[r];
             const int text = of[r].end - of[r].start;
@@ -656,7 +656,7 @@ void attend_to(const Query *queries, int count, const Entries &keys, const Entri
         }
         for (int r = 0; r < few; r++) weights[r] = scores[r] + (begin - of[r].start);
         if (common.count)
-            together([&](auto n, int r) { mix<kind, decltype(n)::value, whole>(weights + r, values, common, out + r); }, of);
+            together([&](auto n) { mix<kind, decltype(n)::value, whole>(weights, values, common, out); });
         for (int r = 0; r < few; r++) {
             const int text = of[r].end - of[r].start;
             auto alone = [&](const Slots &slots, int where) {

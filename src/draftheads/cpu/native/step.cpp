@@ -41,7 +41,7 @@ struct alignas(64) Part {
 // What a job needs, as plain words: a late thread may read them while they change, and then sees that its job is over.
 struct Job {
     void (*work)(const Job &, uint32_t number);
-    uint64_t words[40];
+    uint64_t words[48];
 };
 
 class Pool {
@@ -192,37 +192,45 @@ struct Layer {
 };
 
 struct Model {
-    int32_t size, heads, groups, head_size, inner, layers, act, cache_kind;
+    int32_t size, heads, groups, head_size, inner, layers, act, cache_kind, state_kind, embedding_kind, vocab;
     float epsilon, head_epsilon, scaling;
     const float *final_norm;
     const Layer *of_layers;
+    const void *embedding;  // (vocab, size)
 };
 
 // The tokens of a pass: those of a text are neighbours, and are written after it.
 struct Pass {
-    int32_t tokens;
-    float *states;              // (tokens, size): the embeddings; afterwards after the last layer's norm
-    const float *cos, *sin;     // (tokens, head_size)
-    const int32_t *text;        // (tokens,) the row of the cache
-    const int32_t *first;       // (tokens,) the first token of the same text
-    const int32_t *lengths;     // (tokens,) how many tokens the text has before the pass
-    const int32_t *depths;      // (tokens,) levels below the first token
-    const uint64_t *ancestors;  // (tokens, words): bit m: sees token first + m; null: all of the text before it, and itself
-    int32_t words;
-    void *const *keys;  // for each layer (rows, groups, slots, head_size)
+    int32_t tokens, texts, words, kept;
+    const int64_t *ids;         // (tokens,)
+    const int32_t *rows;        // (texts,) of the cache
+    const int32_t *lengths;     // (texts,) how many tokens each text has before the pass
+    const int32_t *counts;      // (texts,) tokens of each text in the pass
+    const int32_t *depths;      // (tokens,) levels below the first token of the same text
+    const uint64_t *ancestors;  // (tokens, words): bit m: sees the m-th token of its text; null: all of the text before it, and itself
+    const float *cos, *sin;     // (positions, head_size), of positions 0, 1, ..., or of the tokens
+    int32_t of_tokens;          // whether of the tokens
+    int32_t last_position;      // texts that are longer stay at it
+    void *const *keys;          // for each layer (rows, groups, slots, head_size)
     void *const *values;
     int64_t row_stride, group_stride;  // in numbers; neighbouring slots are neighbours
-    int32_t kept;                      // layers whose inputs are kept
-    const int32_t *kept_layers;
-    float *kept_states;  // (kept, tokens, size)
+    const int32_t *kept_layers;        // (kept,) whose inputs are kept
+    void *kept_states;                 // (tokens, kept, size)
+    void *states;                      // (tokens, size): after the last layer's norm
 };
 
 namespace {
 
+// What a token needs to know of its text.
+struct Token {
+    int32_t row, first, length, position;  // first: the first token of the text in the pass
+};
+
 // Memory of the passes, one after the other. It only grows, because a late thread may look at it.
 struct Buffers {
     std::vector<char> inputs;  // (tokens,) prepared
-    std::vector<float> qkv, attended, inner;
+    std::vector<float> states, qkv, attended, inner;
+    std::vector<Token> tokens;
     std::vector<int32_t> groups;
 };
 
@@ -231,7 +239,8 @@ struct Work {
     Model model;
     Pass pass;
     char *inputs;
-    float *qkv, *attended, *inner;
+    float *states, *qkv, *attended, *inner;
+    const Token *tokens;
     const int32_t *groups;  // of tokens that attend together: the first token of each, and the number of all
     int32_t num_groups, head_parts;
 };
@@ -265,7 +274,7 @@ void attend(const Work &work, const Layer &layer, int index, int first_token, in
     const Model &m = work.model;
     const Pass &p = work.pass;
     const int per_group = m.heads / m.groups, width = (m.heads + 2 * m.groups) * m.head_size;
-    const int length = p.lengths[first_token], text = p.first[first_token];
+    const int length = work.tokens[first_token].length, text = work.tokens[first_token].first;
     static thread_local std::vector<int32_t> lists;
     static thread_local std::vector<float> scratch;
     static thread_local std::vector<Query> queries;
@@ -293,7 +302,7 @@ void attend(const Work &work, const Layer &layer, int index, int first_token, in
                                work.attended + (int64_t(token) * m.heads + head) * m.head_size, start, end, list, listed});
     }
     scratch.resize(kMostTogether * ((most + 15) / 16 * 16));
-    const int64_t at = (p.text[first_token] * p.row_stride + group * p.group_stride) * bytes_of(m.cache_kind);
+    const int64_t at = (work.tokens[first_token].row * p.row_stride + group * p.group_stride) * bytes_of(m.cache_kind);
     kernels->attend(m.cache_kind, queries.data(), int(queries.size()), m.head_size, static_cast<const char *>(p.keys[index]) + at,
                     static_cast<const char *>(p.values[index]) + at, m.head_size, m.scaling, scratch.data());
 }
@@ -303,16 +312,18 @@ void turn_and_store(const Work &work, const Layer &layer, int index, int token) 
     const Model &m = work.model;
     const Pass &p = work.pass;
     const int size = m.head_size, turned = m.heads + m.groups;
+    const Token &t = work.tokens[token];
+    const int64_t turn = int64_t(p.of_tokens ? token : t.position) * size;
     float *heads = work.qkv + int64_t(token) * (turned + m.groups) * size;
     for (int head = 0; head < turned; head++) {
         float *of = heads + int64_t(head) * size;
         const float *scale = head < m.heads ? layer.query_norm : layer.key_norm;
         if (scale) kernels->norm(of, scale, m.head_epsilon, size, of);
-        kernels->turn(of, p.cos + int64_t(token) * size, p.sin + int64_t(token) * size, size);
+        kernels->turn(of, p.cos + turn, p.sin + turn, size);
     }
-    const int64_t bytes = m.cache_kind == kFloat32 ? 4 : 2, slot = p.lengths[token] + token - p.first[token];
+    const int64_t bytes = m.cache_kind == kFloat32 ? 4 : 2, slot = t.length + token - t.first;
     for (int group = 0; group < m.groups; group++) {
-        const int64_t at = (p.text[token] * p.row_stride + group * p.group_stride + slot * size) * bytes;
+        const int64_t at = (t.row * p.row_stride + group * p.group_stride + slot * size) * bytes;
         const float *key = heads + int64_t(m.heads + group) * size;
         kernels->store(m.cache_kind, key, size, static_cast<char *>(p.keys[index]) + at);
         kernels->store(m.cache_kind, key + int64_t(m.groups) * size, size, static_cast<char *>(p.values[index]) + at);
@@ -337,23 +348,30 @@ void pass_of(const Job &job, uint32_t number) {
     auto prepare_normed = [&](const Weight &weight, const float *scale, int token) {
         static thread_local std::vector<float> normed;
         normed.resize(size);
-        kernels->norm(p.states + int64_t(token) * size, scale, m.epsilon, size, normed.data());
+        kernels->norm(work.states + int64_t(token) * size, scale, m.epsilon, size, normed.data());
         prepare(weight, normed.data(), token);
     };
     auto add = [&](int first, int outputs, const float *y) {
         for (int t = 0; t < tokens; t++) {
-            float *row = p.states + int64_t(t) * size + first;
+            float *row = work.states + int64_t(t) * size + first;
             for (int o = 0; o < outputs; o++) row[o] += y[t * kBlock + o];
         }
     };
+    const int64_t row_bytes = int64_t(size) * bytes_of(m.state_kind);
+    if (!each([&](int token) {
+            const int64_t bytes = int64_t(size) * bytes_of(m.embedding_kind);
+            kernels->load(m.embedding_kind, static_cast<const char *>(m.embedding) + p.ids[token] * bytes, size,
+                          work.states + int64_t(token) * size);
+        }))
+        return;
     for (int index = 0; index < m.layers; index++) {
         auto layer = [&]() -> const Layer & { return m.of_layers[index]; };
         const bool goes_on =
             each([&](int token) {
                 for (int i = 0; i < p.kept; i++)
                     if (p.kept_layers[i] == index)
-                        std::memcpy(p.kept_states + (int64_t(i) * tokens + token) * size,
-                                    p.states + int64_t(token) * size, 4 * size);
+                        kernels->store(m.state_kind, work.states + int64_t(token) * size, size,
+                                       static_cast<char *>(p.kept_states) + (int64_t(token) * p.kept + i) * row_bytes);
                 prepare_normed(layer().qkv, layer().norm, token);
             }) &&
             multiply(part++, number, width, 0, [&]() -> const Weight & { return layer().qkv; }, work.inputs, tokens,
@@ -383,8 +401,9 @@ void pass_of(const Job &job, uint32_t number) {
         if (!goes_on) return;
     }
     each([&](int token) {
-        float *row = p.states + int64_t(token) * size;
+        float *row = work.states + int64_t(token) * size;
         kernels->norm(row, m.final_norm, m.epsilon, size, row);
+        kernels->store(m.state_kind, row, size, static_cast<char *>(p.states) + token * row_bytes);
     });
 }
 
@@ -509,26 +528,35 @@ void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int ro
     pool->run(job_of(product_of, Alone{*weight, x, y, inputs, x_kind, rows}), 2);
 }
 
-void draftheads_pass(const Model *model, const Pass *pass) {
+// Returns 0, or 1 if a token is not in the vocabulary: then nothing is computed.
+int draftheads_pass(const Model *model, const Pass *pass) {
     std::lock_guard<std::mutex> lock(turns);
     const Model &m = *model;
-    const int64_t tokens = pass->tokens, joined = int64_t(m.heads) * m.head_size;
+    const Pass &p = *pass;
+    const int64_t count = p.tokens, joined = int64_t(m.heads) * m.head_size;
+    const int per_group = m.heads / m.groups, together = std::max(1, kTogether / per_group);
+    Token *tokens = room(buffers.tokens, count);
+    int32_t *groups = room(buffers.groups, count + 1), num_groups = 0, token = 0;
+    for (int text = 0; text < p.texts; text++) {
+        const int32_t first = token;
+        for (; token < first + p.counts[text]; token++) {
+            if (p.ids[token] < 0 || p.ids[token] >= m.vocab) return 1;
+            tokens[token] = {p.rows[text], first, p.lengths[text], std::min(p.lengths[text] + p.depths[token], p.last_position)};
+            if ((token - first) % together == 0) groups[num_groups++] = token;
+        }
+    }
+    groups[num_groups] = token;
+    // few tokens: each head is a task
+    const int32_t head_parts = num_groups * m.groups < 4 * pool->size() ? per_group : 1;
     int64_t widest = 0;
     for (const Weight *w : {&m.of_layers->qkv, &m.of_layers->out, &m.of_layers->down})
         widest = std::max(widest, kernels->input_bytes(*w));
-    const int per_group = m.heads / m.groups, together = std::max(1, kTogether / per_group);
-    int32_t *groups = room(buffers.groups, tokens + 1), num_groups = 0;
-    for (int32_t token = 0; token < tokens; token++)
-        if (!token || pass->first[token] != pass->first[token - 1] || token - groups[num_groups - 1] == together)
-            groups[num_groups++] = token;
-    groups[num_groups] = int32_t(tokens);
-    // few tokens: each head is a task
-    const int32_t head_parts = num_groups * m.groups < 4 * pool->size() ? per_group : 1;
-    const Work work{m, *pass, room(buffers.inputs, widest * tokens),
-                    room(buffers.qkv, tokens * (m.heads + 2 * m.groups) * m.head_size),
-                    room(buffers.attended, tokens * joined), room(buffers.inner, tokens * m.inner),
-                    groups, num_groups, head_parts};
-    pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 1);
+    const Work work{m, p, room(buffers.inputs, widest * count), room(buffers.states, count * m.size),
+                    room(buffers.qkv, count * (m.heads + 2 * m.groups) * m.head_size),
+                    room(buffers.attended, count * joined), room(buffers.inner, count * m.inner),
+                    tokens, groups, num_groups, head_parts};
+    pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 2);
+    return 0;
 }
 
 }
