@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.cpu import native_library
-from draftheads.cpu.kernels import Native, NativeInt8
+from draftheads.cpu.kernels import Native, NativeInt8, largest
 from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import Texts
 from draftheads.cpu.threads import ThreadChoice
@@ -319,3 +319,30 @@ def test_a_thread_that_begins_during_native_passes_has_all_threads_of_torch(thre
         assert choice.native == threads
     assert seen == [threads]
     assert (choice.native, choice.most, torch.get_num_threads()) == (None, threads, threads)
+
+
+# --- the largest logits ---
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("size", "count", "divisor"), [(1, 1, 1.0), (19, 19, 0.7), (1000, 10, 1.5), (777, 64, 1.0)])
+def test_the_largest_logits_and_their_normaliser(
+    instructions: str, dtype: torch.dtype, size: int, count: int, divisor: float
+) -> None:
+    logits = numbers(2, 3, size, dtype=dtype)
+    values, places, totals = largest(logits, count, divisor)
+    scaled = logits.float() / divisor
+    order = scaled.sort(dim=-1, descending=True, stable=True)  # of equal ones the first
+    assert torch.equal(places, order.indices[..., :count])
+    assert torch.allclose(values, order.values[..., :count], atol=1e-6, rtol=1e-6)
+    assert torch.allclose(totals, scaled.logsumexp(-1, keepdim=True), atol=1e-5)
+
+
+def test_the_largest_of_impossible_logits_are_different_places(instructions: str) -> None:
+    nan, none = float("nan"), -float("inf")
+    values, places, totals = largest(torch.tensor([[none, 1.0, nan, none], [none] * 4, [nan] * 4]), 3)
+    assert places[0, 0] == 1
+    assert values.tolist() == [[1.0, none, none], [none] * 3, [none] * 3]
+    assert all(len(set(row)) == 3 for row in places.tolist())
+    assert totals[0].isnan()
+    assert totals[2].isnan()

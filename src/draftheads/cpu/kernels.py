@@ -235,7 +235,7 @@ class Native(Product):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, halves: bool = False) -> None:
         super().__init__(weight, bias)
-        self._pack(_in_16_bits(weight) if weight.dtype == torch.float32 else weight, None, None, halves)
+        self._pack(_in_16_bits(weight) if weight.dtype == torch.float32 else weight, None, None, halves=halves)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -275,7 +275,7 @@ class Native(Product):
         """The same one: nothing in it changes."""
         return self
 
-    def _pack(self, held: Tensor, scales: Tensor | None, smooth: Tensor | None, halves: bool) -> None:
+    def _pack(self, held: Tensor, scales: Tensor | None, smooth: Tensor | None, *, halves: bool) -> None:
         held = held.contiguous()
         kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features, int(halves))
         self._native = load_library()
@@ -320,7 +320,7 @@ class NativeInt8(Native):
         if smooth is not None:
             weight = weight / smooth
         scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
-        self._pack((weight / scales[:, None]).round().to(torch.int8), scales, smooth, halves)
+        self._pack((weight / scales[:, None]).round().to(torch.int8), scales, smooth, halves=halves)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -407,6 +407,34 @@ def stacked(layers: Sequence[nn.Linear]) -> PackedLinear:
         return PackedLinear(Plain(weight, None))
     biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
     return PackedLinear(Plain(weight, torch.cat([bias.detach() for bias in biases])))
+
+
+def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest logits of each row, as log-probabilities need them.
+
+    Args:
+        logits: (…, V).
+        count: k, at most V are returned.
+        divisor: of the logits.
+
+    Returns:
+        The k largest quotients, the largest first, (…, k) float32; their places (…, k) int64; and the logarithm of
+        the sum of all quotients' exponentials (…, 1) float32.
+    """
+    count = min(count, logits.shape[-1])
+    library = load_library()
+    if library is None or logits.device.type != "cpu" or logits.dtype not in KINDS:
+        scaled = logits.float() if divisor == 1.0 else logits.float() / divisor
+        top = scaled.topk(count, dim=-1)
+        return top.values, top.indices, scaled.logsumexp(-1, keepdim=True)
+    shape, logits = logits.shape[:-1], logits.contiguous()
+    values = torch.empty(*shape, count, dtype=torch.float32)
+    places = torch.empty(*shape, count, dtype=torch.int64)
+    totals = torch.empty(*shape, 1, dtype=torch.float32)
+    given = (KINDS[logits.dtype], logits.data_ptr(), totals.numel(), logits.shape[-1], count, divisor)
+    library.draftheads_threads(native_threads())
+    library.draftheads_top(*given, values.data_ptr(), places.data_ptr(), totals.data_ptr())
+    return values, places, totals
 
 
 @torch.inference_mode()

@@ -131,6 +131,11 @@ def load_library() -> Any:
     found.draftheads_pack.argtypes = (c_int32, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
     found.draftheads_multiply.restype = None
     found.draftheads_multiply.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_void_p)
+    found.draftheads_top.restype = None
+    found.draftheads_top.argtypes = (
+        *(c_int32, c_void_p, c_int32, c_int32, c_int32),
+        *(c_float, c_void_p, c_void_p, c_void_p),
+    )
     found.draftheads_pass.restype, found.draftheads_pass.argtypes = c_int32, (POINTER(Model), POINTER(Pass))
     if found.draftheads_kernels(wanted.encode() if wanted else None) is None:
         raise InvalidSettings(f"{VARIABLE} is {wanted!r}; this machine has {', '.join(sets_here(found))}, and off")

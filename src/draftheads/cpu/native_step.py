@@ -222,7 +222,10 @@ class OpenCache:
         self.rows, groups, self.slots, size = first.shape
         self.group_stride = self.slots * size
         self.row_stride = groups * self.group_stride
-        self._pointers = [(ctypes.c_void_p * len(cache))(*(part.data_ptr() for part in side)) for side in zip(*self._held)]
+        self._pointers = [
+            (ctypes.c_void_p * len(cache))(*(part.data_ptr() for part in side))
+            for side in zip(*self._held, strict=True)
+        ]
         self.keys, self.values = map(ctypes.addressof, self._pointers)
 
     def check(self, texts: Texts, count: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from draftheads.cpu.kernel_choice import pack
 from draftheads.cpu.kernels import replace_linears
+from draftheads.cpu.native_library import load_library
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
 from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.layers import Fusable, LmHeads
@@ -211,7 +212,8 @@ class DraftHead(nn.Module, Drafter):
             for module in list(self.modules()):
                 if isinstance(module, Fusable):
                     module.fuse()
-            pack(replace_linears(self), folder=folder)
+            # a draft that is rounded costs half as much, and what is accepted does not depend on it
+            pack(replace_linears(self), int8=load_library() is not None, folder=folder)
 
     @property
     def depth_limit(self) -> int | None:

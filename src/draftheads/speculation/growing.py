@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftheads.cpu.kernels import largest
 from draftheads.speculation.candidates import Candidates, best_nodes
 from draftheads.speculation.draft import Context, Draft, tree_tensors
 from draftheads.speculation.masking import MaskedPredictor, Predictor
@@ -97,8 +98,7 @@ def _fill_static(head: Predictor, tree: Tree, context: Context, begin: Begin) ->
     tokens = [context.root_ids[:, None]]
     state = begin(tree.max_depth)
     for level in _levels(tree):
-        # in fp32, which has the faster search; probabilities would cost as much again and nobody reads them
-        best = head.predict(state, level.depth).float().topk(level.top_k, dim=-1).indices  # (B, W, ranks)
+        best = largest(head.predict(state, level.depth), level.top_k)[1]  # (B, W, ranks)
         parents = _on_device(level.parents, device)
         rank = ranks[level.start : level.stop]
         place = parents if head.reads_path else torch.zeros_like(parents)
@@ -308,17 +308,16 @@ def _likeliest(
     head: Predictor, state: Any, depths: Sequence[int], top_k: int, divisors: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and target ids of the most probable tokens at some depths, each (depths, B, W, R)."""
-    parts = [head.predict(state, depth).float() for depth in depths]
-    if divisors:
-        parts = [logits / divisors[min(depth, len(divisors) - 1)] for logits, depth in zip(parts, depths, strict=True)]
-    logits = torch.stack(parts)
-    top = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    # rounding must not make a child likelier than its parent; where no token is allowed, all have probability 0
-    total = logits.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
-    log_probs = (top.values - total).clamp_max(0.0)
+    log_probs, ids = [], []
+    for depth in depths:
+        divisor = divisors[min(depth, len(divisors) - 1)] if divisors else 1.0
+        values, places, total = largest(head.predict(state, depth), top_k, divisor)
+        # rounding must not make a child likelier than its parent; where no token is allowed, all have probability 0
+        log_probs.append((values - total.clamp_min(torch.finfo(total.dtype).min)).clamp_max(0.0))
+        ids.append(places)
     # a damaged or overflowing head: nothing is drafted where the probabilities are not numbers
-    log_probs = log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    return log_probs, head.to_target_ids(top.indices)
+    whole = torch.stack(log_probs).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    return whole, head.to_target_ids(torch.stack(ids))
 
 
 def likely_enough(path_log_probs: Tensor, num_nodes: int, threshold: float) -> int:

@@ -160,6 +160,16 @@ inline void add_product(Vec &sums, Vec a, Vec b) {
 #endif
 }
 
+inline bool any(IntVec is_true) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)is_true);
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)is_true);
+#else
+    return is_true[0] | is_true[1] | is_true[2] | is_true[3];
+#endif
+}
+
 inline float largest(Vec v) {
     float most = v[0];
     for (int i = 1; i < kLanes; i++) most = v[i] > most ? v[i] : most;
@@ -583,7 +593,8 @@ inline void mix(const float *const *weights, const Entries &values, const Slots 
     };
     int v = 0;
     for (; v + kAttendVecs <= vecs; v += kAttendVecs) few(v, std::integral_constant<int, kAttendVecs>());
-    for (; v < vecs; v++) few(v, std::integral_constant<int, 1>());
+    if constexpr (!whole || whole % kAttendVecs)
+        for (; v < vecs; v++) few(v, std::integral_constant<int, 1>());
 }
 
 // The scores become weights; returns 1 / their sum. Their number is rounded up to whole vectors.
@@ -685,6 +696,55 @@ void attend(int kind, const Query *queries, int count, int size, const char *key
     of(queries, count, {keys, bytes, size}, {values, bytes, size}, scaling, scratch);
 }
 
+// --- the largest of many numbers ---
+
+// Of equal numbers the first one counts. NaN counts as minus infinity.
+template <int kind>
+float top_of(const char *x, int size, int count, float divisor, float *values, int64_t *places) {
+    constexpr int bytes = kind == kFloat32 ? 4 : 2;
+    int found = 0;
+    float least = -INFINITY;
+    for (int i = 0; i < size; i += kLanes) {
+        const int lanes = size - i < kLanes ? size - i : kLanes;
+        const Vec v = lanes == kLanes ? load_as(kind, x + i * bytes) : load_some(kind, x + i * bytes, lanes);
+        if (found == count && !any(v > all(least))) continue;
+        for (int lane = 0; lane < lanes; lane++) {
+            if (!(found < count ? v[lane] > -INFINITY : v[lane] > least)) continue;
+            int at = found < count ? found++ : count - 1;
+            for (; at && values[at - 1] < v[lane]; at--) {
+                values[at] = values[at - 1];
+                places[at] = places[at - 1];
+            }
+            values[at] = v[lane];
+            places[at] = i + lane;
+            least = values[found - 1];
+        }
+    }
+    const float factor = 1.0f / divisor, most = found ? values[0] * factor : 0.0f;
+    Vec sums = {};
+    for (int i = 0; i < size; i += kLanes) {
+        const int lanes = size - i < kLanes ? size - i : kLanes;
+        Vec v = lanes == kLanes ? load_as(kind, x + i * bytes) : load_some(kind, x + i * bytes, lanes);
+        if (lanes < kLanes)
+            for (int lane = lanes; lane < kLanes; lane++) v[lane] = -INFINITY;
+        sums += exponential(v * factor - most);
+    }
+    for (int i = found, place = 0; i < count; place++) {  // places that are not among them, each once
+        bool is_taken = false;
+        for (int j = 0; j < found; j++) is_taken |= places[j] == place;
+        if (is_taken) continue;
+        values[i] = -INFINITY;
+        places[i++] = place;
+    }
+    for (int i = 0; i < found; i++) values[i] *= factor;
+    return most + std::log(total(sums));
+}
+
+float top(int kind, const void *x, int size, int count, float divisor, float *values, int64_t *places) {
+    auto *of = kind == kFloat32 ? top_of<kFloat32> : kind == kBFloat16 ? top_of<kBFloat16> : top_of<kFloat16>;
+    return of(static_cast<const char *>(x), size, count, divisor, values, places);
+}
+
 }  // namespace
 
 extern const Kernels KERNELS;
@@ -699,6 +759,6 @@ constexpr Level kLevel = kLevelAvx2;
 #else
 constexpr Level kLevel = kLevelPortable;
 #endif
-const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, norm, turn, gate, store_as, load_from, attend};
+const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, norm, turn, gate, store_as, load_from, attend, top};
 
 }  // namespace draftheads

@@ -440,6 +440,25 @@ void product_of(const Job &job, uint32_t number) {
                    });
 }
 
+struct Top {
+    const char *x;
+    float *values, *totals;
+    int64_t *places;
+    int64_t row_bytes;
+    float divisor;
+    int32_t kind, rows, size, count;
+};
+static_assert(sizeof(Top) <= sizeof(Job::words), "a job holds it");
+
+void top_of(const Job &job, uint32_t number) {
+    Top t;
+    std::memcpy(&t, job.words, sizeof t);
+    pool->share(0, number, t.rows, [&](int64_t r) {
+        t.totals[r] = kernels->top(t.kind, t.x + r * t.row_bytes, t.size, t.count, t.divisor, t.values + r * t.count,
+                                   t.places + r * t.count);
+    });
+}
+
 template <class T>
 Job job_of(void (*work)(const Job &, uint32_t), const T &what) {
     Job job = {};
@@ -526,6 +545,15 @@ void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int ro
     std::lock_guard<std::mutex> lock(turns);
     char *inputs = room(buffers.inputs, kernels->input_bytes(*weight) * rows);
     pool->run(job_of(product_of, Alone{*weight, x, y, inputs, x_kind, rows}), 2);
+}
+
+// The largest numbers x / divisor of each row of x (rows, size): values and places (rows, count), and the logarithm of the
+// sum of e^(x / divisor), (rows,). At most `size` are asked for.
+void draftheads_top(int kind, const void *x, int rows, int size, int count, float divisor, float *values, int64_t *places,
+                    float *totals) {
+    std::lock_guard<std::mutex> lock(turns);
+    const int64_t bytes = int64_t(size) * bytes_of(kind);
+    pool->run(job_of(top_of, Top{static_cast<const char *>(x), values, totals, places, bytes, divisor, kind, rows, size, count}), 1);
 }
 
 // Returns 0, or 1 if a token is not in the vocabulary: then nothing is computed.
