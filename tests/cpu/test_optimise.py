@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from draftheads.cpu import attention as attention_module
 from draftheads.cpu.attention import EXACT_ATTENTION, GROUPED_ATTENTION, exact_attention, grouped_attention
 from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
-from draftheads.cpu.kernels import MAX_TREE_ROWS, Int8, PackedLinear, Plain
+from draftheads.cpu.kernels import MAX_TREE_ROWS, PackedLinear, Plain
 from draftheads.cpu.optimise import kernels_of, rows_keep_their_bits, speed_up
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target

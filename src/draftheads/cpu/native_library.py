@@ -104,6 +104,50 @@ class Pass(ctypes.Structure):
     )
 
 
+class HeadLayer(ctypes.Structure):
+    """``draftheads::HeadLayer`` in ``step.cpp``."""
+
+    _fields_ = (("weight", Weight),)
+
+
+class Depth(ctypes.Structure):
+    """``draftheads::Depth`` in ``step.cpp``."""
+
+    _fields_ = (
+        ("first_layer", c_int32),
+        ("layers", c_int32),
+        ("divisor", c_float),
+        ("width", c_int32),
+        ("beam", c_int32),
+        ("lm_head", Weight),
+    )
+
+
+class Growth(ctypes.Structure):
+    """``draftheads::Growth`` in ``step.cpp``."""
+
+    _fields_ = (
+        ("rows", c_int32),
+        ("size", c_int32),
+        ("num_depths", c_int32),
+        ("reads_path", c_int32),
+        ("embedding_kind", c_int32),
+        ("nodes", c_int32),
+        ("likely", c_float),
+        ("embedding_scale", c_float),
+        ("embedding", c_void_p),
+        ("target_ids", c_void_p),
+        ("roots", c_void_p),
+        ("states", c_void_p),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("log_probs", c_void_p),
+        ("capacity", c_int32),
+        ("head_layers", POINTER(HeadLayer)),
+        ("depths", POINTER(Depth)),
+    )
+
+
 @cache
 def load_library() -> Any:
     """The library, with the fastest instructions of this machine; None if it was not built or is switched off.
@@ -116,9 +160,9 @@ def load_library() -> Any:
         return None
     try:
         found = ctypes.CDLL(str(FILE))
-        found.draftheads_sizes.restype = c_int64
-        sizes = [ctypes.sizeof(structure) for structure in (Weight, Layer, Model, Pass)]
-        if found.draftheads_sizes() != sizes[0] | sizes[1] << 12 | sizes[2] << 28 | sizes[3] << 44:
+        found.draftheads_size.restype, found.draftheads_size.argtypes = c_int32, (c_int32,)
+        structures = (Weight, Layer, Model, Pass, HeadLayer, Depth, Growth)
+        if [found.draftheads_size(number) for number in range(len(structures))] != [*map(ctypes.sizeof, structures)]:
             return None  # of another version: `make native`
     except (AttributeError, OSError):  # the same, or built for another machine
         return None
@@ -131,6 +175,12 @@ def load_library() -> Any:
     found.draftheads_pack.argtypes = (c_int32, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
     found.draftheads_multiply.restype = None
     found.draftheads_multiply.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_void_p)
+    found.draftheads_grow.restype, found.draftheads_grow.argtypes = c_int32, (POINTER(Growth),)
+    found.draftheads_best.restype = None
+    found.draftheads_best.argtypes = (
+        *(c_void_p, c_void_p, c_int32, c_int32, c_int32),
+        *(c_void_p, c_void_p, c_void_p, c_void_p),
+    )
     found.draftheads_top.restype = None
     found.draftheads_top.argtypes = (
         *(c_int32, c_void_p, c_int32, c_int32, c_int32),

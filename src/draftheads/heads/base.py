@@ -5,7 +5,7 @@ K heads; head i (0-based) reads position t and predicts x_{t+2+i}; V' is the dra
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from draftheads.cpu.kernel_choice import pack
 from draftheads.cpu.kernels import replace_linears
+from draftheads.cpu.native_growth import HeadLayers, NativeGrowth
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
 from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.layers import Fusable, LmHeads
 from draftheads.settings import LmHeadKind
+from draftheads.speculation.candidates import Candidates
 from draftheads.speculation.draft import Context, Draft, TargetWeights
 from draftheads.speculation.drafter import Drafter, DraftSession
-from draftheads.speculation.growing import fill
+from draftheads.speculation.growing import Expand, Levels, fill
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape, check_ranks, depth_of
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
@@ -151,6 +153,7 @@ class DraftHead(nn.Module, Drafter):
         self.embedding_scale = config.embedding_scale if isinstance(config, EmbeddingConfig) else 1.0
         self.default_shape: Shape = Tree.chain(config.num_heads)
         self.hidden_layers, self.max_depth = config.hidden_layers, config.num_heads
+        self.growth: NativeGrowth | None = None  # finds candidates in one call; made by speed_up
 
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
     target_embedding: Tensor  # (V, D): the target's, frozen, not saved
@@ -214,6 +217,38 @@ class DraftHead(nn.Module, Drafter):
                     module.fuse()
             # a draft that is rounded costs half as much, and what is accepted does not depend on it
             pack(replace_linears(self), int8=load_library() is not None, folder=folder)
+            self.growth = self._native_growth()
+
+    def layers_of_depths(self) -> Sequence[Sequence[nn.Module]] | None:
+        """The layers on the state of each depth, if that is all: see :class:`HeadLayers`. None: there is more."""
+        return None
+
+    def _native_growth(self) -> NativeGrowth | None:
+        layers = self.layers_of_depths()
+        if layers is None or self.config.lm_head == "low_rank" or load_library() is None:
+            return None
+        lm_heads = [self.lm_heads.layer(i if self.config.num_lm_heads > 1 else 0) for i in range(len(layers))]
+        try:
+            return NativeGrowth(
+                [HeadLayers(*pair) for pair in zip(layers, lm_heads, strict=True)],  # type: ignore[arg-type]
+                reads_path=self.reads_path,
+                embedding=self.target_embedding,
+                embedding_scale=self.embedding_scale,
+                logit_scale=self.lm_heads.logit_scale,
+                target_ids=self.draft_vocab if self.config.draft_vocab_size is not None else None,
+            )
+        except (AttributeError, TypeError, ValueError):  # a layer for which there is no native product
+            return None
+
+    def expander(self, root: Root) -> Expand | None:
+        """What finds all candidates in one call, if this head has it."""
+        if self.growth is None:
+            return None
+        return partial(self._expanded, self.growth, root)
+
+    @staticmethod
+    def _expanded(growth: NativeGrowth, root: Root, levels: Levels, **options: Any) -> Candidates:
+        return Candidates(*growth.expand(root.token_ids, root.states, levels, **options))
 
     @property
     def depth_limit(self) -> int | None:
@@ -262,6 +297,7 @@ class DraftHead(nn.Module, Drafter):
             if shape != expected:
                 raise InvalidSettings(f"the target's {name} is {shape} but the head was made for {expected}")
         self.target_embedding = weights.embedding.detach()
+        self.growth = None
         self._read_type()
         rows = self.draft_vocab.to(weights.lm_head.device) if self.config.draft_vocab_size else None
         self.lm_heads.bind(weights, rows, self.dtype)
@@ -353,8 +389,15 @@ class HeadSession(DraftSession):
         if shape is not self._checked:
             self.head.check_shape(shape)
             self._checked = shape
-        begin = partial(self.head.begin, self.root(context))
-        return fill(self.head, shape, context, begin=begin, max_depth=self.head.depth_for(shape))
+        root = self.root(context)
+        return fill(
+            self.head,
+            shape,
+            context,
+            begin=partial(self.head.begin, root),
+            max_depth=self.head.depth_for(shape),
+            expand=self.head.expander(root),
+        )
 
     def root(self, context: Context) -> Root:
         """What drafting begins with."""

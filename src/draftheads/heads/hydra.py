@@ -1,7 +1,7 @@
 """Hydra heads: each head reads the draft tokens before its own on the path (Ankner et al. 2024, section 3)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ class FusionBlock(Block):
     def fuse(self) -> None:
         """One product for both layers."""
         self.both = stacked([self.residual, self.linear])
+        self.both.halves = True
         del self.residual, self.linear
 
 
@@ -70,6 +71,10 @@ class HydraHead(DraftHead):
             inputs.append(embedded.roll(-(i + 1), dims=1))  # the wrapped tail is not used
             features.append(blocks(torch.cat(inputs, -1)))
         return torch.stack(features)
+
+    def layers_of_depths(self) -> list[list[Any]]:
+        """The fused layers of each head."""
+        return [[part.both if isinstance(part, FusionBlock) else part.linear for part in each] for each in self.blocks]  # type: ignore[attr-defined]
 
     def begin(self, root: Root, depth: int) -> Tensor:
         """What the children of the root are predicted from: h_t and E(x_{t+1}), (B, 1, 2·D)."""

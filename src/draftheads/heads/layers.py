@@ -97,6 +97,10 @@ class LmHeads(nn.Module):
         self.packed = PackedLinear(self.target_product or Plain(self.shared, self.shared_bias))
         self.shared = None
 
+    def layer(self, head_index: int) -> nn.Module | None:
+        """The packed layer of one head; None of low-rank ones, which have two."""
+        return self.packed if self.kind == "shared" else self.heads[head_index] if self.kind == "own" else None
+
     def initialise(self, weights: TargetWeights, rows: Tensor | None) -> None:
         """Own heads start as copies of the target's lm_head, low-rank ones as its best approximation of that rank."""
         if self.kind == "shared":

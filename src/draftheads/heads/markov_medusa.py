@@ -78,6 +78,9 @@ class MarkovMedusaHead(MedusaHead):
         """The first D numbers."""
         return features[..., : self.config.hidden_size]
 
+    def layers_of_depths(self) -> None:
+        """The part that reads the path is no layer on the state."""
+
     def begin(self, root: Root, depth: int) -> _State:  # type: ignore[override]  # Medusa's state is its logits
         """All that does not depend on the path, for all depths at once."""
         hidden = root.states

@@ -1,7 +1,7 @@
 """Medusa heads: K predictions side by side from one hidden state (Cai et al. 2024, section 3.1.1)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ class MedusaHead(DraftHead):
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D) -> (K, B, T, D); Medusa heads do not look at the tokens."""
         return torch.stack([blocks(hidden) for blocks in self.blocks])
+
+    def layers_of_depths(self) -> list[list[Any]] | None:
+        """The layers of each head."""
+        return [[block.linear for block in blocks] for blocks in self.blocks]  # type: ignore[attr-defined]
 
     def begin(self, root: Root, depth: int) -> Tensor:
         """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""

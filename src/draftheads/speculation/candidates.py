@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftheads.cpu.native_growth import best_tree
 from draftheads.speculation.draft import Draft
 
 
@@ -32,22 +33,30 @@ def best_nodes(candidates: Candidates, priority: Tensor, count: int, max_depth: 
         count: N.
         max_depth: of any candidate.
     """
-    order = priority.sort(dim=1, descending=True, stable=True).indices
-    numbers = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    place = torch.empty_like(order).scatter_(1, order, numbers)
-    order = order[:, :count]
-    parents = place.gather(1, candidates.parents.gather(1, order))  # (B, N)
     max_depth = min(max_depth, count - 1)
-    ancestors = ancestors_of(parents, max_depth)
+    order, parents, depths, ancestors = best_tree(priority, candidates.parents, count) or _best_tree(
+        priority, candidates.parents, count, max_depth
+    )
     draft = Draft(
         token_ids=candidates.token_ids.gather(1, order),
         parents=parents,
-        depths=ancestors.sum(2) - 1,
+        depths=depths,
         ancestors=ancestors,
         max_depth=max_depth,
         path_log_probs=candidates.path_log_probs.gather(1, order),
     )
     return draft, order
+
+
+def _best_tree(priority: Tensor, parents: Tensor, count: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`draftheads.cpu.native_growth.best_tree`."""
+    order = priority.sort(dim=1, descending=True, stable=True).indices
+    numbers = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    place = torch.empty_like(order).scatter_(1, order, numbers)
+    order = order[:, :count]
+    parents = place.gather(1, parents.gather(1, order))  # (B, N)
+    ancestors = ancestors_of(parents, max_depth)
+    return order, parents, ancestors.sum(2) - 1, ancestors
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:

@@ -23,6 +23,8 @@ from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
 
 Begin = Callable[[int], Any]  # the state at the roots, for a tree of that depth
+Levels = Sequence[tuple[int, int | None]]  # for each depth the width and the beam, see _expand
+Expand = Callable[..., Candidates]  # finds all candidates in one call: the levels, then ``divisors`` and ``limit``
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
         return to_device(places, device, torch.long)
 
 
-def fill(head: Predictor, shape: Shape, context: Context, *, begin: Begin, max_depth: int) -> Draft:
+def fill(
+    head: Predictor, shape: Shape, context: Context, *, begin: Begin, max_depth: int, expand: Expand | None = None
+) -> Draft:
     """Draft tokens for every row of the context.
 
     Args:
@@ -77,18 +81,23 @@ def fill(head: Predictor, shape: Shape, context: Context, *, begin: Begin, max_d
         context: the roots; for :class:`Sampled` also settings and random numbers.
         begin: gives the state at the roots.
         max_depth: of trees whose shape gives no depth; no tree that grows is deeper.
+        expand: used for trees that grow in place of ``begin`` and the head, unless tokens are forbidden.
 
     Raises:
         ValueError: the context has no settings or random numbers, but the shape is :class:`Sampled`.
     """
     if context.rules is not None:
         masked, unmasked = MaskedPredictor(head, context.rules), begin
-        head, begin = masked, lambda depth: masked.state(unmasked(depth))
+        head, begin, expand = masked, lambda depth: masked.state(unmasked(depth)), None
     if isinstance(shape, Tree):
         return _fill_static(head, shape, context, begin)
     if isinstance(shape, Sampled):
         return _sample(head, shape, context, begin)
-    return _grow(head, shape, context, begin, max_depth)
+
+    def step_by_step(levels: Levels, **options: Any) -> Candidates:
+        return _expand(head, begin(len(levels)), context.root_ids, levels, **options)
+
+    return _grow(head, shape, context, expand or step_by_step, max_depth)
 
 
 def _fill_static(head: Predictor, tree: Tree, context: Context, begin: Begin) -> Draft:
@@ -190,13 +199,13 @@ def _without_replacement(probs: Tensor, count: int, uniforms: Tensor) -> tuple[T
     return torch.stack(ids, 1).view(shape), torch.stack(log_probs, 1).view(shape).float()
 
 
-def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin: Begin, max_depth: int) -> Draft:
+def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, expand: Expand, max_depth: int) -> Draft:
     """Draft tokens on trees of each row's own, most probable first: the first n nodes are the tree of n nodes."""
     depth = min(shape.depth or max_depth, max_depth)
     if isinstance(shape, BestPaths):
         widths = shape.widths[:depth]
         whole = [(width, None) for width in widths]
-        candidates = _expand(head, begin(depth), context.root_ids, whole, divisors=shape.temperatures)
+        candidates = expand(whole, divisors=shape.temperatures, limit=None)
         priority = _best_path_through(candidates.path_log_probs, widths)
         counts = _nodes_on_paths(priority, shape, depth)
         is_cpu = counts.device.type == "cpu"  # elsewhere the host would wait for the number
@@ -208,7 +217,7 @@ def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin
     levels = [(shape.top_k, beam) for beam in beams]
     stops_early = head.reads_path and shape.min_level_probability is not None and context.root_ids.device.type == "cpu"
     limit = (shape.num_nodes, shape.min_level_probability or 0.0) if stops_early else None
-    candidates = _expand(head, begin(depth), context.root_ids, levels, divisors=shape.temperatures, limit=limit)
+    candidates = expand(levels, divisors=shape.temperatures, limit=limit)
     priority = candidates.path_log_probs
     count = likely_enough(priority, shape.num_nodes, shape.threshold)
     return best_nodes(candidates, priority, min(count, priority.shape[1]), depth)[0]
@@ -229,7 +238,7 @@ def _expand(
     head: Predictor,
     state: Any,
     root_ids: Tensor,
-    levels: Sequence[tuple[int, int | None]],
+    levels: Levels,
     *,
     divisors: Sequence[float],
     limit: tuple[int, float] | None = None,

@@ -519,6 +519,18 @@ void gate(int act, const float *gate, const float *up, int size, float *out) {
     std::memcpy(out + i, o, 4 * (size - i));
 }
 
+// base + SiLU(x)
+void add_silu(const float *base, const float *x, int size, float *out) {
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(out + i, load(base + i) + activated(0, load(x + i)));
+    if (i == size) return;
+    float b[kLanes] = {}, n[kLanes] = {}, o[kLanes];
+    std::memcpy(b, base + i, 4 * (size - i));
+    std::memcpy(n, x + i, 4 * (size - i));
+    store(o, load(b) + activated(0, load(n)));
+    std::memcpy(out + i, o, 4 * (size - i));
+}
+
 // --- attention ---
 
 constexpr int kAttendRows = kLanes == 16 ? 4 : 2, kAttendKeys = 4, kAttendVecs = 4;
@@ -759,6 +771,6 @@ constexpr Level kLevel = kLevelAvx2;
 #else
 constexpr Level kLevel = kLevelPortable;
 #endif
-const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, norm, turn, gate, store_as, load_from, attend, top};
+const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, norm, turn, gate, add_silu, store_as, load_from, attend, top};
 
 }  // namespace draftheads

@@ -65,6 +65,8 @@ struct Kernels {
     void (*turn)(float *head, const float *cos, const float *sin, int size);
     // act(gate) * up.
     void (*gate)(int act, const float *gate, const float *up, int size, float *out);
+    // base + SiLU(x).
+    void (*add_silu)(const float *base, const float *x, int size, float *out);
     // Stores numbers as fp32 (kFloat32), bf16 or fp16.
     void (*store)(int kind, const float *x, int64_t size, void *out);
     // Loads them.

@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <atomic>
 #include <climits>
+#include <cmath>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -234,6 +236,14 @@ struct Buffers {
     std::vector<int32_t> groups;
 };
 
+Buffers &buffers = *new Buffers();  // never goes, as the pool
+
+template <class T>
+T *room(std::vector<T> &buffer, int64_t size) {
+    if (int64_t(buffer.size()) < size) buffer.resize(size);
+    return buffer.data();
+}
+
 // What a pass has, by value: a late thread reads nothing else before it has a task.
 struct Work {
     Model model;
@@ -459,20 +469,218 @@ void top_of(const Job &job, uint32_t number) {
     });
 }
 
+// --- drafting ---
+
+}  // namespace
+
+// A layer of a head: x + SiLU(W x + b), or W x + b + SiLU(V x + c) with both weights below each other (halves).
+struct HeadLayer {
+    Weight weight;
+};
+
+// A depth of a head: its layers on the state, its lm_head, and the tree that grows.
+struct Depth {
+    int32_t first_layer, layers;
+    float divisor;        // of the logits
+    int32_t width, beam;  // children of each of so many of the most probable nodes; beam 0: of all
+    Weight lm_head;
+};
+
+constexpr int kMostDepths = 16, kMostHeadLayers = 64;
+
+// Grows candidates of a head whose depths are layers on one state: the last hidden state and, if it reads the path, the
+// embeddings of the path's tokens behind it.
+struct Growth {
+    int32_t rows, size, num_depths, reads_path, embedding_kind;
+    int32_t nodes;      // of the tree: what cannot be in it has no children; 0: everything has
+    float likely;       // least probability of the nodes that get children, of all together
+    float embedding_scale;
+    const void *embedding;       // (vocabulary, size)
+    const int64_t *target_ids;   // (draft vocabulary,), or null
+    const int64_t *roots;        // (rows,)
+    const float *states;         // (rows, size)
+    int64_t *tokens, *parents;   // (rows, capacity): the candidates, the root first
+    float *log_probs;            // the same: of the whole path
+    int32_t capacity;
+    const HeadLayer *head_layers;
+    const Depth *depths;
+};
+
+namespace {
+
+// Of the growth at hand. It never goes, because a late thread may look at it.
+struct Growing {
+    Growth growth;
+    HeadLayer layers[kMostHeadLayers];
+    Depth depths[kMostDepths];
+    // Nodes of each row that get children, for each depth; 0: it is over. A slow thread may read them late, so each is
+    // written once.
+    int32_t widths[kMostDepths + 1];
+    int32_t count;  // candidates of each row so far
+    std::vector<float> states, next_states, features, next_features, logits, values, totals, scores;
+    std::vector<int64_t> places;
+    std::vector<int32_t> nodes, above;  // (rows, width): among the candidates; among the nodes of the depth before
+};
+Growing &growing = *new Growing();
+
+float log_prob(float value, float total) {
+    const float log_prob = std::min(value - std::max(total, -3.4028234663852886e38f), 0.0f);
+    return log_prob == log_prob ? log_prob : -INFINITY;  // NaN: of a damaged head
+}
+
+// Numbers of the state of a node.
+int state_size(const Growth &w, int depth) { return w.reads_path ? (2 + depth) * w.size : w.size; }
+
+// For the products of a depth.
+void make_room(Growing &g, int depth) {
+    const Growth &w = g.growth;
+    const Depth &level = g.depths[depth];
+    const int64_t rows = w.reads_path ? int64_t(w.rows) * g.widths[depth] : w.rows;
+    int64_t widest = kernels->input_bytes(level.lm_head), features = 0;
+    for (int i = level.first_layer; i < level.first_layer + level.layers; i++) {
+        const Weight &weight = g.layers[i].weight;
+        widest = std::max(widest, kernels->input_bytes(weight));
+        features = std::max<int64_t>(features, weight.out);
+    }
+    room(buffers.inputs, widest * rows);
+    for (auto *buffer : {&g.features, &g.next_features}) room(*buffer, features * rows);
+    room(g.logits, rows * level.lm_head.out);
+    room(g.values, rows * level.width);
+    room(g.places, rows * level.width);
+    room(g.totals, rows);
+}
+
+// The nodes that get children, after the candidates of a depth have been found.
+void choose(Growing &g, int depth) {
+    const Growth &w = g.growth;
+    const int width = g.widths[depth], top = g.depths[depth].width, found = width * top, old = g.count, count = old + found;
+    const bool is_last = depth + 1 == w.num_depths;
+    const int beam = is_last ? 0 : g.depths[depth + 1].beam, most = beam ? std::min(beam, found) : found;
+    std::vector<int32_t> order(found), nodes(w.rows * most), above(w.rows * most);
+    std::vector<float> scores(w.rows * most), all;
+    float reach = 0.0f;
+    int useful = w.nodes ? 0 : most;
+    for (int row = 0; row < w.rows; row++) {
+        int64_t *tokens = w.tokens + int64_t(row) * w.capacity, *parents = w.parents + int64_t(row) * w.capacity;
+        float *log_probs = w.log_probs + int64_t(row) * w.capacity;
+        for (int node = 0; node < width; node++)
+            for (int rank = 0; rank < top; rank++) {
+                const int from = w.reads_path ? row * width + node : row, at = old + node * top + rank;
+                const int64_t place = g.places[int64_t(from) * top + rank];
+                tokens[at] = w.target_ids ? w.target_ids[place] : place;
+                parents[at] = g.nodes[row * width + node];
+                log_probs[at] = g.scores[row * width + node] + log_prob(g.values[int64_t(from) * top + rank], g.totals[from]);
+            }
+        if (is_last) continue;
+        for (int i = 0; i < found; i++) order[i] = i;
+        if (w.nodes || most < found)
+            std::stable_sort(order.begin(), order.end(),
+                             [&](int a, int b) { return log_probs[old + a] > log_probs[old + b]; });
+        for (int i = 0; i < most; i++) {
+            nodes[row * most + i] = old + order[i];
+            above[row * most + i] = order[i] / top;
+            scores[row * most + i] = log_probs[old + order[i]];
+        }
+        if (!w.nodes) continue;
+        float last = -INFINITY;  // the least likely node of the tree so far
+        bool is_full = count >= w.nodes;
+        if (is_full) {
+            all.assign(log_probs, log_probs + count);
+            std::nth_element(all.begin(), all.begin() + (w.nodes - 1), all.end(), std::greater<float>());
+            last = all[w.nodes - 1];
+        }
+        int here = 0;
+        for (; here < most && (!is_full || scores[row * most + here] > last); here++) reach += std::exp(scores[row * most + here]);
+        useful = std::max(useful, here);
+    }
+    g.count = count;
+    if (w.nodes && reach < w.likely) useful = 0;
+    if (is_last) useful = 0;
+    g.nodes.resize(w.rows * useful);
+    g.above.resize(w.rows * useful);
+    g.scores.resize(w.rows * useful);
+    for (int row = 0; row < w.rows; row++)
+        for (int i = 0; i < useful; i++) {
+            g.nodes[row * useful + i] = nodes[row * most + i];
+            g.above[row * useful + i] = above[row * most + i];
+            g.scores[row * useful + i] = scores[row * most + i];
+        }
+    const int64_t rows = int64_t(w.rows) * useful;
+    if (w.reads_path) g.next_states.resize(rows * state_size(w, depth + 1));
+    g.widths[depth + 1] = useful;
+}
+
+void grow_of(const Job &, uint32_t number) {
+    Growing &g = growing;
+    int part = 0;
+    auto each = [&](int tasks, auto task) { return pool->share(part++, number, tasks, task); };
+    auto embed = [&](int64_t token, float *out) {
+        const Growth &w = g.growth;
+        const int64_t bytes = int64_t(w.size) * bytes_of(w.embedding_kind);
+        kernels->load(w.embedding_kind, static_cast<const char *>(w.embedding) + token * bytes, w.size, out);
+        for (int i = 0; i < w.size; i++) out[i] *= w.embedding_scale;
+    };
+    for (int depth = 0;; depth++) {
+        if (depth >= g.growth.num_depths) return;
+        const Depth &level = g.depths[depth];
+        const int rows = g.growth.reads_path ? g.growth.rows * g.widths[depth] : g.growth.rows, count = level.layers;
+        int in = state_size(g.growth, depth);
+        // the state goes through the layers, and the lm_head reads what comes out
+        for (int i = 0; i <= count; i++) {
+            const bool is_head = i == count;
+            const Weight &weight = is_head ? level.lm_head : g.layers[level.first_layer + i].weight;
+            const int out = weight.out, halves = weight.halves, next = halves ? out / 2 : out, from = i;
+            auto input = [&g, from, in](int row) {
+                return (from ? (from % 2 ? g.features : g.next_features) : g.states).data() + int64_t(row) * in;
+            };
+            if (!each(rows, [&](int row) {
+                    kernels->prepare(weight, input(row), buffers.inputs.data() + row * kernels->input_bytes(weight));
+                }) ||
+                !multiply(part++, number, out, halves, [&]() -> const Weight & { return weight; }, buffers.inputs.data(), rows,
+                          [&](int first, int outputs, const float *y) {
+                              float *into = (is_head ? g.logits : from % 2 ? g.next_features : g.features).data();
+                              for (int row = 0; row < rows; row++) {
+                                  float *to = into + int64_t(row) * next + first;
+                                  if (is_head) std::memcpy(to, y + row * kBlock, 4 * outputs);
+                                  else kernels->add_silu(halves ? y + row * kBlock : input(row) + first,
+                                                         y + row * kBlock + (halves ? kBlock / 2 : 0), outputs, to);
+                              }
+                          }))
+                return;
+            in = next;
+        }
+        if (!each(rows, [&](int row) {
+                g.totals[row] = kernels->top(kFloat32, g.logits.data() + int64_t(row) * in, in, level.width, level.divisor,
+                                             g.values.data() + int64_t(row) * level.width,
+                                             g.places.data() + int64_t(row) * level.width);
+            }) ||
+            !each(1, [&](int) { choose(g, depth); }))
+            return;
+        const int width = g.widths[depth + 1];
+        if (!width) return;
+        if (!g.growth.reads_path) continue;
+        const int old = state_size(g.growth, depth), whole = old + g.growth.size;
+        if (!each(g.growth.rows * width, [&](int node) {
+                const Growth &w = g.growth;
+                const int row = node / width, before = g.widths[depth];
+                float *state = g.next_states.data() + int64_t(node) * whole;
+                std::memcpy(state, g.states.data() + (int64_t(row) * before + g.above[node]) * old, 4 * old);
+                embed(w.tokens[int64_t(row) * w.capacity + g.nodes[node]], state + old);
+            }) ||
+            !each(1, [&](int) {
+                g.states.swap(g.next_states);
+                make_room(g, depth + 1);
+            }))
+            return;
+    }
+}
+
 template <class T>
 Job job_of(void (*work)(const Job &, uint32_t), const T &what) {
     Job job = {};
     job.work = work;
     std::memcpy(job.words, &what, sizeof what);
     return job;
-}
-
-Buffers &buffers = *new Buffers();  // never goes, as the pool
-
-template <class T>
-T *room(std::vector<T> &buffer, int64_t size) {
-    if (int64_t(buffer.size()) < size) buffer.resize(size);
-    return buffer.data();
 }
 
 }  // namespace
@@ -483,7 +691,10 @@ using namespace draftheads;
 extern "C" {
 
 // The sizes of the structures: a library of another version is not used.
-int64_t draftheads_sizes() { return sizeof(Weight) | sizeof(Layer) << 12 | sizeof(Model) << 28 | sizeof(Pass) << 44; }
+int draftheads_size(int number) {
+    const size_t sizes[] = {sizeof(Weight), sizeof(Layer), sizeof(Model), sizeof(Pass), sizeof(HeadLayer), sizeof(Depth), sizeof(Growth)};
+    return number < int(sizeof sizes / sizeof *sizes) ? int(sizes[number]) : 0;
+}
 
 // Makes a set of kernels the one in use, the fastest if none is named, and returns its name; null if this machine does
 // not support it. "" changes nothing.
@@ -554,6 +765,69 @@ void draftheads_top(int kind, const void *x, int rows, int size, int count, floa
     std::lock_guard<std::mutex> lock(turns);
     const int64_t bytes = int64_t(size) * bytes_of(kind);
     pool->run(job_of(top_of, Top{static_cast<const char *>(x), values, totals, places, bytes, divisor, kind, rows, size, count}), 1);
+}
+
+// The tree of the `count` candidates of highest priority of each row, the highest first and of equals the first. Takes
+// (rows, candidates) and gives (rows, count): the candidates, their parents in the tree, depths, and whether they see
+// each other (rows, count, count).
+void draftheads_best(const float *priority, const int64_t *parents, int rows, int candidates, int count, int64_t *order,
+                     int64_t *new_parents, int64_t *depths, bool *ancestors) {
+    std::vector<int32_t> sorted(candidates), place(candidates);
+    for (int row = 0; row < rows; row++) {
+        const float *of_row = priority + int64_t(row) * candidates;
+        for (int i = 0; i < candidates; i++) sorted[i] = i;
+        std::stable_sort(sorted.begin(), sorted.end(), [&](int a, int b) { return of_row[a] > of_row[b]; });
+        for (int i = 0; i < candidates; i++) place[sorted[i]] = i;
+        for (int node = 0; node < count; node++) {
+            const int64_t at = int64_t(row) * count + node;
+            const int parent = place[parents[int64_t(row) * candidates + sorted[node]]];
+            order[at] = sorted[node];
+            new_parents[at] = parent;
+            bool *sees = ancestors + at * count;
+            if (parent < node) std::memcpy(sees, ancestors + (int64_t(row) * count + parent) * count, count);
+            else std::memset(sees, 0, count);
+            sees[node] = true;
+            depths[at] = parent < node ? depths[int64_t(row) * count + parent] + 1 : 0;
+        }
+    }
+}
+
+// Grows candidates; returns their number for each row.
+int draftheads_grow(const Growth *growth) {
+    std::lock_guard<std::mutex> lock(turns);
+    Growing &g = growing;
+    const Growth &w = *growth;
+    if (w.num_depths < 1 || w.num_depths > kMostDepths) return 0;
+    g.growth = w;
+    int layers = 0;
+    for (int i = 0; i < w.num_depths; i++) {
+        g.depths[i] = w.depths[i];
+        layers = std::max(layers, w.depths[i].first_layer + w.depths[i].layers);
+    }
+    if (layers > kMostHeadLayers) return 0;
+    std::copy(w.head_layers, w.head_layers + layers, g.layers);
+    g.widths[0] = g.count = 1;
+    const int size = state_size(w, 0);
+    g.states.assign(int64_t(w.rows) * size, 0.0f);
+    g.nodes.assign(w.rows, 0);
+    g.scores.assign(w.rows, 0.0f);
+    const int64_t bytes = int64_t(w.size) * bytes_of(w.embedding_kind);
+    for (int row = 0; row < w.rows; row++) {
+        float *state = g.states.data() + int64_t(row) * size;
+        std::memcpy(state, w.states + int64_t(row) * w.size, 4 * w.size);
+        if (w.reads_path) {
+            kernels->load(w.embedding_kind, static_cast<const char *>(w.embedding) + w.roots[row] * bytes, w.size, state + w.size);
+            for (int i = 0; i < w.size; i++) state[w.size + i] *= w.embedding_scale;
+        }
+        w.tokens[int64_t(row) * w.capacity] = w.roots[row];
+        w.parents[int64_t(row) * w.capacity] = 0;
+        w.log_probs[int64_t(row) * w.capacity] = 0.0f;
+    }
+    for (int depth = 0; depth < (w.reads_path ? 1 : w.num_depths); depth++) make_room(g, depth);
+    Job job = {};
+    job.work = grow_of;
+    pool->run(job, w.num_depths * (2 * (layers + 1) + 4));
+    return g.count;
 }
 
 // Returns 0, or 1 if a token is not in the vocabulary: then nothing is computed.
