@@ -409,6 +409,19 @@ def stacked(layers: Sequence[nn.Linear]) -> PackedLinear:
     return PackedLinear(Plain(weight, torch.cat([bias.detach() for bias in biases])))
 
 
+def first_largest(logits: Tensor) -> Tensor | None:
+    """The first of the largest logits of each row, (…, V) -> (…) int64; None where there is no library for it."""
+    library = load_library()
+    if library is None or logits.device.type != "cpu" or logits.dtype not in KINDS:
+        return None
+    logits = logits.contiguous()
+    values, places = (torch.empty(logits.shape[:-1], dtype=dtype) for dtype in (torch.float32, torch.int64))
+    given = (KINDS[logits.dtype], logits.data_ptr(), places.numel(), logits.shape[-1], 1, 1.0)
+    library.draftheads_threads(native_threads())
+    library.draftheads_top(*given, values.data_ptr(), places.data_ptr(), None)
+    return places
+
+
 def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """The largest logits of each row, as log-probabilities need them.
 

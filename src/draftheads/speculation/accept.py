@@ -21,7 +21,15 @@ from torch import Tensor
 
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.rejection import block_chances, sibling_chances
-from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, draw, penalised, probabilities
+from draftheads.speculation.sampling import (
+    RowSettings,
+    SeenTokens,
+    choose,
+    draw,
+    most_likely,
+    penalised,
+    probabilities,
+)
 
 
 def accept(
@@ -101,6 +109,8 @@ def _walk(draft: Draft, seen: SeenTokens | None, decide: Decide) -> AcceptResult
 
 def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: SeenTokens | None) -> AcceptResult:
     """Choose at the node, and step into the child that was chosen."""
+    if logits.device.type == "cpu" and seen is None and not rows.any_sampled and not rows.any_penalty:
+        return _greedy(draft, most_likely(logits))
     batch = torch.arange(len(logits), device=logits.device)
     below_root = draft.depths > 0
 
@@ -110,6 +120,22 @@ def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, se
         return child.any(1), child.int().argmax(1), chosen
 
     return _walk(draft, seen, decide)
+
+
+def _greedy(draft: Draft, best: Tensor) -> AcceptResult:
+    """The same where ``best`` (B, N) are the tokens that would be chosen at all nodes, with few operators."""
+    batch = len(best)
+    parts = (best, draft.token_ids, draft.parents.expand(batch, -1), draft.depths.expand(batch, -1))
+    paths, counts, following = [], [], []
+    for chosen, tokens, parents, depths in zip(*(part.tolist() for part in parts), strict=True):
+        children = {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, -1, -1) if depths[n]}  # the first counts
+        path = [0]
+        while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
+            path.append(child)
+        counts.append(len(path))
+        following.append(chosen[path[-1]])
+        paths.append(path + [0] * (draft.max_depth + 1 - len(path)))
+    return AcceptResult(torch.tensor(paths), torch.tensor(counts), torch.tensor(following))
 
 
 def _by_sibling(

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from draftheads.cpu.kernels import first_largest
 from draftheads.settings import SamplingSettings
 from draftheads.utils.transfer import to_device
 
@@ -170,16 +171,18 @@ def choose(logits: Tensor, rows: RowSettings, seen: SeenTokens | None, uniforms:
 def most_likely(scores: Tensor) -> Tensor:
     """(…, V) -> (…): the first of the highest scores.
 
-    On a CPU argmax uses no vector instructions, but amax does: first the part of the vocabulary, then the token in it.
+    Without the native library, a CPU's argmax uses no vector instructions, but amax does: first the part of the
+    vocabulary, then the token in it.
     """
+    if (best := first_largest(scores)) is not None:
+        return best
     size = scores.shape[-1]
     if scores.device.type != "cpu" or size % _PART or size < _PART**2:
         return scores.argmax(-1)
     parts = scores.unflatten(-1, (-1, _PART))
     part = parts.amax(-1).argmax(-1, keepdim=True)  # (…, 1)
     inside = parts.take_along_dim(part[..., None], -2)[..., 0, :].argmax(-1)
-    best: Tensor = part[..., 0] * _PART + inside
-    return best
+    return part[..., 0] * _PART + inside
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

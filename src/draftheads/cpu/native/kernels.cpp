@@ -712,7 +712,7 @@ void attend(int kind, const Query *queries, int count, int size, const char *key
 
 // Of equal numbers the first one counts. NaN counts as minus infinity.
 template <int kind>
-float top_of(const char *x, int size, int count, float divisor, float *values, int64_t *places) {
+float top_of(const char *x, int size, int count, float divisor, bool sums_up, float *values, int64_t *places) {
     constexpr int bytes = kind == kFloat32 ? 4 : 2;
     int found = 0;
     float least = -INFINITY;
@@ -734,7 +734,7 @@ float top_of(const char *x, int size, int count, float divisor, float *values, i
     }
     const float factor = 1.0f / divisor, most = found ? values[0] * factor : 0.0f;
     Vec sums = {};
-    for (int i = 0; i < size; i += kLanes) {
+    for (int i = 0; i < size && sums_up; i += kLanes) {
         const int lanes = size - i < kLanes ? size - i : kLanes;
         Vec v = lanes == kLanes ? load_as(kind, x + i * bytes) : load_some(kind, x + i * bytes, lanes);
         if (lanes < kLanes)
@@ -752,9 +752,9 @@ float top_of(const char *x, int size, int count, float divisor, float *values, i
     return most + std::log(total(sums));
 }
 
-float top(int kind, const void *x, int size, int count, float divisor, float *values, int64_t *places) {
+float top(int kind, const void *x, int size, int count, float divisor, bool sums_up, float *values, int64_t *places) {
     auto *of = kind == kFloat32 ? top_of<kFloat32> : kind == kBFloat16 ? top_of<kBFloat16> : top_of<kFloat16>;
-    return of(static_cast<const char *>(x), size, count, divisor, values, places);
+    return of(static_cast<const char *>(x), size, count, divisor, sums_up, values, places);
 }
 
 }  // namespace

@@ -75,8 +75,9 @@ struct Kernels {
     // them. `scratch` has room for the scores of kMostTogether queries, each rounded up to a multiple of 16.
     void (*attend)(int kind, const Query *queries, int count, int size, const char *keys, const char *values,
                    int64_t stride, float scaling, float *scratch);
-    // The `count` largest of x / divisor, the largest first, and their places. Returns log(sum(exp(x / divisor))).
-    float (*top)(int kind, const void *x, int size, int count, float divisor, float *values, int64_t *places);
+    // The `count` largest of x / divisor, the largest first, and their places. Returns log(sum(exp(x / divisor))) where
+    // it sums up.
+    float (*top)(int kind, const void *x, int size, int count, float divisor, bool sums_up, float *values, int64_t *places);
 };
 
 extern const Kernels kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16;

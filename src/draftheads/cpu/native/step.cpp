@@ -464,8 +464,9 @@ void top_of(const Job &job, uint32_t number) {
     Top t;
     std::memcpy(&t, job.words, sizeof t);
     pool->share(0, number, t.rows, [&](int64_t r) {
-        t.totals[r] = kernels->top(t.kind, t.x + r * t.row_bytes, t.size, t.count, t.divisor, t.values + r * t.count,
-                                   t.places + r * t.count);
+        const float total = kernels->top(t.kind, t.x + r * t.row_bytes, t.size, t.count, t.divisor, t.totals,
+                                         t.values + r * t.count, t.places + r * t.count);
+        if (t.totals) t.totals[r] = total;
     });
 }
 
@@ -650,7 +651,7 @@ void grow_of(const Job &, uint32_t number) {
             in = next;
         }
         if (!each(rows, [&](int row) {
-                g.totals[row] = kernels->top(kFloat32, g.logits.data() + int64_t(row) * in, in, level.width, level.divisor,
+                g.totals[row] = kernels->top(kFloat32, g.logits.data() + int64_t(row) * in, in, level.width, level.divisor, true,
                                              g.values.data() + int64_t(row) * level.width,
                                              g.places.data() + int64_t(row) * level.width);
             }) ||
@@ -759,7 +760,7 @@ void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int ro
 }
 
 // The largest numbers x / divisor of each row of x (rows, size): values and places (rows, count), and the logarithm of the
-// sum of e^(x / divisor), (rows,). At most `size` are asked for.
+// sum of e^(x / divisor), (rows,), unless it is null. At most `size` are asked for.
 void draftheads_top(int kind, const void *x, int rows, int size, int count, float divisor, float *values, int64_t *places,
                     float *totals) {
     std::lock_guard<std::mutex> lock(turns);
