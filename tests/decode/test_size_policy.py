@@ -1,7 +1,6 @@
 """How much is drafted: by hand-made profiles and costs, without a clock."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -596,14 +595,36 @@ def test_sampled_text_equals_plain() -> None:
     assert [r.token_ids for r in engine.generate(PROMPTS, **settings)] == [r.token_ids for r in plain]
 
 
-def test_decoding_reads_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 5}])
+def test_texts_do_not_depend_on_the_clock(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever time steps take, and so whatever trees are drafted, native models give the same text."""
+    model = tiny_model("llama").sped_up()
+    if model.native is None:
+        pytest.skip("the native library is off, or was not built: no C++ compiler")
+    plain = Engine(model).generate(PROMPTS, max_new_tokens=40, **settings)
+    sizes = set()
+    for seed in range(4):
+        engine = Engine(model, tiny_head("hydra", model), profile=BOTH, cost=machine(0.3))
+        assert engine.policy is not None
+        assert engine.policy.clock is not None
+        times = np.random.default_rng(seed).random(10_000) ** 4
+        clock = iter((0.001 * times).cumsum().tolist())
+        monkeypatch.setattr("draftheads.decode.batch.time.perf_counter", lambda clock=clock: next(clock))
+        results = engine.generate(PROMPTS, max_new_tokens=40, **settings)
+        monkeypatch.undo()
+        assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+        sizes.add(sum(result.num_steps for result in results))
+    assert len(sizes) > 1, "the times changed what was drafted"
+
+
+def test_no_clock_is_read_where_texts_could_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    engine = Engine(model, tiny_head("hydra", model), profile=BOTH, cost=machine(0.3))
-    for name in ("perf_counter", "monotonic", "time", "process_time"):
-        monkeypatch.setattr(time, name, lambda: pytest.fail("a clock was read"))
-    results = engine.generate(PROMPTS, max_new_tokens=12)
-    monkeypatch.undo()
-    assert all(result.token_ids for result in results)
+    assert Engine(model, tiny_head("hydra", model), profile=BOTH, cost=machine(0.3)).policy.clock is None
+    native = model.sped_up()
+    engine = Engine(native, tiny_head("hydra", native), profile=BOTH, cost=machine(0.3))
+    if engine.policy.clock is not None:
+        monkeypatch.setattr(engine.policy.clock, "note", lambda *_, **__: pytest.fail("a typical row was timed"))
+        engine.generate(PROMPTS, max_new_tokens=12, acceptance="typical", temperature=0.7)
 
 
 def test_equal_requests_take_equal_steps() -> None:

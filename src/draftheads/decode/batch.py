@@ -1,5 +1,6 @@
 """The decoding loop: rows that join, step together and leave. Plain and speculative decoding are the same loop."""
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -113,7 +114,9 @@ class Batch:
             rules=self._rules if self._rules and self._rules.concern_drafts else None,
             room=[request.room for request in self.requests] if self.none_waits else None,
         )
+        begin = time.perf_counter()
         draft = self.session.propose(context, self.shape)
+        drafted = time.perf_counter()
         places: Places = []
         if self._rules is not None:
             draft, places = self._rules.pruned(draft)
@@ -153,6 +156,7 @@ class Batch:
             events += [] if event is None else [event]
         self._note_seen()
         self.session.on_accept([count - 1 for count in counts], copied, self._are_free)
+        self.session.on_time(1e3 * (drafted - begin), 1e3 * (time.perf_counter() - drafted))
         self._drop_ended()
         self.on_phase("rest")
         return events

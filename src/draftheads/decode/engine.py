@@ -16,6 +16,7 @@ from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.grammar import compiler_for
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
+from draftheads.decode.step_clock import StepClock
 from draftheads.errors import (
     ChatTemplateWarning,
     InvalidPrompt,
@@ -263,8 +264,14 @@ class Engine:
         if self.profile is None or self.cost is None:
             return None
         if self._policy is None or self._policy.drafter is not self.drafter:
+            is_native = self.model.native is not None  # then no text depends on what is drafted
             self._policy = SizePolicy(
-                self.drafter, self.profile, self.cost, self.check, trees_differ=self.model.takes_flat_tokens
+                self.drafter,
+                self.profile,
+                self.cost,
+                self.check,
+                trees_differ=self.model.takes_flat_tokens,
+                clock=StepClock() if is_native else None,
             )
         return self._policy
 

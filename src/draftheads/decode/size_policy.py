@@ -1,9 +1,9 @@
 """How many tokens to draft at a step: from the acceptance profile, the cost profile and each request's own acceptance.
 
-The policy reads no clock: what it decides depends on tokens and on the two profiles only. A table gives the expected
-tokens and the milliseconds of each kind, depth and size of tree; the fastest is drafted, or nothing where plain
-decoding is as fast. On a CPU, a draft that comes with probabilities is then cut where a further node costs more time
-than it gains.
+A table gives the expected tokens and the milliseconds of each kind, depth and size of tree; the fastest is drafted, or
+nothing where plain decoding is as fast. A :class:`StepClock` corrects the milliseconds while decoding, where no text
+depends on what is drafted. Without one, what is decided depends on tokens and on the two profiles only. On a CPU, a
+draft that comes with probabilities is then cut where a further node costs more time than it gains.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from operator import sub
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,12 @@ from torch import Tensor
 
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostProfile
+from draftheads.decode.step_clock import StepClock
 from draftheads.decode.step_timer import STEP_TOKENS
 from draftheads.speculation.acceptance_profile import KINDS, AcceptanceProfile, Kind
 from draftheads.speculation.draft import Context, CopyLimits, Draft
 from draftheads.speculation.drafter import Drafter, WrappedDrafter, WrappedSession
-from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape, depth_of, most_nodes_of
 
 Floats = npt.NDArray[np.float64]
 Candidate = tuple[Kind, int]  # of drafting: a kind of tree, and its greatest depth
@@ -77,6 +79,16 @@ class _Table:
     verifying: Floats  # milliseconds; for more nodes than there are trees, too
 
 
+class _Step(NamedTuple):
+    """What a step was expected to cost."""
+
+    table: _Table  # as it was measured at first
+    rows: int
+    tokens: int  # of all rows
+    drafting: float  # milliseconds; 0: nothing was drafted
+    is_trial: bool
+
+
 class SizePolicy(WrappedDrafter):
     """A drafter that chooses the shape that another drafter fills at each step.
 
@@ -86,6 +98,7 @@ class SizePolicy(WrappedDrafter):
         cost: milliseconds by rows and nodes.
         check: is told what the drafter gains, and what the profile expects.
         trees_differ: whether the rows' trees may have different sizes without padding.
+        clock: corrects the costs; None: they stay as they are.
     """
 
     def __init__(
@@ -96,6 +109,7 @@ class SizePolicy(WrappedDrafter):
         check: AcceptanceCheck | None = None,
         *,
         trees_differ: bool = False,
+        clock: StepClock | None = None,
     ) -> None:
         super().__init__(drafter)
         self.default_shape = None
@@ -103,6 +117,7 @@ class SizePolicy(WrappedDrafter):
         self.cost = cost
         self.check = check
         self.trees_differ = trees_differ
+        self.clock = clock
         self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
         self._drafting: dict[int, dict[Candidate, Floats]] = {}  # by rows
         self._levels: dict[tuple[int, int], float] = {}  # by rows and nodes
@@ -143,6 +158,12 @@ class SizePolicy(WrappedDrafter):
             }
         return self._drafting[batch]
 
+    def drafting(self, shape: Shape, batch: int) -> float:
+        """Milliseconds of drafting a shape as they were measured."""
+        kind: Kind = "dynamic" if isinstance(shape, BestFirst) else "static"
+        nodes = most_nodes_of(shape)
+        return self.cost.draft(kind, batch, nodes, min(depth_of(shape) or self.profile.depth, nodes - 1))
+
     def level_cost(self, batch: int, num_nodes: int) -> float:
         """Milliseconds of drafting another level of a growing tree; 0 where they are not known."""
         if (batch, num_nodes) not in self._levels:
@@ -161,16 +182,26 @@ class SizePolicy(WrappedDrafter):
             self._shapes[way, num_nodes] = self.profile.shape(kind, num_nodes, depth)
         return self._shapes[way, num_nodes]
 
-    def choose(self, ratios: Floats, text_tokens: int = 0, *, cuts: bool = True) -> tuple[Shape | None, float, float]:
+    def timed(self, table: _Table, batch: int) -> _Table:
+        """The table with the costs that the clock has corrected."""
+        if self.clock is None:
+            return table
+        factors = self.clock.verifying(batch * np.arange(1.0, len(table.verifying) + 1))
+        drafting = {way: self.clock.drafting * costs for way, costs in table.drafting.items()}
+        return _Table(float(factors[0]) * table.plain, table.gains, drafting, factors * table.verifying)
+
+    def choose(
+        self, ratios: Floats, table: _Table | None = None, *, cuts: bool = True, needs_draft: bool = False
+    ) -> tuple[Shape | None, float, float]:
         """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.
 
-        The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row, ``cuts`` says
-        whether growing trees are cut after they are drafted.
+        The shape is None if plain decoding is as fast, unless a draft is needed. ``cuts`` says whether growing trees
+        are cut after they are drafted. ``table`` is of these rows; of short texts when left out.
         """
         batch = len(ratios)
-        table = self.table(batch, text_tokens)
+        table = table or self.table(batch, 0)
         choice: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
-        fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * choice[2]
+        fastest = 0.0 if needs_draft else (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * choice[2]
         for way, gains in table.gains.items():
             rates = (batch + ratios.sum() * gains) / (table.verifying[: len(gains)] + table.drafting[way])
             best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
@@ -198,6 +229,7 @@ class SizePolicySession(WrappedSession):
         self._copies: list[_Record] = []  # of tokens that only copies brought
         self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row, without copies
         self._expected_copies: Sequence[float] = ()  # the same of copies
+        self._step: _Step | None = None  # this one, for the clock
         self._reads_expected = False  # of this step: whether they come from the device, with the step's tokens
 
     def propose(self, context: Context, shape: Shape) -> Draft:
@@ -208,31 +240,68 @@ class SizePolicySession(WrappedSession):
         for records in (self._records, self._copies):
             records += [_Record() for _ in range(batch - len(records))]
         self._expected_copies = (0.0,) * batch
-        table = self.policy.table(batch, context.text_tokens)
+        measured, clock = self.policy.table(batch, context.text_tokens), self._clock_of(context)
+        table = measured if clock is None else self.policy.timed(measured, batch)
         ratios = np.array([record.ratio for record in self._records])
         copies = np.array([record.ratio for record in self._copies])
         if context.room is not None and batch > 1:
             copies *= weights(context.room, self.policy.table(1, context.text_tokens).plain, table.plain)
-        is_on_cpu = context.root_ids.device.type == "cpu"
-        chosen, gain, rate = self.policy.choose(ratios, context.text_tokens, cuts=is_on_cpu)
-        if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
-            chosen, gain, rate = None, 0.0, batch / table.plain
+        is_trial = clock is not None and clock.wants_trial
+        chosen, gain, rate = self._chosen(context, table, ratios, is_trial=is_trial)
         self._gain = gain
+        self._step = None if clock is None else _Step(measured, batch, batch, 0.0, is_trial)
         if chosen is None and not self.extra_nodes:
             self.session.observe(context)
             self._expected = (0.0,) * batch
             return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
-        chosen = ROOT_ONLY if chosen is None else self._with_spare(chosen, table, context, rate / float(ratios.mean()))
+        shape: Shape = ROOT_ONLY if chosen is None else chosen
+        if chosen is not None and not is_trial:
+            shape = self._with_spare(chosen, table, context, rate / float(ratios.mean()))
         if self.extra_nodes:  # what gains less than it costs would be cut
             margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
             further = table.verifying[1:] - table.verifying[0]
             needed = margin * rate * (table.plain + further) - rate * table.plain
             context = replace(context, copies=CopyLimits(self.extra_nodes, needed.tolist(), copies.tolist()))
-        draft = self.session.propose(context, chosen)
-        if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
+        draft = self.session.propose(context, shape)
+        if draft.path_log_probs is None or draft.token_ids.device.type != "cpu" or is_trial:
             self._expected = (gain,) * batch
-            return draft
-        return self._cut(draft, ratios, copies, rate * (1.0 + self.policy.cut_gain(batch)), table)
+        else:
+            draft = self._cut(draft, ratios, copies, rate * (1.0 + self.policy.cut_gain(batch)), table)
+        if self._step is not None:
+            tokens = sum(draft.row_nodes or (draft.num_nodes,) * batch)
+            drafting = 0.0 if chosen is None else self.policy.drafting(shape, batch)
+            self._step = self._step._replace(tokens=tokens, drafting=drafting)
+        return draft
+
+    def _clock_of(self, context: Context) -> StepClock | None:
+        """The clock, unless a row's text depends on what is drafted."""
+        rows = context.rows
+        return None if rows is not None and (rows.any_typical or rows.any_rejection) else self.policy.clock
+
+    def _chosen(
+        self, context: Context, table: _Table, ratios: Floats, *, is_trial: bool
+    ) -> tuple[Shape | None, float, float]:
+        """As :meth:`SizePolicy.choose`; at a trial what is not chosen: the best draft, or none."""
+        batch = len(ratios)
+        cuts = context.root_ids.device.type == "cpu"
+        choice = self.policy.choose(ratios, table, cuts=cuts)
+        plain: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
+        if is_trial:
+            return self.policy.choose(ratios, table, cuts=cuts, needs_draft=True) if choice[0] is None else plain
+        chosen, gain, rate = choice
+        return plain if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain) else choice
+
+    def on_time(self, drafting: float, rest: float) -> None:
+        """Tells the clock."""
+        clock, step, self._step = self.policy.clock, self._step, None
+        if clock is None or step is None:
+            return
+        verifying, nodes = step.table.verifying, step.tokens / step.rows
+        if step.drafting <= 0.0 and step.tokens == step.rows:  # plain decoding
+            clock.note(step.tokens, (step.table.plain, drafting + rest), None, is_trial=step.is_trial)
+        elif nodes <= len(verifying):
+            expected = float(np.interp(nodes, np.arange(1, len(verifying) + 1), verifying))
+            clock.note(step.tokens, (expected, rest), (step.drafting, drafting), is_trial=step.is_trial)
 
     def _waits(self, context: Context, table: _Table, chosen: Shape | None, rate: float, tokens: float) -> bool:
         """Whether drafting waits, because the drafter would have to read much that was put aside.

@@ -41,6 +41,9 @@ class DraftSession(ABC):
             are_free: whether the row takes the most likely token whatever it is.
         """
 
+    def on_time(self, drafting: float, rest: float) -> None:  # noqa: B027
+        """How many milliseconds the step took: :meth:`propose`, and all else."""
+
     def keep(self, rows: Tensor) -> None:  # noqa: B027
         """Rows left or moved: row ``rows[i]`` is row i from now on. The tensor is on the host, (n,) int64."""
 
@@ -157,6 +160,10 @@ class WrappedSession(DraftSession):
     def on_accept(self, num_accepted: Sequence[int], num_copied: Sequence[int], are_free: Sequence[bool]) -> None:
         """Passed on."""
         self.session.on_accept(num_accepted, num_copied, are_free)
+
+    def on_time(self, drafting: float, rest: float) -> None:
+        """Passed on."""
+        self.session.on_time(drafting, rest)
 
     def keep(self, rows: Tensor) -> None:
         """Passed on."""
