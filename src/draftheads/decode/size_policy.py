@@ -254,22 +254,22 @@ class SizePolicySession(WrappedSession):
             self.session.observe(context)
             self._expected = (0.0,) * batch
             return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
-        shape: Shape = ROOT_ONLY if chosen is None else chosen
+        filled: Shape = ROOT_ONLY if chosen is None else chosen
         if chosen is not None and not is_trial:
-            shape = self._with_spare(chosen, table, context, rate / float(ratios.mean()))
+            filled = self._with_spare(chosen, table, context, rate / float(ratios.mean()))
         if self.extra_nodes:  # what gains less than it costs would be cut
             margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
             further = table.verifying[1:] - table.verifying[0]
             needed = margin * rate * (table.plain + further) - rate * table.plain
             context = replace(context, copies=CopyLimits(self.extra_nodes, needed.tolist(), copies.tolist()))
-        draft = self.session.propose(context, shape)
+        draft = self.session.propose(context, filled)
         if draft.path_log_probs is None or draft.token_ids.device.type != "cpu" or is_trial:
             self._expected = (gain,) * batch
         else:
             draft = self._cut(draft, ratios, copies, rate * (1.0 + self.policy.cut_gain(batch)), table)
         if self._step is not None:
             tokens = sum(draft.row_nodes or (draft.num_nodes,) * batch)
-            drafting = 0.0 if chosen is None else self.policy.drafting(shape, batch)
+            drafting = 0.0 if chosen is None else self.policy.drafting(filled, batch)
             self._step = self._step._replace(tokens=tokens, drafting=drafting)
         return draft
 

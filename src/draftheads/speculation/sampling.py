@@ -182,7 +182,8 @@ def most_likely(scores: Tensor) -> Tensor:
     parts = scores.unflatten(-1, (-1, _PART))
     part = parts.amax(-1).argmax(-1, keepdim=True)  # (…, 1)
     inside = parts.take_along_dim(part[..., None], -2)[..., 0, :].argmax(-1)
-    return part[..., 0] * _PART + inside
+    in_parts: Tensor = part[..., 0] * _PART + inside
+    return in_parts
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
