@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from draftheads.cli.show import quiet_transformers
-from draftheads.cpu.kernels import PackedLinear, Product
+from draftheads.cpu.kernels import Native, PackedLinear, Plain, Product
+from draftheads.cpu.native_library import KINDS
 from draftheads.loading import load_target
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
@@ -51,23 +52,16 @@ class Options:
     """Write everything there."""
 
 
-class Instant(Product):
+class Instant(Plain):
     """Gives the same numbers at once."""
 
     name = "instant"
-    exact_rows = 1
 
     def __init__(self, other: Product, rows: int) -> None:
-        self.in_features, self.out_features = other.in_features, other.out_features
-        self.dtype, self.bias = other.dtype, None
+        super().__init__(torch.zeros(1, 1, dtype=other.dtype).expand(other.out_features, other.in_features), None)
         self.out = torch.randn(rows, other.out_features, dtype=other.dtype) * 0.1
 
-    @classmethod
-    def fits(cls, weight: Tensor) -> bool:
-        """Not for decoding: no weight is held."""
-        return weight.numel() == 0
-
-    def multiply(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
         return self.out[: len(rows)]
 
@@ -114,10 +108,10 @@ def operations_per_second(model: TargetModel) -> float:
 
 def weight_bytes(model: TargetModel) -> int:
     """Of all linear layers in the form that they are held in."""
-    size = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}[model.precision]
-    layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
-    held = [2 if layer.product.name == "fbgemm-fp16" else size for layer in layers]
-    return sum(n * layer.in_features * layer.out_features for n, layer in zip(held, layers, strict=True))
+    sizes = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
+    products = [layer.product for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+    held = [sizes[one.given.kind] if isinstance(one, Native) else one.dtype.itemsize for one in products]
+    return sum(n * one.in_features * one.out_features for n, one in zip(held, products, strict=True))
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ import transformers
 from cli_world import PROMPTS, write_model
 from draftheads import loading
 from draftheads.checkpoints import profile_store
-from draftheads.cpu import kernel_choice
+from draftheads.cpu import text_type
 from draftheads.decode import cost_profile as cost
 from draftheads.utils.machine import OtherPrograms
 from families import by_hand
@@ -55,7 +55,7 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "cache_folder", place)
-        patch.setattr(loading, "cache_folder", place)
+        patch.setattr(text_type, "cache_folder", place)
         patch.setattr(profile_store, "cache_folder", place)
         yield
 
@@ -66,8 +66,7 @@ def _idle_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OtherPrograms, "busy_cores", lambda _, **__: 0.0)
         patch.setattr(cost, "slowdown", lambda *_: 1.0)
-        for module in (cost, kernel_choice):  # where nothing is measured yet differs from run to run
-            patch.setattr(module.logger, "disabled", True)
+        patch.setattr(cost.logger, "disabled", True)  # where nothing is measured yet differs from run to run
         yield
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 from typing import Any, Self
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from draftheads.cpu.native_library import load_library
 from draftheads.decode.cost_profile import CostPoint, CostProfile
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
@@ -16,6 +18,11 @@ from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
+
+needs_library = pytest.mark.skipif(
+    load_library() is None, reason="the native library is off, or was not built: no C++ compiler"
+)
+INVARIANT = [False, pytest.param(True, marks=needs_library)]  # batch_invariant
 
 # few enough tokens that untrained heads are right now and then, so that paths of all lengths are accepted
 VOCAB = 24

@@ -13,7 +13,7 @@ from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings
 from draftheads.loading import head_engine, load_drafter, load_target
 from draftheads.speculation.acceptance_profile import read_profile
-from families import PlantedDrafter
+from families import PlantedDrafter, needs_library
 from thorough import some
 
 pytestmark = pytest.mark.real
@@ -92,6 +92,7 @@ def test_with_batch_invariant_speculative_text_is_plains(precision: str):
     assert 1.5 < sum(result.tokens_per_step for result in found) / len(found) < 4.0
 
 
+@needs_library
 def test_int8_is_loaded_and_its_speculative_text_is_its_plain_text():
     target = load_target(MODEL, precision="int8")
     plain = answers(Engine(target), 8)

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from draftheads.cpu.native_library import load_library
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent
@@ -42,6 +43,8 @@ def ask(one: Engine, seed: int) -> list[tuple[int, ...]]:
     ),
 )
 def test_threads_get_the_answers_that_they_would_get_alone(method: str | None, shared: bool, int8: bool):
+    if int8 and load_library() is None:
+        pytest.skip("int8 needs the native library")
     alone = engine(method, int8=int8)
     expected = [ask(alone, seed) for seed in range(2 * THREADS)]
     engines = [engine(method, int8=int8)] * THREADS if shared else [engine(method, int8=int8) for _ in range(THREADS)]

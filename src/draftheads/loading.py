@@ -1,12 +1,10 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from itertools import pairwise
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any, Never, Unpack
 
 import torch
@@ -17,7 +15,7 @@ from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.checkpoints.head_files import HEAD_FILES
 from draftheads.checkpoints.profile_store import find_profile
 from draftheads.checkpoints.registry import find_head
-from draftheads.cpu.optimise import return_freed_memory, rows_keep_their_bits
+from draftheads.cpu.optimise import return_freed_memory
 from draftheads.cpu.threads import thread_choice
 from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.acceptance_check import AcceptanceCheck
@@ -30,7 +28,6 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import (
-    CacheWarning,
     InvalidSettings,
     SpeedWarning,
     UnsupportedModel,
@@ -50,7 +47,6 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import Shape, as_shape, calibrated
 from draftheads.speculation.tree import Tree
-from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import counted
 from draftheads.utils.file_set import read_set
 from draftheads.utils.messages import short
@@ -126,8 +122,9 @@ def load(
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
         fast: on a CPU, packed weights and grouped attention; on CUDA, steps captured as graphs; off is the stock model.
-        batch_invariant: on a CPU, plain and speculative text are equal to the bit, also in bf16; a step takes 8 to
-            17 % longer. Without it they are equal in fp32, and in bf16 up to near-ties.
+        batch_invariant: on a CPU with the native library, plain and speculative text are equal to the bit, also in
+            bf16. Without it that holds for models whose layers the library computes; others are equal in fp32, and in
+            bf16 up to near-ties.
         four_bit: 4-bit linear layers (NF4) by bitsandbytes. It changes the model.
         quantization_config: another quantisation of ``transformers``, such as ``BitsAndBytesConfig``.
         device_map: where ``transformers`` puts the weights, in place of ``device``. They must come to one device.
@@ -140,11 +137,11 @@ def load(
         InvalidTree: ``tree`` is deeper than the head.
         DataError: the corpus cannot be read.
         InvalidSettings: a wrong value, arguments that contradict each other or need another one, a draft model of
-            another tokenizer, or ``batch_invariant`` on a machine whose kernels do not keep it.
+            another tokenizer; or int8 or ``batch_invariant`` without the native library.
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
-        CacheWarning: the cache of measured costs and kernels is damaged or cannot be written.
+        CacheWarning: the cache of measured costs is damaged or cannot be written.
         SpeedWarning: the faster modules do not fit this version of transformers; or other programs use the processor.
         LengthWarning: texts end before the model's own greatest length.
         BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
@@ -271,10 +268,7 @@ def head_engine(
         return Engine(target, whole, shape=calibrated(tree, known.temperatures), max_batch_size=max_batch_size)
     if acceptance is None:
         return Engine(target, whole, max_batch_size=max_batch_size)
-    with warnings.catch_warnings():
-        if kernels_folder() is None:  # the user has been warned
-            warnings.simplefilter("ignore", CacheWarning)
-        cost = cost_of(target, drafter, extra_nodes=whole.extra_nodes, keep=keep_cost)
+    cost = cost_of(target, drafter, extra_nodes=whole.extra_nodes, keep=keep_cost)
     return_freed_memory()
     check = None
     if acceptance.num_tokens and not acceptance.temperature:  # measured on greedy answers
@@ -360,7 +354,7 @@ def load_drafter(
     drafter = load_head(find_head(fspath(head), fspath(model)), target, dtype=dtype, ignore_profile=ignore_profile)
     if fast:
         with thread_choice().unchanged():
-            drafter.speed_up(folder=kernels_folder())
+            drafter.speed_up()
         return_freed_memory()
     return drafter
 
@@ -421,9 +415,6 @@ def load_target(
         _check_whole(precision, batch_invariant, f"{target.model_id}, whose weights are quantised")
     if fast or batch_invariant:
         target = _sped_up(target, read, stock, batch_invariant=batch_invariant, int8=int8)
-    if (batch_invariant or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
-        what = "precision int8" if int8 else "batch_invariant"
-        raise InvalidSettings(f"{what}: this CPU's kernels change a row's bits with the number of rows")
     return_freed_memory()
     return target
 
@@ -436,12 +427,11 @@ def _sped_up(
     The fused modules follow private interfaces of transformers, which another version may change. ``target`` is
     changed, ``read`` reads it again, and ``stock`` are its logits by :func:`check_trees`.
     """
-    folder = kernels_folder(warn=True)
     problem = None
     for fused in (True, False):
         try:
             with thread_choice().unchanged():
-                target = target.sped_up(batch_invariant=batch_invariant, int8=int8, fused=fused, folder=folder)
+                target = target.sped_up(batch_invariant=batch_invariant, int8=int8, fused=fused)
             check_trees(target, stock=None if int8 else stock)
         except _MISFITS as error:
             if not fused and (batch_invariant or int8):
@@ -509,24 +499,3 @@ def _check_paths(**values: object) -> None:
             shown = f"of type {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)
             also = ": for a loaded head use Engine(target, head)" if isinstance(value, DraftHead) else ""
             raise InvalidSettings(f"{name} is {shown}; give a name, a path or None{also}")
-
-
-def kernels_folder(*, warn: bool = False) -> Path | None:
-    """Where measured choices of kernels are kept; None where there is no place, or one that cannot be written.
-
-    Warns:
-        CacheWarning: with ``warn``, of a place that cannot be written.
-    """
-    try:
-        folder = cache_folder() / "kernels"
-    except InvalidSettings:
-        return None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
-    except OSError as error:
-        problem = str(error)
-    if problem and warn:
-        what = "what is measured is measured again at each start"
-        warnings.warn(f"the cache cannot be written ({problem}): {what}", CacheWarning, stacklevel=4)
-    return None if problem else folder

@@ -21,7 +21,8 @@ import torch
 
 from draftheads.cli import diagnosis
 from draftheads.cli.diagnosis import EXTRAS, Finding, examine
-from draftheads.cpu.kernel_choice import choose
+from draftheads.cpu.native_library import SETS, how_to_get, load_library
+from draftheads.cpu.text_type import dtype_for_texts
 from draftheads.models import pretrained
 from draftheads.utils.cache import contents_of
 from draftheads.utils.machine import Cores, Memory, OtherPrograms
@@ -216,6 +217,15 @@ def test_instructions_and_precision(
         assert one(findings, "precision").text == precision
 
 
+def test_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    if load_library():
+        assert one(diagnosis.find_computing(), "native library").text in SETS
+    monkeypatch.setattr("draftheads.cpu.native_library.load_library", lambda: None)
+    found = one(diagnosis.find_computing(), "native library")
+    assert (found.text, found.level) == ("none, so decoding is slower", "advice")
+    assert found.advice in how_to_get()
+
+
 def test_instructions_that_a_variable_turns_off(monkeypatch: pytest.MonkeyPatch) -> None:
     instructions(monkeypatch, "AVX2", "AVX2", "AVX-512")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
@@ -407,13 +417,12 @@ def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the cache ---
 
 
-def test_what_is_in_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftheads.cpu.kernels.load_library", lambda: None)  # with it there is nothing to choose
+def test_what_is_in_the_cache(here: Path) -> None:
     cache = here / "cache"
     cost = by_hand([("verify", 1, 1, 10.0), ("verify", 16, 1, 20.0)])
     (cache / "costs").mkdir(parents=True)
     (cache / "costs" / f"{'0' * 24}.json").write_text(cost.to_json(), encoding="utf-8")
-    choose([torch.randn(8, 8)], folder=cache / "kernels")
+    dtype_for_texts(clock=lambda: 0.0)
     tuned = cache / "profiles" / "markov-medusa-0123456789abcdef"
     tuned.mkdir(parents=True)
     (tuned / "acceptance.json").write_text("{}", encoding="utf-8")
@@ -421,7 +430,7 @@ def test_what_is_in_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     num_bytes = sum(contents_of(part, cache).num_bytes for part in diagnosis.PARTS)
     assert one(found, "folder").facts == {"path": str(cache), "bytes": num_bytes, "files": 3, "writable": True}
     assert one(found, "costs").text == "1 cost profile saved; batch sizes: 1, 16"
-    assert one(found, "kernels").text.startswith("1 choice saved; kernels: ")
+    assert one(found, "types").text == "1 measurement saved; faster in training: fp32"
     assert one(found, "tuned").facts == {"heads": ["markov-medusa"]}
     assert {finding.level for finding in found} == {"ok"}
 
@@ -429,7 +438,7 @@ def test_what_is_in_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_empty_cache(here: Path) -> None:
     found = diagnosis.find_cache()
     assert one(found, "folder").text == f"{here / 'cache'}, 0 B"
-    assert one(found, "kernels").text == one(found, "costs").text == "nothing measured yet"
+    assert one(found, "types").text == one(found, "costs").text == "nothing measured yet"
     assert not (here / "cache").exists()
 
 

@@ -12,14 +12,13 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from cli_world import Run, slow_imports
 from draftheads.cli.help import options_of as help_options
 from draftheads.cli.main import COMMANDS, import_quickly, main, options_of
-from draftheads.cpu import kernel_choice
-from draftheads.cpu.kernel_choice import choose
+from draftheads.decode import cost_profile
 from draftheads.decode.engine import Engine
+from families import tiny_head, tiny_model
 
 
 def test_the_command_is_installed():
@@ -226,15 +225,17 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch: pytest.Monkey
 
 def test_what_takes_seconds_is_named_also_in_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def measure(_: object) -> None:
-        for _ in range(2):
-            choose([torch.ones(32, 32)], folder=tmp_path)
-        choose([torch.ones(32, 64)], folder=tmp_path)
+        for extra_nodes in (0, 0, 1):
+            cost_profile.cost_of(model, head, extra_nodes=extra_nodes)
 
+    model = tiny_model("llama")
+    head = tiny_head("medusa", model)
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
     monkeypatch.setattr("draftheads.cli.main.import_quickly", lambda _: SimpleNamespace(run=measure))
-    monkeypatch.setattr("draftheads.cpu.kernels.load_library", lambda: None)  # with it there is nothing to choose
-    monkeypatch.setattr(kernel_choice, "BUDGET_SECONDS", 0.001)
-    monkeypatch.setattr(kernel_choice.logger, "disabled", False)
-    assert run(["doctor"]).err == "measuring kernels (0 seconds, once per machine and model)\n"
+    monkeypatch.setattr(cost_profile, "BUDGET_SECONDS", 0.001)
+    monkeypatch.setattr(cost_profile.logger, "disabled", False)
+    assert run(["doctor"]).err == "measuring the costs of steps (0 seconds, once per machine, model and head)\n"
+    assert len(list((tmp_path / "costs").iterdir())) == 2
 
 
 @pytest.mark.usefixtures("here")

@@ -23,11 +23,9 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
 from draftheads.utils.machine import OtherPrograms
-from families import PROMPTS, TREES, tiny_head, tiny_model
+from families import PROMPTS, TREES, needs_library, tiny_head, tiny_model
 
-pytestmark = pytest.mark.skipif(
-    load_library() is None, reason="the native library is off, or was not built: no C++ compiler"
-)
+pytestmark = needs_library
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # grouped heads; a sliding window; biases; norms of heads
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftheads.cpu.kernel_choice import pack
+from draftheads.cpu.kernels import pack
 from draftheads.cpu.native_growth import best_tree
 from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.heads.base import DraftHead

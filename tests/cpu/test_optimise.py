@@ -12,10 +12,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from draftheads.cpu import attention as attention_module
-from draftheads.cpu.attention import EXACT_ATTENTION, GROUPED_ATTENTION, exact_attention, grouped_attention
+from draftheads.cpu.attention import (
+    EXACT_ATTENTION,
+    GROUPED_ATTENTION,
+    MAX_TREE_ROWS,
+    exact_attention,
+    grouped_attention,
+)
 from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
-from draftheads.cpu.kernels import MAX_TREE_ROWS, PackedLinear, Plain
-from draftheads.cpu.optimise import kernels_of, rows_keep_their_bits, speed_up
+from draftheads.cpu.kernels import PackedLinear, Plain
+from draftheads.cpu.native_library import VARIABLE, load_library
+from draftheads.cpu.optimise import kernels_of, speed_up
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target
 from draftheads.models import kv_target as target_module
@@ -25,7 +32,7 @@ from draftheads.models.masks import as_float_mask
 from draftheads.settings import Precision
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
-from families import FAMILIES, VOCAB, tiny_model
+from families import FAMILIES, INVARIANT, VOCAB, needs_library, tiny_model
 
 ROTARY = ["llama", "mistral", "qwen2", "qwen3"]  # families whose layers are fused whole
 
@@ -116,8 +123,7 @@ def test_the_fast_model_equals_the_stock_model(family: str, dtype: torch.dtype):
     assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
 
 
-def test_weights_are_stored_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("draftheads.cpu.kernel_choice.fastest", lambda _, kinds, **__: kinds[-1])
+def test_weights_are_stored_once():
     model = tiny_model("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
     kept = [
         layer.weight for layer in model.model.modules() if isinstance(layer, nn.Linear)
@@ -129,7 +135,7 @@ def test_weights_are_stored_once(monkeypatch: pytest.MonkeyPatch):
     assert weights.lm_head.data_ptr() == weights.embedding.data_ptr(), "a tied lm_head gives the embedding"
     assert torch.equal(model.weights.lm_head, expected)
     packed = [m.product for m in model.model.modules() if isinstance(m, PackedLinear) and type(m.product) is not Plain]
-    assert packed
+    assert packed or load_library() is None
     tensors = [v for p in packed for v in vars(p).values() if isinstance(v, Tensor) and v.layout == torch.strided]
     assert not {tensor.data_ptr() for tensor in tensors if tensor.numel() > 1} & before
     matrices = [tensor for tensor in model.model.parameters() if tensor.dim() > 1]
@@ -137,7 +143,7 @@ def test_weights_are_stored_once(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a list of what this process has mapped")
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", pytest.param("int8", marks=needs_library)])
 def test_the_file_of_the_weights_is_not_kept_in_memory(precision: Precision, tmp_path: Path):
     """A single small tensor that lies in the mapped file would keep all of it."""
     target = tiny_model("llama", tie_word_embeddings=True)
@@ -195,6 +201,7 @@ def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
 # --- int8 ---
 
 
+@needs_library
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", "mixtral", "gemma2")])
 @torch.inference_mode()
 def test_int8_logits_are_close_to_the_model(family: str):
@@ -202,11 +209,8 @@ def test_int8_logits_are_close_to_the_model(family: str):
     target, stock = tiny_model(family, **sizes), tiny_model(family, **sizes)
     target = target.sped_up(int8=True)
     assert target.precision == "int8"
-    assert any(
-        layer.product.name in ("int8", "native-int8")
-        for layer in target.model.modules()
-        if isinstance(layer, PackedLinear)
-    )
+    layers = [layer for layer in target.model.modules() if isinstance(layer, PackedLinear)]
+    assert {layer.product.name for layer in layers} == {"native-int8"}
     text = torch.arange(20)[None] % VOCAB
     found, expected = target.model(text).logits, stock.model(text).logits
     assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.2
@@ -365,15 +369,17 @@ def test_exact_attention_does_not_depend_on_the_slots_of_the_keys(dtype: torch.d
 # --- exact bits ---
 
 
+@needs_library
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_neox"])
 @torch.inference_mode()
 def test_a_token_has_the_same_bits_alone_and_in_a_tree(family: str, int8: bool):
     """In a tree its ancestors stand in other slots, and other nodes are computed beside it."""
     model = tiny_model(family, hidden_size=64, intermediate_size=128)
-    speed_up(model.model, batch_invariant=True, int8=int8)
-    if not rows_keep_their_bits(model.model):
-        pytest.skip("this CPU's kernels change a row's bits with the number of rows")
+    try:
+        speed_up(model.model, batch_invariant=True, int8=int8)
+    except InvalidSettings as error:
+        pytest.skip(str(error))
     prompt = [3 + n % 20 for n in range(30)]
     tree = Tree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)])
     tokens = torch.tensor([[4, 5, 6, 7, 8, 9, 10, 11]])
@@ -390,36 +396,32 @@ def test_a_token_has_the_same_bits_alone_and_in_a_tree(family: str, int8: bool):
         alone.lengths = [alone.lengths[0] + 1]
 
 
-class Shifty(Plain):
-    """Rounds otherwise when it is given many rows."""
+@pytest.mark.parametrize(("int8", "what"), [(False, "batch_invariant"), (True, "precision int8")])
+def test_what_cannot_be_kept_is_an_error(int8: bool, what: str, monkeypatch: pytest.MonkeyPatch):
+    def error() -> str:
+        model = tiny_model("llama").model
+        with pytest.raises(InvalidSettings) as caught:
+            speed_up(model, batch_invariant=not int8, int8=int8)
+        assert kernels_of(model) == "stock", "nothing was changed"
+        return str(caught.value)
 
-    from_rows = 16
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        out = torch.stack([torch.mv(self.weight, row) for row in rows])  # each row by itself
-        return out * (1 + 1e-6) if len(rows) >= self.from_rows else out
-
-
-@pytest.mark.parametrize("from_rows", [16, 24, 40, 64, 128])
-def test_kernels_that_change_bits_are_detected(monkeypatch: pytest.MonkeyPatch, from_rows: int):
-    model = tiny_model("llama").model
-    speed_up(model, batch_invariant=True)
-    layer = model.model.layers[1].mlp.down_proj
-    monkeypatch.setattr(Shifty, "from_rows", MAX_TREE_ROWS + 1)
-    layer.product = Shifty(layer.weight, None)
-    monkeypatch.setattr("draftheads.cpu.optimise.scores_keep_their_bits", lambda _: True)
-    assert rows_keep_their_bits(model)
-    monkeypatch.setattr(Shifty, "from_rows", from_rows)
-    assert not rows_keep_their_bits(model)
-    monkeypatch.setattr(Shifty, "from_rows", MAX_TREE_ROWS + 1)
+    monkeypatch.setattr("draftheads.cpu.optimise.load_library", lambda: None)
+    monkeypatch.setenv(VARIABLE, "off")
+    assert error() == f"{what} needs the native library: unset DRAFTHEADS_KERNELS, which is off"
+    monkeypatch.delenv(VARIABLE)
+    assert error() == f"{what} needs the native library: install a C++ compiler, and draftheads again"
+    monkeypatch.setattr("draftheads.cpu.optimise.load_library", lambda: "a library")
     monkeypatch.setattr("draftheads.cpu.optimise.scores_keep_their_bits", lambda _: False)
-    assert not rows_keep_their_bits(model)
+    assert error() == f"{what}: this CPU's kernels change a row's bits with the number of rows"
 
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("family", "batch_invariant"),
-    [(name, exact) for name in FAMILIES for exact in (False, True) if not (exact and name == "gemma2")],  # not sdpa
+    [
+        *((name, False) for name in FAMILIES),
+        *(pytest.param(name, True, marks=needs_library) for name in FAMILIES if name != "gemma2"),  # not sdpa
+    ],
 )
 @torch.inference_mode()
 def test_whole_texts_and_transformers_generation_stay_correct(family: str, batch_invariant: bool):
@@ -438,7 +440,8 @@ def test_whole_texts_and_transformers_generation_stay_correct(family: str, batch
     ("batch_invariant", "passes"),
     [
         (False, [(3, 20), (1, 21), (1, 70)]),  # neighbours share a pass until it is full; a longer prompt has its own
-        (True, [(1, 9), (1, 10), (1, 20), (1, 21), (1, 70)]),  # results must not depend on the other prompts
+        # results must not depend on the other prompts
+        pytest.param(True, [(1, 9), (1, 10), (1, 20), (1, 21), (1, 70)], marks=needs_library),
     ],
 )
 def test_prompts_are_read_in_groups(
@@ -470,7 +473,7 @@ def test_prompts_are_read_in_groups(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", INVARIANT)
 def test_the_name_of_the_kernels_is_known(dtype: torch.dtype, *, batch_invariant: bool) -> None:
     model = tiny_model("llama", dtype=dtype).model
     assert kernels_of(model) == "stock"

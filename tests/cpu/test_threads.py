@@ -11,7 +11,7 @@ from draftheads.cpu import threads
 from draftheads.cpu.threads import ThreadChoice, num_threads
 from draftheads.decode.engine import Engine
 from draftheads.models import kv_target
-from families import PROMPTS, tiny_model
+from families import PROMPTS, needs_library, tiny_model
 
 
 class Others:
@@ -93,7 +93,9 @@ def test_a_number_from_the_environment_stays(monkeypatch: pytest.MonkeyPatch):
         torch.set_num_threads(4)
 
 
-@pytest.mark.parametrize(("batch_invariant", "expected"), [(False, {4, 2}), (True, {4})])
+@pytest.mark.parametrize(
+    ("batch_invariant", "expected"), [(False, {4, 2}), pytest.param(True, {4}, marks=needs_library)]
+)
 def test_decoding_uses_the_chosen_number_and_then_restores_it(
     batch_invariant: bool, expected: set[int], monkeypatch: pytest.MonkeyPatch
 ):

@@ -15,7 +15,7 @@ from draftheads.settings import SamplingSettings
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import Sampled, Shape
 from draftheads.speculation.tree import Tree
-from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedRandomTrees, tiny_head, tiny_model
+from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedRandomTrees, needs_library, tiny_head, tiny_model
 from thorough import some
 
 FIVE = [*PROMPTS, [4, 5], [8, 8, 8, 8]]
@@ -87,6 +87,7 @@ def test_for_each_rule_of_acceptance_and_kind_of_draft(way: str, graphs: bool):
     check(model, FIVE, results, 2)
 
 
+@needs_library
 def test_int8_has_those_of_the_int8_model():
     model = tiny_model("llama", hidden_size=64, intermediate_size=128)
     model = model.sped_up(int8=True)

@@ -16,7 +16,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.errors import TooLarge
 from draftheads.models.model import TargetModel
 from draftheads.speculation.drafter import NoDraft
-from families import TREES, tiny_head, tiny_model
+from families import TREES, needs_library, tiny_head, tiny_model
 from scheduler_world import plain_answer, request_of
 
 SHORT = [[3, 4, 5], [9, 8, 7, 6], [11, 5]]
@@ -47,6 +47,7 @@ def test_short_prompts_are_read_together_and_those_of_other_blocks_are_not(monke
     assert groups_of(model, [SHORT[0], LONG, *SHORT[1:]], monkeypatch) == [[2, 3, 4], [140]]
 
 
+@needs_library
 def test_with_batch_invariance_each_prompt_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama").sped_up(batch_invariant=True)
     assert groups_of(model, SHORT, monkeypatch) == [[2], [3], [4]]

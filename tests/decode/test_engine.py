@@ -32,7 +32,17 @@ from draftheads.models.model import StepMode
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst, Shape
 from fake_progress import FakeProgress
-from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, tiny_head, tiny_model, tiny_profile
+from families import (
+    PROMPTS,
+    TREES,
+    VOCAB,
+    IntegerTokenizer,
+    PlantedDrafter,
+    needs_library,
+    tiny_head,
+    tiny_model,
+    tiny_profile,
+)
 from training_world import VOCAB as VOCAB_OF_CHATS
 from training_world import chat_tokenizer
 
@@ -557,32 +567,26 @@ def test_unknown_names():
         draftheads.load("nowhere")
 
 
-def layers_of(engine: Engine) -> set[type]:
-    return {type(module) for module in engine.model.model.modules() if isinstance(module, torch.nn.Linear)}
-
-
 @pytest.mark.usefixtures("tiny_by_name")
-def test_kernels_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch):
-    def multiples(**options: Any) -> set[tuple[int, int]]:
-        """To which number of rows products are filled up, and to which one they must be for exact bits."""
-        engine = draftheads.load("tiny", **options)
-        layers = [layer for layer in engine.model.model.modules() if isinstance(layer, PackedLinear)]
-        return {(layer.multiple, layer.product.exact_rows) for layer in layers}
+def test_kernels_of_a_loaded_model():
+    def layers(**options: Any) -> set[type]:
+        kinds = (torch.nn.Linear, PackedLinear)
+        modules = draftheads.load("tiny", **options).model.model.modules()
+        return {type(module) for module in modules if isinstance(module, kinds)}
 
-    for module in ("kernels", "native_step"):  # whose products need no padding
-        monkeypatch.setattr(f"draftheads.cpu.{module}.load_library", lambda: None)
-    monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: True)
-    bf16: dict[str, Any] = {"precision": "bf16"}
-    assert layers_of(draftheads.load("tiny", fast=False)) == {torch.nn.Linear}
-    exact = multiples(**bf16, batch_invariant=True)
-    assert (8, 8) in exact
-    assert all(multiple == needed for multiple, needed in exact)
-    assert all(multiple == 1 for multiple, _ in multiples() | multiples(**bf16))
-    for options in ({"batch_invariant": True}, {"fast": False, "batch_invariant": True}):
-        assert draftheads.load("tiny", **options).model.batch_invariant
-    monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: False)
+    assert layers(fast=False) == {torch.nn.Linear}
+    assert layers() == layers(precision="bf16") == {PackedLinear}
+
+
+@needs_library
+@pytest.mark.usefixtures("tiny_by_name")
+def test_a_loaded_model_is_batch_invariant_if_asked_for(monkeypatch: pytest.MonkeyPatch):
+    assert not draftheads.load("tiny").model.batch_invariant
+    for options in ({}, {"precision": "bf16"}, {"fast": False}, {"batch_invariant": False, "precision": "int8"}):
+        assert draftheads.load("tiny", **{"batch_invariant": True, **options}).model.batch_invariant
+    monkeypatch.setattr("draftheads.cpu.optimise.scores_keep_their_bits", lambda _: False)
     with pytest.raises(InvalidSettings, match="batch_invariant: this CPU's kernels change a row's bits"):
-        multiples(batch_invariant=True)
+        draftheads.load("tiny", batch_invariant=True)
 
 
 def test_batch_invariant_are_for_cpus(monkeypatch: pytest.MonkeyPatch):

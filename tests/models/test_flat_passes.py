@@ -17,7 +17,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.tree import Tree
-from families import FAMILIES, PROMPTS, by_hand, tiny_head, tiny_model, tiny_profile
+from families import FAMILIES, INVARIANT, PROMPTS, by_hand, tiny_head, tiny_model, tiny_profile
 from thorough import some
 
 OWN_ATTENTION = [name for name in FAMILIES if name != "gemma2"]  # whose soft caps only eager attention has
@@ -66,7 +66,7 @@ def steps(model: TargetModel, drafts: Sequence[Draft]) -> list[list[torch.Tensor
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", some(OWN_ATTENTION, "llama", "mistral", "gemma3_text", "gpt2"))
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", INVARIANT)
 def test_nodes_without_padding_have_the_same_results(name: str, batch_invariant: bool):
     model = fast(name, batch_invariant=batch_invariant)
     assert model.takes_flat_tokens

@@ -15,7 +15,7 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.models.model import TargetModel
 from draftheads.serve.scheduler import Lane
 from draftheads.speculation.drafter import Drafter
-from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, tiny_head, tiny_model
+from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, needs_library, tiny_head, tiny_model
 from scheduler_world import check_empty, iterate, plain_answer, run_to_end, scheduler_of, submit
 from thorough import some
 
@@ -120,6 +120,7 @@ def test_a_history_from_cached_texts_drafts_as_one_from_scratch():
         assert sum(alone.accepted_by_depth) == sum(alone.drafted) > 0
 
 
+@needs_library
 def test_answers_of_int8_have_the_same_bits():
     model = tiny_model("llama", hidden_size=64, intermediate_size=128).sped_up(int8=True)
     alone = Engine(model, max_batch_size=1)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
-from draftheads.cpu.kernel_choice import choose
+from draftheads.cpu.text_type import dtype_for_texts
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.models.embedded import SMOLLM2_135M, place_in_cache
 from draftheads.utils.cache import PARTS, CachePart, cache_folder, clear, contents_of
@@ -20,7 +19,7 @@ from draftheads.utils.identity import identity_digest
 PART = {part.name: part for part in PARTS}
 FILES = {
     "smollm2-135m": "smollm2-135m-v1/model.safetensors",
-    "kernels": "kernels/04d6347cd77c26e13234ed0c.json",
+    "types": "types/04d6347cd77c26e13234ed0c.json",
     "costs": "costs/04d6347cd77c26e13234ed0c.json",
     "profiles": "profiles/markov-medusa-0123456789abcdef/acceptance.json",
     "corpora": "corpora/04d6347cd77c26e13234ed0c/ids.npy",
@@ -97,16 +96,15 @@ def test_an_empty_or_missing_cache_has_nothing(tmp_path: Path) -> None:
 def test_the_parts_have_the_names_that_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: Path
 ) -> None:
-    """By the functions that name or write them. The names of cost profiles are made like those of kernel choices."""
+    """By the functions that name or write them. The names of cost profiles are made like those of types."""
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
     assert PART["smollm2-135m"].is_own(place_in_cache(SMOLLM2_135M).name)
     saved = read_head(world / "medusa")
     assert PART["profiles"].is_own(cached_profile_folder(saved).name)
     for name in ("answers", "bench"):
         assert PART[name].is_own(identity_digest(["anything"]))
-    monkeypatch.setattr("draftheads.cpu.kernels.load_library", lambda: None)  # with it there is nothing to choose
-    choose([torch.randn(8, 8)], folder=tmp_path / "kernels")
-    assert contents_of(PART["kernels"], tmp_path).num_files == 1
+    dtype_for_texts()
+    assert contents_of(PART["types"], tmp_path).num_files == 1
 
 
 # --- what is not deleted ---

@@ -10,10 +10,8 @@ import torch
 from draftheads.bench.contenders import names_of
 from draftheads.bench.table import Row, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
-from draftheads.cpu.optimise import rows_keep_their_bits
 from draftheads.decode.engine import Engine
-from draftheads.errors import InvalidSettings
-from draftheads.loading import find_template, head_engine, kernels_folder, load_drafter, load_target
+from draftheads.loading import find_template, head_engine, load_drafter, load_target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
 
@@ -108,19 +106,10 @@ def load_demo(
         stock = load_target(model, fast=False, **load_options)
     else:
         stock = load_target(model, chat_template=template, precision=precision, fast=False, **load_options)
-        plain = drafted = _faster(stock, batch_invariant=False) if fast else stock
-        if batch_invariant:
-            drafted = _faster(stock, batch_invariant=True)
-            if not rows_keep_their_bits(drafted.model):
-                raise InvalidSettings(
-                    "batch_invariant: this machine's kernels change a row's bits with the number of rows"
-                )
+        plain = stock.twin().sped_up() if fast else stock
+        drafted = stock.twin().sped_up(batch_invariant=True) if batch_invariant else plain
     engines = {
         name: head_engine(drafted, load_drafter(head, model, drafted, fast=fast), head=head, model=model, copy=copy)
         for name, head in named.items()
     }
     return Demo(stock, Engine(plain), engines)
-
-
-def _faster(stock: TargetModel, *, batch_invariant: bool) -> TargetModel:
-    return stock.twin().sped_up(batch_invariant=batch_invariant, folder=kernels_folder())

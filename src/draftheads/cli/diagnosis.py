@@ -282,11 +282,10 @@ def _threads() -> Finding:
 
 
 def _precision() -> list[Finding]:
-    """What ``--precision auto`` is, and the kernels among which loading chooses."""
+    """What ``--precision auto`` is, and the native library."""
     import torch  # noqa: PLC0415
 
-    from draftheads.cpu.kernels import candidates  # noqa: PLC0415
-    from draftheads.cpu.native_library import load_library  # noqa: PLC0415
+    from draftheads.cpu.native_library import how_to_get, load_library  # noqa: PLC0415
     from draftheads.models.pretrained import DTYPES, default_device, default_dtype  # noqa: PLC0415
 
     device = default_device()
@@ -296,13 +295,9 @@ def _precision() -> list[Finding]:
     text = f"auto is {name}: this {'GPU' if device.type == 'cuda' else 'processor'} has {reason}"
     findings = [_finding("precision", text, auto=name, device=device.type)]
     if device.type == "cpu":
-        weight = torch.ones(16, 16, dtype=dtype)
-        kernels = [kind.name for quantised in (False, True) for kind in candidates([weight], quantised=quantised)]
         native = load_library()
-        text = "built without the native library" if native is None else native.draftheads_kernels(b"").decode()
-        advice = "decoding is slower: install a C++ compiler, and draftheads again" if native is None else ""
-        findings.append(_finding("native library", text, advice))
-        findings.append(_finding("CPU kernels", f"chosen among {', '.join(kernels)}", available=kernels))
+        text = "none, so decoding is slower" if native is None else native.draftheads_kernels(b"").decode()
+        findings.append(_finding("native library", text, "" if native else how_to_get()))
     return findings
 
 
@@ -416,7 +411,7 @@ def _cache_findings(folder: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(existing).free
     advice = "free some, or set DRAFTHEADS_CACHE to another disk" if free < _LITTLE else ""
     yield _finding("disk", f"{byte_size(free)} free", advice, free=free)
-    yield _measured(folder, "kernels", "choice", dict.values, "kernels")
+    yield _measured(folder, "types", "measurement", lambda faster: [faster["texts"]], "faster in training")
     yield _measured(
         folder, "costs", "cost profile", lambda cost: [point["rows"] for point in cost["points"]], "batch sizes"
     )

@@ -18,10 +18,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from draftheads.cpu.kernels import MAX_TREE_ROWS, native_bf16
+from draftheads.cpu.kernels import native_bf16
 
 GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
+MAX_TREE_ROWS = 128  # a pass with more tokens of a text is no tree
 _LAYOUTS: Any = WeakTensorKeyDictionary()  # of flat passes, by their mask: see lay_out
 _REPEATED: Any = WeakTensorKeyDictionary()  # masks of several query heads by the mask of a pass
 # from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention (LOG.md)

@@ -1,19 +1,12 @@
-"""CPU kernels for linear layers. Pure products of tensors, without global state.
+"""Products of linear layers on a CPU. Pure functions of tensors, without global state.
 
-A *product* stores one weight in the format of its kernel and multiplies rows by it: (n, in) -> (n, out). The fastest
-product depends on the machine, so :mod:`draftheads.cpu.kernel_choice` times the candidates in :data:`PRODUCTS` on the
-model's own layers. To add a kernel, add a class and its entry in that list.
-
-A kernel may add in another order for another number of rows. If the number of rows is a multiple of ``exact_rows``, the
-bits of a row do not depend on the other rows. With ``batch_invariant``, rows are padded to such a multiple.
+A *product* stores one weight in the format of its kernel and multiplies rows by it: (n, in) -> (n, out). Those of the
+native library sum every output in the same order, so the bits of a row do not depend on the other rows.
 """
 
-import math
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -23,200 +16,47 @@ from torch.nn import functional as F
 from draftheads.cpu.native_library import KINDS, VARIABLE, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
-# Any, because operators in PyTorch's namespaces have no Python signature
-_MKL: Any = torch.ops.mkl
-_ONEDNN: Any = torch.ops.mkldnn
-_FBGEMM: Any = torch.ops.quantized
-MAX_TREE_ROWS = 128  # with batch invariance, more rows are multiplied in pieces of this size
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (LOG.md)
-_LARGEST_HALF = 65504.0
 _MOST_INT8_INPUTS = 65_536  # 127 times 255 for each
 
 
 class Product(ABC):
-    """X Wᵀ + b for one weight, by one kernel."""
+    """X Wᵀ + b for one weight."""
 
     name: ClassVar[str]
-    exact_rows: ClassVar[int]  # at multiples of this, a row's bits do not depend on the other rows
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.bias = bias
 
-    @classmethod
-    @abstractmethod
-    def fits(cls, weight: Tensor) -> bool:
-        """Whether this build and machine support the weight. Only a quantised product may round it."""
-
-    @abstractmethod
-    def multiply(self, rows: Tensor) -> Tensor:
-        """X Wᵀ of contiguous rows (n, in) in the weight's type -> (n, out)."""
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """X Wᵀ + b, (n, in) -> (n, out)."""
-        out = self.multiply(rows)
-        return out if self.bias is None else out + self.bias
-
     @property
+    @abstractmethod
     def weight(self) -> Tensor:
-        """(out, in): the weight that the kernel uses, unpacked as its product with the identity."""
-        return self.multiply(torch.eye(self.in_features, dtype=self.dtype)).T.contiguous()
+        """(out, in), as the product uses it."""
+
+    @abstractmethod
+    def __call__(self, rows: Tensor) -> Tensor:
+        """X Wᵀ + b of rows in the weight's type, (n, in) -> (n, out)."""
 
 
 class Plain(Product):
     """``F.linear``, PyTorch's default."""
 
     name = "plain"
-    exact_rows = 8
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         self._weight = weight
-
-    @classmethod
-    def fits(cls, weight: Tensor) -> bool:
-        """Supports any floating-point weight."""
-        return weight.is_floating_point()
 
     @property
     def weight(self) -> Tensor:
         """(out, in)."""
         return self._weight
 
-    def multiply(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
-        return F.linear(rows, self._weight)
-
-
-class MklPacked(Product):
-    """MKL in fp32, packed for a fixed number of rows: fewer rows are padded, more rows are split into pieces."""
-
-    name = "mkl-packed"
-    exact_rows = 1
-    ROWS: ClassVar[int] = 16
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self._packed = _MKL._mkl_reorder_linear_weight(weight.contiguous(), self.ROWS)
-        # the kernel only reads the sizes of the plain weight, because the number of rows is always ROWS
-        self._sizes = weight.new_zeros(1, 1).expand(weight.shape)
-
-    @classmethod
-    def fits(cls, weight: Tensor) -> bool:
-        """Supports fp32 if PyTorch was built with MKL."""
-        has_mkl = torch.backends.mkl.is_available() and hasattr(_MKL, "_mkl_linear")
-        return has_mkl and weight.dtype == torch.float32 and weight.device.type == "cpu" and _runs(cls, weight.dtype)
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out)."""
-        count = len(rows)
-        pieces = F.pad(rows, (0, 0, 0, -count % self.ROWS)).split(self.ROWS)
-        pieces = [_MKL._mkl_linear(piece, self._packed, self._sizes, None, self.ROWS) for piece in pieces]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count]
-
-
-class OneDnnPacked(Product):
-    """oneDNN in fp32, or in bf16 on CPUs with bf16 instructions. One packed weight serves all numbers of rows."""
-
-    name = "onednn-packed"
-    exact_rows = 8
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self._packed = _ONEDNN._reorder_linear_weight(weight.contiguous(), 16)
-        self._multiply = _ONEDNN._linear_pointwise.default
-
-    @classmethod
-    def fits(cls, weight: Tensor) -> bool:
-        """Supports fp32, and bf16 on CPUs with it, if PyTorch was built with oneDNN."""
-        has_type = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and native_bf16())
-        has_kernel = weight.device.type == "cpu" and hasattr(_ONEDNN, "_linear_pointwise")
-        return has_type and has_kernel and _runs(cls, weight.dtype)
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out)."""
-        out: Tensor = self._multiply(rows, self._packed, None, "none", [], "")
-        return out
-
-
-class HalfWeights(Product):
-    """FBGEMM with fp16 weights and fp32 products: half the memory traffic of fp32, without rounding.
-
-    The weight must be exact in fp16, or exact after multiplication by a power of two. That holds for nearly all
-    models that were saved in bf16 or fp16.
-    """
-
-    name = "fbgemm-fp16"
-    exact_rows = 1
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        scale = _half_scale(weight)
-        assert scale is not None, "fits() was not checked"
-        self._scale = 1.0 / scale
-        self._packed = _FBGEMM.linear_prepack_fp16(weight.float() * scale, None)
-        self._multiply = _FBGEMM.linear_dynamic_fp16.default  # looked up once: a look-up takes microseconds
-
-    @classmethod
-    def fits(cls, weight: Tensor) -> bool:
-        """Supports weights that are exact in fp16, if PyTorch has FBGEMM."""
-        fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
-        has_type = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
-        return fbgemm and has_type and _runs(cls, weight.dtype) and _half_scale(weight) is not None
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out)."""
-        out: Tensor = self._multiply(rows.float(), self._packed)
-        return (out if self._scale == 1.0 else out.mul_(self._scale)).to(self.dtype)
-
-
-class Int8(Product):
-    """FBGEMM with int8 weights (a scale per output) and int8 activations (a scale per row).
-
-    SmoothQuant (Xiao et al. 2023, equation 4) moves outliers among the inputs into the weights: input j is divided by
-    s_j = max|x_j|^α / max|w_j|^(1-α), and the weights of input j are multiplied by it.
-
-    The kernel has one scale for all rows. So each row is divided by its largest magnitude, and an extra row fixes the
-    range: then no row depends on another. Integer sums are exact, so a row's bits do not depend on the other rows.
-    """
-
-    name = "int8"
-    exact_rows = 1
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor | None = None) -> None:
-        """``inputs`` are the largest magnitudes max|x_j| (in,) of typical inputs; None disables SmoothQuant."""
-        super().__init__(weight, bias)
-        weight = weight.float()
-        self._smooth = None if inputs is None else _smoothing(inputs, weight)
-        if self._smooth is not None:
-            weight = weight / self._smooth
-        scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
-        zeros = torch.zeros(len(scales), dtype=torch.long)
-        with warnings.catch_warnings():  # the newer API for quantised tensors has no such product
-            warnings.simplefilter("ignore", UserWarning)
-            quantised = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
-        self._packed = _FBGEMM.linear_prepack(quantised, None)
-        self._multiply = _FBGEMM.linear_dynamic.default
-        self._reduce_range = not has_vnni()  # without VNNI, the sum of two full-range products overflows 16 bits
-        # the range -(n + 1)/n … 1 has steps of 1/n, and zero is one of the steps
-        steps = 63 if self._reduce_range else 127
-        self._range = torch.zeros(1, self.in_features)
-        self._range[0, 0], self._range[0, -1] = 1.0, -(steps + 1) / steps
-
-    @classmethod
-    def fits(cls, weight: Tensor) -> bool:
-        """Supports fp32 and bf16 weights if PyTorch has FBGEMM."""
-        fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
-        has_type = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
-        return fbgemm and has_type and weight.shape[1] >= 2 and _runs(cls, weight.dtype)
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out)."""
-        rows = rows.float() if self._smooth is None else rows * self._smooth
-        largest = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-12)  # one fused operator is ten times slower
-        out: Tensor = self._multiply(torch.cat([rows / largest, self._range]), self._packed, self._reduce_range)
-        return out[:-1].mul_(largest).to(self.dtype)
+        return F.linear(rows, self._weight, self.bias)
 
 
 class Native(Product):
@@ -231,7 +71,6 @@ class Native(Product):
     """
 
     name = "native"
-    exact_rows = 1
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, halves: bool = False) -> None:
         super().__init__(weight, bias)
@@ -252,8 +91,8 @@ class Native(Product):
         """(out, in)."""
         return self._held().to(self.dtype)
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out), with the bias.
+    def __call__(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out).
 
         Raises:
             RuntimeError: rows of another type or size.
@@ -266,10 +105,6 @@ class Native(Product):
         self._native.draftheads_threads(native_threads())
         self._native.draftheads_multiply(self.given, rows.data_ptr(), self.rows_kind, len(rows), out.data_ptr())
         return out
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out)."""
-        return self.multiply(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Native":
         """The same one: nothing in it changes."""
@@ -335,17 +170,12 @@ class NativeInt8(Native):
         return (rounded if self._smooth is None else rounded * self._smooth).to(self.dtype)
 
 
-PRODUCTS: tuple[type[Product], ...] = (Plain, MklPacked, OneDnnPacked, HalfWeights, Native)  # all exact
-QUANTISED: tuple[type[Product], ...] = (Int8, NativeInt8)
-
-
 class PackedLinear(nn.Module):
     """Replaces an ``nn.Linear``. Stores its weight only in the format of the product."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.product = product
-        self.multiple = 1  # rows are padded to a multiple of this
         self.inputs: Tensor | None = None  # (in,) largest magnitudes of typical inputs, used to prepare int8
         self.halves = False  # whether it is two layers below each other whose outputs belong together
         self.tied: Tensor | None = None  # (out, in): the weight, if it is tied to another module's
@@ -379,15 +209,7 @@ class PackedLinear(nn.Module):
 
     def rows(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out), without a gradient."""
-        product, count = self.product, rows.shape[0]
-        if count == 0:
-            return rows.new_empty(0, product.out_features)
-        if self.multiple == 1:
-            return product(rows)
-        rows = F.pad(rows, (0, 0, 0, -count % self.multiple))
-        # bits are checked for up to this many rows; a large batch has more
-        pieces = [product(piece) for piece in rows.split(MAX_TREE_ROWS)]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count]
+        return self.product(rows) if len(rows) else rows.new_empty(0, self.product.out_features)
 
 
 def replace_linears(module: nn.Module) -> list[PackedLinear]:
@@ -422,6 +244,29 @@ def first_largest(logits: Tensor) -> Tensor | None:
     return places
 
 
+def pack(layers: Sequence[PackedLinear], *, int8: bool = False, portable: bool = False) -> None:
+    """Gives a native product to each plain layer that the library supports, if the library is fast or asked for.
+
+    With portable instructions ``F.linear`` is faster. On CPUs with AMX the two were not compared.
+
+    Args:
+        layers: what is packed already stays as it is.
+        int8: rounded weights.
+        portable: also with portable instructions; they are asked for in the environment, too.
+    """
+    library = load_library()
+    is_asked = portable or os.environ.get(VARIABLE)
+    if library is None or (library.draftheads_kernels(b"") == b"portable" and not is_asked):
+        return
+    for layer in layers:
+        if type(layer.product) is Plain and Native.fits(weight := layer.product.weight):
+            if int8 and NativeInt8.fits(weight):
+                layer.product = NativeInt8(weight, layer.bias, layer.inputs, halves=layer.halves)
+            else:
+                layer.product = Native(weight, layer.bias, halves=layer.halves)
+            layer.inputs = None
+
+
 def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """The largest logits of each row, as log-probabilities need them.
 
@@ -450,49 +295,10 @@ def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, T
     return values, places, totals
 
 
-@torch.inference_mode()
-def keeps_bits(product: Product) -> bool:
-    """Whether, on this machine, a row has the same bits at every multiple of the product's ``exact_rows``."""
-    step = product.exact_rows
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(MAX_TREE_ROWS, product.in_features, generator=generator).to(product.dtype)
-    expected = product(rows[:step])
-    for count in dict.fromkeys((2 * step, 3 * step, 5 * step, 16, 24, 40, 64, 96, MAX_TREE_ROWS)):
-        if not torch.equal(product(torch.cat([rows[step:count], rows[:step]]))[-step:], expected):
-            return False
-    return True
-
-
-def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[type[Product]]:
-    """The products that support all of these weights; the native one alone, where it has the best instructions."""
-    fitting = [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    is_chosen = os.environ.get(VARIABLE) or (load_library() and load_library().draftheads_kernels(b"") != b"portable")
-    native = [kind for kind in fitting if issubclass(kind, Native)]
-    return native if native and not has_amx and is_chosen else fitting
-
-
-@cache
-@torch.inference_mode()
-def _runs(kind: type[Product], dtype: torch.dtype) -> bool:
-    """Whether a small product of that kind is right. PyTorch may change or remove its private operators."""
-    rows, weight = torch.eye(2, 4, dtype=dtype), torch.arange(8.0).view(2, 4).to(dtype)
-    try:
-        found = kind(weight, None)(rows)
-        return torch.allclose(found, rows @ weight.T, atol=0.1)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return False
-
-
 def native_bf16() -> bool:
     """Whether the CPU has bf16 instructions. Without them, bf16 is emulated and slower than fp32."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
-
-
-def has_vnni() -> bool:
-    """Whether the CPU has VNNI, which sums products of 8-bit numbers in 32 bits."""
-    return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
 
 
 def _pointer(numbers: Tensor | None) -> int | None:
@@ -512,17 +318,3 @@ def _in_16_bits(weight: Tensor) -> Tensor:
         if torch.equal(held.float(), weight):
             return held
     return weight
-
-
-def _half_scale(weight: Tensor) -> float | None:
-    """A power of two that makes the weight exact in fp16; None if there is none."""
-    values = weight.float()
-    largest = float(values.abs().max())
-    if not 0.0 < largest < math.inf:
-        return 1.0 if largest == 0.0 else None
-    highest = 2.0 ** math.floor(math.log2(_LARGEST_HALF / largest))
-    for scale in dict.fromkeys((1.0, highest)):
-        scaled = values * scale
-        if scale <= highest and torch.equal(scaled.half().float(), scaled):
-            return scale
-    return None

@@ -1,7 +1,8 @@
 """The native library for CPUs: where it is, and its structures in C.
 
-It is built when the package is installed, if there is a C++ compiler (``hatch_build.py``). Without it everything works,
-more slowly. It has a plain C interface, so one build serves all versions of Python and PyTorch.
+It is built when the package is installed, if there is a C++ compiler (``hatch_build.py``). Without it all but int8 and
+``batch_invariant`` works, more slowly. It has a plain C interface, so one build serves all versions of Python and
+PyTorch.
 """
 
 import ctypes
@@ -192,6 +193,12 @@ def load_library() -> Any:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=found.draftheads_forked)
     return found
+
+
+def how_to_get() -> str:
+    """What to do where :func:`load_library` gives none."""
+    off = os.environ.get(VARIABLE) == "off"
+    return f"unset {VARIABLE}, which is off" if off else "install a C++ compiler, and draftheads again"
 
 
 def sets_here(native: Any) -> list[str]:

@@ -1,8 +1,9 @@
-"""Makes a model faster on a CPU, in place: the fastest kernel for each layer, and fewer small operators.
+"""Makes a model faster on a CPU, in place: native products, and fewer small operators.
 
 ``batch_invariant`` makes the bits of a token independent of the other tokens of the pass. Otherwise plain decoding,
-with one token, and a tree, with many, may differ in the last bits, because kernels add in another order. It covers
-layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most 128 rows.
+with one token, and a tree, with many, may differ in the last bits, because kernels add in another order. It needs
+native products, and covers layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most
+128 nodes.
 
 ``int8`` quantises the linear layers. This is another model; lossless then means: equal to its own plain decoding.
 """
@@ -10,7 +11,6 @@ layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and tree
 import ctypes
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from draftheads.cpu.attention import (
     scores_keep_their_bits,
 )
 from draftheads.cpu.fused_modules import fuse, halve_embedding
-from draftheads.cpu.kernel_choice import pack
-from draftheads.cpu.kernels import Int8, PackedLinear, Plain, keeps_bits, replace_linears
+from draftheads.cpu.kernels import PackedLinear, Plain, pack, replace_linears
+from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
 _SMALLEST_SHARE = 0.5  # int8 must cover this share of the weights, embeddings excluded
@@ -39,7 +39,6 @@ def speed_up(
     int8: bool = False,
     fused: bool = True,
     typical_ids: Tensor | None = None,
-    folder: Path | None = None,
 ) -> None:
     """Gives a stock model faster kernels and modules. Its results stay the same, up to rounding (or int8).
 
@@ -51,23 +50,22 @@ def speed_up(
         int8: quantise the linear layers; this implies batch_invariant.
         fused: replace modules by fused ones; False keeps the stock modules, with faster products in them.
         typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
-        folder: the cache of measured kernel choices.
 
     Raises:
         InvalidSettings: ``int8``, but most weights are not in ``nn.Linear`` layers; or ``int8`` or
-            ``batch_invariant``, but the model's attention is not sdpa.
+            ``batch_invariant``, but the model's attention is not sdpa, there is no native library, or PyTorch's
+            products change a row's bits.
     """
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:
         return
+    kind = model.config.get_text_config()._attn_implementation
     batch_invariant = batch_invariant or int8
     if int8:
         _check_quantisable(model)
+    if batch_invariant:
+        _check_invariant(model, kind, "precision int8" if int8 else "batch_invariant")
     attention = None
-    kind = model.config.get_text_config()._attn_implementation
-    if batch_invariant and kind != "sdpa":
-        what = "precision int8" if int8 else "batch_invariant"
-        raise InvalidSettings(f"{what} needs attention of kind sdpa; this model was loaded with {kind}")
     if kind == "sdpa":
         model.set_attn_implementation(EXACT_ATTENTION if batch_invariant else GROUPED_ATTENTION)
         attention = exact_attention if batch_invariant else grouped_attention
@@ -77,7 +75,7 @@ def speed_up(
         layers = replace_linears(model)
         if typical_ids is not None and int8:
             _observe_inputs(model, layers, typical_ids)
-        pack(layers, batch_invariant=batch_invariant, int8=int8, folder=folder)
+        pack(layers, int8=int8, portable=batch_invariant)
         halve_embedding(model)
         _let_go_of_file(model)
         lm_head = model.get_output_embeddings()
@@ -98,18 +96,18 @@ def kernels_of(model: Any) -> str:
     return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "batch_invariant"}.get(attention, "stock")
 
 
-@torch.inference_mode()
-def rows_keep_their_bits(model: Any) -> bool:
-    """Whether a row's bits are independent of the other rows on this machine, in a model with ``batch_invariant``."""
-    layers = {(m.out_features, m.in_features): m for m in model.modules() if isinstance(m, PackedLinear)}
+def _check_invariant(model: Any, attention: str, what: str) -> None:
+    if attention != "sdpa":
+        raise InvalidSettings(f"{what} needs attention of kind sdpa; this model was loaded with {attention}")
+    if load_library() is None:
+        raise InvalidSettings(f"{what} needs the native library: {how_to_get()}")
     config = model.config.get_text_config()
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return all(keeps_bits(layer.product) for layer in layers.values()) and scores_keep_their_bits(size)
+    if not scores_keep_their_bits(size):
+        raise InvalidSettings(f"{what}: this CPU's kernels change a row's bits with the number of rows")
 
 
 def _check_quantisable(model: Any) -> None:
-    if not Int8.fits(torch.ones(2, 2)):
-        raise InvalidSettings(f"precision int8 needs FBGEMM's int8 products, and PyTorch {torch.__version__} has none")
     embeddings = {id(model.get_input_embeddings().weight)}
     everything = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings)
     linears = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and id(m.weight) not in embeddings)

@@ -9,14 +9,12 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.kernel_choice import pack
-from draftheads.cpu.kernels import replace_linears
+from draftheads.cpu.kernels import pack, replace_linears
 from draftheads.cpu.native_growth import HeadLayers, NativeGrowth
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
@@ -207,8 +205,8 @@ class DraftHead(nn.Module, Drafter):
         """A session for one batch."""
         return HeadSession(self)
 
-    def speed_up(self, *, folder: Path | None = None) -> None:
-        """Drafts with the kernels that are fastest here; after ``bind``. ``folder`` keeps the choice of kernels."""
+    def speed_up(self) -> None:
+        """Drafts with faster modules and products; after ``bind``."""
         weight = self.target_embedding
         if weight.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
             self.lm_heads.pack()
@@ -216,7 +214,7 @@ class DraftHead(nn.Module, Drafter):
                 if isinstance(module, Fusable):
                     module.fuse()
             # a draft that is rounded costs half as much, and what is accepted does not depend on it
-            pack(replace_linears(self), int8=load_library() is not None, folder=folder)
+            pack(replace_linears(self), int8=True)
             self.growth = self._native_growth()
 
     def layers_of_depths(self) -> Sequence[Sequence[nn.Module]] | None:

@@ -4,7 +4,6 @@ The layers keep their kernels, also packed, fused and quantised ones. So a pass 
 adapter needs memory for its own matrices only.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,50 +11,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.cpu.kernels import PackedLinear, Plain, Product
+from draftheads.cpu.kernels import Native, PackedLinear, Plain, Product
 from draftheads.models.adapter import LowRank
 
 
 class WithLora(Product):
-    """X Wᵀ + b + (X Aᵀ) Bᵀ; the product by W is the base model's own."""
+    """X Wᵀ + b + (X Aᵀ) Bᵀ; the product by W is the base model's own, and the others are native ones if it is."""
 
     name = "lora"
-    exact_rows = Plain.exact_rows
 
     def __init__(self, base: Product, a: Tensor, b: Tensor) -> None:
         self.out_features, self.in_features, self.dtype = base.out_features, base.in_features, base.dtype
         self.bias = base.bias
         self._base = base
-        self._a = a.to(self.dtype)  # (r, in)
-        self._b = b.to(self.dtype).T.contiguous()  # (r, out)
-
-    @classmethod
-    def fits(cls, weight: Tensor) -> bool:  # noqa: ARG003 - the interface
-        """Fits no weight alone."""
-        return False
+        kind = Native if isinstance(base, Native) else Plain
+        self._a, self._b = (kind(matrix.to(self.dtype), None) for matrix in (a, b))  # (r, in) and (out, r)
 
     @property
     def weight(self) -> Tensor:
         """(out, in): W + B A."""
-        return torch.addmm(self._base.weight, self._b.T, self._a)
+        return torch.addmm(self._base.weight, self._b.weight, self._a.weight)
 
-    def multiply(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
-        return self._base.multiply(rows).addmm_(F.linear(rows, self._a), self._b)
+        return self._base(rows).add_(self._b(self._a(rows)))
 
 
-def add_lora(model: Any, matrices: Mapping[str, LowRank], *, batch_invariant: bool) -> None:
+def add_lora(model: Any, matrices: Mapping[str, LowRank]) -> None:
     """Adds low-rank products to the layers of a model, stock or with faster modules, in place; no weight changes.
 
-    The matrices have the names of the stock model's layers. With ``batch_invariant``, the bits of a row do not depend
-    on the other rows.
+    The matrices have the names of the stock model's layers.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     fused: dict[str, dict[str, LowRank]] = {}
     for name, pair in matrices.items():
         parent, _, part = name.rpartition(".")
         if name in modules:
-            _add(modules[name], pair, batch_invariant=batch_invariant)
+            _add(modules[name], pair)
         else:
             together = next(whole for whole, parts in modules[parent].fused_parts.items() if part in parts)
             fused.setdefault(f"{parent}.{together}", {})[part] = pair
@@ -65,15 +57,13 @@ def add_lora(model: Any, matrices: Mapping[str, LowRank], *, batch_invariant: bo
         # the outputs of the parts are side by side: A below A, and the B along a diagonal
         a = torch.cat([pairs[part].a for part in outputs if part in pairs])
         b = [pairs[part].b if part in pairs else torch.zeros(size, 0) for part, size in outputs.items()]
-        _add(modules[name], LowRank(a, torch.block_diag(*b)), batch_invariant=batch_invariant)
+        _add(modules[name], LowRank(a, torch.block_diag(*b)))
 
 
-def _add(layer: nn.Module, pair: LowRank, *, batch_invariant: bool) -> None:
+def _add(layer: nn.Module, pair: LowRank) -> None:
     if isinstance(layer, PackedLinear):
         layer.product = WithLora(layer.product, pair.a, pair.b)
         layer.tied = None  # the adapter changes the lm_head, but not the embedding
-        if batch_invariant:
-            layer.multiple = math.lcm(layer.multiple, WithLora.exact_rows)
         return
     weight = next(layer.parameters())
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()

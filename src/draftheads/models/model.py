@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from os import PathLike
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, Unpack
 
@@ -205,7 +204,7 @@ class TargetModel:
                 f"{self._embedding.shape[0]}. Merge it: `draftheads merge --adapter {place} --out …`"
             )
         model = _sharing_weights(self.model)
-        add_lora(model, matrices, batch_invariant=self.batch_invariant)
+        add_lora(model, matrices)
         digest = hashlib.sha256(self.weights_fingerprint.encode())
         for name, pair in sorted(matrices.items()):
             digest.update(name.encode() + pair.a.numpy().tobytes() + pair.b.numpy().tobytes())
@@ -218,9 +217,7 @@ class TargetModel:
     def _with(self, model: Any, facts: WeightFacts, **changes: Any) -> Self:
         return replace(self, model=model, facts=facts, step_mode=replace(self.step_mode), **{"native": None, **changes})
 
-    def sped_up(
-        self, *, batch_invariant: bool = False, int8: bool = False, fused: bool = True, folder: Path | None = None
-    ) -> Self:
+    def sped_up(self, *, batch_invariant: bool = False, int8: bool = False, fused: bool = True) -> Self:
         """This model with faster kernels on a CPU, or with 8 bits on a GPU. It takes the modules of this one over.
 
         See :func:`draftheads.cpu.optimise.speed_up`.
@@ -231,9 +228,7 @@ class TargetModel:
         typical = None
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
-        speed_up(
-            self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical, folder=folder
-        )
+        speed_up(self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical)
         windows = [self.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in self.layer_kinds]
         native = native_step(self.model, windows)
         return self._with(self.model, replace(facts, precision="int8") if int8 else facts, native=native)

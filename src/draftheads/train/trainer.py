@@ -22,11 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from draftheads.cpu.kernel_choice import dtype_for_texts
+from draftheads.cpu.text_type import dtype_for_texts
 from draftheads.cpu.threads import thread_choice
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
-from draftheads.loading import kernels_folder
 from draftheads.models.pretrained import default_device, default_dtype
 from draftheads.train import processes
 from draftheads.train.muon import MuonAdamW
@@ -121,7 +120,7 @@ def computes_in_bf16(options: HardwareOptions) -> bool:
     has_bf16 = default_dtype(device) == torch.bfloat16
     if not has_bf16 or device.type != "cpu":
         return has_bf16
-    measured = dtype_for_texts(folder=kernels_folder())
+    measured = dtype_for_texts()
     return processes.any_of(measured == torch.bfloat16)  # each process measures; all must use the same type
 
 

@@ -96,7 +96,7 @@ PARTS = (
         "converted again, or downloaded",
         rf"{_DEFAULT_MODEL}-v\d+",
     ),
-    CachePart("kernels", "the fastest CPU kernels of each model", "measured again in 3 s for each model", _MEASURED),
+    CachePart("types", "the faster type of training on this CPU", "measured again by the next training", _MEASURED),
     CachePart("costs", "milliseconds of steps, by model and head", "measured again in 5 s for each head", _MEASURED),
     CachePart(
         "profiles",

@@ -86,7 +86,7 @@ class ServeOptions(OptionGroup):
     corpus: Path | None = None
     """Also copy from these texts or earlier answers. A .txt or .jsonl file, or a folder of such files."""
     batch_invariant: bool = False
-    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16."""
+    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16; it needs the native library."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
