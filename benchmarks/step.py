@@ -1,8 +1,7 @@
 """What a step of verification costs: by nodes, rows and length of the text, beside two lower bounds.
 
 A step must read all weights (bytes / bandwidth), and multiply by them (operations / rate); both rates are measured
-here. ``--plot FILE`` draws it, ``--json FILE`` writes it. The time beside the products is measured by replacing each
-product with one that returns at once.
+here. ``--plot FILE`` draws it, ``--json FILE`` writes it.
 """
 
 import json
@@ -17,10 +16,9 @@ import tyro
 from machine import machine
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from draftheads.cli.show import quiet_transformers
-from draftheads.cpu.kernels import Native, PackedLinear, Plain, Product
+from draftheads.cpu.kernels import Native, PackedLinear
 from draftheads.cpu.native_library import KINDS
 from draftheads.loading import load_target
 from draftheads.models.kv_target import Target
@@ -52,20 +50,6 @@ class Options:
     """Write everything there."""
 
 
-class Instant(Plain):
-    """Gives the same numbers at once."""
-
-    name = "instant"
-
-    def __init__(self, other: Product, rows: int) -> None:
-        super().__init__(torch.zeros(1, 1, dtype=other.dtype).expand(other.out_features, other.in_features), None)
-        self.out = torch.randn(rows, other.out_features, dtype=other.dtype) * 0.1
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out)."""
-        return self.out[: len(rows)]
-
-
 def median_ms(action: Callable[[], object], repeats: int) -> float:
     """Milliseconds, after two calls that warm up."""
     times = []
@@ -76,20 +60,13 @@ def median_ms(action: Callable[[], object], repeats: int) -> float:
     return 1e3 * statistics.median(times[2:])
 
 
-def step_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Options) -> tuple[float, float]:
-    """Milliseconds of a step, and of what is not products."""
+def step_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Options) -> float:
+    """Milliseconds of a step."""
     target = Target(model)
     target.prefill([list(range(100, 100 + length))] * rows)
     draft = Draft.on_tree(Tree.chain(nodes - 1), torch.randint(100, 1000, (rows, nodes)))
-    whole = median_ms(lambda: target.verify(draft), options.repeats)
-    layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
-    products = [layer.product for layer in layers]
-    for layer in layers:
-        layer.product = Instant(layer.product, max(128, rows * nodes))
-    beside = median_ms(lambda: target.verify(draft), options.repeats)
-    for layer, product in zip(layers, products, strict=True):
-        layer.product = product
-    return whole, beside
+    with model.computing():
+        return median_ms(lambda: target.verify(draft), options.repeats)
 
 
 def bytes_per_second() -> float:
@@ -129,20 +106,22 @@ def main(options: Options) -> None:
         read_ms = 1e3 * weight_bytes(model) / bandwidth
         layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
         numbers = sum(layer.in_features * layer.out_features for layer in layers)
-        table = Table("rows", "text", "nodes", "step, ms", "beside products, ms", "reading, ms", "computing, ms")
+        table = Table("rows", "text", "nodes", "step, ms", "reading, ms", "computing, ms", "× the larger bound")
         table.title = f"{options.model} in {model.precision}, {rate / 1e9:.0f} billion operations/s"
         for length in options.lengths:
             for rows in options.rows:
                 for nodes in options.nodes:
                     if rows * nodes > 128:
                         continue
-                    whole, beside = step_ms(model, rows, nodes, length, options)
+                    whole = step_ms(model, rows, nodes, length, options)
                     sums = 2e3 * numbers * rows * nodes / rate
-                    numbers_shown = (whole, beside, read_ms, sums)
-                    table.add_row(str(rows), str(length), str(nodes), *(f"{value:.1f}" for value in numbers_shown))
+                    numbers_shown = (whole, read_ms, sums)
+                    ratio = f"{whole / max(read_ms, sums):.2f}"
+                    shown = (f"{value:.1f}" for value in numbers_shown)
+                    table.add_row(str(rows), str(length), str(nodes), *shown, ratio)
                     found.append(
                         {"precision": model.precision, "rows": rows, "length": length, "nodes": nodes}
-                        | dict(zip(("step_ms", "beside_ms", "read_ms", "sums_ms"), numbers_shown, strict=True))
+                        | dict(zip(("step_ms", "read_ms", "sums_ms"), numbers_shown, strict=True))
                     )
         console.print(table)
     if options.json:
@@ -165,7 +144,6 @@ def draw(found: list[dict[str, object]], title: str, path: Path) -> None:
         nodes = [one["nodes"] for one in own]
         colour = f"C{number}"
         axes.plot(nodes, [one["step_ms"] for one in own], "o-", color=colour, label=f"{precision}: step")
-        axes.plot(nodes, [one["beside_ms"] for one in own], ":", color=colour, label=f"{precision}: beside products")
         bound = [max(one["read_ms"], one["sums_ms"]) for one in own]  # type: ignore[type-var]
         axes.plot(nodes, bound, "--", color=colour, alpha=0.6, label=f"{precision}: reading weights, computing")
     axes.set(xlabel="nodes of the tree", ylabel="milliseconds", title=title, xlim=(0, None), ylim=(0, None))

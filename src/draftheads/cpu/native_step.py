@@ -90,8 +90,11 @@ class NativeStep:
         if first.head_dim % 2 or first.head_dim > _MOST_HEAD_SIZE:
             raise ValueError(f"heads of {first.head_dim} numbers")
         self.size = len(decoder.norm.weight)
+        is_int8 = any(isinstance(product, NativeInt8) for product in self._products)
         # a number that is rounded to the other side changes the rest
-        self.rounds = self.dtype != torch.float32 or any(isinstance(p, NativeInt8) for p in self._products)
+        self.rounds = is_int8 or self.dtype != torch.float32
+        # int8 rounds what keys and values are computed from, so they need no more than 16 bits
+        self.cache_dtype = torch.float16 if is_int8 else self.dtype
         self._model = Model(
             self.size,
             first.num_heads,
@@ -100,7 +103,7 @@ class NativeStep:
             layers[0].mlp.size,
             len(layers),
             acts.pop(),
-            KINDS[self.dtype],
+            KINDS[self.cache_dtype],
             KINDS[self.dtype],
             KINDS[self._embedding.dtype],
             len(self._embedding),
@@ -120,12 +123,12 @@ class NativeStep:
         """The keys and values that passes write, as long as their memory is the same.
 
         Args:
-            cache: of each layer keys and values (rows, groups, slots, d) in the model's type.
+            cache: of each layer keys and values (rows, groups, slots, d) in :attr:`cache_dtype`.
 
         Raises:
             ValueError: they are otherwise.
         """
-        return OpenCache(cache, self.dtype)
+        return OpenCache(cache, self.cache_dtype)
 
     def run(
         self, token_ids: Tensor, texts: Texts, cache: "OpenCache", layers: Sequence[int] = (), *, last_position: int
@@ -295,7 +298,7 @@ def _agrees(step: NativeStep, model: Any) -> bool:
     expected = model.get_decoder()(input_ids=token_ids[None], use_cache=False).last_hidden_state[0].float()
     groups, size = step.cache_shape()
     depths = torch.arange(count, dtype=torch.int32)
-    cache = [_OneText(torch.zeros(1, groups, count, size, dtype=step.dtype)) for _ in model.get_decoder().layers]
+    cache = [_OneText(torch.zeros(1, groups, count, size, dtype=step.cache_dtype)) for _ in model.get_decoder().layers]
     out, _ = step.run(token_ids, Texts([0], [0], [count], depths), step.open(cache), last_position=count)
     if out.shape != expected.shape:
         return False

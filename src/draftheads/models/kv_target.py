@@ -295,7 +295,7 @@ class Target:
             self._threads.before_pass()
         if self._open is None or self._open[0] != self.cache.generation:
             for layer in self.cache.layers:
-                layer.prepare(*native.cache_shape(), self.model.dtype)
+                layer.prepare(*native.cache_shape(), native.cache_dtype)
             self._open = self.cache.generation, native.open(self.cache.layers)
         last_position = (self.model.max_positions or _NO_LIMIT) - 1
         return native.run(tokens, texts, self._open[1], self.layers, last_position=last_position)
