@@ -46,6 +46,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_clock() -> Iterator[None]:
+    """How much is drafted does not depend on how busy the machine is, except where that is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftheads.decode.engine.StepClock", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is measured in tests goes to no user's cache, unless a test says where."""
     folder, own = tmp_path_factory.mktemp("costs"), cost.cache_folder

@@ -13,6 +13,7 @@ from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostPoint, CostProfile
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import LEVEL_GAIN, SizePolicy, SizePolicySession, best_sizes
+from draftheads.decode.step_clock import StepClock
 from draftheads.drafters.copying import Copying as TextCopying
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
@@ -598,6 +599,7 @@ def test_sampled_text_equals_plain() -> None:
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 5}])
 def test_texts_do_not_depend_on_the_clock(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever time steps take, and so whatever trees are drafted, native models give the same text."""
+    monkeypatch.setattr("draftheads.decode.engine.StepClock", StepClock)
     model = tiny_model("llama").sped_up()
     if model.native is None:
         pytest.skip("the native library is off, or was not built: no C++ compiler")
@@ -612,12 +614,14 @@ def test_texts_do_not_depend_on_the_clock(settings: dict[str, Any], monkeypatch:
         monkeypatch.setattr("draftheads.decode.batch.time.perf_counter", lambda clock=clock: next(clock))
         results = engine.generate(PROMPTS, max_new_tokens=40, **settings)
         monkeypatch.undo()
+        monkeypatch.setattr("draftheads.decode.engine.StepClock", StepClock)
         assert [result.token_ids for result in results] == [result.token_ids for result in plain]
         sizes.add(sum(result.num_steps for result in results))
     assert len(sizes) > 1, "the times changed what was drafted"
 
 
 def test_no_clock_is_read_where_texts_could_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftheads.decode.engine.StepClock", StepClock)
     model = tiny_model("llama")
     assert Engine(model, tiny_head("hydra", model), profile=BOTH, cost=machine(0.3)).policy.clock is None
     native = model.sped_up()

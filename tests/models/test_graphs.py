@@ -219,7 +219,8 @@ def test_padded_sizes_are_few_and_large_enough() -> None:
 def test_a_step_on_a_static_tree_has_one_transfer_to_the_host(
     method: str | None, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Truth values are not counted: accept() asks for one on CPUs only."""
+    """Truth values are not counted: accept() asks for one on CPUs only. It walks trees there as on a GPU."""
+    monkeypatch.setattr("draftheads.speculation.accept._on_host", lambda _: False)
     model = static(tiny_model("llama"))
     head = None if method is None else tiny_head(method, model)
     engine, asked = Engine(model, head, shape=None if head is None else TREES["ragged"]), []

@@ -54,7 +54,7 @@ class NativeGrowth:
         self.most_depths = len(depths)
         layers = [layer.product.given for depth in depths for layer in depth.layers]  # type: ignore[attr-defined]
         if len(depths) > _MOST_DEPTHS or len(layers) > _MOST_LAYERS:
-            raise ValueError(f"{len(depths)} depths and {len(layers)} layers")
+            raise ValueError("it has more depths or layers than the library takes")
         self._library = load_library()
         self._held = products, embedding.contiguous(), target_ids
         self._layers = (HeadLayer * max(1, len(layers)))(*map(HeadLayer, layers))

@@ -36,7 +36,7 @@ from draftheads.utils.strict_json import checked, read_dataclass, read_object
 logger = logging.getLogger(__name__)
 
 BUDGET_SECONDS = 5.0
-_VERSION = 9
+_VERSION = 10
 _REPEATS, _SWEEPS = 2, 4  # timings of a part in a row, and how often all parts are timed
 _REFERENCES = 4  # plain steps that are timed to see whether a stored profile is still right …
 _SAME = 1.25  # … which it is where they take up to this many times as long or as short

@@ -109,7 +109,7 @@ def _walk(draft: Draft, seen: SeenTokens | None, decide: Decide) -> AcceptResult
 
 def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: SeenTokens | None) -> AcceptResult:
     """Choose at the node, and step into the child that was chosen."""
-    if logits.device.type == "cpu" and seen is None and not rows.any_sampled and not rows.any_penalty:
+    if _on_host(logits) and seen is None and not rows.any_sampled and not rows.any_penalty:
         return _greedy(draft, most_likely(logits))
     batch = torch.arange(len(logits), device=logits.device)
     below_root = draft.depths > 0
@@ -120,6 +120,11 @@ def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, se
         return child.any(1), child.int().argmax(1), chosen
 
     return _walk(draft, seen, decide)
+
+
+def _on_host(values: Tensor) -> bool:
+    """Whether reading them does not wait for a device."""
+    return values.device.type == "cpu"
 
 
 def _greedy(draft: Draft, best: Tensor) -> AcceptResult:
