@@ -156,7 +156,7 @@ class Batch:
             events += [] if event is None else [event]
         self._note_seen()
         self.session.on_accept([count - 1 for count in counts], copied, self._are_free)
-        self.session.on_time(1e3 * (drafted - begin), 1e3 * (time.perf_counter() - drafted))
+        self.session.on_time(1e3 * (drafted - begin), 1e3 * (time.perf_counter() - drafted), sum(counts))
         self._drop_ended()
         self.on_phase("rest")
         return events

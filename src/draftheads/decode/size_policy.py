@@ -246,8 +246,7 @@ class SizePolicySession(WrappedSession):
         copies = np.array([record.ratio for record in self._copies])
         if context.room is not None and batch > 1:
             copies *= weights(context.room, self.policy.table(1, context.text_tokens).plain, table.plain)
-        is_trial = clock is not None and clock.wants_trial
-        chosen, gain, rate = self._chosen(context, table, ratios, is_trial=is_trial)
+        chosen, gain, rate, is_trial = self._chosen(context, table, ratios, clock)
         self._gain = gain
         self._step = None if clock is None else _Step(measured, batch, batch, 0.0, is_trial)
         if chosen is None and not self.extra_nodes:
@@ -279,29 +278,40 @@ class SizePolicySession(WrappedSession):
         return None if rows is not None and (rows.any_typical or rows.any_rejection) else self.policy.clock
 
     def _chosen(
-        self, context: Context, table: _Table, ratios: Floats, *, is_trial: bool
-    ) -> tuple[Shape | None, float, float]:
-        """As :meth:`SizePolicy.choose`; at a trial what is not chosen: the best draft, or none."""
-        batch = len(ratios)
-        cuts = context.root_ids.device.type == "cpu"
+        self, context: Context, table: _Table, ratios: Floats, clock: StepClock | None
+    ) -> tuple[Shape | None, float, float, bool]:
+        """As :meth:`SizePolicy.choose`, and whether it is a trial: what is not chosen, the best draft or none."""
+        batch, cuts = len(ratios), context.root_ids.device.type == "cpu"
         choice = self.policy.choose(ratios, table, cuts=cuts)
         plain: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
-        if is_trial:
-            return self.policy.choose(ratios, table, cuts=cuts, needs_draft=True) if choice[0] is None else plain
+        if clock is not None and choice[0] is not None and clock.is_worse(batch):
+            choice = plain
+        if clock is not None and clock.may_try:
+            is_plain = choice[0] is None
+            other = self.policy.choose(ratios, table, cuts=cuts, needs_draft=True) if is_plain else plain
+            tokens = batch + float(ratios.sum()) * other[1]
+            if (other[0] is not None) == is_plain and clock.affords(tokens / other[2] - tokens / choice[2]):
+                return *other, True
         chosen, gain, rate = choice
-        return plain if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain) else choice
+        if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
+            return *plain, False
+        return *choice, False
 
-    def on_time(self, drafting: float, rest: float) -> None:
+    def on_time(self, drafting: float, rest: float, num_tokens: int) -> None:
         """Tells the clock."""
         clock, step, self._step = self.policy.clock, self._step, None
         if clock is None or step is None:
             return
         verifying, nodes = step.table.verifying, step.tokens / step.rows
-        if step.drafting <= 0.0 and step.tokens == step.rows:  # plain decoding
-            clock.note(step.tokens, (step.table.plain, drafting + rest), None, is_trial=step.is_trial)
-        elif nodes <= len(verifying):
+        expected, measured, of_draft = step.table.plain, drafting + rest, None
+        if step.drafting > 0.0 or step.tokens > step.rows:
+            if nodes > len(verifying):
+                return  # with copies: as many tokens as no profile knows
             expected = float(np.interp(nodes, np.arange(1, len(verifying) + 1), verifying))
-            clock.note(step.tokens, (expected, rest), (step.drafting, drafting), is_trial=step.is_trial)
+            measured, of_draft = rest, (step.drafting, drafting)
+        clock.note(
+            step.tokens, (expected, measured), of_draft, rows=step.rows, gained=num_tokens, is_trial=step.is_trial
+        )
 
     def _waits(self, context: Context, table: _Table, chosen: Shape | None, rate: float, tokens: float) -> bool:
         """Whether drafting waits, because the drafter would have to read much that was put aside.

@@ -5,36 +5,64 @@ are only for models whose texts do not depend on it: those whose passes give the
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 _MEMORY = 0.85  # weight of what was known of a number of tokens when it is timed again
-_SPEED_MEMORY = 0.95  # the same of the machine's speed
+_SPEED_MEMORY = 0.95  # the same of the machine's speed, and of tokens per millisecond
+_TRIAL_MEMORY = 0.8  # the same at a trial: there are few of them
 _FORGOTTEN = 256  # steps after which a number of tokens counts as never timed
 _MOST_CHANGE = math.log(2.0)  # of one step: a pause of the machine is no cost
 _MOST_FACTOR = math.log(8.0)
-_FIRST_TRIAL, _LAST_TRIAL = 32, 1024  # steps after which what is not done is tried
+_FEW_STEPS = 8.0  # with a draft: fewer say little of the tokens that drafts gain
+_TRIAL_SHARE = 0.01  # of the time may be lost by trying what is not done
+_FIRST_TRIAL, _TRIAL_EVERY = 24, 8  # steps before a trial, and between two looks whether it is affordable
+_MOST_FAILURES = 6  # each doubles what has to be saved for the next trial
+
+
+@dataclass
+class _Rate:
+    """Of some rows with or without drafts; older steps have less weight."""
+
+    tokens: float = 0.0
+    milliseconds: float = 0.0
+    steps: float = 0.0
+
+    def note(self, tokens: int, milliseconds: float, memory: float) -> None:
+        self.tokens = memory * self.tokens + tokens
+        self.milliseconds = memory * self.milliseconds + milliseconds
+        self.steps = memory * self.steps + 1.0
 
 
 class StepClock:
     """Compares expected and measured milliseconds, by the number of tokens that are verified.
 
-    All costs rise and fall with the machine's speed, so that alone changes no choice. What is not done, drafting or
-    plain decoding, is tried now and then: after 32 steps, and half as often each time that it was not better.
+    All costs rise and fall with the machine's speed, so that alone changes no choice. Where drafts have made fewer
+    tokens per millisecond than plain decoding, nothing is drafted. What is not done, drafting or plain decoding, is
+    tried now and then: a hundredth of the time may be lost by that, and half as much after each trial that failed.
     """
 
     def __init__(self) -> None:
         self._speed: float | None = None  # logarithm of measured / expected
         self._verifying: dict[int, tuple[float, int]] = {}  # the same beyond the speed, and when it was timed last
         self._drafting: float | None = None
+        self._rates: dict[tuple[int, bool], _Rate] = {}  # by rows, and whether there was a draft
         self._steps = 0
         self._side: bool | None = None  # whether the last steps had drafts
-        self._steps_on_side, self._trial_after = 0, _FIRST_TRIAL
+        self._steps_on_side, self._saved, self._failures = 0, 0.0, 0
 
     def note(
-        self, tokens: int, verifying: tuple[float, float], drafting: tuple[float, float] | None, *, is_trial: bool
+        self,
+        tokens: int,
+        verifying: tuple[float, float],
+        drafting: tuple[float, float] | None,
+        *,
+        rows: int,
+        gained: int,
+        is_trial: bool,
     ) -> None:
         """A step was made.
 
@@ -42,10 +70,12 @@ class StepClock:
             tokens: that were verified, of all rows.
             verifying: expected and measured milliseconds of all but drafting.
             drafting: the same of drafting; None: nothing was drafted.
+            rows: B.
+            gained: new tokens, of all rows.
             is_trial: whether it was tried, and not chosen.
         """
         self._steps += 1
-        found = math.log(max(1e-3, verifying[1]) / max(1e-3, verifying[0]))
+        found = _logarithm(*verifying)
         if self._speed is None:
             self._speed = found
         place = _place(tokens)
@@ -54,30 +84,45 @@ class StepClock:
         change = found - self._speed - known
         if not is_new:
             change = max(-_MOST_CHANGE, min(_MOST_CHANGE, change))
+            self._speed += (1.0 - _SPEED_MEMORY) * change
         known += change if is_new else (1.0 - _MEMORY) * change
         self._verifying[place] = max(-_MOST_FACTOR, min(_MOST_FACTOR, known)), self._steps
-        if not is_new:
-            self._speed += (1.0 - _SPEED_MEMORY) * change
-        if drafting is not None and drafting[0] > 0.0:
-            found = math.log(max(1e-3, drafting[1]) / drafting[0]) - self._speed
-            found = max(-_MOST_FACTOR, min(_MOST_FACTOR, found))
+        whole = verifying[1]
+        if drafting is not None:
+            whole += drafting[1]
+            found = max(-_MOST_FACTOR, min(_MOST_FACTOR, _logarithm(*drafting) - self._speed))
             old = self._drafting
             self._drafting = found if old is None else old + (1.0 - _MEMORY) * (found - old)
-        self._note_side(is_drafting=drafting is not None, is_trial=is_trial)
+        self._rates.setdefault((rows, drafting is not None), _Rate()).note(
+            gained, whole, _TRIAL_MEMORY if is_trial else _SPEED_MEMORY
+        )
+        self._note_side(whole, is_drafting=drafting is not None, is_trial=is_trial)
 
-    def _note_side(self, *, is_drafting: bool, is_trial: bool) -> None:
+    def _note_side(self, milliseconds: float, *, is_drafting: bool, is_trial: bool) -> None:
         if is_trial:
-            self._steps_on_side = 0
-            self._trial_after = min(_LAST_TRIAL, 2 * self._trial_after)
+            self._steps_on_side, self._saved = 0, 0.0
+            self._failures = min(_MOST_FAILURES, self._failures + 1)
         elif is_drafting != self._side:  # it was chosen
-            self._side, self._steps_on_side, self._trial_after = is_drafting, 0, _FIRST_TRIAL
+            self._side, self._steps_on_side, self._saved, self._failures = is_drafting, 0, 0.0, 0
         else:
             self._steps_on_side += 1
+            self._saved += _TRIAL_SHARE * milliseconds
+
+    def is_worse(self, rows: int) -> bool:
+        """Whether drafts made fewer tokens per millisecond than plain decoding, for so many rows."""
+        drafted, plain = self._rates.get((rows, True)), self._rates.get((rows, False))
+        if drafted is None or plain is None or drafted.steps < _FEW_STEPS:
+            return False
+        return drafted.tokens * plain.milliseconds < plain.tokens * drafted.milliseconds
 
     @property
-    def wants_trial(self) -> bool:
-        """Whether it is time to try what is not done: a draft, or a step without one."""
-        return self._steps_on_side >= self._trial_after
+    def may_try(self) -> bool:
+        """Whether it is time to look if a trial is affordable."""
+        return self._steps_on_side >= _FIRST_TRIAL and self._steps_on_side % _TRIAL_EVERY == 0
+
+    def affords(self, milliseconds: float) -> bool:
+        """Whether so many may be lost by a trial."""
+        return self._saved >= milliseconds * 2.0**self._failures
 
     def verifying(self, tokens: Floats) -> Floats:
         """Factors of the costs of verifying so many tokens: on lines between those that were timed."""
@@ -92,6 +137,10 @@ class StepClock:
     def drafting(self) -> float:
         """Factor of the cost of drafting."""
         return 1.0 if self._drafting is None else math.exp(self._drafting)
+
+
+def _logarithm(expected: float, measured: float) -> float:
+    return math.log(max(1e-3, measured) / max(1e-3, expected))
 
 
 def _place(tokens: int) -> int:

@@ -41,8 +41,8 @@ class DraftSession(ABC):
             are_free: whether the row takes the most likely token whatever it is.
         """
 
-    def on_time(self, drafting: float, rest: float) -> None:  # noqa: B027
-        """How many milliseconds the step took: :meth:`propose`, and all else."""
+    def on_time(self, drafting: float, rest: float, num_tokens: int) -> None:  # noqa: B027
+        """How many milliseconds the step took, :meth:`propose` and all else, and how many new tokens it gave."""
 
     def keep(self, rows: Tensor) -> None:  # noqa: B027
         """Rows left or moved: row ``rows[i]`` is row i from now on. The tensor is on the host, (n,) int64."""
@@ -161,9 +161,9 @@ class WrappedSession(DraftSession):
         """Passed on."""
         self.session.on_accept(num_accepted, num_copied, are_free)
 
-    def on_time(self, drafting: float, rest: float) -> None:
+    def on_time(self, drafting: float, rest: float, num_tokens: int) -> None:
         """Passed on."""
-        self.session.on_time(drafting, rest)
+        self.session.on_time(drafting, rest, num_tokens)
 
     def keep(self, rows: Tensor) -> None:
         """Passed on."""
