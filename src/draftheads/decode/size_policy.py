@@ -48,6 +48,7 @@ _BEHIND = 4  # tokens by which one row must be behind all others to be the one t
 _CUT_GAIN, _OWN_SIZE_GAIN = 0.05, 0.12
 # of the time of a node: attention computes the places by which a tree is smaller than the widest one, too
 _PADDING = 0.12
+_TRIAL_TOKENS = 12  # of all rows, that a trial verifies at most, if each row has two
 _WIDTHS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of trees of different sizes
 
 
@@ -119,6 +120,7 @@ class SizePolicy(WrappedDrafter):
         self.trees_differ = trees_differ
         self.clock = clock
         self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
+        self._timed: dict[tuple[int, int], tuple[int, _Table]] = {}  # by table and rows, with the clock's generation
         self._drafting: dict[int, dict[Candidate, Floats]] = {}  # by rows
         self._levels: dict[tuple[int, int], float] = {}  # by rows and nodes
         self._shapes: dict[tuple[Candidate, int], Shape] = {}
@@ -186,17 +188,23 @@ class SizePolicy(WrappedDrafter):
         """The table with the costs that the clock has corrected."""
         if self.clock is None:
             return table
+        key, now = (id(table), batch), self.clock.generation
+        known = self._timed.get(key)
+        if known is not None and known[0] == now:
+            return known[1]
         factors = self.clock.verifying(batch * np.arange(1.0, len(table.verifying) + 1))
         drafting = {way: self.clock.drafting * costs for way, costs in table.drafting.items()}
-        return _Table(float(factors[0]) * table.plain, table.gains, drafting, factors * table.verifying)
+        timed = _Table(float(factors[0]) * table.plain, table.gains, drafting, factors * table.verifying)
+        self._timed[key] = now, timed
+        return timed
 
     def choose(
         self, ratios: Floats, table: _Table | None = None, *, cuts: bool = True, needs_draft: bool = False
     ) -> tuple[Shape | None, float, float]:
         """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.
 
-        The shape is None if plain decoding is as fast, unless a draft is needed. ``cuts`` says whether growing trees
-        are cut after they are drafted. ``table`` is of these rows; of short texts when left out.
+        The shape is None if plain decoding is as fast, unless a draft is needed: then it is a small one. ``cuts`` says
+        whether growing trees are cut after they are drafted. ``table`` is of these rows; of short texts when left out.
         """
         batch = len(ratios)
         table = table or self.table(batch, 0)
@@ -204,7 +212,8 @@ class SizePolicy(WrappedDrafter):
         fastest = 0.0 if needs_draft else (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * choice[2]
         for way, gains in table.gains.items():
             rates = (batch + ratios.sum() * gains) / (table.verifying[: len(gains)] + table.drafting[way])
-            best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
+            most = max(2, _TRIAL_TOKENS // batch) if needs_draft else len(rates)
+            best = int(rates[1:most].argmax()) + 1 if len(rates) > 1 else 0
             if not best:
                 continue
             rate = float(rates[best]) * (1.0 + (self.cut_gain(batch) if cuts and way[0] == "dynamic" else 0.0))
@@ -256,7 +265,9 @@ class SizePolicySession(WrappedSession):
         filled: Shape = ROOT_ONLY if chosen is None else chosen
         if chosen is not None and not is_trial:
             filled = self._with_spare(chosen, table, context, rate / float(ratios.mean()))
-        if self.extra_nodes:  # what gains less than it costs would be cut
+        if is_trial:
+            context = replace(context, copies=CopyLimits(0))
+        elif self.extra_nodes:  # what gains less than it costs would be cut
             margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
             further = table.verifying[1:] - table.verifying[0]
             needed = margin * rate * (table.plain + further) - rate * table.plain

@@ -20,6 +20,7 @@ _MOST_FACTOR = math.log(8.0)
 _FEW_STEPS = 8.0  # with a draft: fewer say little of the tokens that drafts gain
 _TRIAL_SHARE = 0.01  # of the time may be lost by trying what is not done
 _FIRST_TRIAL, _TRIAL_EVERY = 24, 8  # steps before a trial, and between two looks whether it is affordable
+_GENERATION = 8  # steps
 _MOST_FAILURES = 6  # each doubles what has to be saved for the next trial
 
 
@@ -114,6 +115,11 @@ class StepClock:
         if drafted is None or plain is None or drafted.steps < _FEW_STEPS:
             return False
         return drafted.tokens * plain.milliseconds < plain.tokens * drafted.milliseconds
+
+    @property
+    def generation(self) -> int:
+        """Changes every few steps: corrections change slowly, and to use them takes time."""
+        return self._steps // _GENERATION if self._steps > _GENERATION else -self._steps
 
     @property
     def may_try(self) -> bool:

@@ -32,6 +32,7 @@ NUM_TOKENS = 16  # that are copied at most
 MOST_PLACES = 8  # of a text's last tokens that are looked at
 # in a corpus: votes by the length of the match, measured with 1.5 million tokens of answers to other prompts
 _CORPUS_VOTES = (0.26, 0.29, 0.48, 0.56, 0.61, 0.87, 1.0, 1.95)
+_SEVERAL, _LIKELY_MATCH = 4, 3  # rows; tokens before a copied one
 _SHORTEST_MATCH = 4  # in a corpus; what follows shorter ones is a common word, which heads know better
 
 
@@ -107,7 +108,7 @@ class CopyingSession(WrappedSession):
             return draft
         limits = context.copies or CopyLimits(0)
         num_nodes = shape.num_nodes + limits.extra_nodes
-        if num_nodes == 1:
+        if num_nodes == 1 or (shape == ROOT_ONLY and not self._has_match):
             return draft
         copies = [copy_tree(self._voters(text), self.num_tokens) for text in self._texts.rows]
         if context.rules is not None:
@@ -143,6 +144,12 @@ class CopyingSession(WrappedSession):
         """Texts move with their rows, as what the drafter's session keeps does."""
         self._texts.keep(rows)
         self.session.keep(rows)
+
+    @property
+    def _has_match(self) -> bool:
+        """Whether a copy may be worth the time of looking for it: for several rows one that is not likely never is."""
+        rows = self._texts.rows
+        return len(rows) < _SEVERAL or self.corpus is not None or any(text.has(_LIKELY_MATCH) for text in rows)
 
     def _voters(self, text: TextIndex) -> list[Voter]:
         """The earlier places of a text's last tokens, and those in the corpus."""

@@ -62,6 +62,10 @@ class TextIndex:
             ids += ids[: count - len(ids)]
         return ids
 
+    def has(self, size: int) -> bool:
+        """Whether the text's last so many tokens, at most ``max_ngram``, stand at an earlier place."""
+        return tuple(self.ids[-size:]) in self._places
+
     def matches(self, most: int, longest: int) -> dict[int, int]:
         """Earlier places of the text's last n-gram, the longest n-gram and the latest place first.
 
