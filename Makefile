@@ -37,7 +37,7 @@ test-thorough: $(STAMP) test-sanitized  ## run all tests, on more families and s
 test-sanitized: $(STAMP)  ## run the native library's tests with checks of addresses and undefined behaviour
 	CXX=g++ CXXFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=undefined -g' $(BIN)/python hatch_build.py
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/cpu/test_native.py; status=$$?; $(BIN)/python hatch_build.py && exit $$status
+		$(BIN)/python -m pytest tests/cpu/test_native.py tests/cpu/test_native_growth.py; status=$$?; $(BIN)/python hatch_build.py && exit $$status
 
 test-fast: $(STAMP)  ## run the tests that do not need the real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not real and not thorough"
