@@ -24,6 +24,7 @@ STATIC = ("-static-libstdc++", "-static-libgcc") if sys.platform == "linux" else
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 SETS = {  # of instructions, the fastest first: the name of the kernels, and the compiler's options
+    "kAmx": ("amx", (*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16")),
     "kAvx512Bf16": ("avx512-bf16", (*AVX512, "-mavx512vnni", "-mavx512bf16")),
     "kAvx512Vnni": ("avx512-vnni", (*AVX512, "-mavx512vnni")),
     "kAvx512": ("avx512", AVX512),

@@ -55,14 +55,14 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> T
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65), (100, 192)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_right(instructions: str, dtype: torch.dtype, outputs: int, inputs: int, has_bias: bool) -> None:
     weight = numbers(outputs, inputs, dtype=dtype)
     bias = numbers(outputs, dtype=dtype, seed=1) if has_bias else None
     product = Native(weight, bias)
     assert torch.equal(product.weight, weight)
-    for count in (1, 2, 11, 29):
+    for count in (1, 2, 11, 29, 45):
         rows = numbers(count, inputs, dtype=dtype, seed=count)
         expected = F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
         gap = (product(rows).double() - expected).abs().max() / expected.abs().max()
@@ -77,9 +77,10 @@ def test_two_weights_below_each_other_give_the_outputs_of_both(instructions: str
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_a_rows_bits_depend_on_no_other_row(instructions: str, threads: int, dtype: torch.dtype) -> None:
-    product = Native(numbers(70, 50, dtype=dtype), None)
-    rows = numbers(64, 50, dtype=dtype, seed=1)
+@pytest.mark.parametrize("inputs", [50, 96])
+def test_a_rows_bits_depend_on_no_other_row(instructions: str, threads: int, dtype: torch.dtype, inputs: int) -> None:
+    product = Native(numbers(70, inputs, dtype=dtype), None)
+    rows = numbers(64, inputs, dtype=dtype, seed=1)
     alone = torch.cat([product(row[None]) for row in rows])
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for count in range(1, 65):
@@ -97,13 +98,13 @@ def test_fp32_weights_that_are_exact_in_16_bits_take_half_the_memory_and_rows_ar
     assert (held(rows).double() - rows.double() @ held.weight.double().T).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65), (100, 192)])
 @pytest.mark.parametrize("is_smooth", [False, True])
 def test_int8_products_are_right_and_have_the_same_bits_with_all_instructions(
     threads: int, outputs: int, inputs: int, is_smooth: bool
 ) -> None:
     weight, bias = numbers(outputs, inputs), numbers(outputs, seed=1)
-    rows = numbers(29, inputs, seed=2)
+    rows = numbers(45, inputs, seed=2)
     rows[3] = 0.0
     product = NativeInt8(weight, bias, rows.abs().amax(0) if is_smooth else None)
     if not is_smooth:  # rounded to the nearest of 255 numbers

@@ -174,6 +174,31 @@ def test_drafting_of_several_rows_begins_when_it_would_have_saved_what_reading_t
     assert [shape is None for shape in drafter.asked] == [True] * waits + [False] * (20 - waits)
 
 
+@pytest.mark.parametrize(("reads_all", "trials"), [(True, 0), (False, 1)])
+def test_a_trial_of_a_head_that_must_read_the_text_first_costs_that_too(reads_all: bool, trials: int) -> None:
+    drafter = ReadingAll() if reads_all else Scripted()
+    cost = by_hand([("verify", 1, 1, 20.0), ("verify", 1, 24, 60.0), ("dynamic", 1, 2, 40.0)])
+    one = SizePolicy(drafter, GROWING, cost, clock=StepClock()).start()
+    for _ in range(400):
+        one.propose(context(1), ROOT_ONLY)
+        note(one, [0.0])
+        one.on_time(1.0, 20.0, 1)
+    assert (sum(shape is not None for shape in drafter.asked) > 0) == bool(trials)
+
+
+@pytest.mark.parametrize(("rows", "looks"), [(3, 12), (4, 3)])
+def test_many_rows_for_which_nothing_is_worth_it_are_looked_at_now_and_then(rows: int, looks: int) -> None:
+    drafter = Copying([0.0, 0.0])
+    session = policy(tiny_profile(Tree.chain(0), static_tokens=[1.0], dynamic_tokens=[]), machine(1.0), drafter)
+    for _ in range(12):
+        assert session.propose(context(rows), ROOT_ONLY).num_nodes == 1
+        session.on_accept([0] * rows, [0] * rows, [True] * rows)
+    assert sum(shape is not None for shape in drafter.asked) == looks
+    session.keep(torch.arange(rows - 1))  # other rows have other costs
+    session.propose(context(rows - 1), ROOT_ONLY)
+    assert drafter.asked[-1] is not None
+
+
 def test_a_head_that_reads_nothing_does_not_wait_for_the_text_that_copies_need() -> None:
     model = tiny_model("llama")
     session = SizePolicy(TextCopying(tiny_head("medusa", model)), GROWING, machine(0.01)).start()

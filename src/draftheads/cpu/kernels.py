@@ -247,7 +247,7 @@ def first_largest(logits: Tensor) -> Tensor | None:
 def pack(layers: Sequence[PackedLinear], *, int8: bool = False, portable: bool = False) -> None:
     """Gives a native product to each plain layer that the library supports, if the library is fast or asked for.
 
-    With portable instructions ``F.linear`` is faster. On CPUs with AMX the two were not compared.
+    With portable instructions ``F.linear`` is faster.
 
     Args:
         layers: what is packed already stays as it is.

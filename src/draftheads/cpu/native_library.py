@@ -17,7 +17,7 @@ import torch
 from draftheads.errors import InvalidSettings
 
 VARIABLE = "DRAFTHEADS_KERNELS"  # names the set of instructions to use, or is "off"
-SETS = ("avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")  # the fastest first
+SETS = ("amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")  # the fastest first
 FILE = Path(__file__).parent / "native" / "libdraftheads.so"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 

@@ -49,6 +49,7 @@ _CUT_GAIN, _OWN_SIZE_GAIN = 0.05, 0.12
 # of the time of a node: attention computes the places by which a tree is smaller than the widest one, too
 _PADDING = 0.12
 _TRIAL_TOKENS = 12  # of all rows, that a trial verifies at most, if each row has two
+_SEVERAL, _REST = 4, 3  # rows; steps without a look at what to draft after one at which drafting was not worth it
 _WIDTHS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # of trees of different sizes
 
 
@@ -231,6 +232,7 @@ class SizePolicySession(WrappedSession):
         self.policy = policy
         self._put_aside: int | None = 0  # tokens of all rows that the drafter has not read; None: it reads them at once
         self._missed = 0.0  # milliseconds that drafting would have saved since it stopped
+        self._rest = 0  # steps of several rows in which nothing is drafted, and nothing looked for
         self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
         self.check = policy.check
         self._gain = 0.0  # of this step: expected accepted draft tokens of a row by the profile, without copies
@@ -244,6 +246,8 @@ class SizePolicySession(WrappedSession):
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, of the size that is fastest, or the root alone; whatever the given shape."""
         batch = len(context.root_ids)
+        if self._rest and batch == len(self._records):
+            return self._resting(context)
         if self.check is not None and batch > len(self._records):
             self.check.warn()
         for records in (self._records, self._copies):
@@ -281,7 +285,20 @@ class SizePolicySession(WrappedSession):
             tokens = sum(draft.row_nodes or (draft.num_nodes,) * batch)
             drafting = 0.0 if chosen is None else self.policy.drafting(filled, batch)
             self._step = self._step._replace(tokens=tokens, drafting=drafting)
+        if batch >= _SEVERAL and chosen is None and draft.num_nodes == 1:
+            self._rest = _REST
         return draft
+
+    def _resting(self, context: Context) -> Draft:
+        """The roots alone: to look for more takes time at each step, and many rows seldom gain by it."""
+        self._rest -= 1
+        batch, clock = len(context.root_ids), self._clock_of(context)
+        table = self.policy.table(batch, context.text_tokens)
+        self._waits(context, table, None, 0.0, 0.0)
+        self._gain, self._expected, self._expected_copies = 0.0, (0.0,) * batch, (0.0,) * batch
+        self._step = None if clock is None else _Step(table, batch, batch, 0.0, is_trial=False)
+        self.session.observe(context)
+        return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
 
     def _clock_of(self, context: Context) -> StepClock | None:
         """The clock, unless a row's text depends on what is drafted."""
@@ -301,7 +318,8 @@ class SizePolicySession(WrappedSession):
             is_plain = choice[0] is None
             other = self.policy.choose(ratios, table, cuts=cuts, needs_draft=True) if is_plain else plain
             tokens = batch + float(ratios.sum()) * other[1]
-            if (other[0] is not None) == is_plain and clock.affords(tokens / other[2] - tokens / choice[2]):
+            unread = self._reading(batch) * (self._put_aside or 0) if is_plain else 0.0
+            if (other[0] is not None) == is_plain and clock.affords(tokens / other[2] - tokens / choice[2] + unread):
                 return *other, True
         chosen, gain, rate = choice
         if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
@@ -342,16 +360,22 @@ class SizePolicySession(WrappedSession):
         if chosen is None:
             return False
         self._missed += tokens * (table.plain / batch - 1.0 / rate)
-        reading = self.cost.draft("dynamic", batch, 2, 1) / (batch * STEP_TOKENS)  # milliseconds for each token
-        if batch > 1 and self._missed < self._put_aside * reading:
+        if batch > 1 and self._missed < self._put_aside * self._reading(batch):
             return True
         self._put_aside, self._missed = None, 0.0
         return False
+
+    def _reading(self, batch: int) -> float:
+        """Milliseconds in which the drafter reads a token that was put aside."""
+        if not self.policy.drafter.reads_whole_text:
+            return 0.0
+        return self.cost.draft("dynamic", batch, 2, 1) / (batch * STEP_TOKENS)
 
     def keep(self, rows: Tensor) -> None:
         """Rows left or moved."""
         self._records = [self._records[row] for row in rows.tolist()]
         self._copies = [self._copies[row] for row in rows.tolist()]
+        self._rest = 0
         self.session.keep(rows)
 
     def on_verify(self, draft: Draft, logits: Tensor) -> Tensor | None:

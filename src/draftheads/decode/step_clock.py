@@ -53,7 +53,7 @@ class StepClock:
         self._rates: dict[tuple[int, bool], _Rate] = {}  # by rows, and whether there was a draft
         self._steps = 0
         self._side: bool | None = None  # whether the last steps had drafts
-        self._steps_on_side, self._saved, self._failures = 0, 0.0, 0
+        self._steps_on_side, self._looked, self._saved, self._failures = 0, 0, 0.0, 0
 
     def note(
         self,
@@ -101,10 +101,11 @@ class StepClock:
 
     def _note_side(self, milliseconds: float, *, is_drafting: bool, is_trial: bool) -> None:
         if is_trial:
-            self._steps_on_side, self._saved = 0, 0.0
+            self._steps_on_side, self._looked, self._saved = 0, 0, 0.0
             self._failures = min(_MOST_FAILURES, self._failures + 1)
         elif is_drafting != self._side:  # it was chosen
-            self._side, self._steps_on_side, self._saved, self._failures = is_drafting, 0, 0.0, 0
+            self._side, self._steps_on_side, self._looked = is_drafting, 0, 0
+            self._saved, self._failures = 0.0, 0
         else:
             self._steps_on_side += 1
             self._saved += _TRIAL_SHARE * milliseconds
@@ -124,10 +125,11 @@ class StepClock:
     @property
     def may_try(self) -> bool:
         """Whether it is time to look if a trial is affordable."""
-        return self._steps_on_side >= _FIRST_TRIAL and self._steps_on_side % _TRIAL_EVERY == 0
+        return self._steps_on_side >= max(_FIRST_TRIAL, self._looked + _TRIAL_EVERY)
 
     def affords(self, milliseconds: float) -> bool:
         """Whether so many may be lost by a trial."""
+        self._looked = self._steps_on_side
         return self._saved >= milliseconds * 2.0**self._failures
 
     def verifying(self, tokens: Floats) -> Floats:

@@ -94,17 +94,28 @@ class RowTexts:
 
     def __init__(self, *, max_ngram: int) -> None:
         self.max_ngram = max_ngram
-        self.rows: list[TextIndex] = []
+        self._texts: list[TextIndex] = []
+        self._unread: list[list[int]] = []  # tokens of each row that are not in its index yet: many at once take less
 
     def read(self, context: Context) -> None:
         """Adds the tokens of a context and its roots."""
-        known = len(self.rows)
+        known = len(self._texts)
         new = context.num_new_rows(known)
-        self.rows += [TextIndex(max_ngram=self.max_ngram) for _ in range(new)]
-        for row, (text, ids) in enumerate(zip(self.rows, context.ids, strict=True)):
+        self._texts += [TextIndex(max_ngram=self.max_ngram) for _ in range(new)]
+        self._unread += [[] for _ in range(new)]
+        for row, (unread, ids) in enumerate(zip(self._unread, context.ids, strict=True)):
             # the first token of a known row was its root: it is in the text already
-            text.read(ids[1 if row < known else 0 :])
+            unread += ids[1 if row < known else 0 :]
+
+    @property
+    def rows(self) -> list[TextIndex]:
+        """The text of each row."""
+        for text, unread in zip(self._texts, self._unread, strict=True):
+            if unread:
+                text.read(unread)
+                unread.clear()
+        return self._texts
 
     def keep(self, rows: Tensor) -> None:
         """Row ``rows[i]`` is row i from now on."""
-        self.rows = [self.rows[row] for row in rows.tolist()]
+        self._texts, self._unread = ([of[row] for row in rows.tolist()] for of in (self._texts, self._unread))

@@ -347,6 +347,21 @@ inline void add_four(IntVec &sums, const char *four, IntVec w) {
 #endif
 }
 
+#if defined(__AMX_TILE__)
+// The sums of a row of 32 outputs as numbers; the row was taken as its numbers + 128.
+inline void scale_sums(const int32_t *sums, const char *row, const char *scales, float *y) {
+    float of_row;
+    std::memcpy(&of_row, row, 4);
+    for (int at = 0; at < kBlock; at += kLanes) {
+        IntVec sum, whole;
+        std::memcpy(&sum, sums + at, sizeof sum);
+        std::memcpy(&whole, scales + 4 * (kBlock + at), sizeof whole);
+        const Vec of_weight = load(reinterpret_cast<const float *>(scales + 4 * at));
+        store(y + at, __builtin_convertvector(sum - (whole << 7), Vec) * (of_weight * of_row));
+    }
+}
+#endif
+
 template <int rows, int vecs>
 inline void tile_of_int8(const char *weight, const char *const *x, int in, const char *scales, Ahead ahead, float *y) {
     IntVec sums[rows][vecs] = {};
@@ -467,8 +482,92 @@ void rows_of(const char *packed, int64_t bytes, int in, const char *x, int64_t s
     }
 }
 
+#if defined(__AMX_TILE__)
+// The machine's registers of two dimensions, each of up to 16 rows of 64 bytes. 0 to 3 have sums of two halves of the
+// rows by two halves of the outputs, 4 and 5 rows, 6 and 7 weights.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+constexpr int kTileSide = 16, kTileBytes = 2 * 64 * kTileSide;  // of a block's weights in one step
+constexpr int kNearTiles = 2 * kTileBytes;
+
+// The sums of up to 32 rows stay in the registers.
+template <bool is_int8, bool is_tall>
+inline void multiply_tiles(const char *weight, int steps, const char *x, int64_t stride, bool is_cold) {
+    for (int step = 0; step < steps; step++, weight += kTileBytes, x += 64) {
+        if (is_cold)
+            for (int at = 0; at < kTileBytes; at += 64) __builtin_prefetch(weight + kNearTiles + at);
+        _tile_loadd(4, x, stride);
+        _tile_loadd(6, weight, 128);
+        _tile_loadd(7, weight + 64, 128);
+        if constexpr (is_tall) _tile_loadd(5, x + kTileSide * stride, stride);
+        if constexpr (is_int8) {
+            _tile_dpbusd(0, 4, 6);
+            _tile_dpbusd(1, 4, 7);
+            if constexpr (is_tall) {
+                _tile_dpbusd(2, 5, 6);
+                _tile_dpbusd(3, 5, 7);
+            }
+        } else {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if constexpr (is_tall) {
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+    }
+}
+
+template <bool is_int8>
+void rows_by_tiles(const char *packed, int in, const char *x, int64_t stride, int rows, float *y) {
+    constexpr int most = 2 * kTileSide;
+    const int steps = in / (is_int8 ? 64 : 32);
+    const char *scales = packed + int64_t(in) * kBlock;  // of int8
+    for (int first = 0; first < rows; first += most) {
+        const int count = rows - first < most ? rows - first : most, high = count > kTileSide ? count - kTileSide : 0;
+        const int low = count - high;
+        TileShapes shapes;
+        for (int tile = 0; tile < 8; tile++) {
+            const bool is_second = tile == 2 || tile == 3 || tile == 5;
+            shapes.bytes[tile] = 64;
+            shapes.rows[tile] = uint8_t(tile >= 6 ? kTileSide : is_second ? (high ? high : 1) : low);
+        }
+        _tile_loadconfig(&shapes);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        const char *of = x + first * stride + (is_int8 ? kHeader : 0);
+        (high ? multiply_tiles<is_int8, true> : multiply_tiles<is_int8, false>)(packed, steps, of, stride, !first);
+        int32_t whole[most * kBlock];
+        void *to = is_int8 ? static_cast<void *>(whole) : y + int64_t(first) * kBlock;
+        _tile_stored(0, to, 4 * kBlock);
+        _tile_stored(1, static_cast<char *>(to) + 64, 4 * kBlock);
+        if (high) {
+            char *second = static_cast<char *>(to) + 4 * kBlock * kTileSide;
+            _tile_stored(2, second, 4 * kBlock);
+            _tile_stored(3, second + 64, 4 * kBlock);
+        }
+        if (is_int8)
+            for (int r = 0; r < count; r++) scale_sums(whole + r * kBlock, x + (first + r) * stride, scales, y + (first + r) * kBlock);
+    }
+    _tile_release();
+}
+#endif
+
 void block(const Weight &weight, int number, const void *prepared, int rows, float *y) {
     const int64_t bytes = block_bytes(weight.kind, weight.in);
+#if defined(__AMX_TILE__)
+    // whatever the rows: sums of bf16 are added in another order than with vectors
+    if (auto *by_tiles = weight.kind == kInt8 && weight.in % 64 == 0       ? rows_by_tiles<true>
+                         : reads_bf16(weight) && weight.in % 32 == 0 ? rows_by_tiles<false>
+                                                                           : nullptr)
+        return by_tiles(static_cast<const char *>(weight.packed) + number * bytes, weight.in,
+                        static_cast<const char *>(prepared), input_bytes(weight), rows, y);
+#endif
     auto *of_kind = weight.kind == kFloat32   ? rows_of<kFloat32>
                     : weight.kind == kInt8    ? rows_of<kInt8>
                     : weight.kind == kFloat16 ? rows_of<kFloat16>
@@ -760,7 +859,9 @@ float top(int kind, const void *x, int size, int count, float divisor, bool sums
 }  // namespace
 
 extern const Kernels KERNELS;
-#if defined(__AVX512BF16__)
+#if defined(__AMX_TILE__)
+constexpr Level kLevel = kLevelAmx;
+#elif defined(__AVX512BF16__)
 constexpr Level kLevel = kLevelAvx512Bf16;
 #elif defined(__AVX512VNNI__)
 constexpr Level kLevel = kLevelAvx512Vnni;

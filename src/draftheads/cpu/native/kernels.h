@@ -48,7 +48,7 @@ struct Query {
 };
 
 // Sets of instructions; each needs those of the ones before it.
-enum Level : int { kLevelPortable, kLevelAvx2, kLevelAvx512, kLevelAvx512Vnni, kLevelAvx512Bf16 };
+enum Level : int { kLevelPortable, kLevelAvx2, kLevelAvx512, kLevelAvx512Vnni, kLevelAvx512Bf16, kLevelAmx };
 
 struct Kernels {
     const char *name;
@@ -80,6 +80,6 @@ struct Kernels {
     float (*top)(int kind, const void *x, int size, int count, float divisor, bool sums_up, float *values, int64_t *places);
 };
 
-extern const Kernels kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16;
+extern const Kernels kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx;
 
 }  // namespace draftheads

@@ -16,6 +16,7 @@
 #include <unistd.h>
 #endif
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -165,11 +166,28 @@ const Kernels *kernels = &kPortable;
 // The sets that were compiled, the fastest first.
 const Kernels *const kSets[] = {KERNEL_SETS};
 
+// Whether this machine has AMX, and Linux lets this process use it: it asks once.
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+    static const bool is_there = [] {
+        unsigned a, b, c, d;
+        constexpr unsigned needed = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
+        constexpr int kRequestPermission = 0x1023, kTileData = 18;
+        return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & needed) == needed &&
+               syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    }();
+    return is_there;
+#else
+    return false;
+#endif
+}
+
 bool supports(const Kernels &set) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     bool is_there = true;
     switch (set.level) {
+        case kLevelAmx: is_there &= has_amx(); [[fallthrough]];
         case kLevelAvx512Bf16: is_there &= __builtin_cpu_supports("avx512bf16") != 0; [[fallthrough]];
         case kLevelAvx512Vnni: is_there &= __builtin_cpu_supports("avx512vnni") != 0; [[fallthrough]];
         case kLevelAvx512:
