@@ -245,9 +245,17 @@ class SizePolicySession(WrappedSession):
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, of the size that is fastest, or the root alone; whatever the given shape."""
-        batch = len(context.root_ids)
-        if self._rest and batch == len(self._records):
+        if self._rest and len(context.root_ids) == len(self._records):
             return self._resting(context)
+        draft, is_drafted = self._proposed(context)
+        is_worthless = not is_drafted and draft.num_nodes == 1 and not self._missed
+        if len(self._records) >= _SEVERAL and is_worthless:
+            self._rest = _REST
+        return draft
+
+    def _proposed(self, context: Context) -> tuple[Draft, bool]:
+        """As :meth:`propose`, and whether the drafter was to draft."""
+        batch = len(context.root_ids)
         if self.check is not None and batch > len(self._records):
             self.check.warn()
         for records in (self._records, self._copies):
@@ -265,7 +273,7 @@ class SizePolicySession(WrappedSession):
         if chosen is None and not self.extra_nodes:
             self.session.observe(context)
             self._expected = (0.0,) * batch
-            return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
+            return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None]), False
         filled: Shape = ROOT_ONLY if chosen is None else chosen
         if chosen is not None and not is_trial:
             filled = self._with_spare(chosen, table, context, rate / float(ratios.mean()))
@@ -285,9 +293,7 @@ class SizePolicySession(WrappedSession):
             tokens = sum(draft.row_nodes or (draft.num_nodes,) * batch)
             drafting = 0.0 if chosen is None else self.policy.drafting(filled, batch)
             self._step = self._step._replace(tokens=tokens, drafting=drafting)
-        if batch >= _SEVERAL and chosen is None and draft.num_nodes == 1:
-            self._rest = _REST
-        return draft
+        return draft, chosen is not None
 
     def _resting(self, context: Context) -> Draft:
         """The roots alone: to look for more takes time at each step, and many rows seldom gain by it."""

@@ -105,7 +105,7 @@ class RowTexts:
         self._unread += [[] for _ in range(new)]
         for row, (unread, ids) in enumerate(zip(self._unread, context.ids, strict=True)):
             # the first token of a known row was its root: it is in the text already
-            unread += ids[1 if row < known else 0 :]
+            unread.extend(ids[1 if row < known else 0 :])
 
     @property
     def rows(self) -> list[TextIndex]:
