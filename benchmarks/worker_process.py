@@ -24,6 +24,8 @@ class Reply:
     seconds: float
     num_tokens: tuple[int, ...]  # of each answer
     num_steps: int | None  # passes behind the prompts', all answers together, where the peer counts them
+    token_ids: tuple[tuple[int, ...], ...] = ()  # the answers
+    accepted_by_depth: tuple[int, ...] = ()  # accepted draft tokens at depth 1, 2, …, where the peer counts them
 
 
 class WorkerProcess:
@@ -75,7 +77,9 @@ class WorkerProcess:
         except BrokenPipeError:
             raise WorkerFailed(self._last_words()) from None
         line = self._read()
-        return Reply(line["seconds"], tuple(map(len, line["token_ids"])), line["num_steps"])
+        answers = tuple(map(tuple, line["token_ids"]))
+        counts = tuple(line["accepted_by_depth"])
+        return Reply(line["seconds"], tuple(map(len, answers)), line["num_steps"], answers, counts)
 
     @property
     def is_alive(self) -> bool:

@@ -2,7 +2,8 @@
 
 Each peer runs in an environment of its own, so a worker imports the peer's library and the standard library only.
 The first line on stdout is ``{"versions": {…}}``; then each request ``{"prompts": [[id, …], …], "max_new_tokens": N}``
-gets ``{"seconds": S, "token_ids": [[id, …], …], "num_steps": N or null}``. Whatever fails gets ``{"error": "…"}``.
+gets ``{"seconds": S, "token_ids": [[id, …], …], "num_steps": N or null, "accepted_by_depth": [n, …]}``.
+Whatever fails gets ``{"error": "…"}``.
 """
 
 import json
@@ -23,6 +24,7 @@ class Answers:
 
     token_ids: list[Ids]
     num_steps: int | None = None  # passes behind the prompts', all rows together; None where the peer does not count
+    accepted_by_depth: tuple[int, ...] = ()  # accepted draft tokens at depth 1, 2, …, where the peer counts them
 
 
 Generate = Callable[[list[Ids], int], Answers]  # prompts and max_new_tokens
@@ -53,7 +55,7 @@ def _answered(generate: Generate, request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the same
         return {"error": described(error)}
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "token_ids": answers.token_ids, "num_steps": answers.num_steps}
+    return {"seconds": seconds, **vars(answers)}
 
 
 def described(error: Exception) -> str:

@@ -14,9 +14,11 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.decode.engine import Engine
     from draftheads.decode.request import GenerationResult, StreamEvent
     from draftheads.errors import DraftHeadsError
-    from draftheads.export import export_head
     from draftheads.heads import register
     from draftheads.heads.base import DraftHead, HeadConfig
+    from draftheads.interop.export import export_head
+    from draftheads.interop.importing import import_head
+    from draftheads.interop.transformers import custom_generate
     from draftheads.loading import load
     from draftheads.models.model import TargetModel
     from draftheads.search.tune import tune_head
@@ -44,7 +46,9 @@ __all__ = [
     "TargetModel",
     "Tree",
     "compare_heads",
+    "custom_generate",
     "export_head",
+    "import_head",
     "load",
     "load_head",
     "register",
@@ -70,7 +74,9 @@ _HOMES = {
     "TargetModel": "draftheads.models.model",
     "Tree": "draftheads.speculation.tree",
     "compare_heads": "draftheads.bench.compare",
-    "export_head": "draftheads.export",
+    "custom_generate": "draftheads.interop.transformers",
+    "export_head": "draftheads.interop.export",
+    "import_head": "draftheads.interop.importing",
     "load": "draftheads.loading",
     "load_head": "draftheads.checkpoints.checkpoint",
     "register": "draftheads.heads",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from itertools import pairwise
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Never, Unpack
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.checkpoints.head_files import HEAD_FILES
 from draftheads.checkpoints.profile_store import find_profile
-from draftheads.checkpoints.registry import find_head
+from draftheads.checkpoints.registry import find_head, find_published
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.cpu.threads import thread_choice
 from draftheads.data.corpus_files import load_corpus
@@ -36,11 +37,12 @@ from draftheads.errors import (
     require_at_least,
     require_bool,
 )
+from draftheads.formats.reading import imported_once, is_published
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import read_template
 from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel, name_of_loaded
-from draftheads.models.model_names import model_name
+from draftheads.models.model_names import kind_of_folder, model_name
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, load_tokenizer
 from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -49,6 +51,7 @@ from draftheads.speculation.shapes import Shape, as_shape, calibrated
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 from draftheads.utils.file_set import read_set
+from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
 
 # what drafts without a head, by name
@@ -101,7 +104,8 @@ def load(
         model: ``smollm2-135m``, a folder, or a Hugging Face id; also of a peft adapter (LoRA), which is merged into its
             base model. Or a loaded ``transformers`` model, with ``tokenizer``: it shares its weights with the engine
             and does not change. On a CPU, ``fast`` then holds packed weights besides them.
-        head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id. Without training:
+        head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; also of a head that Medusa,
+            Hydra, IBM, EAGLE or speculators have saved, which is then kept in the cache. Without training:
             ``prompt-lookup`` copies from the text so far, ``lookahead`` predicts n-grams with the model itself.
         tokenizer: of a loaded model, or used in place of the model's own; a tokenizer, or the name of its model.
         draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
@@ -158,7 +162,8 @@ def load(
     name = name_of(model)
     _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), tree, profile)
     check_corpus(corpus, head, copy=copy, has_draft_model=draft_model is not None)
-    template = find_template(chat_template, () if head is None else (head,), name)
+    published = None if head is None or head in UNTRAINED else _published(head, name)
+    template = find_template(chat_template, () if head is None or published else (head,), name)
     target = load_target(
         model,
         tokenizer=tokenizer,
@@ -173,6 +178,8 @@ def load(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
+    if published is not None:
+        head = imported_once(published, target)
     index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
     if draft_model is not None:
         is_named = isinstance(draft_model, str | PathLike)
@@ -335,6 +342,18 @@ def find_template(
     if len(set(saved.values())) > 1:
         raise InvalidSettings(f"{', '.join(saved)} were trained with different chat templates: give --chat-template")
     return next(iter(saved.values()))
+
+
+def _published(head: str | PathLike[str], model: str) -> Path | None:
+    """The file or folder of a head of another project; None for this package's own."""
+    path = user_path(fspath(head))
+    if path.is_file():
+        return path
+    folder = find_head(head, model)
+    if kind_of_folder(folder) == "draft head":
+        return None
+    found = folder if path.is_dir() else find_published(head, model)
+    return found if is_published(found) else None
 
 
 def load_drafter(

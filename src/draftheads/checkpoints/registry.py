@@ -3,8 +3,9 @@
 Knows names and places; ``checkpoint.py`` knows what is in a head's folder and which model it belongs to.
 """
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from importlib.util import find_spec
@@ -26,6 +27,8 @@ DATA_PACKAGE_HEADS = ("amphista", "eagle", "eagle3", "hydra++", "markov-medusa",
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
 _HUB_TIMEOUT_SECONDS = 10.0
+_OF_OTHERS = ("*.json", "*.safetensors", "*.bin", "*.pt")  # files of heads of other projects
+_MOST_LAYERS = 8  # of a draft head; a repository with more is a whole model
 
 
 class ZooHead(NamedTuple):
@@ -171,14 +174,44 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
     )
 
 
+def find_published(name: str | PathLike[str], base_name: str) -> Path:
+    """The file or folder of a head of another project; one on the Hub is downloaded.
+
+    Raises:
+        ModelNotFound: there is none, the download fails, or the repository is one of a whole model.
+    """
+    name = head_name(name)
+    if (path := user_path(name)).exists():
+        return path
+    match = _HUB_ID.fullmatch(name)
+    if match is None:
+        raise ModelNotFound(
+            f"no head {name!r}: neither a file or folder here nor an id on the Hugging Face Hub (owner/name)"
+        )
+    folder = _download(match["repo"], match["subfolder"], base_name)
+    config = _json_in(folder / CONFIG_FILE)
+    if config.get("num_hidden_layers", 1) > _MOST_LAYERS and not any("medusa" in key for key in config):
+        raise ModelNotFound(f"{name} is a model of {config['num_hidden_layers']} layers, not a draft head")
+    return _download(match["repo"], match["subfolder"], base_name, _OF_OTHERS)
+
+
 def _installed(method: str, base_name: str) -> Path | None:
     return next((head.folder for head in zoo_heads() if (head.base_name, head.method) == (base_name, method)), None)
 
 
-def _download(repo: str, subfolder: str | None, base_name: str) -> Path:
+def _json_in(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none that can be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _download(repo: str, subfolder: str | None, base_name: str, names: Iterable[str] = HEAD_FILES) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - most heads need no network
 
-    files = [f"{subfolder}/{name}" if subfolder else name for name in HEAD_FILES]
+    files = [f"{subfolder}/{name}" if subfolder else name for name in names]
     try:
         folder = Path(snapshot_download(repo, allow_patterns=files, etag_timeout=_HUB_TIMEOUT_SECONDS))
     except Exception as error:  # the errors of its network client are not documented

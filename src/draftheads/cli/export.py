@@ -1,15 +1,17 @@
 """``draftheads export``: a head for other engines."""
 
-import json
-
+from draftheads.checkpoints.head_files import read_head_files
+from draftheads.checkpoints.registry import find_head
 from draftheads.cli.options.export import ExportOptions
-from draftheads.export import export_head
+from draftheads.interop.export import commands, export_head, format_for
 from draftheads.models.model_names import base_of, model_id_of
 
 
 def run(options: ExportOptions) -> None:
-    """Exports, then prints how vLLM is told to use it."""
-    folder = export_head(options.head, options.out, model=options.model)
-    model_id = model_id_of(base_of(options.model))
-    speculative = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 4})
-    print(f"saved in {folder}; vllm serve {model_id} --speculative-config '{speculative}'")
+    """Exports, then prints how engines are told to use it."""
+    method = read_head_files(find_head(options.head, options.model)).method
+    name, _ = format_for(method, options.to)
+    folder = export_head(options.head, options.out, model=options.model, to=name)
+    print(f"saved in {folder} in the layout {name}")
+    for engine, command in commands(name, folder, model_id_of(base_of(options.model))).items():
+        print(f"{engine}: {command}")

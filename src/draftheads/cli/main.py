@@ -14,13 +14,20 @@ from draftheads.errors import DraftHeadsError, DraftHeadsWarning, close_name
 
 
 class Command(NamedTuple):
-    """A command: draftheads.cli.NAME has its function ``run(options)``, which is imported only when it is called."""
+    """A command: draftheads.cli.NAME has its function ``run(options)``, which is imported only when it is called.
+
+    The function may return the process's exit code; None is 0.
+    """
 
     summary: str
     options: str  # module and class; next to it may be a function ``defaults(arguments, options=class)``
+    error_code: int = 1  # the exit code after an error
 
 
 COMMANDS = {
+    "audit": Command(
+        "check whether a server's speculative decoding is lossless", "cli.options.audit.AuditOptions", error_code=2
+    ),
     "bench": Command("compare draft heads, and drafters without a head", "cli.options.bench.BenchOptions"),
     "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
     "chat": Command("chat with a model on the terminal", "cli.options.chat.ChatOptions"),
@@ -30,8 +37,10 @@ COMMANDS = {
     "doctor": Command("show what was found on this machine, with advice", "cli.doctor.DoctorOptions"),
     "export": Command("write a head in the layout of other engines", "cli.options.export.ExportOptions"),
     "generate": Command("answer prompts", "cli.options.generate.GenerateOptions"),
+    "import": Command("read a head of another project", "cli.import.ImportOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
+    "push": Command("upload a head to the Hugging Face Hub", "cli.options.push.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.report.ReportOptions"),
     "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "cli.options.serve.ServeOptions"),
     "show-batch": Command("show which tokens of a batch are learned", "cli.options.show_batch.ShowBatchOptions"),
@@ -43,14 +52,15 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the process's exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with warnings.catch_warnings():  # restores what is set here
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
-            code = _command(list(sys.argv[1:] if arguments is None else arguments))
+            code = _command(given)
         sys.stdout.flush()  # raises BrokenPipeError if the reader has gone
     except DraftHeadsError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return COMMANDS[given[0]].error_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -97,11 +107,10 @@ def _command(arguments: list[str]) -> int:
         hint = f"; did you mean {close}?" if close else ""
         print(f"draftheads: no command {arguments[0]!r}{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
-    _run(arguments[0], arguments[1:])
-    return 0
+    return _run(arguments[0], arguments[1:])
 
 
-def _run(name: str, arguments: Sequence[str]) -> None:
+def _run(name: str, arguments: Sequence[str]) -> int:
     import tyro  # noqa: PLC0415 - slow to import; the list of commands does not need it
 
     kind, defaults = options_of(name)
@@ -113,7 +122,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
         default = None if defaults is None else defaults(arguments)
         print_help(Console(highlight=False), name, kind, default, whole="--help-all" in asked)
-        return
+        return 0
     # some commands have defaults that depend on other options, such as --recipe
     default = {} if defaults is None else {"default": defaults(arguments)}
     marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
@@ -124,7 +133,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
         raise
     _show_notes()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
-    import_quickly(name).run(options)
+    return import_quickly(name).run(options) or 0
 
 
 def _print_meant(given: Sequence[str], kind: type, default: Any) -> None:

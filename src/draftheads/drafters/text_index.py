@@ -118,4 +118,5 @@ class RowTexts:
 
     def keep(self, rows: Tensor) -> None:
         """Row ``rows[i]`` is row i from now on."""
-        self._texts, self._unread = ([of[row] for row in rows.tolist()] for of in (self._texts, self._unread))
+        self._texts = [self._texts[row] for row in rows.tolist()]
+        self._unread = [self._unread[row] for row in rows.tolist()]

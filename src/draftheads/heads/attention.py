@@ -40,8 +40,10 @@ class LayerConfig(HeadConfig):
     """Factor of turned queries and keys, of a target with scaled rotary positions."""
     norm_epsilon: float = 1e-5
     """Added to mean squares by RMS norms."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias, as in heads for Qwen2."""
 
-    optional: ClassVar[frozenset[str]] = frozenset({"rope_frequencies", "rope_scale"})
+    optional: ClassVar[frozenset[str]] = frozenset({"rope_frequencies", "rope_scale", "qkv_bias"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,9 +128,9 @@ class TransformerLayer(nn.Module):
         inputs = num_inputs * size
         self.config, self.rotary = config, rotary
         self.input_norm: nn.Module = RmsNorm(size, config.norm_epsilon) if input_norm else nn.Identity()
-        self.q_proj = nn.Linear(inputs, heads * config.head_size, bias=False)
-        self.k_proj = nn.Linear(inputs, groups * config.head_size, bias=False)
-        self.v_proj = nn.Linear(inputs, groups * config.head_size, bias=False)
+        self.q_proj = nn.Linear(inputs, heads * config.head_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inputs, groups * config.head_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inputs, groups * config.head_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * config.head_size, size, bias=False)
         self.middle_norm = RmsNorm(size, config.norm_epsilon)
         self.feed_forward = FeedForward(size, config.intermediate_size)

@@ -38,7 +38,11 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
     norm_output: bool = False
     """Whether deeper predictions read the layer's output after the final norm (EAGLE-3.1), not before it."""
 
+    norm_before_residual: bool = False
+    """Whether the layer's output is added to g after its norm, not before it."""
+
     method: ClassVar[str] = "eagle3"
+    optional: ClassVar[frozenset[str]] = LayerConfig.optional | {"norm_before_residual"}
     one_layer: ClassVar[str] = "EAGLE-3"
     one_lm_head: ClassVar[bool] = True
 
@@ -67,15 +71,20 @@ class NormedParts(nn.Module):
 
 
 class Eagle3Layer(TransformerLayer):
-    """A transformer layer on [e; g]: attention reads both normed, and its output is added to g as it is."""
+    """A transformer layer on [e; g]: attention reads both normed, and its output is added to g, normed or not."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, input_norm=False, num_inputs=2)
         self.input_norm = NormedParts(2, config.hidden_size, config.norm_epsilon)
+        self.norm_before_residual = config.norm_before_residual
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """(B, S, D) from inputs (B, S, 2·D) and what attention gave, (B, S, H, d)."""
-        return super().finish(x.chunk(2, -1)[1], attended)
+        state = x.chunk(2, -1)[1]
+        if self.norm_before_residual:
+            assert isinstance(self.input_norm, NormedParts)
+            state = self.input_norm.norms[1](state)
+        return super().finish(state, attended)
 
 
 class Eagle3Head(OneLayerHead):

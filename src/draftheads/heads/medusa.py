@@ -14,7 +14,11 @@ from draftheads.heads.layers import ResidualBlock
 class MedusaConfig(HeadConfig):
     """Medusa: head i is ``num_layers`` residual blocks on h_t, then an lm_head."""
 
+    lm_head_bias: bool = False
+    """Whether own lm_heads have a bias, as Hydra's heads without draft tokens have."""
+
     method: ClassVar[str] = "medusa"
+    optional: ClassVar[frozenset[str]] = frozenset({"lm_head_bias"})
 
 
 class MedusaHead(DraftHead):
@@ -23,7 +27,7 @@ class MedusaHead(DraftHead):
     reads_path = False
 
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, lm_head_bias=config.lm_head_bias)
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
             for _ in range(config.num_heads)

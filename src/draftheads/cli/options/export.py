@@ -5,17 +5,23 @@ from pathlib import Path
 
 import tyro
 
+from draftheads.interop.export import ExportFormat
+
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write an eagle3 head in the layout that vLLM, SGLang and other engines read.
+    """Write a head in the layout that another engine reads, in bf16, and print the engine's command.
 
-    The folder has config.json and model.safetensors, in bf16. The engine takes the embedding from the model.
+    Engines take the embedding from the model, and the lm_head where the head shares it.
     """
 
     head: tyro.conf.Positional[str]
-    """An eagle3 head. A name, a folder or a Hugging Face id."""
+    """A head. A name, a folder or a Hugging Face id."""
     out: Path
     """Folder to make."""
+    to: ExportFormat | None = None
+    """The layout: for eagle3 heads eagle3 (vLLM, SGLang, llama.cpp, OpenVINO) or speculators; for eagle heads eagle
+    (vLLM) or eagle-sglang; for medusa heads medusa or vllm-medusa (up to 0.32); for Hydra's hydra; for MLP speculators
+    mlp-speculator (IBM's) or arctic; for small-llama an ordinary Llama. The first one that fits when left out."""
     model: str = "smollm2-135m"
     """The model of the head. A name, a folder or a Hugging Face id."""

@@ -1,6 +1,7 @@
 """An exported EAGLE-3 head is the head itself, in the layout that other engines read."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from draftheads import export_head
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cli.main import main
-from draftheads.errors import InvalidSettings, StorageError
-from draftheads.export import eagle3_layout
+from draftheads.errors import InvalidSettings, SpeedWarning, StorageError
+from draftheads.formats.eagle import write_eagle3
 from draftheads.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftheads.interop.export import as_stored
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 from families import VOCAB, tiny_head, tiny_model, tiny_profile
 from joint_world import on_disk
+from published_heads import Eagle3
 
 DEEP = {"num_hidden_layers": 8}  # three different layers are read
 SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -41,45 +42,10 @@ def eagle3(target: TargetModel, **options: Any) -> Eagle3Head:
     return head.eval().requires_grad_(requires_grad=False)
 
 
-class Published(nn.Module):
-    """The layer of the published heads, of transformers' parts; its tensors have the published names."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        super().__init__()
-        config = LlamaConfig(**{**given, "dtype": torch.float32}, attn_implementation="eager")
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.midlayer = nn.Module()
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            setattr(self.midlayer, name, LlamaRMSNorm(size, epsilon))
-        self.midlayer.self_attn = LlamaAttention(config, 0)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            rows = getattr(self.midlayer.self_attn, name).out_features
-            setattr(self.midlayer.self_attn, name, nn.Linear(2 * size, rows, bias=False))
-        self.midlayer.mlp = LlamaMLP(config)
-        self.fc = nn.Linear(3 * size, size, bias=False)
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, epsilon) for _ in range(3 * given["fc_norm"]))
-        self.norm = LlamaRMSNorm(size, epsilon)
-        self.lm_head = nn.Linear(size, given["draft_vocab_size"], bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
-        self.norm_output: bool = given["norm_output"]
-
-    def states(self, hidden: Tensor) -> Tensor:
-        """What ``fc`` makes of three hidden states, (…, 3·D) -> (…, D)."""
-        if self.fc_norm:
-            parts = hidden.chunk(3, -1)
-            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        fused: Tensor = self.fc(hidden)
-        return fused
-
-    def forward(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the last place (V',), and what the next place reads as its state (D,): inputs are (T, D)."""
-        layer, positions = self.midlayer, torch.arange(len(states))[None]
-        x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)[None]
-        mask = torch.full((len(states), len(states)), -torch.inf).triu(1)[None, None]
-        x = states + layer.self_attn(x, position_embeddings=self.rotary(x, positions), attention_mask=mask)[0][0]
-        x = (x + layer.mlp(layer.post_attention_layernorm(x)))[-1]
-        normed = self.norm(x)
-        return self.lm_head(normed), normed if self.norm_output else x
+def written(head: Eagle3Head, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As the files have it."""
+    config, tensors = write_eagle3(head, target)
+    return config, {name: as_stored(tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -96,8 +62,8 @@ class Published(nn.Module):
 def test_it_predicts_the_same(family: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
     target = tiny_model(family, **DEEP, **changes)
     head = eagle3(target, **options)
-    config, tensors = eagle3_layout(head, target)
-    published = Published(config)
+    config, tensors = written(head, target)
+    published = Eagle3(config)
     ids_of = torch.arange(config["draft_vocab_size"]) + tensors.pop("d2t", 0)
     is_drafted = tensors.pop("t2d", torch.ones(target.vocab_size, dtype=torch.bool))
     assert sorted(ids_of.tolist()) == is_drafted.nonzero()[:, 0].tolist()
@@ -116,9 +82,9 @@ def test_it_predicts_the_same(family: str, changes: dict[str, Any], options: dic
 
 
 def test_types_and_settings_are_the_published_ones() -> None:
-    """Names and shapes are those of :class:`Published`."""
+    """Names and shapes are those of :class:`Eagle3`."""
     target = tiny_model("llama", **DEEP)
-    config, tensors = eagle3_layout(eagle3(target), target)
+    config, tensors = written(eagle3(target), target)
     assert (tensors["d2t"].shape, tensors["t2d"].shape) == ((len(PLACES),), (VOCAB,))
     assert tensors["d2t"].tolist()[:4] == [4, 8, 0, 17]  # 4 - 0, 9 - 1, 2 - 2, 20 - 3
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
@@ -127,18 +93,36 @@ def test_types_and_settings_are_the_published_ones() -> None:
     assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCAB, len(PLACES))
     assert config["hidden_size"] == config["target_hidden_size"] == 32
     assert (config["norm_before_residual"], config["tie_word_embeddings"]) == (False, False)
+    assert config["num_hidden_layers"] == 1
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5], "whose inputs are read"
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4], "whose outputs these are"
+
+
+def test_a_head_that_drafts_all_tokens_has_the_maps_too() -> None:
+    target = tiny_model("llama", **DEEP)
+    config, tensors = written(eagle3(target, draft_vocab_size=None, layers=[0, 3, 7]), target)
+    assert not tensors["d2t"].any()
+    assert tensors["t2d"].all()
+    assert (len(tensors["d2t"]), config["draft_vocab_size"]) == (VOCAB, VOCAB)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 3, 7]
+
+
+def test_engines_that_leave_out_a_part_are_named(tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    save_head(eagle3(target, norm_output=True), tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)))
+    with pytest.warns(SpeedWarning, match=r"norm_output: llama.cpp and optimum-intel \(OpenVINO\) ignore it"):
+        export_head(tmp_path / "head", tmp_path / "out", model=name)
 
 
 def test_what_the_layout_cannot_hold_is_an_error() -> None:
     target = tiny_model("llama", **DEEP)
-    with pytest.raises(InvalidSettings, match=r"reads layers \[0, 3, 5\], but engines agree only on \[2, 4, 5\]"):
-        eagle3_layout(eagle3(target, layers=[0, 3, 5]), target)
-    shallow = tiny_model("llama")
-    with pytest.raises(InvalidSettings, match="the model has 2 layers, but the layout needs the hidden states of 3"):
-        eagle3_layout(eagle3(shallow), shallow)
+    with pytest.raises(InvalidSettings, match=r"reads the layers \[0, 3\], and engines give .* states of 3"):
+        write_eagle3(eagle3(target, layers=[0, 3]), target)
     target.model.lm_head.bias = nn.Parameter(torch.ones(VOCAB))
     with pytest.raises(InvalidSettings, match=r"lm_head has a bias.*--lm-head own"):
-        eagle3_layout(eagle3(target), TargetModel(target.model, target.tokenizer, "biased"))
+        write_eagle3(eagle3(target), TargetModel(target.model, target.tokenizer, "biased"))
 
 
 def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,9 +133,11 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "head"), "--model", name, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    speculative = json.loads(said.partition("--speculative-config '")[2].rstrip("'\n"))
+    commands = dict(line.split(": ", 1) for line in said.splitlines()[1:])
+    assert list(commands) == ["vLLM", "SGLang", "llama.cpp", "OpenVINO"]
+    speculative = json.loads(shlex.split(commands["vLLM"])[-1])
     assert speculative == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 4}
-    config, tensors = eagle3_layout(head, target)
+    config, tensors = written(head, target)
     assert json.loads((out / "config.json").read_text()) == config
     found = load_file(out / "model.safetensors")
     assert found.keys() == tensors.keys()
@@ -159,5 +145,8 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(StorageError, match="already exists"):
         export_head(tmp_path / "head", out, model=name)
     save_head(tiny_head("medusa", target), tmp_path / "medusa", base=target, profile=tiny_profile(Tree.chain(3)))
-    with pytest.raises(InvalidSettings, match="is of the method medusa: only eagle3 heads can be exported"):
-        export_head(tmp_path / "medusa", tmp_path / "other", model=name)
+    with pytest.raises(InvalidSettings, match="heads of the method medusa choose medusa or vllm-medusa"):
+        export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagle3")
+    save_head(tiny_head("amphista", target), tmp_path / "amphista", base=target, profile=tiny_profile(Tree.chain(3)))
+    with pytest.raises(InvalidSettings, match="no other project has heads of the method amphista"):
+        export_head(tmp_path / "amphista", tmp_path / "other", model=name)

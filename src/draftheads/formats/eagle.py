@@ -1,0 +1,349 @@
+"""EAGLE and EAGLE-3 heads: SafeAILab's, SpecForge's and AngelSlim's files, and vllm-project/speculators'."""
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftheads.errors import CheckpointCorrupt, InvalidSettings, UnsupportedModel
+from draftheads.formats.layout import Layout, Made, need_config, sizes_of
+from draftheads.formats.source import CONFIG, Source
+from draftheads.heads.attention import LayerConfig
+from draftheads.heads.base import DraftHead
+from draftheads.heads.eagle import EagleConfig
+from draftheads.heads.eagle3 import Eagle3Config
+from draftheads.models.model import TargetModel
+from draftheads.models.model_config import layer_sizes, three_layers
+
+_SPECULATORS, _PUBLISHED = "layers.0.", "midlayer."
+_OF_LAYER = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
+)
+_DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
+_NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
+
+
+def is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """One layer that reads as many numbers as a hidden state has, and ``fc`` two vectors."""
+    query, fused = shapes.get("layers.0.self_attn.q_proj.weight"), shapes.get("fc.weight")
+    return bool(query and fused) and fused[0] == query[1] and fused[1] == 2 * query[1]  # type: ignore[index]
+
+
+def is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """One layer that reads two vectors side by side."""
+    query = shapes.get(f"{_PUBLISHED}self_attn.q_proj.weight") or shapes.get(f"{_SPECULATORS}self_attn.q_proj.weight")
+    fused = shapes.get("fc.weight")
+    return bool(query and fused) and query[1] == 2 * fused[0]  # type: ignore[index]
+
+
+def eagle_layout(source: Source, base: TargetModel) -> Layout:
+    """Biases are there or not, whatever the configuration says."""
+    sizes = _sizes(source, base, source.config)
+    config = EagleConfig(
+        **sizes,
+        fusion_bias="fc.bias" in source.shapes,
+        qkv_bias=f"{_SPECULATORS}self_attn.q_proj.bias" in source.shapes,
+        num_heads=_depth(source),
+    )
+    return Layout(
+        "an EAGLE head",
+        config,
+        eagle_names(config),
+        copies=_copies(source, "embed_tokens.weight"),
+        unused=_unused(source),
+    )
+
+
+def eagle_names(config: EagleConfig) -> dict[str, str]:
+    """The published name of each tensor."""
+    names = {"fusion.weight": "fc.weight", **({"fusion.bias": "fc.bias"} if config.fusion_bias else {})}
+    return names | _layer_names(config, _SPECULATORS)
+
+
+def eagle3_layout(source: Source, base: TargetModel) -> Layout:
+    """``d2t`` has the target's id of each draft token less the token's place; ``t2d`` says which are draft tokens.
+
+    Raises:
+        UnsupportedModel: the head was made for hidden states of another size.
+    """
+    shapes, given = source.shapes, source.config
+    prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
+    layer: dict[str, Any] = given.get("transformer_layer_config") or given
+    sizes = _sizes(source, base, layer)
+    target_size = given.get("target_hidden_size") or base.hidden_size
+    if target_size != base.hidden_size:
+        raise UnsupportedModel(
+            f"{source.path}: the head reads hidden states of {target_size} numbers, and those of {base.model_id} have "
+            f"{base.hidden_size}"
+        )
+    count = shapes["fc.weight"][1] // base.hidden_size
+    layers = _layers(source, base, count)
+    size = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else given.get("draft_vocab_size")
+    is_trimmed = "d2t" in shapes and not (size == base.vocab_size and _is_whole(source))
+    config = Eagle3Config(
+        **sizes,
+        layers=layers,
+        fc_norm="fc_norm.0.weight" in shapes,
+        norm_output=bool(given.get("norm_output")),
+        norm_before_residual=bool(given.get("norm_before_residual")),
+        qkv_bias=f"{prefix}self_attn.q_proj.bias" in shapes,
+        lm_head="own" if "lm_head.weight" in shapes else "shared",
+        draft_vocab_size=size if is_trimmed else None,
+        num_heads=_depth(source),
+    )
+    names: dict[str, str | Made] = dict(eagle3_names(config, prefix))
+    if is_trimmed:
+        with_mask = ("d2t", "t2d") if "t2d" in shapes else ("d2t",)
+        names["draft_vocab"] = Made(with_mask, partial(_draft_vocab, source, base.vocab_size))
+    unused = {*_unused(source), *({"d2t", "t2d"} & set(shapes) if not is_trimmed else ())}
+    return Layout("an EAGLE-3 head", config, names, copies=_copies(source, "embed_tokens.weight"), unused=unused)
+
+
+def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, str]:
+    """The published name of each tensor but the draft vocabulary."""
+    names = {"fc.weight": "fc.weight", "norm.weight": "norm.weight"}
+    if config.fc_norm:
+        names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
+    names |= _layer_names(config, prefix)
+    names |= {
+        "layer.input_norm.norms.0.weight": f"{prefix}input_layernorm.weight",
+        "layer.input_norm.norms.1.weight": f"{prefix}hidden_norm.weight",
+    }
+    return names | ({"lm_heads.heads.0.weight": "lm_head.weight"} if config.lm_head == "own" else {})
+
+
+def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The published layout of an EAGLE-3 head: its ``config.json``, and its tensors by name.
+
+    ``d2t`` (V',) int64 is the target's id of each draft token minus the token's place; ``t2d`` (V,) bool is true for
+    draft tokens. Engines count layers in two ways: vLLM and llama.cpp name the layer whose input is read, at the top;
+    SGLang the one before it, in ``eagle_config``.
+
+    Raises:
+        InvalidSettings: the head reads other than three layers, or a bias has no place.
+    """
+    config = head.config
+    assert isinstance(config, Eagle3Config)
+    if len(config.layers) != _NUM_STATES:
+        raise InvalidSettings(
+            f"the head reads the layers {config.layers}, and engines give an EAGLE-3 head the hidden states of "
+            f"{_NUM_STATES}: train a head that reads {_NUM_STATES} (--head-options layers=[…])"
+        )
+    _check_no_bias(head, target)
+    tensors = {
+        theirs: head.state_dict()[ours] for ours, theirs in eagle3_names(config).items() if theirs != "lm_head.weight"
+    }
+    # whatever kind the lm_head is: the logits of unit vectors are its columns
+    tensors["lm_head.weight"] = head.logits(torch.eye(config.hidden_size), 0).T
+    ids = head.draft_vocab if config.draft_vocab_size is not None else torch.arange(config.vocab_size)
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+    about = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **_llama(config, target),
+        "target_hidden_size": config.hidden_size,
+        "draft_vocab_size": config.num_draft_tokens,
+        "norm_before_residual": config.norm_before_residual,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "eagle_aux_hidden_state_layer_ids": list(config.layers),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in config.layers],
+        },
+    }
+    return about, tensors
+
+
+def write_speculators(
+    head: DraftHead, target: TargetModel, *, verifier: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The layout of vllm-project/speculators, for which ``vllm serve FOLDER`` is enough.
+
+    Args:
+        head: an EAGLE-3 head.
+        target: its base model, whose embedding is written, too: the project starts from it.
+        verifier: the base model's name or folder.
+
+    Raises:
+        InvalidSettings: as for :func:`write_eagle3`.
+    """
+    given, tensors = write_eagle3(head, target)
+    config = head.config
+    assert isinstance(config, Eagle3Config)
+    own = ("architectures", "target_hidden_size", "draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
+    layer = {key: value for key, value in given.items() if key not in own and not key.startswith("eagle_")}
+    about = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.num_draft_tokens,
+        "norm_before_residual": config.norm_before_residual,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "target_hidden_size": config.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(config.layers),
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
+            "verifier": {"name_or_path": verifier, "architectures": _architectures(target)},
+        },
+    }
+    renamed = {
+        _SPECULATORS + name.removeprefix(_PUBLISHED) if name.startswith(_PUBLISHED) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    return about, {**renamed, "embed_tokens.weight": target.weights.embedding.detach()}
+
+
+def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The layout of EAGLE heads: vLLM's, which has no bias of ``fc``, or SGLang's.
+
+    Embeddings that the head scales are scaled by ``fc``. The lm_head is the target's.
+
+    Raises:
+        InvalidSettings: a bias, an lm_head of the head's own.
+    """
+    config = head.config
+    assert isinstance(config, EagleConfig)
+    if config.lm_head != "shared":
+        raise InvalidSettings(f"the head's lm_head is {config.lm_head}, and engines take the target's for EAGLE heads")
+    tensors = {theirs: head.state_dict()[ours] for ours, theirs in eagle_names(config).items()}
+    if not with_bias and (bias := tensors.pop("fc.bias", None)) is not None and bool(bias.any()):
+        raise InvalidSettings(
+            "the head's fc has a bias, for which vLLM's layout has no place: export it --to eagle-sglang, or "
+            "train it with --head-options fusion_bias=false"
+        )
+    scale = torch.ones(2 * config.hidden_size)
+    scale[: config.hidden_size] = head.embedding_scale
+    tensors["fc.weight"] = tensors["fc.weight"].float() * scale
+    about = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", **_llama(config, target)}
+    return {**about, "bias": "fc.bias" in tensors}, tensors
+
+
+def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a layer that a Llama configuration gives.
+
+    Raises:
+        CheckpointCorrupt: there is no configuration, or no valid one.
+        UnsupportedModel: other activations than SiLU.
+    """
+    from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
+
+    need_config(source, "it says how many heads the layer's attention has, and its rotary positions")
+    if (act := given.get("hidden_act", "silu")) != "silu":
+        raise UnsupportedModel(f"{source.path}: the layer's activation is {act}; only silu can be read")
+    kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
+    if "num_attention_heads" not in kept:
+        raise CheckpointCorrupt(f"{source.folder / CONFIG}: num_attention_heads is missing")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = LlamaConfig(**kept, hidden_size=base.hidden_size)
+        sizes = layer_sizes(config, base.hidden_size)
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise CheckpointCorrupt(f"{source.folder / CONFIG}: {error}") from None
+    return {**sizes_of(base), **sizes}
+
+
+def _depth(source: Source) -> int:
+    """How deep drafts are: what speculators' files say."""
+    methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    depth = methods[0].get("speculative_tokens")
+    return depth if isinstance(depth, int) and depth > 0 else _DEPTH
+
+
+def _layers(source: Source, base: TargetModel, count: int) -> list[int]:
+    given = source.config
+    layers = given.get("eagle_aux_hidden_state_layer_ids")
+    if layers is None:
+        before = (given.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        layers = None if before is None else [layer + 1 for layer in before]
+    if layers is None:
+        layers = three_layers(int(base.config.num_hidden_layers)) if count > 1 else []
+    if max(1, len(layers)) != count:
+        raise CheckpointCorrupt(f"{source.path}: fc reads {count} hidden states, and the layers are {layers}")
+    return list(layers)
+
+
+def _is_whole(source: Source) -> bool:
+    """Whether each draft token's id is its place."""
+    return not bool(source.tensor("d2t").any())
+
+
+def _draft_vocab(source: Source, vocab_size: int, d2t: Tensor, t2d: Tensor | None = None) -> Tensor:
+    ids = d2t.long() + torch.arange(len(d2t))
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size or len(ids.unique()) < len(ids):
+        raise CheckpointCorrupt(
+            f"{source.path}: d2t makes the ids {low} … {high}; they must be different and lie in 0 … {vocab_size - 1}"
+        )
+    if t2d is not None and t2d.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist()):
+        raise CheckpointCorrupt(f"{source.path}: t2d and d2t name different draft tokens")
+    return ids
+
+
+def _layer_names(config: LayerConfig, prefix: str) -> dict[str, str]:
+    parts = [f"{part}_proj.weight" for part in "qkvo"]
+    parts += [f"{part}_proj.bias" for part in "qkv"] if config.qkv_bias else []
+    names = {f"layer.{part}": f"{prefix}self_attn.{part}" for part in parts}
+    names |= {
+        f"layer.feed_forward.{part}_proj.weight": f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up", "down")
+    }
+    return names | {"layer.middle_norm.weight": f"{prefix}post_attention_layernorm.weight"}
+
+
+def _copies(source: Source, name: str) -> dict[str, str]:
+    return {name: "embedding"} if name in source.shapes else {}
+
+
+def _unused(source: Source) -> set[str]:
+    return {name for name in source.shapes if name.endswith("rotary_emb.inv_freq")}
+
+
+def _check_no_bias(head: DraftHead, target: TargetModel) -> None:
+    if target.weights.lm_head_bias is not None and head.config.lm_head == "shared":
+        raise InvalidSettings(
+            "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own"
+        )
+
+
+def _architectures(target: TargetModel) -> list[str]:
+    return list(getattr(target.config, "architectures", None) or [type(target.model).__name__])
+
+
+def _llama(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
+    """What a Llama configuration says of one layer, with rotary positions in the old and the new schema."""
+    rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    is_scaled = config.rope_frequencies is not None
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"} if is_scaled else None
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": False,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
+        "max_position_embeddings": target.max_positions,
+        "vocab_size": config.vocab_size,
+        "bos_token_id": getattr(target.config, "bos_token_id", None),
+        "eos_token_id": getattr(target.config, "eos_token_id", None),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }

@@ -1,0 +1,179 @@
+"""Heads of FasterDecoding/Medusa (versions 0.1, 2 and 1.0), and of vLLM up to 0.32."""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree
+from draftheads.formats.layout import Layout, Made, numbers_in, sizes_of, zeros
+from draftheads.formats.source import CONFIG, Source
+from draftheads.heads.base import DraftHead
+from draftheads.heads.medusa import MedusaConfig
+from draftheads.models.model import TargetModel
+from draftheads.speculation.tree import Tree
+
+_IN_MODEL = "medusa_head."  # of version 1.0, beside the base model's tensors
+_OF_VLLM = "medusa_heads."
+
+
+def is_medusa(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """The layout of the project itself."""
+    return any(re.fullmatch(rf"({re.escape(_IN_MODEL)})?\d+\.\d+\.linear\.weight", name) for name in shapes)
+
+
+def is_vllm_medusa(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """The layout of vLLM."""
+    return any(re.fullmatch(rf"({re.escape(_OF_VLLM)})?blocks\.\d+\.layers\.\d+\.weight", name) for name in shapes)
+
+
+def medusa_layout(source: Source, base: TargetModel) -> Layout:
+    """Published configurations say other numbers of heads than the files have: the tensors count."""
+    shapes = source.shapes
+    prefix = _IN_MODEL if any(name.startswith(_IN_MODEL) for name in shapes) else ""
+    start = re.escape(prefix)
+    heads, layers = _counts(source, numbers_in(shapes, rf"{start}(\d+)\.(\d+)\.linear\.weight"))
+    has_own = f"{prefix}0.{layers}.weight" in shapes
+    config = MedusaConfig(**sizes_of(base), num_heads=heads, num_layers=layers, lm_head="own" if has_own else "shared")
+    names = {ours: prefix + theirs for ours, theirs in medusa_names(config).items()}
+    kind = "a full model with Medusa heads" if prefix else "Medusa heads" if has_own else "Medusa heads, version 2"
+    beside = [name for name in shapes if prefix and not name.startswith(prefix)]
+    if beside and str(source.folder) != base.model_id:
+        raise InvalidSettings(
+            f"{source.path} is a full model with Medusa heads, which were trained for that model, not for "
+            f"{base.model_id}: give --model {source.folder}"
+        )
+    return Layout(kind, config, names, unused=beside, tree=_choices(source, heads))
+
+
+def medusa_names(config: MedusaConfig) -> dict[str, str]:
+    """The project's name of each tensor."""
+    names = {
+        f"blocks.{i}.{j}.linear.{part}": f"{i}.{j}.linear.{part}"
+        for i, j, part in product(range(config.num_heads), range(config.num_layers), ("weight", "bias"))
+    }
+    if config.lm_head == "own":
+        names |= {f"lm_heads.heads.{i}.weight": f"{i}.{config.num_layers}.weight" for i in range(config.num_heads)}
+    return names
+
+
+def vllm_layout(source: Source, base: TargetModel) -> Layout:
+    """Biases may be missing: they are zero. lm_heads of the whole vocabulary are cut to the draft tokens."""
+    shapes = source.shapes
+    prefix = _OF_VLLM if any(name.startswith(_OF_VLLM) for name in shapes) else ""
+    start = re.escape(prefix)
+    heads, layers = _counts(source, numbers_in(shapes, rf"{start}blocks\.(\d+)\.layers\.(\d+)\.weight"))
+    tokens = prefix + "token_map"
+    count = shapes[tokens][0] if tokens in shapes else None
+    config = MedusaConfig(**sizes_of(base), num_heads=heads, num_layers=layers, lm_head="own", draft_vocab_size=count)
+    names: dict[str, str | Made] = {}
+    for ours, theirs in vllm_names(config).items():
+        name = prefix + theirs
+        if theirs.endswith(".bias") and name not in shapes:
+            names[ours] = zeros(base.hidden_size)
+        elif theirs.startswith("lm_heads."):
+            one = prefix + "lm_head.weight"
+            name = name if name in shapes else one if one in shapes else f"{prefix}lm_heads.0.weight"
+            is_whole = count is not None and shapes.get(name, (count,))[0] != count
+            names[ours] = Made((name, tokens), lambda weight, ids: weight[ids.long()]) if is_whole else name
+        elif theirs == "token_map":
+            names[ours] = Made((name,), partial(_ids, source, base.vocab_size))
+        else:
+            names[ours] = name
+    return Layout("vLLM's Medusa heads", config, names)
+
+
+def vllm_names(config: MedusaConfig) -> dict[str, str]:
+    """The name of each tensor in vLLM."""
+    names = {
+        f"blocks.{i}.{j}.linear.{part}": f"blocks.{i}.layers.{j}.{part}"
+        for i, j, part in product(range(config.num_heads), range(config.num_layers), ("weight", "bias"))
+    }
+    names |= {f"lm_heads.heads.{i}.weight": f"lm_heads.{i}.weight" for i in range(config.num_heads)}
+    return names if config.draft_vocab_size is None else {**names, "draft_vocab": "token_map"}
+
+
+def write_medusa(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and the tensors as Medusa stores them, with the head's lm_heads written out or shared.
+
+    Raises:
+        InvalidSettings: a draft vocabulary, or an lm_head that the layout has no place for.
+    """
+    config = _medusa_config(head)
+    if config.draft_vocab_size is not None:
+        raise InvalidSettings(
+            f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens, for which Medusa's own layout "
+            "has no place: export it --to vllm-medusa, or train it without --draft-vocab-size"
+        )
+    if config.lm_head == "low_rank":
+        raise InvalidSettings("the lm_heads have a low rank, for which the layout has no place: use --to vllm-medusa")
+    tensors, names = head.state_dict(), medusa_names(config)
+    about = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
+    version = {"version": "2"} if config.lm_head == "shared" else {}
+    return {**about, **version}, {theirs: tensors[ours] for ours, theirs in names.items()}
+
+
+def write_vllm(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and the tensors for vLLM 0.10 to 0.32: every head has its lm_head, whatever its kind here.
+
+    Raises:
+        InvalidSettings: the lm_heads have a bias.
+    """
+    config = _medusa_config(head)
+    tensors = dict(head.state_dict())
+    for i in range(config.num_heads):
+        # whatever kind the lm_head is: the logits of unit vectors are its columns
+        tensors[f"lm_heads.heads.{i}.weight"] = head.logits(torch.eye(config.hidden_size), i).T.contiguous()
+    about = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "medusa_fc_bias": True,
+        "truncated_vocab_size": config.num_draft_tokens,
+    }
+    return about, {theirs: tensors[ours] for ours, theirs in vllm_names(config).items()}
+
+
+def _medusa_config(head: DraftHead) -> MedusaConfig:
+    config = head.config
+    assert isinstance(config, MedusaConfig)
+    if config.lm_head_bias or head.lm_heads.shared_bias is not None:
+        raise InvalidSettings("the lm_heads have a bias, for which the layout has no place")
+    return config
+
+
+def _choices(source: Source, heads: int) -> Tree | None:
+    """The tree of ``medusa_choices``, as far as the heads reach."""
+    choices = source.config.get("medusa_choices")
+    if choices is None:
+        return None
+    try:
+        return Tree.from_paths([tuple(path) for path in choices if 0 < len(path) <= heads])
+    except (TypeError, ValueError, InvalidTree) as error:
+        raise CheckpointCorrupt(f"{source.folder / CONFIG}: medusa_choices: {error}") from None
+
+
+def _counts(source: Source, places: list[tuple[int, ...]]) -> tuple[int, int]:
+    """Heads and layers of each; an error where one is missing."""
+    heads, layers = 1 + places[-1][0], 1 + max(layer for _, layer in places)
+    if missing := set(product(range(heads), range(layers))) - set(places):
+        head, layer = min(missing)
+        raise CheckpointCorrupt(f"{source.path}: layer {layer} of head {head} is missing; other heads have it")
+    return heads, layers
+
+
+def _ids(source: Source, vocab_size: int, ids: Tensor) -> Tensor:
+    """A draft vocabulary."""
+    if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise CheckpointCorrupt(
+            f"{source.path}: token_map has ids {int(ids.min())} … {int(ids.max())}; they must be different and lie in "
+            f"0 … {vocab_size - 1}"
+        )
+    return ids.long()

@@ -1,0 +1,160 @@
+"""IBM's accelerators (fms-extras), which vLLM up to 0.9.2, TGI and Arctic Inference read, too."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftheads.errors import CheckpointCorrupt, InvalidSettings
+from draftheads.formats.layout import Layout, Made, numbers_in, sizes_of
+from draftheads.formats.source import CONFIG, Source
+from draftheads.heads.base import DraftHead
+from draftheads.heads.mlp_speculator import MlpSpeculatorConfig
+from draftheads.models.model import TargetModel
+from draftheads.speculation.tree import Tree
+from draftheads.utils.counts import counted
+
+_PREFIX = "speculator."
+_PARTS = {  # the project's names of our parts
+    "embeddings": ("emb", ("weight",)),
+    "projections": ("proj", ("weight",)),
+    "norms": ("ln", ("weight", "bias")),
+    "lm_heads.heads": ("head", ("weight",)),
+}
+
+
+def is_mlp_speculator(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the tensors have the project's names."""
+    return any(re.fullmatch(rf"({re.escape(_PREFIX)})?proj\.0\.weight", name) for name in shapes)
+
+
+def mlp_layout(source: Source, base: TargetModel) -> Layout:
+    """Some files are marked as tied and hold different lm_heads: only what is equal counts as tied.
+
+    Raises:
+        CheckpointCorrupt: parts of stages are missing.
+    """
+    shapes = source.shapes
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in shapes) else ""
+    known = {theirs: _stages(source, prefix, theirs) for theirs, _ in _PARTS.values()}
+    stages = source.number("n_predict") or max(map(len, known.values()))
+    may_be_tied = source.config.get("tie_weights", len(known["emb"]) < stages)
+    for theirs, found in known.items():
+        fewest = (min(2, stages) if theirs == "proj" else 1) if may_be_tied else stages
+        if len(found) not in (fewest, stages):
+            raise CheckpointCorrupt(
+                f"{source.path}: missing tensor {prefix}{theirs}.{len(found)}.weight: an MLP speculator of "
+                f"{counted(stages, 'stage')}{', which are tied,' if may_be_tied else ''} needs {fewest} or {stages}"
+            )
+    tied = stages > 1 and all(
+        _are_equal(source, prefix, theirs, part, known[theirs][1 if theirs == "proj" else 0 :])
+        for theirs, parts in _PARTS.values()
+        for part in parts
+    )
+    config = MlpSpeculatorConfig(
+        **sizes_of(base),
+        num_heads=stages,
+        lm_head="own",
+        inner_size=source.number("inner_dim") or shapes[f"{prefix}emb.0.weight"][1],
+        tie_weights=tied,
+        scale_input=bool(source.config.get("scale_input")),
+        embeddings="own",
+    )
+    names: dict[str, str | Made] = {}
+    used = set()
+    for ours, (theirs, parts) in _PARTS.items():
+        count = (min(2, stages) if theirs == "proj" else 1) if tied else stages
+        for i in range(count):
+            place = min(i, known[theirs][-1])  # of a tied part its only one
+            for part in parts:
+                name = f"{prefix}{theirs}.{place}.{part}"
+                names[f"{ours}.{i}.{part}"] = name if place == i else Made((name,), torch.clone)
+                used.add(name)
+    unused = {
+        name for name in shapes if name not in used and re.match(rf"{re.escape(prefix)}(emb|proj|ln|head)\.", name)
+    }
+    return Layout("an MLP speculator", config, names, unused=unused if tied else (), tree=_candidates(source, stages))
+
+
+def mlp_names(config: MlpSpeculatorConfig) -> dict[str, str]:
+    """The project's name of each tensor."""
+    count = 1 if config.tie_weights else config.num_heads
+    return {
+        f"{ours}.{i}.{part}": f"{_PREFIX}{theirs}.{i}.{part}"
+        for ours, (theirs, parts) in _PARTS.items()
+        for i in range(min(2, config.num_heads) if config.tie_weights and theirs == "proj" else count)
+        for part in parts
+    }
+
+
+def write_mlp(head: DraftHead, *, every_stage: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and the tensors as the project stores them; ``every_stage`` repeats tied ones, as vLLM needs.
+
+    Raises:
+        InvalidSettings: the head reads the target's embeddings, or shares its lm_head or drafts a part of the tokens.
+    """
+    config = head.config
+    assert isinstance(config, MlpSpeculatorConfig)
+    if config.embeddings != "own" or config.lm_head != "own" or config.draft_vocab_size is not None:
+        raise InvalidSettings(
+            f"IBM's layout has embeddings and lm_heads of the whole vocabulary; this head has embeddings of the kind "
+            f" {config.embeddings} and lm_heads of the kind {config.lm_head} for {config.num_draft_tokens} "
+            "tokens: train it with --head-options embeddings=own --lm-head own and without --draft-vocab-size"
+        )
+    about = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": config.vocab_size,
+        "emb_dim": config.hidden_size,
+        "inner_dim": config.state_size,
+        "n_predict": config.num_heads,
+        "n_candidates": 5,
+        "top_k_tokens_per_head": [5, 4, 3, *[1] * config.num_heads][: config.num_heads],
+        "tie_weights": config.tie_weights,
+        "scale_input": config.scale_input,
+    }
+    given = head.state_dict()
+    tensors = {theirs: given[ours] for ours, theirs in mlp_names(config).items()}
+    if every_stage and config.tie_weights:
+        for theirs, parts in _PARTS.values():
+            for i in range(config.num_heads):
+                for part in parts:
+                    first = f"{_PREFIX}{theirs}.{min(i, 1) if theirs == 'proj' else 0}.{part}"
+                    tensors.setdefault(f"{_PREFIX}{theirs}.{i}.{part}", tensors[first].clone())
+    return about, tensors
+
+
+def _candidates(source: Source, stages: int) -> Tree | None:
+    """The likeliest ``n_candidates`` whole paths, if each stage proposes ``top_k_tokens_per_head`` tokens."""
+    widths, count = source.config.get("top_k_tokens_per_head"), source.number("n_candidates")
+    if widths is None or count is None:
+        return None
+    if not isinstance(widths, list) or len(widths) < stages or not all(isinstance(k, int) and k > 0 for k in widths):
+        raise CheckpointCorrupt(
+            f"{source.folder / CONFIG}: top_k_tokens_per_head is {widths}; it must have a number of at least 1 "
+            f"for each of {counted(stages, 'stage')}"
+        )
+    whole = sorted(product(*(range(min(k, count)) for k in widths[:stages])), key=lambda path: (sum(path), path))[
+        :count
+    ]
+    return Tree.from_paths(sorted({path[: depth + 1] for path in whole for depth in range(stages)}))
+
+
+def _stages(source: Source, prefix: str, part: str) -> list[int]:
+    places = [place for (place,) in numbers_in(source.shapes, rf"{re.escape(prefix + part)}\.(\d+)\.weight")]
+    if places != list(range(len(places))) or not places:
+        raise CheckpointCorrupt(
+            f"{source.path}: {prefix}{part} has the stages {places}; they must be 0, 1, … without gaps"
+        )
+    return places
+
+
+def _are_equal(source: Source, prefix: str, theirs: str, part: str, places: Sequence[int]) -> bool:
+    first, *others = (f"{prefix}{theirs}.{place}.{part}" for place in places or [0])
+    return all(
+        source.shapes.get(name) == source.shapes.get(first) and torch.equal(source.tensor(name), source.tensor(first))
+        for name in others
+    )

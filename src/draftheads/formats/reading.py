@@ -1,0 +1,123 @@
+"""Opens a head of another project: which format it is, and a folder of this package's own made from it."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from itertools import accumulate
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from draftheads.checkpoints.checkpoint import save_head, weightless_head
+from draftheads.checkpoints.head_files import FORMAT_VERSION
+from draftheads.drafters.copying import node_values
+from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound
+from draftheads.formats.eagle import eagle3_layout, eagle_layout, is_eagle, is_eagle3
+from draftheads.formats.hydra import hydra_layout, is_hydra
+from draftheads.formats.layout import Layout
+from draftheads.formats.medusa import is_medusa, is_vllm_medusa, medusa_layout, vllm_layout
+from draftheads.formats.mlp_speculator import is_mlp_speculator, mlp_layout
+from draftheads.formats.source import Source
+from draftheads.models.model import TargetModel
+from draftheads.models.model_names import kind_of_folder
+from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
+from draftheads.utils.cache import cache_folder
+
+
+class _Format(NamedTuple):
+    fits: Callable[[Mapping[str, tuple[int, ...]]], bool]
+    layout: Callable[[Source, TargetModel], Layout]
+
+
+_FORMATS = (
+    _Format(is_medusa, medusa_layout),
+    _Format(is_vllm_medusa, vllm_layout),
+    _Format(is_hydra, hydra_layout),
+    _Format(is_mlp_speculator, mlp_layout),
+    _Format(is_eagle3, eagle3_layout),
+    _Format(is_eagle, eagle_layout),
+)
+FORMATS = "Medusa, Hydra, IBM's MLP speculator, EAGLE and EAGLE-3"
+
+
+def is_published(path: Path) -> bool:
+    """Whether a file or folder holds a head of another project; false for heads of this package."""
+    if path.is_dir() and kind_of_folder(path) == "draft head":
+        return False
+    try:
+        shapes = Source(path).shapes
+    except DraftHeadsError:
+        return path.is_file()  # what is wrong with it is said when it is read
+    return any(form.fits(shapes) for form in _FORMATS)
+
+
+def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: TargetModel) -> Layout:
+    """Writes a head of another project as one of this package, in the type of its file.
+
+    Args:
+        source: its folder or file.
+        out: the folder to make.
+        base: the model that it was trained for.
+
+    Returns:
+        What it was read as.
+
+    Raises:
+        ModelNotFound: there is no such file, or none of a known format.
+        CheckpointCorrupt: a tensor is missing, surplus or misshapen, or the file holds more than tensors.
+        CheckpointMismatch: it was trained for another base model.
+        UnsupportedModel, InvalidSettings: heads of a kind that this package does not have.
+        StorageError: the folder cannot be written.
+    """
+    opened = Source(Path(source))
+    form = next((form for form in _FORMATS if form.fits(opened.shapes)), None)
+    if form is None:
+        names = ", ".join(sorted(opened.shapes)[:3])
+        raise ModelNotFound(
+            f"{opened.path} has the tensors {names}, …: they are of no known format, which are {FORMATS}"
+        )
+    layout = form.layout(opened, base)
+    tensors = layout.read(opened, base)
+    types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    dtype = torch.float32 if len(types) > 1 else next(iter(types))
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointCorrupt(f"{opened.path} holds {dtype}; heads are in float32, bfloat16 or float16")
+    head = weightless_head(layout.config)
+    head.load_state_dict(tensors, strict=True, assign=True)
+    card = f"# {layout.config.method} head for {base.model_id}\n\nRead from {layout.format} in {opened.path.name}."
+    save_head(head, out, base=base, profile=_profile(layout), card=card, dtype=dtype)
+    return layout
+
+
+def _profile(layout: Layout) -> AcceptanceProfile:
+    """What is assumed of a head that was not measured here, with the tree that its files name."""
+    depth = layout.config.num_heads
+    assumed = AcceptanceProfile.assumed(depth)
+    if layout.tree is None:
+        return assumed
+    values = dict(zip(layout.tree.paths, node_values(layout.tree, {}), strict=True))
+    likely = sorted((path for path in values if path), key=lambda path: (-values[path], len(path), path))[
+        : MAX_NODES - 1
+    ]
+    tokens = accumulate([1.0, *(values[path] for path in likely)])
+    return replace(assumed, paths=[list(path) for path in likely], static_tokens=[round(total, 4) for total in tokens])
+
+
+def imported_once(source: Path, base: TargetModel) -> Path:
+    """The folder in the user's cache with the head of another project, read there at the first use.
+
+    Raises:
+        DraftHeadsError: as for :func:`convert`.
+    """
+    opened = Source(source)
+    facts = [
+        *(FORMAT_VERSION, str(source.resolve()), base.model_id, asdict(base.fingerprints)),
+        *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in opened.files),
+    ]
+    folder = cache_folder() / "heads" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+    if not folder.is_dir():
+        convert(source, folder, base=base)
+    return folder

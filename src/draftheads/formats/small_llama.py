@@ -1,0 +1,52 @@
+"""A small Llama as an ordinary folder of transformers, for the draft-model options of other programs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftheads.errors import InvalidSettings
+from draftheads.formats.eagle import _llama
+from draftheads.heads.base import DraftHead
+from draftheads.heads.small_llama import SmallLlamaConfig
+from draftheads.models.model import TargetModel
+
+
+def write_small_llama(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and the tensors, with the target's embedding and an lm_head of the whole vocabulary.
+
+    Tokens outside the head's draft vocabulary get the target's rows, too: a model has no draft vocabulary.
+
+    Raises:
+        InvalidSettings: the lm_head is not the target's.
+    """
+    config = head.config
+    assert isinstance(config, SmallLlamaConfig)
+    if config.lm_head != "shared" or target.weights.lm_head_bias is not None:
+        raise InvalidSettings(
+            f"a Llama of its own has an lm_head of the whole vocabulary and no bias; this head's is {config.lm_head}: "
+            "train it with --lm-head shared"
+        )
+    tensors = {f"model.{theirs}": tensor for theirs, tensor in _layers(head).items()}
+    tensors["model.embed_tokens.weight"] = target.weights.embedding.detach()
+    tensors["lm_head.weight"] = target.weights.lm_head.detach() * target.weights.logit_scale
+    about = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_llama(config, target)}
+    return about, {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _layers(head: DraftHead) -> dict[str, Tensor]:
+    names = {
+        "input_norm.": "input_layernorm.",
+        "middle_norm.": "post_attention_layernorm.",
+        "feed_forward.": "mlp.",
+        "": "self_attn.",
+    }
+    found = {}
+    for name, tensor in head.state_dict().items():
+        if name == "norm.weight":
+            found[name] = tensor
+        elif name.startswith("layers."):
+            _, number, part = name.split(".", 2)
+            ours = next(prefix for prefix in names if part.startswith(prefix))
+            found[f"layers.{number}.{names[ours]}{part.removeprefix(ours)}"] = tensor
+    return found

@@ -1,0 +1,132 @@
+"""Two answers to the same prompt: where they differ first, and whether that is a near-tie or a wrong text.
+
+Knows nothing of models and servers: what scores a difference is given to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from draftheads.interop.audit.answer import Answer, Failure, Outcome, Place
+
+Kind = Literal["equal", "near-tie", "wrong", "reference-wrong", "unscored", "failed"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How much less likely the token of an answer is than the one of the reference, where they differ first."""
+
+    gap: float | None  # nats; negative if it is the more likely one; None if it cannot be known
+    is_least: bool = False  # the gap is at least so large
+    reason: str = ""  # why there is no gap
+
+
+class Scorer(Protocol):
+    """Scores differences."""
+
+    def score(self, index: int, answer: Answer, reference: Answer) -> Score:
+        """The gap where two answers to prompt number ``index`` differ first."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An answer beside its reference."""
+
+    index: int  # of the prompt
+    kind: Kind
+    place: int = 0  # characters that both have in common
+    num_characters: int = 0  # of the reference
+    answer: str = ""
+    reference: str = ""
+    gap: float | None = None
+    is_least: bool = False
+    reason: str = ""  # of a failure, or why a difference could not be scored
+
+
+def compare(
+    index: int, answer: Outcome, reference: Outcome, scorer: Scorer | None, *, tolerance: float, max_tokens: int
+) -> Comparison:
+    """The comparison of the answers to one prompt. A gap of at most ``tolerance`` nats is a near-tie."""
+    for outcome, whose in ((answer, ""), (reference, "the reference: ")):
+        if isinstance(outcome, Failure):
+            return Comparison(index, "failed", reason=whose + outcome.problem)
+    assert isinstance(answer, Answer)
+    assert isinstance(reference, Answer)
+    texts = (answer.text, reference.text)
+    if are_equal(answer, reference, max_tokens=max_tokens):
+        return Comparison(index, "equal", min(map(len, texts)), len(texts[1]), *texts)
+    place = common_length(*texts)
+    score = Score(None, reason="no model to score it: give --model") if scorer is None else None
+    score = score or scorer.score(index, answer, reference)  # type: ignore[union-attr]
+    kind = kind_of(score, tolerance)
+    return Comparison(index, kind, place, len(texts[1]), *texts, score.gap, score.is_least, score.reason)
+
+
+def kind_of(score: Score, tolerance: float) -> Kind:
+    """What a difference of such a gap is.
+
+    >>> [kind_of(Score(gap), 0.25) for gap in (0.1, -0.1, 0.3, -0.3, None)]
+    ['near-tie', 'near-tie', 'wrong', 'reference-wrong', 'unscored']
+    """
+    if score.gap is None:
+        return "unscored"
+    if score.gap > tolerance:
+        return "wrong"
+    if score.is_least:
+        return "unscored"
+    return "near-tie" if score.gap >= -tolerance else "reference-wrong"
+
+
+def are_equal(answer: Answer, reference: Answer, *, max_tokens: int) -> bool:
+    """Whether the texts are equal as far as both go: servers count the tokens at which they cut a text differently.
+
+    The shorter of two different texts must have been cut at ``max_tokens``, or one token before.
+    """
+    short, long = sorted((answer, reference), key=lambda one: len(one.text))
+    if short.text == long.text:
+        return True
+    text = short.text.rstrip("\ufffd") if short.is_cut else short.text  # half a character
+    was_due = short.num_tokens is None or short.num_tokens >= max_tokens - 1
+    return short.is_cut and was_due and long.text.startswith(text)
+
+
+def common_length(first: str, second: str) -> int:
+    """Characters that two texts have in common at their beginning.
+
+    >>> common_length("the cat", "the dog"), common_length("a", "ab")
+    (4, 1)
+    """
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def gap_by_logprobs(places: Sequence[Place], answer: str, reference: str) -> Score:
+    """The gap by the log-probabilities of a server that was asked for the reference once more.
+
+    A token that also ends in the common part can have led to the answer, such as `` cats`` beside `` cat``.
+
+    >>> places = [Place(b"the", -0.1, {}), Place(b" cat", -0.5, {b" cat": -0.5, b" dog": -0.75})]
+    >>> gap_by_logprobs(places, "the dog sat", "the cat")
+    Score(gap=0.25, is_least=False, reason='')
+    """
+    ours, theirs = answer.encode(errors="replace"), reference.encode(errors="replace")
+    start, gaps = 0, list[float]()
+    for place in places:
+        if not theirs.startswith(place.token, start):
+            return Score(
+                None, reason="the reference's server gave another text when it was asked for log-probabilities"
+            )
+        others = [token for token in place.tops if token and ours.startswith(token, start)]
+        gaps += [place.logprob - place.tops[token] for token in others if not theirs.startswith(token, start)]
+        if not ours.startswith(place.token, start):
+            break
+        start += len(place.token)
+    else:
+        return Score(None, reason="the reference ended: its server does not tell how likely the end was")
+    if gaps:
+        return Score(min(gaps))
+    if start == len(ours):
+        return Score(None, reason="the answer ended: the reference's server does not tell how likely the end was")
+    if not place.tops:
+        return Score(None, reason="the reference's server gives no top log-probabilities")
+    return Score(place.logprob - min(place.tops.values()), is_least=True, reason="the token is not among the top ones")

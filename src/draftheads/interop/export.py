@@ -1,0 +1,210 @@
+"""Writes a head in the layout of another project, for its engine."""
+
+import json
+import re
+import shlex
+import warnings
+from collections.abc import Callable, Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftheads.checkpoints.checkpoint import load_head
+from draftheads.checkpoints.head_files import CONFIG_FILE, TENSORS_FILE, read_head_files
+from draftheads.checkpoints.registry import find_head
+from draftheads.errors import InvalidSettings, SpeedWarning
+from draftheads.formats.eagle import write_eagle, write_eagle3, write_speculators
+from draftheads.formats.hydra import write_hydra
+from draftheads.formats.medusa import write_medusa, write_vllm
+from draftheads.formats.mlp_speculator import write_mlp
+from draftheads.formats.small_llama import write_small_llama
+from draftheads.heads.base import DraftHead
+from draftheads.heads.eagle3 import Eagle3Config
+from draftheads.loading import Loadable, load_target, name_of
+from draftheads.models.model import TargetModel
+from draftheads.models.model_names import base_of, model_id_of
+from draftheads.utils.files import atomic_directory, user_path
+
+ExportFormat = Literal[
+    "eagle3",
+    "speculators",
+    "eagle",
+    "eagle-sglang",
+    "small-llama",
+    "medusa",
+    "vllm-medusa",
+    "hydra",
+    "mlp-speculator",
+    "arctic",
+]
+_STEPS = 4  # draft tokens of a step that commands suggest
+_ARCTIC = {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
+# an option of EAGLE-3 heads: what engines do that do not know it
+_LITTLE_KNOWN = {
+    "fc_norm": "llama.cpp refuses it, and optimum-intel (OpenVINO) ignores it and drafts worse",
+    "norm_output": "llama.cpp and optimum-intel (OpenVINO) ignore it and draft worse",
+}
+
+_SGLANG = (
+    "python -m sglang.launch_server --model <model> --speculative-algorithm {} --speculative-draft-model-path <head> "
+    "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 12"
+)
+_COMMANDS: Mapping[str, Mapping[str, str]] = {  # by layout and engine; VLLM(method) stands for its command
+    "eagle3": {
+        "vLLM": "VLLM(eagle3)",
+        "SGLang": _SGLANG.format("EAGLE3"),
+        "llama.cpp": "python convert_hf_to_gguf.py <head> --target-model-dir <model> --outfile draft.gguf && "
+        "llama-server -m MODEL.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max <steps>",
+        "OpenVINO": "optimum-cli export openvino --model <head> --task text-generation-with-past --trust-remote-code "
+        "openvino-draft  # after: pip install optimum-intel diffusers einops",
+    },
+    "speculators": {"vLLM": "vllm serve <head>"},
+    "eagle": {"vLLM": "VLLM(eagle)"},
+    "eagle-sglang": {"SGLang": _SGLANG.format("EAGLE")},
+    "small-llama": {
+        "vLLM": "VLLM(draft_model)",
+        "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm STANDALONE "
+        "--speculative-draft-model-path <head> --speculative-num-steps <steps>",
+        "transformers": "model.generate(…, assistant_model=AutoModelForCausalLM.from_pretrained(<head>))",
+        "llama.cpp": "python convert_hf_to_gguf.py <head> --outfile draft.gguf && llama-server -m MODEL.gguf "
+        "-md draft.gguf",
+    },
+    "vllm-medusa": {"vLLM 0.10 to 0.32": "VLLM(medusa)"},
+    "mlp-speculator": {"vLLM up to 0.9.2": "VLLM(mlp_speculator)"},
+    "arctic": {"vLLM 0.26 with Arctic Inference": "ARCTIC_INFERENCE_ENABLED=1 VLLM(arctic)"},
+}
+
+Written = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+class _Target(NamedTuple):
+    methods: tuple[str, ...]  # of heads; the first format of a method is its default
+    write: Callable[[DraftHead, TargetModel, str], Written]  # of a head, its base model and that one's name
+    file: str = TENSORS_FILE
+    has_tokenizer: bool = False
+
+
+def _arctic(head: DraftHead, target: TargetModel, name: str) -> Written:
+    about, tensors = write_mlp(head, every_stage=True)
+    base = getattr(target.config, "architectures", None) or [type(target.model).__name__]
+    return {**about, **_ARCTIC, "base_model_archs": list(base)}, tensors
+
+
+def _named(write: Callable[[DraftHead], Written]) -> Callable[[DraftHead, TargetModel, str], Written]:
+    """Files that name their base model."""
+
+    def written(head: DraftHead, target: TargetModel, name: str) -> Written:
+        about, tensors = write(head)
+        return {**about, "base_model_name_or_path": name}, tensors
+
+    return written
+
+
+_FORMATS: Mapping[ExportFormat, _Target] = {
+    "eagle3": _Target(("eagle3",), lambda head, target, _: write_eagle3(head, target)),
+    "speculators": _Target(("eagle3",), lambda head, target, name: write_speculators(head, target, verifier=name)),
+    "eagle": _Target(("eagle",), lambda head, target, _: write_eagle(head, target, with_bias=False)),
+    "eagle-sglang": _Target(("eagle",), lambda head, target, _: write_eagle(head, target, with_bias=True)),
+    "small-llama": _Target(
+        ("small-llama",), lambda head, target, _: write_small_llama(head, target), has_tokenizer=True
+    ),
+    "medusa": _Target(("medusa",), _named(write_medusa), "medusa_lm_head.safetensors"),
+    "vllm-medusa": _Target(("medusa",), lambda head, *_: write_vllm(head)),
+    "hydra": _Target(("hydra", "hydra++"), _named(write_hydra), "hydra_lm_head.pt"),
+    "mlp-speculator": _Target(("mlp-speculator",), lambda head, *_: write_mlp(head)),
+    "arctic": _Target(("mlp-speculator",), _arctic),
+}
+assert set(_FORMATS) == set(get_args(ExportFormat))
+
+
+def export_head(
+    head: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    model: Loadable = "smollm2-135m",
+    to: ExportFormat | None = None,
+) -> Path:
+    """Writes a head in the layout of another project, in bf16.
+
+    Args:
+        head: a trained head: a name, a folder or a Hub id.
+        out: the folder to make.
+        model: the model that the head was trained for.
+        to: the layout; that of the head's own project when left out. The README of the documentation lists which
+            engine reads which.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InvalidSettings: no such layout for heads of this method, or one that cannot hold this head.
+        ModelNotFound, CheckpointError: the head or the model cannot be read.
+        StorageError: the folder exists, or cannot be written.
+
+    Warns:
+        SpeedWarning: some engines leave out a part of the head, and draft worse.
+    """
+    source, folder = find_head(head, name_of(model)), user_path(out)
+    _, form = format_for(read_head_files(source).method, to)
+    target = load_target(model, precision="bf16", device="cpu", fast=False)
+    loaded = load_head(source, target, dtype=torch.float32)
+    base = base_of(fspath(model)) if isinstance(model, str | PathLike) else name_of(model)
+    config, tensors = form.write(loaded, target, model_id_of(base))
+    if isinstance(loaded.config, Eagle3Config):
+        for option, what in _LITTLE_KNOWN.items():
+            if getattr(loaded.config, option):
+                warnings.warn(f"the head has {option}: {what}", SpeedWarning, stacklevel=2)
+    tensors = {key: as_stored(tensor) for key, tensor in tensors.items()}
+    with atomic_directory(folder) as staged:
+        if form.file.endswith(".pt"):
+            torch.save(tensors, staged / form.file)
+        else:
+            save_file(tensors, staged / form.file, metadata={"format": "pt"})
+        (staged / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if form.has_tokenizer:
+            target.tokenizer.save_pretrained(staged)
+    return folder
+
+
+def format_for(method: str, to: ExportFormat | None) -> tuple[ExportFormat, _Target]:
+    """The layout for heads of a method.
+
+    Raises:
+        InvalidSettings: there is none, or another one is asked for.
+    """
+    fitting = [name for name, form in _FORMATS.items() if method in form.methods]
+    if not fitting:
+        raise InvalidSettings(
+            f"no other project has heads of the method {method}; serve the head with `draftheads serve`, or in vLLM by "
+            "the plug-in of draftheads"
+        )
+    if to is not None and to not in fitting:
+        raise InvalidSettings(f"--to {to}: for heads of the method {method} choose {' or '.join(fitting)}")
+    name = to or fitting[0]
+    return name, _FORMATS[name]
+
+
+def commands(form: ExportFormat, folder: Path, model_id: str) -> dict[str, str]:
+    """By engine, the command that decodes with an exported head."""
+    words = {"head": shlex.quote(str(folder)), "model": shlex.quote(model_id), "steps": str(_STEPS)}
+    found = {}
+    for engine, command in _COMMANDS.get(form, {}).items():
+        text = command
+        if match := re.search(r"VLLM\((\w+)\)", command):
+            given = {"method": match[1], "model": str(folder), "num_speculative_tokens": _STEPS}
+            config = shlex.quote(json.dumps(given))
+            text = command.replace(match[0], f"vllm serve {words['model']} --speculative-config {config}")
+        for word, value in words.items():
+            text = text.replace(f"<{word}>", value)
+        found[engine] = text
+    return found
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """As files have it: floating-point numbers in bf16."""
+    tensor = tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor.detach()
+    return tensor.contiguous().clone()  # a file holds no two names of one memory

@@ -1,0 +1,247 @@
+"""Heads of other projects are read as they were meant, decode without changing a word, and come back equal."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import published_heads as published
+from draftheads import import_head, load
+from draftheads.checkpoints.checkpoint import load_head, read_head
+from draftheads.cli.main import main
+from draftheads.decode.engine import Engine
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, DraftHeadsError, ModelNotFound, UnsupportedModel
+from draftheads.formats.reading import convert, is_published
+from draftheads.interop.export import export_head
+from draftheads.models.model import TargetModel
+from draftheads.speculation.tree import Tree
+from families import PROMPTS, VOCAB, tiny_model
+from joint_world import on_disk
+from published_heads import HEADS, Published
+
+Make = Callable[[TargetModel], Published]
+DEEP = {"num_hidden_layers": 8}  # three different layers are read
+CASES: dict[str, Make] = {
+    "medusa v0.1": published.medusa,
+    "medusa v2": lambda target: published.medusa(target, own=False),
+    "vllm-medusa": published.vllm_medusa,
+    "vllm-medusa without biases": lambda target: published.vllm_medusa(target, biases=False, trimmed=False),
+    "vllm-medusa with one lm_head": lambda target: published.vllm_medusa(target, one=True),
+    "hydra": published.hydra,
+    "hydra++": lambda target: published.hydra(target, prefix=True),
+    "hydra without draft tokens": lambda target: published.hydra(target, grounded=False),
+    "accelerator": published.accelerator,
+    "accelerator, tied and scaled": lambda target: published.accelerator(target, tied=True, scaled=True),
+    "accelerator, tied and repeated": lambda target: published.accelerator(target, tied=True, all_stages=True),
+    "accelerator, marked as tied": lambda target: published.accelerator(target, tied=True, distinct=True),
+    "eagle": published.eagle,
+    "eagle without a bias": lambda target: published.eagle(target, fusion_bias=False, scaling=True),
+    "eagle of qwen2": lambda target: published.eagle(target, qkv_bias=True),
+    "eagle3": published.eagle3,
+    "eagle3, residual after the norm": lambda target: published.eagle3(target, norm_before_residual=True),
+    "eagle3.1": lambda target: published.eagle3(target, fc_norm=True, norm_output=True, trimmed=False),
+    "eagle3 with layers of its own": lambda target: published.eagle3(target, layers=[1, 3, 6], attention_bias=True),
+    "speculators": lambda target: published.eagle3(target, form="layers.0.", norm_before_residual=True),
+}
+
+
+def written(head: Published, folder: Path) -> Path:
+    """Its files, as the project stores them."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(head.config))
+    if head.file.endswith(".pt"):
+        torch.save(head.tensors, folder / head.file)
+    else:
+        save_file(head.tensors, folder / head.file)
+    return folder
+
+
+def made(case: str, target: TargetModel) -> Published:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return CASES[case](target)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_it_computes_what_its_project_computes(case: str, tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made(case, target)
+    layout = convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    assert layout.config.method == head.method
+    ours = load_head(tmp_path / "ours", target)
+    torch.manual_seed(2)
+    length = 12
+    hidden, ids = torch.randn(1, length, head.states * target.hidden_size), torch.randint(3, VOCAB, (1, length))
+    expected, features = head.logits(hidden, ids), ours(hidden, ids)
+    for depth, theirs in enumerate(expected[: ours.config.num_heads]):
+        places = min(theirs.shape[1], length - 2 - depth)
+        torch.testing.assert_close(
+            ours.logits(features[depth], depth)[:, :places], theirs[:, :places], rtol=2e-3, atol=2e-3
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_decodes_without_changing_a_word(case: str, tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    convert(written(made(case, target), tmp_path / "theirs"), tmp_path / "ours", base=target)
+    head = load_head(tmp_path / "ours", target)
+    plain = [answer.token_ids for answer in Engine(target).generate(PROMPTS, max_new_tokens=24)]
+    for shape in (Tree.chain(HEADS), Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])):
+        drafted = Engine(target, head, shape=shape).generate(PROMPTS, max_new_tokens=24)
+        assert [answer.token_ids for answer in drafted] == plain
+
+
+@pytest.mark.filterwarnings("ignore:the head has:UserWarning")  # options that some engines do not know
+@pytest.mark.parametrize("case", CASES)
+def test_it_comes_back_equal(case: str, tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    head = made(case, target)
+    first = import_head(written(head, tmp_path / "theirs"), tmp_path / "ours", model=name)
+    if head.back is None:
+        return
+    to: Any = head.back
+    folder = export_head(tmp_path / "ours", tmp_path / "again", model=name, to=to)
+    second = import_head(folder, tmp_path / "second", model=name)
+    before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("ours", "second"))
+    if case == "medusa v2" or "eagle" not in case:
+        assert second.config == first.config
+    assert set(before) == set(after)
+    for tensor, values in before.items():
+        assert torch.equal(values.bfloat16(), after[tensor].bfloat16()), tensor
+
+
+def test_a_full_model_with_heads_is_its_own_base(tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    heads = {f"medusa_head.{name}": tensor for name, tensor in published.medusa(target).tensors.items()}
+    both = {**load_file(tmp_path / "model" / "model.safetensors"), **heads}
+    save_file(both, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    assert import_head(name, tmp_path / "ours", model=name).config.num_heads == HEADS
+    other = on_disk(tmp_path / "other", **DEEP)
+    with pytest.raises(DraftHeadsError, match=f"trained for that model, not for .*: give --model {name}"):
+        import_head(name, tmp_path / "more", model=other)
+
+
+def test_load_takes_a_published_head_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    folder = written(made("hydra", target), tmp_path / "theirs")
+    plain = [answer.token_ids for answer in load(name, precision="fp32").generate(PROMPTS, max_new_tokens=8)]
+    for source in (folder, folder / "hydra_lm_head.pt"):
+        engine = load(name, head=source, precision="fp32", profile=None)
+        assert [answer.token_ids for answer in engine.generate(PROMPTS, max_new_tokens=8)] == plain
+    kept = sorted((tmp_path / "cache" / "heads").iterdir())
+    assert len(kept) == 2
+    times = [(place / "model.safetensors").stat().st_mtime_ns for place in kept]
+    load(name, head=folder, precision="fp32", profile=None)
+    assert [(place / "model.safetensors").stat().st_mtime_ns for place in kept] == times
+
+
+def test_trees_of_the_files_are_kept(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    convert(written(made("accelerator", target), tmp_path / "ibm"), tmp_path / "one", base=target)
+    paths = read_head(tmp_path / "one").profile.paths
+    assert sum(len(path) == HEADS for path in paths) == 5, "n_candidates whole paths"
+    assert all(path[-1] < width for path in paths for width in [[5, 4, 3][len(path) - 1]])
+    head = made("medusa v0.1", target)
+    head.config["medusa_choices"] = [[0], [0, 0], [1], [0, 1], [0, 0, 0, 0, 0]]
+    convert(written(head, tmp_path / "medusa"), tmp_path / "two", base=target)
+    assert sorted(read_head(tmp_path / "two").profile.paths) == [[0], [0, 0], [0, 1], [1]], "as far as the heads reach"
+
+
+class Runs:
+    """What a pickle with code would do."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.place,)
+
+
+def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    target, trap = tiny_model("llama", **DEEP), tmp_path / "ran"
+    folder = written(made("medusa v0.1", target), tmp_path / "theirs")
+    torch.save({"0.0.linear.weight": Runs(trap)}, folder / "medusa_lm_head.pt")
+    with pytest.raises(CheckpointCorrupt, match="holds more than tensors, and other objects could run code"):
+        convert(folder, tmp_path / "ours", base=target)
+    with (folder / "medusa_lm_head.pt").open("wb") as file:
+        pickle.dump(Runs(trap), file)
+    with pytest.raises(CheckpointCorrupt):
+        convert(folder, tmp_path / "ours", base=target)
+    assert not trap.exists()
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_damaged_files_are_errors_that_name_the_tensor(case: str, tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made(case, target)
+    whole = dict(head.tensors)
+    # a part of the last head: without it the number of heads is another
+    name = max(n for n in whole if whole[n].dim() == 2 and any(part in n for part in ("linear", "proj", ".layers.")))
+    gone = "speculator.proj.0.weight" if "repeated" in case else name
+    for what, damaged in (
+        ("surplus tensor strange", {**whole, "strange": torch.zeros(2)}),
+        (name, {**whole, name: torch.zeros(3, 5)}),
+        ("missing|surplus|without gaps", {key: tensor for key, tensor in whole.items() if key != gone}),
+    ):
+        head.tensors = damaged
+        folder = written(head, tmp_path / f"theirs{len(list(tmp_path.iterdir()))}")
+        with pytest.raises((CheckpointCorrupt, ModelNotFound), match=what):
+            convert(folder, tmp_path / "ours", base=target)
+        assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("case", ["hydra", "eagle", "speculators"])
+def test_another_base_is_refused(case: str, tmp_path: Path) -> None:
+    target, other = tiny_model("llama", **DEEP), tiny_model("llama", seed=9, **DEEP)
+    folder = written(made(case, target), tmp_path / "theirs")
+    with pytest.raises(CheckpointMismatch, match=r"differs by \d+% from the embedding of"):
+        convert(folder, tmp_path / "ours", base=other)
+
+
+def test_what_no_head_here_computes_is_refused(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made("hydra", target)
+    head.config["hidden_state_offset"] = 2
+    with pytest.raises(UnsupportedModel, match="2 layers before the last"):
+        convert(written(head, tmp_path / "offset"), tmp_path / "ours", base=target)
+    head = made("eagle", target)
+    head.config["hidden_act"] = "gelu"
+    with pytest.raises(UnsupportedModel, match="gelu"):
+        convert(written(head, tmp_path / "gelu"), tmp_path / "ours", base=target)
+    head = made("eagle3", target)
+    head.tensors["d2t"][0] += 500
+    with pytest.raises(CheckpointCorrupt, match=r"d2t makes the ids .* must be different and lie in 0 … 23"):
+        convert(written(head, tmp_path / "d2t"), tmp_path / "ours", base=target)
+    head = made("eagle3", target)
+    head.tensors["t2d"][:] = True
+    with pytest.raises(CheckpointCorrupt, match="t2d and d2t name different draft tokens"):
+        convert(written(head, tmp_path / "t2d"), tmp_path / "ours", base=target)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelNotFound, match="no file that ends in"):
+        convert(tmp_path / "empty", tmp_path / "ours", base=target)
+    save_file({"a": torch.zeros(1)}, tmp_path / "empty" / "model.safetensors")
+    with pytest.raises(ModelNotFound, match="the tensors a, …: they are of no known format"):
+        convert(tmp_path / "empty", tmp_path / "ours", base=target)
+    assert not is_published(tmp_path / "empty")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    folder = written(made("medusa v0.1", TargetModel.load(name, dtype=torch.float32)), tmp_path / "theirs")
+    assert main(["import", str(folder), "--model", name, "--out", str(tmp_path / "ours")]) == 0
+    said = capsys.readouterr().out
+    assert "read Medusa heads; saved in" in said
+    assert f"draftheads tune --model {name} --head" in said
+    assert main(["export", str(tmp_path / "ours"), "--model", name, "--out", str(tmp_path / "again")]) == 0
+    assert "in the layout medusa" in capsys.readouterr().out

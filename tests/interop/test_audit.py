@@ -1,0 +1,848 @@
+"""``draftheads audit``: lossless servers pass, broken ones are found, and what cannot be checked is not a pass."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import draftheads
+from audit_world import NEW_TOKENS, FakeServer, Fields, World, asked, completion
+from cli_world import PROMPTS, write_model
+from draftheads.cli import audit as command_line
+from draftheads.cli.main import main
+from draftheads.decode import batch
+from draftheads.interop.audit import client
+from draftheads.interop.audit.answer import Answer, Place
+from draftheads.interop.audit.compare import Score, are_equal, compare, gap_by_logprobs
+from draftheads.interop.audit.drafting import DraftCounts, Drafting, counts_of, drafting_between, drafting_in
+from draftheads.interop.audit.json_check import json_problem
+from draftheads.interop.audit.model_reference import ModelReference
+from draftheads.interop.audit.report import Pass, SampledSide, SeededRow
+from draftheads.interop.audit.settings import CHECKS, DEFAULT_SCHEMA, AuditSettings
+from serve_world import Running, running
+from structured_world import json_model
+
+Audit = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(write_model(tmp_path_factory.mktemp("audit")))
+
+
+@pytest.fixture(scope="module")
+def server(world: World) -> Iterator[Running]:
+    """Our own, with a head."""
+    drafting = draftheads.load(
+        world.model, world.folder / "hydra", precision="fp32", tree=[[0], [1], [0, 0], [0, 0, 0]]
+    )
+    with running({"tiny": drafting, "tiny:plain": world.engine}) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture
+def audit(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Audit:
+    """Runs the command, which must end with a code; its JSON, with what it printed as ``shown`` and ``errors``."""
+
+    def run(url: str, *arguments: str, code: int = 0, prompts: Path | None = None) -> dict[str, Any]:
+        path = tmp_path / "audit.json"
+        path.unlink(missing_ok=True)
+        given = ["--prompts", str(prompts or world.folder / "prompts.txt"), "--max-new-tokens", str(NEW_TOKENS)]
+        found = main(["audit", url, *given, "--json", str(path), *arguments])
+        shown = capsys.readouterr()
+        assert found == code, shown
+        record = json.loads(path.read_text()) if path.exists() else {}
+        return {**record, "shown": shown.out, "errors": shown.err}
+
+    return run
+
+
+def of_model(world: World, *checks: str) -> list[str]:
+    return ["--model", str(world.model), "--precision", "fp32", "--checks", *(checks or ["greedy"])]
+
+
+# --- our own server ---
+
+
+def test_our_server_is_lossless_beside_the_model(server: Running, world: World, audit: Audit):
+    record = audit(server.url, *of_model(world, "greedy", "greedy-parallel", "seeded", "seeded-parallel"))
+    assert record["verdict"] == "lossless"
+    assert [row["counts"]["equal"] for row in record["checks"]] == [len(PROMPTS)] * 2
+    for row in record["checks"]:
+        assert row["server"]["drafting"]["tokens_per_step"] > 1.1, "it must draft, else nothing is tested"
+        assert 0 < row["server"]["drafting"]["accepted_share"] < 1
+        assert row["server"]["tokens_per_second"] > 0
+        assert row["num_compared_characters"] == row["num_characters"] == sum(map(len, world.plain.values()))
+    for row in record["sampled"]:
+        assert row["server"]["num_equal"] == row["server"]["num_repeated"] == len(PROMPTS)
+        assert row["server"]["num_tokens"] > 0.8 * len(PROMPTS) * NEW_TOKENS
+    assert record["servers"]["server"] == {"url": f"{server.url}/v1", "model": "tiny"}
+    assert "several models; asked was tiny, not tiny:plain" in record["shown"]
+    assert (
+        "LOSSLESS, as far as was compared. Of 16 compared texts 16 are equal and 0 have a near-tie." in record["shown"]
+    )
+    assert max(map(len, record["shown"].splitlines()[:18])) <= 80
+
+
+def test_our_server_is_lossless_beside_itself_without_drafts(server: Running, audit: Audit):
+    """The same address with another name, or with a field that switches drafting off; no model is needed."""
+    for given in (["--baseline-name", "tiny:plain"], ["--baseline-fields", '{"draft_nodes": 0}']):
+        checks = ["--checks", "greedy", "greedy-parallel"]
+        record = audit(server.url, "--baseline", server.url, *given, *checks, "--server-name", "tiny")
+        rows = record["checks"]
+        assert [(row["check"], row["is_baseline"]) for row in rows] == [
+            *(("greedy", False), ("greedy-parallel", False), ("greedy-parallel", True))
+        ]
+        assert all(row["counts"]["equal"] == len(PROMPTS) for row in rows)
+        assert rows[0]["server"]["drafting"]["tokens_per_step"] > 1.1
+        assert rows[0]["baseline"]["drafting"]["tokens_per_step"] == 1.0
+        assert "baseline itself, greedy-parallel" in record["shown"]
+        assert "The baseline drafts" not in record["shown"]
+
+
+def test_a_baseline_that_drafts_is_noted(server: Running, audit: Audit):
+    record = audit(server.url, "--baseline", server.url, "--checks", "greedy")
+    assert "The baseline drafts, too" in record["shown"]
+
+
+def accept_everything(*arguments: Any, **more: Any) -> Any:
+    """Acceptance that accepts the first draft token of each step, unverified."""
+    draft, logits, *others = arguments
+    if draft.num_nodes > 1:
+        first = draft.token_ids[:, 1:2, None].expand(-1, logits.shape[1], -1)
+        logits = logits.clone().scatter_(2, first, 1e4)
+    return REAL_ACCEPT(draft, logits, *others, **more)
+
+
+REAL_ACCEPT = batch.accept
+
+
+@pytest.mark.parametrize("check", ["greedy", "greedy-parallel"])
+def test_a_broken_acceptance_is_found(
+    server: Running, world: World, audit: Audit, monkeypatch: pytest.MonkeyPatch, check: str
+):
+    monkeypatch.setattr(batch, "accept", accept_everything)
+    record = audit(server.url, *of_model(world, check), "--examples", "8", code=1)
+    assert record["verdict"] == "wrong"
+    assert "NOT LOSSLESS" in record["shown"]
+    wrong = [one for one in record["checks"][0]["comparisons"] if one["kind"] == "wrong"]
+    assert len(wrong) >= 5, "a random head is nearly never right"
+    for one in wrong:
+        plain = world.plain[PROMPTS[one["index"]]]
+        place = next(place for place in range(NEW_TOKENS) if one["answer"][place] != plain[place])
+        assert (one["place"], one["reference"]) == (place, plain)
+        scores = world.scores(PROMPTS[one["index"]], place)
+        emitted = world.engine.model.tokenizer(one["answer"][place])["input_ids"][0]
+        assert one["gap"] == pytest.approx(float(scores.max() - scores[emitted]), abs=1e-4)
+        assert (
+            f"prompt {one['index'] + 1} ({PROMPTS[one['index']]}), after {place} characters: WRONG" in record["shown"]
+        )
+
+
+def test_sampled_answers_of_a_broken_acceptance_have_another_distribution(
+    server: Running, world: World, audit: Audit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """It is no proof without a baseline, because servers may have other defaults for sampling."""
+    prompts = tmp_path / "more.txt"
+    prompts.write_text("\n".join(f"{prompt} {letter}" for prompt in PROMPTS for letter in "ab"), encoding="utf-8")
+    monkeypatch.setattr(batch, "accept", accept_everything)
+    given = of_model(world, "seeded-parallel")
+    record = audit(server.url, *given, "--parallel", "8", code=2, prompts=prompts)
+    assert record["sampled"][0]["deviations"] > 4.5
+    assert "do not have the distribution of --model" in record["shown"]
+    beside = ["--baseline", server.url, "--baseline-name", "tiny:plain"]
+    record = audit(server.url, *given, "--parallel", "8", *beside, code=1, prompts=prompts)
+    assert record["sampled"][0]["is_off"]
+    assert abs(record["sampled"][0]["deviations"]) > 4.5
+    assert "sampled tokens have another distribution than the baseline's" in record["shown"]
+    monkeypatch.setattr(batch, "accept", REAL_ACCEPT)
+    record = audit(server.url, *given, "--parallel", "8", *beside, prompts=prompts)
+    assert abs(record["sampled"][0]["deviations"]) < 4.5
+    assert record["sampled"][0]["server"]["num_tokens"] > 0.8 * 16 * NEW_TOKENS
+
+
+def test_texts_are_continued(server: Running, world: World, audit: Audit):
+    """By /v1/completions, without a chat template."""
+    record = audit(server.url, *of_model(world), "--route", "completions")
+    assert record["checks"][0]["counts"]["equal"] == len(PROMPTS)
+
+
+def test_json_answers(audit: Audit, tmp_path: Path):
+    """A model that can spell JSON: its texts are compared with the model's, as the server is ours, and are valid."""
+    target = json_model()
+    target.model.save_pretrained(tmp_path / "model")
+    target.tokenizer.save_pretrained(str(tmp_path / "model"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["yes indeed", "no"]}\n{"messages": [{"role": "user", "content": "12"}]}\n')
+    schema = {"type": "object", "properties": {"a": {"enum": ["red", "green"]}}, "required": ["a"]}
+    (tmp_path / "schema.json").write_text(json.dumps({**schema, "additionalProperties": False}))
+    arguments = ["--model", str(tmp_path / "model"), "--precision", "fp32", "--chat-template", "chatml"]
+    arguments += ["--checks", "json", "json-parallel", "--json-schema", str(tmp_path / "schema.json")]
+    engine = draftheads.load(tmp_path / "model", "prompt-lookup", precision="fp32", chat_template="chatml")
+    with running({"tiny": engine}) as own:
+        record = audit(own.url, *arguments, prompts=prompts)
+    for row in record["checks"]:
+        assert (row["counts"]["equal"], row["num_finished"], row["json_problems"]) == (2, 2, [])
+        assert row["server"]["drafting"]["tokens_per_step"] >= 1
+    assert "2/2" in record["shown"]
+
+
+@pytest.mark.real
+def test_the_real_model_with_a_head_is_lossless(audit: Audit, tmp_path: Path, cheap_nodes: None):
+    """In the type in which it is served; in JSON, too."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Why is the sky blue?\nName three fruits.\n")
+    with running({"tiny": draftheads.load("smollm2-135m", "hydra")}) as own:
+        checks = ["--checks", "greedy-parallel", "json", "seeded", "--max-new-tokens", "64"]
+        record = audit(own.url, "--model", "smollm2-135m", *checks, prompts=prompts)
+    assert [row["counts"]["equal"] for row in record["checks"]] == [2, 2]
+    assert all(row["server"]["drafting"]["tokens_per_step"] > 1.3 for row in record["checks"])
+    assert record["checks"][0]["num_finished"] is None
+    assert record["sampled"][0]["server"]["num_equal"] == 2
+
+
+# --- near-ties and bugs ---
+
+
+def test_a_near_tie_is_no_bug(world: World, audit: Audit):
+    prompt, place, gap, text = world.changed(is_tie=True)
+    assert gap < 0.05, "else the tiny model has no near-tie to test with"
+    with FakeServer(lambda fields: world.answer(fields, {prompt: text})) as fake:
+        record = audit(fake.url, *of_model(world))
+        (one,) = record["checks"][0]["comparisons"]
+        assert (one["kind"], one["index"], one["place"]) == ("near-tie", PROMPTS.index(prompt), place)
+        assert one["gap"] == pytest.approx(gap, abs=1e-5)
+        assert record["checks"][0]["counts"]["equal"] == len(PROMPTS) - 1
+        assert f"1 has a near-tie; the largest gap is {gap:.3f} nats" in record["shown"]
+        # a smaller tolerance makes it a bug
+        audit(fake.url, *of_model(world), "--tolerance", str(gap / 2), code=1)
+
+
+def test_a_wrong_word_is_a_bug(world: World, audit: Audit):
+    prompt, place, gap, text = world.changed(is_tie=False)
+    assert gap > 1
+    with FakeServer(lambda fields: world.answer(fields, {prompt: text})) as fake:
+        record = audit(fake.url, *of_model(world), code=1)
+    (one,) = record["checks"][0]["comparisons"]
+    assert (one["kind"], one["index"], one["place"]) == ("wrong", PROMPTS.index(prompt), place)
+    assert one["gap"] == pytest.approx(gap, abs=1e-4)
+    common, rest = text[:place], text[place:]
+    for line in (f"common end {common[-40:]}", f"answer     {rest}", f"reference  {world.plain[prompt][place:]}"):
+        assert " ".join(line.split()) in " ".join(record["shown"].split())
+
+
+def test_an_answer_that_ends_early_is_a_bug(world: World, audit: Audit):
+    text = world.plain[PROMPTS[2]]
+
+    def behave(fields: Fields) -> tuple[int, Fields]:
+        if asked(fields) == PROMPTS[2]:
+            return 200, completion(text[:9], finish="stop", num_tokens=10)
+        return world.answer(fields)
+
+    with FakeServer(behave) as fake:
+        record = audit(fake.url, *of_model(world), code=1)
+        (one,) = record["checks"][0]["comparisons"]
+        scores = world.scores(PROMPTS[2], 9)
+        assert (one["kind"], one["place"]) == ("wrong", 9)
+        assert one["gap"] == pytest.approx(float(scores.max() - scores[2]), abs=1e-4)
+        assert "(it ends here)" in record["shown"]
+
+
+@pytest.mark.parametrize(("num_tokens", "is_fine"), [(NEW_TOKENS, True), (NEW_TOKENS - 1, True), (9, False)])
+def test_a_text_that_was_cut_is_compared_as_far_as_it_goes(num_tokens: int, is_fine: bool):
+    short, long = Answer("abcdefghi", is_cut=True, num_tokens=num_tokens), Answer("abcdefghijk", is_cut=True)
+    assert are_equal(short, long, max_tokens=NEW_TOKENS) == is_fine
+    assert are_equal(long, short, max_tokens=NEW_TOKENS) == is_fine
+    half = replace(short, text="abcdefghi\ufffd")
+    assert are_equal(half, long, max_tokens=NEW_TOKENS) == is_fine
+    assert not are_equal(replace(short, text="abcdefghx"), long, max_tokens=NEW_TOKENS)
+    assert not are_equal(replace(short, is_cut=False), long, max_tokens=NEW_TOKENS)
+
+
+def test_a_reference_that_is_the_less_likely_one_is_no_bug_of_the_server(world: World, audit: Audit):
+    prompt, _, _, text = world.changed(is_tie=False)
+    with FakeServer(world.answer) as right, FakeServer(lambda fields: world.answer(fields, {prompt: text})) as wrong:
+        record = audit(right.url, "--baseline", wrong.url, *of_model(world), code=2)
+        assert record["checks"][0]["counts"]["reference-wrong"] == 1
+        assert "is the reference decoded greedily?" in record["shown"]
+        assert audit(wrong.url, "--baseline", right.url, *of_model(world), code=1)["checks"][0]["counts"]["wrong"] == 1
+
+
+def test_a_prompt_that_the_server_reads_otherwise_is_not_scored(world: World, audit: Audit):
+    """Then chat templates differ, and no text is wrong because of drafting."""
+    prompt, _, _, text = world.changed(is_tie=False)
+
+    def behave(fields: Fields) -> tuple[int, Fields]:
+        _, body = world.answer(fields, {prompt: text})
+        return 200, {**body, "usage": {**body["usage"], "prompt_tokens": 99}}
+
+    with FakeServer(behave) as fake:
+        record = audit(fake.url, *of_model(world), code=2)
+    assert record["checks"][0]["counts"]["unscored"] == 1
+    assert "the server read a prompt of 99 tokens, --model reads" in record["shown"]
+
+
+# --- without a model ---
+
+
+@pytest.mark.parametrize(("is_tie", "code"), [(True, 0), (False, 1)])
+def test_the_baselines_log_probabilities_score_where_there_is_no_model(
+    server: Running, world: World, audit: Audit, is_tie: bool, code: int
+):
+    prompt, place, gap, text = world.changed(is_tie=is_tie)
+    with FakeServer(lambda fields: world.answer(fields, {prompt: text})) as fake:
+        beside = ["--baseline", server.url, "--baseline-name", "tiny:plain", "--checks", "greedy"]
+        record = audit(fake.url, *beside, code=code)
+    (one,) = record["checks"][0]["comparisons"]
+    assert one["place"] == place
+    assert one["gap"] == pytest.approx(gap, abs=1e-4)
+
+
+def test_differences_without_any_score_are_not_decided(world: World, audit: Audit):
+    prompt, _, _, text = world.changed(is_tie=True)
+    with FakeServer(world.answer) as plain, FakeServer(lambda fields: world.answer(fields, {prompt: text})) as fake:
+        record = audit(fake.url, "--baseline", plain.url, "--checks", "greedy", code=2)
+        assert record["checks"][0]["counts"]["unscored"] == 1
+        assert "gives no log-probabilities, and there is no --model to score with" in record["shown"]
+        audit(plain.url, "--baseline", plain.url, "--checks", "greedy")
+
+
+def test_gaps_by_log_probabilities():
+    places = [
+        Place(b"the", -0.1, {b"the": -0.1, b"a": -2.0}),
+        Place(b" cat", -0.5, {b" cat": -0.5, b" cats": -0.6, b" dog": -0.75}),
+        Place(b" sat", -0.2, {b" sat": -0.2, b" is": -1.5}),
+    ]
+    reference = "the cat sat"
+    assert gap_by_logprobs(places, "the dog", reference).gap == pytest.approx(0.25)
+    assert gap_by_logprobs(places, "a dog", reference).gap == pytest.approx(1.9)
+    assert gap_by_logprobs(places, "the cat is", reference).gap == pytest.approx(1.3)
+    # it was " cats", and not an unlikely "s" after " cat"
+    assert gap_by_logprobs(places, "the cats", reference).gap == pytest.approx(0.1)
+    least = gap_by_logprobs(places, "the cat ran", reference)
+    assert (least.gap, least.is_least) == (pytest.approx(1.3), True)
+    assert gap_by_logprobs(places, "the cat", reference).gap is None
+    assert gap_by_logprobs(places, "the cat sat down", reference).gap is None
+    assert "another text" in gap_by_logprobs(places, "the dog", "the bird").reason
+    tails = [Answer("the cat ran", is_cut=True), Answer(reference, is_cut=True)]
+
+    class ByPlaces:
+        def score(self, index: int, answer: Answer, other: Answer) -> Score:
+            return gap_by_logprobs(places, answer.text, other.text)
+
+    kinds = [compare(0, *tails, ByPlaces(), tolerance=t, max_tokens=9).kind for t in (0.25, 2.0)]
+    assert kinds == ["wrong", "unscored"], "at least 1.3: more than 0.25, but perhaps less than 2"
+
+
+# --- tokens of texts ---
+
+
+class Spelling:
+    """A model whose next tokens are given by the text so far; its tokenizer takes the longest token."""
+
+    tokens = ("<eos>", "a", "c", "t", "s", " ", "o", "n", "cat", "cats", "on")
+
+    def __init__(self, odds: dict[str, dict[str, float]]) -> None:
+        self.odds, self.model, self.tokenizer, self.eos_ids = odds, self, self, frozenset({0})
+        self.max_positions = None
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        ids = []
+        while text:
+            token = max((token for token in self.tokens[1:] if text.startswith(token)), key=len)
+            ids.append(self.tokens.index(token))
+            text = text[len(token) :]
+        return {"input_ids": ids}
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(self.tokens[token] for token in ids)
+
+    def encode(self, _: object) -> list[int]:
+        return [5]  # a space
+
+    def next_scores(self, context: list[int]) -> torch.Tensor:
+        scores = torch.full((len(self.tokens),), -20.0)
+        for token, score in self.odds[self.decode(context[1:])].items():
+            scores[self.tokens.index(token)] = score
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("odds", "gap"),
+    [
+        ({"": {"cat": -0.5, "cats": -0.6}, "cat": {" ": -0.1}}, 0.1),  # one token beside the other
+        ({"": {"cat": -0.5, "cats": -9.0}, "cat": {" ": -0.7, "s": -0.8}}, 0.1),  # parted after a common one
+        ({"": {"cat": -0.1, "cats": -3.0}, "cat": {" ": -0.1, "s": -4.0}}, 2.9),  # unlikely in both ways
+        (
+            {"": {"c": -0.1}, "c": {"a": -0.1}, "ca": {"t": -0.1}, "cat": {" ": -0.6, "s": -0.8}},
+            0.2,
+        ),  # letter by letter
+        ({"": {"cats": -0.1, "cat": -4.0}}, -3.9),  # the reference is the less likely one
+    ],
+)
+def test_a_text_can_be_written_with_several_sequences_of_tokens(odds: dict[str, dict[str, float]], gap: float):
+    spelling: Any = Spelling(odds)
+    model = ModelReference(spelling, ["x"], AuditSettings())
+    model._next_scores = spelling.next_scores  # type: ignore[method-assign]
+    score = model.score(0, Answer("cats on", is_cut=True), Answer("cat on", is_cut=True))
+    assert score.gap == pytest.approx(gap)
+
+
+def test_an_end_is_a_token_too():
+    spelling: Any = Spelling({"": {"cat": 0.0}, "cat": {"<eos>": -1.0, "s": -1.25}})
+    model = ModelReference(spelling, ["x"], AuditSettings())
+    model._next_scores = spelling.next_scores  # type: ignore[method-assign]
+    ended, longer = Answer("cat", is_cut=False), Answer("cats", is_cut=True)
+    assert model.score(0, longer, ended).gap == pytest.approx(0.25)
+    assert model.score(0, ended, longer).gap == pytest.approx(-0.25)
+
+
+def test_token_ids_of_servers_are_used_where_both_have_them():
+    spelling: Any = Spelling({"": {"cat": -3.0, "c": -0.5, "cats": -0.75}})
+    model = ModelReference(spelling, ["x"], AuditSettings())
+    model._next_scores = spelling.next_scores  # type: ignore[method-assign]
+    by_letters = Answer("cat", is_cut=True, token_ids=(2, 1, 3))
+    whole = Answer("cats", is_cut=False, token_ids=(9, 0))
+    assert model.score(0, whole, by_letters).gap == pytest.approx(0.25)
+
+
+def test_reasoning_that_the_server_took_out_is_compared_and_not_scored(world: World, audit: Audit):
+    prompt, place, _, text = world.changed(is_tie=False)
+
+    def behave(fields: Fields) -> tuple[int, Fields]:
+        _, body = world.answer(fields, {prompt: text})
+        message = body["choices"][0]["message"]
+        content = message["content"]
+        return 200, {**body, "choices": [{"message": {"content": content[3:], "reasoning_content": content[:3]}}]}
+
+    with FakeServer(behave) as fake:
+        record = audit(fake.url, *of_model(world), code=2)
+    assert record["checks"][0]["counts"]["equal"] == len(PROMPTS) - 1
+    (one,) = record["checks"][0]["comparisons"]
+    assert (one["kind"], one["place"]) == ("unscored", place)
+    assert "separates reasoning" in one["reason"]
+
+
+# --- JSON ---
+
+VALID = '{"topic": "a", "words": [], "number": 1, "is_question": true}'
+
+
+def json_server(text: str, *, form: str = "json_schema") -> FakeServer:
+    """Answers each JSON request with a text, if the request is of its form."""
+
+    def behave(fields: Fields) -> tuple[int, Any]:
+        if "response_format" not in fields:
+            return 200, completion("hello", finish="stop")
+        if fields["response_format"]["type"] != form:
+            return 422, {"detail": [{"msg": "Input should be 'text' or 'json_object'"}]}
+        return 200, completion(text, finish="stop")
+
+    return FakeServer(behave)
+
+
+def test_json_that_breaks_the_schema_is_a_bug_where_the_baselines_is_valid(audit: Audit):
+    checks = ["--checks", "json", "json-parallel"]
+    with json_server(VALID) as right, json_server(VALID.replace("1", '"1"')) as wrong:
+        assert audit(right.url, "--baseline", right.url, *checks)["checks"][0]["num_finished"] == len(PROMPTS)
+        record = audit(wrong.url, "--baseline", right.url, *checks, code=1)
+        assert record["checks"][0]["num_broken_json"] == len(PROMPTS)
+        assert record["checks"][0]["json_problems"][0] == [0, "number is of another type than integer"]
+        assert "16 answers not JSON of the schema, where the reference's JSON is valid" in record["shown"]
+        assert "0/8" in record["shown"]
+        # where both are wrong, drafting is not the reason
+        assert audit(wrong.url, "--baseline", wrong.url, *checks)["verdict"] == "lossless"
+
+
+def test_json_of_other_engines_is_not_compared_with_the_models(world: World, audit: Audit):
+    """They may write spaces elsewhere."""
+    with json_server(VALID) as fake:
+        record = audit(fake.url, *of_model(world, "json"), code=2)
+    assert record["checks"][0]["comparisons"] == []
+    assert (record["checks"][0]["num_finished"], record["checks"][0]["json_problems"]) == (len(PROMPTS), [])
+    assert "JSON texts were checked, but not compared" in record["shown"]
+
+
+def test_the_schema_is_sent_in_the_form_that_the_server_takes(audit: Audit):
+    for form in ("json_schema", "json_object"):
+        with json_server(VALID, form=form) as fake:
+            audit(fake.url, "--baseline", fake.url, "--checks", "json")
+            last = fake.requests[-1]["response_format"]
+            assert last["type"] == form
+            assert (last.get("schema") or last["json_schema"]["schema"]) == DEFAULT_SCHEMA
+            refused = [one for one in fake.requests if one.get("response_format", {}).get("type") not in (form, None)]
+            assert len(refused) == 2 * (form == "json_object"), "once for each of the two servers"
+
+
+def test_a_server_without_schemas_is_not_decided(audit: Audit):
+    with json_server(VALID, form="none") as fake:
+        record = audit(fake.url, "--baseline", fake.url, "--checks", "json", code=2)
+    assert record["checks"][0]["num_failed"] == len(PROMPTS)
+    assert "json: 8 requests failed; status 422" in record["shown"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (VALID, None),
+        (VALID + " ", None),
+        (VALID[:-1], "not JSON"),
+        (VALID.replace('"a"', "2"), "topic is of another type than string"),
+        (VALID.replace('"a"', f'"{"a" * 41}"'), "topic breaks maxLength 40"),
+        (VALID.replace("[]", '["a", "b", "c", "d"]'), "words breaks maxItems 3"),
+        (VALID.replace("[]", '["a", 1]'), "words.1 is of another type than string"),
+        (VALID.replace("1", "true"), "number is of another type than integer"),
+        (VALID.replace("1", "1001"), "number breaks maximum 1000"),
+        (VALID.replace("1,", "1.0,"), None),  # JSON knows no other kind of 1
+        (VALID.replace(', "is_question": true', ""), "is_question is missing"),
+        (VALID.replace("}", ', "more": 1}'), "more is not allowed"),
+        ("[]", "the value is of another type than object"),
+    ],
+)
+def test_json_is_checked(text: str, problem: str | None):
+    found = json_problem(text, DEFAULT_SCHEMA)
+    assert (found or "").startswith(problem or "")
+    assert (found is None) == (problem is None)
+
+
+def test_further_keywords_of_schemas():
+    assert json_problem("1", {"anyOf": [{"type": "string"}, {"const": 1}]}) is None
+    assert json_problem("true", {"oneOf": [{"type": "string"}, {"const": 1}]}) == "the value is none of its options"
+    assert json_problem("3", {"allOf": [{"minimum": 2}, {"enum": [1, 2]}]}) == "the value is none of [1, 2]"
+    assert json_problem("null", {"type": ["string", "null"]}) is None
+
+
+# --- in parallel, and speed ---
+
+
+def test_requests_run_at_the_same_time_only_in_parallel_checks(world: World, audit: Audit):
+    met = threading.Event()
+
+    def behave(fields: Fields) -> tuple[int, Fields]:
+        if fake.now >= 3:
+            met.set()
+        met.wait(0.05)
+        return world.answer(fields)
+
+    with FakeServer(behave) as fake:
+        audit(fake.url, *of_model(world))
+        assert fake.most == 1
+        audit(fake.url, *of_model(world, "greedy-parallel"), "--parallel", "3")
+        assert fake.most == 3
+
+
+def test_a_server_that_mixes_up_answers_in_parallel_is_found(world: World, audit: Audit):
+    def behave(fields: Fields) -> tuple[int, Fields]:
+        time.sleep(0.02)
+        return world.answer(fields) if fake.now < 2 else world.answer({"prompt": PROMPTS[0]})
+
+    with FakeServer(behave) as fake:
+        assert audit(fake.url, *of_model(world))["verdict"] == "lossless"
+        assert audit(fake.url, *of_model(world, "greedy-parallel"), code=1)["checks"][0]["counts"]["wrong"] >= 4
+
+
+def test_speed_is_compared_with_the_baselines(world: World, audit: Audit):
+    def slow(fields: Fields) -> tuple[int, Fields]:
+        time.sleep(0.05)
+        return world.answer(fields)
+
+    with FakeServer(world.answer) as fast, FakeServer(slow) as slower:
+        record = audit(fast.url, "--baseline", slower.url, "--checks", "greedy")
+    row = record["checks"][0]
+    assert 100 < row["baseline"]["tokens_per_second"] < NEW_TOKENS / 0.05
+    assert row["server"]["tokens_per_second"] > 2 * row["baseline"]["tokens_per_second"]
+    ratio = row["server"]["tokens_per_second"] / row["baseline"]["tokens_per_second"]
+    assert f"{ratio:.2f}" in record["shown"]
+
+
+def test_acceptance_of_other_servers():
+    ours = {
+        "usage": {
+            "draft": {"steps": 4, "tokens_per_step": 2.5, "drafted_by_depth": [8, 4], "accepted_by_depth": [4, 2]}
+        }
+    }
+    llama = {"timings": {"draft_n": 20, "draft_n_accepted": 10, "predicted_n": 40}}
+    assert counts_of(ours) == DraftCounts(4, 10, 12, 6)
+    assert counts_of(llama) == DraftCounts(30, 40, 20, 10)
+    for unknown in ({}, {"usage": None}, {"timings": {"predicted_n": 3}}, {"usage": {"draft": 3}}, {"timings": []}):
+        assert counts_of(unknown) is None
+    assert drafting_in([counts_of(ours), None, counts_of(llama)]) == Drafting(50 / 34, 0.5)
+    assert drafting_in([None]) is None
+    assert drafting_in([DraftCounts(9, 9, 0, 0)]) == Drafting(1.0, None)
+    assert drafting_between({}, {"sglang:spec_accept_length": 2.5}) == Drafting(2.5, None)
+    assert drafting_between({}, {"other": 1.0}) is None
+
+
+def test_acceptance_by_metrics_is_of_the_time_of_the_check(world: World, audit: Audit):
+    """As vLLM counts it."""
+
+    def metrics() -> str:
+        number = len(fake.requests)
+        lines = [f'vllm:spec_decode_num_{name}_total{{model="m"}} {100 + number * count}' for name, count in COUNTS]
+        return "\n".join(["# HELP x", *lines])
+
+    COUNTS = [("drafts", 10), ("draft_tokens", 30), ("accepted_tokens", 12)]
+    with FakeServer(world.answer, metrics=metrics) as fake:
+        record = audit(fake.url, *of_model(world))
+    assert record["checks"][0]["server"]["drafting"] == {"tokens_per_step": 2.2, "accepted_share": 0.4}
+    assert "2.20" in record["shown"]
+    assert "40.0%" in record["shown"]
+
+
+# --- sampled answers ---
+
+
+def test_requests_that_are_not_repeated_are_counted_and_are_no_bug(world: World, audit: Audit):
+    numbers = iter(range(1000))
+    with FakeServer(lambda fields: (200, completion(f"abc {next(numbers)}"))) as fake:
+        record = audit(fake.url, "--baseline", fake.url, "--checks", "seeded", "seeded-parallel", code=2)
+    for row in record["sampled"]:
+        assert row["server"]["num_repeated"] == len(PROMPTS)
+        assert row["server"]["num_equal"] == 0
+        assert row["deviations"] is None
+    first, second = fake.requests[2:4]  # after the first request to each server
+    assert first == second
+    assert (first["temperature"], first["top_p"], first["seed"]) == (0.8, 1.0, 0)
+    assert fake.requests[4]["seed"] == 1
+
+
+def test_the_surprise_of_the_models_own_samples_is_the_expected_one(world: World):
+    """Special tokens and ends included; and at another temperature it is not."""
+    settings = AuditSettings(temperature=0.8)
+    prompts = [f"{prompt} {letter}" for prompt in PROMPTS for letter in "abcdefghijkl"]
+    model = ModelReference(world.engine, prompts, settings)
+    for temperature, is_fine in ((0.8, True), (1.0, False)):
+        results = model.engine.generate(prompts, temperature=temperature, seed=1, max_new_tokens=NEW_TOKENS)
+        found = [model.surprise(i, model._answer(result)) for i, result in enumerate(results)]
+        side = SampledSide(
+            *(0, 0, 0),
+            Pass(None, None),
+            sum(one.num_tokens for one in found if one),
+            sum(one.excess for one in found if one),
+            sum(one.variance for one in found if one),
+        )
+        assert side.num_tokens == sum(len(result.token_ids) for result in results)
+        assert side.deviations is not None
+        assert (abs(side.deviations) < 4.5) == is_fine, side.deviations  # by chance 1 of 150,000 seeds has more
+
+
+def test_the_surprise_of_an_answer_by_hand(world: World):
+    """Token by token, by the definition of mean and variance."""
+    model = ModelReference(world.engine, PROMPTS, AuditSettings(temperature=0.5))
+    text = world.plain[PROMPTS[1]][:5]
+    excess = variance = 0.0
+    ids = [*world.ids[PROMPTS[1]][:5], 2]  # and the end
+    for place, token in enumerate(ids):
+        scores = (world.scores(PROMPTS[1], place).double() / 0.5).log_softmax(-1)
+        probs = scores.exp()
+        entropy = -(probs * scores).sum()
+        excess += float(-scores[token] - entropy)
+        variance += float((probs * (-scores - entropy) ** 2).sum())
+    found = model.surprise(1, Answer(text, is_cut=False))
+    assert found is not None
+    assert (found.num_tokens, found.excess) == (6, pytest.approx(excess, rel=1e-4))
+    assert found.variance == pytest.approx(variance, rel=1e-4)
+    cut = model.surprise(1, Answer(text, is_cut=True))
+    assert cut is not None
+    assert cut.num_tokens == 5
+    assert model.surprise(1, Answer("", is_cut=True)) is None
+
+
+def test_few_tokens_give_no_verdict_on_a_distribution():
+    side = SampledSide(8, 8, 0, Pass(None, None), num_tokens=199, excess=500.0, variance=1.0)
+    assert side.deviations is None
+    assert not SeededRow("seeded", side).is_off
+    many = replace(side, num_tokens=200)
+    assert SeededRow("seeded", many).is_off
+    assert not SeededRow("seeded", many, many).is_off
+    assert SeededRow("seeded", many, side).deviations is None
+
+
+# --- servers that cannot be asked ---
+
+
+def test_a_server_that_is_down(world: World, audit: Audit):
+    record = audit("http://127.0.0.1:1", *of_model(world), code=2)
+    assert record["errors"].startswith("error: cannot reach http://127.0.0.1:1/v1/models in 3 attempts")
+    assert "is the server running, and is URL http://127.0.0.1:1 right?" in record["errors"]
+    with FakeServer(world.answer) as fake:
+        record = audit(fake.url, "--baseline", "http://127.0.0.1:1", "--request-retries", "0", code=2)
+    assert "cannot reach http://127.0.0.1:1/v1/models in 1 attempt" in record["errors"]
+    assert "is --baseline http://127.0.0.1:1 right?" in record["errors"]
+
+
+def test_a_server_that_goes_down_in_the_middle(world: World, audit: Audit):
+    def behave(fields: Fields) -> tuple[int, Fields]:
+        if len(fake.requests) == 4:
+            fake.stop()
+        return world.answer(fields)
+
+    with FakeServer(behave) as fake:
+        record = audit(fake.url, *of_model(world), code=2)
+    assert "cannot reach" in record["errors"]
+    assert len(fake.requests) == 4
+
+
+@pytest.mark.parametrize("path", ["/v2", "/wrong/v1"])
+def test_a_wrong_address(world: World, audit: Audit, path: str):
+    with FakeServer(world.answer) as fake:
+        record = audit(fake.url + path, *of_model(world), code=2)
+    assert "lists no models: status 404" in record["errors"]
+    assert "is URL" in record["errors"]
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:y/v1"])
+def test_what_is_no_address(world: World, audit: Audit, url: str):
+    record = audit(url, *of_model(world), code=2)
+    assert f"URL is {url!r}; give an address such as http://127.0.0.1:8000/v1" in record["errors"]
+
+
+def test_names_of_models(world: World, audit: Audit):
+    models = [{"id": "small", "owned_by": "me"}, {"id": "large"}]
+    with FakeServer(world.answer, models=models) as fake:
+        audit(fake.url, *of_model(world))
+        assert {fields["model"] for fields in fake.requests} == {"small"}
+        fake.requests.clear()
+        audit(fake.url, *of_model(world), "--server-name", "large")
+        assert {fields["model"] for fields in fake.requests} == {"large"}
+        record = audit(fake.url, *of_model(world), "--server-name", "larg", code=2)
+        assert "has no model 'larg'; did you mean large?" in record["errors"]
+        fake.models = None
+        assert "Else give the model's name" in audit(fake.url, *of_model(world), code=2)["errors"]
+        assert audit(fake.url, *of_model(world), "--server-name", "other")["verdict"] == "lossless"
+
+
+def test_the_key_comes_from_the_environment(world: World, audit: Audit, monkeypatch: pytest.MonkeyPatch):
+    with FakeServer(world.answer) as fake:
+        record = audit(fake.url, *of_model(world), "--api-key-env", "PARROT_KEY", code=2)
+        assert "--api-key-env is 'PARROT_KEY', but this environment variable is not set" in record["errors"]
+        monkeypatch.setenv("PARROT_KEY", "polly")
+        record = audit(fake.url, *of_model(world), "--api-key-env", "PARROT_KEY")
+        assert fake.keys == {"Bearer polly"}
+        assert "polly" not in json.dumps(record)
+        fake.behave = lambda _: (401, {"error": {"message": "who are you"}})
+        record = audit(fake.url, *of_model(world), code=2)
+        assert "refuses the key (401): name its variable in --api-key-env" in record["errors"]
+
+
+def test_requests_that_failed_for_now_are_repeated(world: World, audit: Audit):
+    troubles = iter([(503, "busy"), (429, {"error": {"message": "slow"}}), (500, "oh")])
+    with FakeServer(lambda fields: next(troubles, None) or world.answer(fields)) as fake:
+        assert audit(fake.url, *of_model(world), "--request-retries", "3")["verdict"] == "lossless"
+        assert len(fake.requests) == 3 + 1 + len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        ((400, {"error": {"message": "too long"}}), "status 400: too long"),
+        ((500, {"detail": "broken"}), "status 500: broken, in 1 attempt"),
+        ((200, "<html>"), "not a valid completion"),
+        ((200, {"choices": []}), "not a valid completion (IndexError"),
+    ],
+)
+def test_failed_requests_are_counted_and_the_others_compared(
+    world: World, audit: Audit, response: tuple[int, Any], words: str
+):
+    with FakeServer(lambda fields: response if asked(fields) == PROMPTS[3] else world.answer(fields)) as fake:
+        record = audit(fake.url, *of_model(world), "--request-retries", "0", code=2)
+        row = record["checks"][0]
+        assert (row["num_failed"], row["num_answers"], row["counts"]["equal"]) == (1, 7, 7)
+        assert words in row["failure"]
+        assert "greedy: 1 request failed" in record["shown"]
+        # of the baseline they are failures, too
+        with FakeServer(world.answer) as fine:
+            record = audit(fine.url, "--baseline", fake.url, *of_model(world), "--request-retries", "0", code=2)
+            assert "greedy: 1 request failed; the reference: " in record["shown"]
+
+
+def test_a_slow_answer_is_a_failure(world: World, audit: Audit):
+    def behave(fields: Fields) -> tuple[int, Fields]:
+        if asked(fields) == PROMPTS[3]:
+            time.sleep(0.4)
+        return world.answer(fields)
+
+    with FakeServer(behave) as fake:
+        record = audit(fake.url, *of_model(world), "--request-timeout", "0.2", code=2)
+    assert record["checks"][0]["failure"] == "no answer in 0.2 s"
+
+
+def test_an_unknown_model_or_route_ends_the_audit(world: World, audit: Audit):
+    with FakeServer(lambda _: (404, {"error": {"message": "no such model"}})) as fake:
+        record = audit(fake.url, *of_model(world), code=2)
+    assert "was not found: no such model" in record["errors"]
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "nothing to compare with: give --baseline URL, --model MODEL, or both"),
+        (["--model", "x", "--baseline-name", "y"], "--baseline-name is 'y': give --baseline"),
+        (["--model", "x", "--fields", "{"], "--fields '{' is not JSON"),
+        (["--model", "x", "--fields", "[1]"], "is no JSON object"),
+        (["--model", "x", "--tolerance", "0"], "--tolerance is 0.0: must be above 0"),
+        (["--model", "x", "--limit", "0"], "--limit is 0"),
+        (["--model", "x", "--checks", "greedy", "gredy"], "--checks gredy: choose among greedy, greedy-parallel"),
+        (["--model", "x", "--json-schema", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--model", "no such model"], "no such model"),
+    ],
+)
+def test_impossible_options_end_with_2(world: World, audit: Audit, arguments: list[str], words: str):
+    with FakeServer(world.answer) as fake:
+        assert words in audit(fake.url, *arguments, code=2)["errors"]
+
+
+def test_further_fields_are_sent(world: World, audit: Audit):
+    with FakeServer(world.answer) as fake, FakeServer(world.answer) as plain:
+        given = ["--fields", '{"top_k": 1}', "--checks", "greedy", "--baseline", plain.url]
+        audit(fake.url, *given)
+        assert {fields["top_k"] for fields in (*fake.requests, *plain.requests)} == {1}
+        plain.requests.clear()
+        audit(fake.url, *given, "--baseline-fields", '{"n": 1}')
+        assert {(fields.get("top_k"), fields["n"]) for fields in plain.requests} == {(None, 1)}
+
+
+def test_prompts_of_all_kinds(world: World, audit: Audit, tmp_path: Path):
+    files = {
+        "a.txt": f"{PROMPTS[0]}\n\n{PROMPTS[1]}\n",
+        "b.jsonl": "".join(json.dumps({"question_id": 81, "turns": [prompt, "x"]}) + "\n" for prompt in PROMPTS[:2]),
+        "c.jsonl": json.dumps([{"prompt": PROMPTS[0]}, {"messages": [{"role": "user", "content": PROMPTS[1]}]}]),
+    }
+    with FakeServer(world.answer) as fake:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+            assert audit(fake.url, *of_model(world), prompts=tmp_path / name)["num_prompts"] == 2
+        assert audit(fake.url, *of_model(world), "--limit", "3")["num_prompts"] == 3
+        (tmp_path / "none.txt").write_text("\n")
+        assert "holds no prompt" in audit(fake.url, *of_model(world), prompts=tmp_path / "none.txt", code=2)["errors"]
+        chat = audit(fake.url, *of_model(world), "--route", "completions", prompts=tmp_path / "c.jsonl", code=2)
+        assert "a prompt is a list of messages" in chat["errors"]
+
+
+def test_json_on_standard_output_is_alone_there(world: World, audit: Audit, capsys: pytest.CaptureFixture[str]):
+    with FakeServer(world.answer) as fake:
+        shown = audit(fake.url, *of_model(world), "--json", "-")["shown"]
+    assert json.loads(shown)["verdict"] == "lossless"
+
+
+def test_all_checks_are_the_default():
+    assert AuditSettings().chosen == CHECKS
+    assert AuditSettings(checks=("json", "greedy", "json")).chosen == ("greedy", "json")

@@ -1,0 +1,385 @@
+"""Heads as other projects define them: random tensors under the published names, and what they compute.
+
+Written from the formats' descriptions, with modules of transformers where the projects have them; nothing here uses the
+package's heads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaModel
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from draftheads.models.model import TargetModel
+
+Tensors = dict[str, Tensor]
+HEADS = 3
+DRAFTED = torch.tensor([4, 9, 2, 20, 21, 23, 7, 10, 12, 13])  # draft tokens, in no order
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "vocab_size": 24,
+    "hidden_act": "silu",
+}
+
+
+@dataclass
+class Published:
+    """A head of another project.
+
+    Args:
+        method: of ours that it is.
+        tensors: by published name.
+        config: ``config.json``.
+        logits: (B, T, D) or (B, T, n·D) hidden states and (B, T) ids to (B, T, V') logits of the first heads; entry t
+            of head i predicts x_{t+2+i}.
+        file: in which the project stores it.
+        back: the layout in which it can be written again.
+    """
+
+    method: str
+    tensors: Tensors
+    config: dict[str, Any]
+    logits: Callable[[Tensor, Tensor], list[Tensor]]
+    file: str = "model.safetensors"
+    back: str | None = None
+    states: int = 1  # hidden states of a token that it reads
+    options: dict[str, Any] = field(default_factory=dict)  # of the head that is expected
+
+
+def numbers(*shape: int) -> Tensor:
+    """Random, and exact in bf16."""
+    return (0.3 * torch.randn(*shape)).bfloat16().float()
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    return x.roll(-by, dims=1)
+
+
+def medusa(target: TargetModel, *, own: bool = True, layers: int = 2) -> Published:
+    """Version 0.1, with an lm_head of its own for each head, or version 2."""
+    size, vocab = target.hidden_size, target.vocab_size
+    tensors: Tensors = {}
+    for i in range(HEADS):
+        for j in range(layers):
+            tensors |= {f"{i}.{j}.linear.weight": numbers(size, size), f"{i}.{j}.linear.bias": numbers(size)}
+        if own:
+            tensors[f"{i}.{layers}.weight"] = numbers(vocab, size)
+
+    def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
+        found = []
+        for i in range(HEADS):
+            x = hidden
+            for j in range(layers):
+                x = x + F.silu(F.linear(x, tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]))
+            found.append(F.linear(x, tensors[f"{i}.{layers}.weight"] if own else target.weights.lm_head))
+        return found
+
+    config = {
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 1,
+        "base_model_name_or_path": "base",
+    }  # both wrong, as published
+    return Published(
+        "medusa",
+        tensors,
+        config if own else {**config, "version": "2"},
+        logits,
+        "medusa_lm_head.pt" if own else "medusa_lm_head.safetensors",
+        "medusa",
+    )
+
+
+def vllm_medusa(target: TargetModel, *, biases: bool = True, trimmed: bool = True, one: bool = False) -> Published:
+    """vLLM's; ``one`` has a single lm_head, and lm_heads of the whole vocabulary beside a token map."""
+    given = medusa(target, layers=1)
+    tensors: Tensors = {}
+    for i in range(HEADS):
+        tensors[f"medusa_heads.blocks.{i}.layers.0.weight"] = given.tensors[f"{i}.0.linear.weight"]
+        if biases:
+            tensors[f"medusa_heads.blocks.{i}.layers.0.bias"] = given.tensors[f"{i}.0.linear.bias"]
+        else:
+            given.tensors[f"{i}.0.linear.bias"].zero_()
+        if one:
+            given.tensors[f"{i}.1.weight"] = given.tensors["0.1.weight"]
+        else:
+            whole = given.tensors[f"{i}.1.weight"]
+            tensors[f"medusa_heads.lm_heads.{i}.weight"] = whole[DRAFTED] if trimmed else whole
+    if one:
+        tensors["medusa_heads.lm_head.weight"] = given.tensors["0.1.weight"]
+    if trimmed or one:
+        tensors["medusa_heads.token_map"] = DRAFTED.clone()
+
+    def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
+        found = given.logits(hidden, ids)
+        return [of_head[..., DRAFTED] for of_head in found] if trimmed or one else found
+
+    about = {"model_type": "medusa", "hidden_size": target.hidden_size, "num_heads": HEADS, "num_hidden_layers": 1}
+    return Published("medusa", tensors, about, logits, back="vllm-medusa")
+
+
+def hydra(target: TargetModel, *, grounded: bool = True, prefix: bool = False, layers: int = 2) -> Published:
+    """Hydra, Hydra++ (``prefix``), or heads that read no draft tokens."""
+    size, vocab = target.hidden_size, target.vocab_size
+    embedding = target.weights.embedding.detach().float()
+    tensors: Tensors = {}
+    place = (lambda j: 2 * j + 1) if prefix else (lambda j: j)
+    for i in range(HEADS):
+        for j in range(layers):
+            inputs = (i + 2) * size if grounded and j == 0 else size
+            tensors[f"hydra_mlp.{i}.{place(j)}.linear.weight"] = numbers(size, inputs)
+            tensors[f"hydra_mlp.{i}.{place(j)}.linear.bias"] = numbers(size)
+            if grounded and j == 0:
+                tensors[f"hydra_mlp.{i}.{place(j)}.res_connection.weight"] = numbers(size, inputs)
+                tensors[f"hydra_mlp.{i}.{place(j)}.res_connection.bias"] = numbers(size)
+        head = f"hydra_lm_head.{i}.1" if prefix else f"hydra_lm_head.{i}"
+        tensors |= {f"{head}.weight": numbers(vocab, size), f"{head}.bias": numbers(vocab)}
+    tensors["input_embed_fn.weight"] = embedding.clone()
+    layer = None
+    if prefix:
+        layer = LlamaModel(LlamaConfig(**SIZES, attn_implementation="eager")).eval()  # type: ignore[arg-type]
+        for parameter in layer.parameters():
+            parameter.data = numbers(*parameter.shape)
+        tensors |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in layer.state_dict().items()}
+        tensors["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
+        states = hidden if layer is None else layer(inputs_embeds=hidden).last_hidden_state
+        parts, found = [states], []
+        for i in range(HEADS):
+            parts.append(shifted(F.embedding(ids, embedding), i + 1))
+            x = torch.cat(parts, -1) if grounded else states
+            for j in range(layers):
+                name = f"hydra_mlp.{i}.{place(j)}"
+                kept = x
+                if grounded and j == 0:
+                    kept = F.linear(x, tensors[f"{name}.res_connection.weight"], tensors[f"{name}.res_connection.bias"])
+                x = kept + F.silu(F.linear(x, tensors[f"{name}.linear.weight"], tensors[f"{name}.linear.bias"]))
+            head = f"hydra_lm_head.{i}.1" if prefix else f"hydra_lm_head.{i}"
+            found.append(F.linear(x, tensors[f"{head}.weight"], tensors[f"{head}.bias"]))
+        return found
+
+    about = {
+        "hydra_num_heads": HEADS,
+        "hydra_num_layers": layers,
+        "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
+        "grounded_heads": grounded,
+        "hidden_state_offset": 0,
+    }
+    method = "hydra++" if prefix else "hydra" if grounded else "medusa"
+    return Published(method, tensors, about, logits, "hydra_lm_head.pt", "hydra" if grounded else None)
+
+
+def accelerator(
+    target: TargetModel, *, tied: bool = False, scaled: bool = False, distinct: bool = False, all_stages: bool = False
+) -> Published:
+    """IBM's. ``distinct``: marked as tied, and yet with different lm_heads. ``all_stages``: tied ones are repeated."""
+    size, vocab, inner = target.hidden_size, target.vocab_size, 24
+    tensors: Tensors = {}
+    for i in range(HEADS):
+        own = {
+            f"emb.{i}.weight": numbers(vocab, inner),
+            f"proj.{i}.weight": numbers(inner, size if i == 0 else inner),
+            f"ln.{i}.weight": 1 + numbers(inner),
+            f"ln.{i}.bias": numbers(inner),
+            f"head.{i}.weight": numbers(vocab, inner),
+        }
+        for name, tensor in own.items():
+            part = name.split(".")[0]
+            first = name.replace(f".{i}.", ".1." if part == "proj" else ".0.")
+            is_tied = tied and first in tensors and not (distinct and part == "head")
+            tensors[name] = tensors[first] if is_tied else tensor
+    every = dict(tensors)
+    if tied and not all_stages:
+        tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if ".0." in name or name == "proj.1.weight" or (distinct and name.startswith("head."))
+        }
+
+    def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
+        keep = 0.5 ** (0.5 / HEADS)
+        add = ((1 - keep**2) * (inner / 2)) ** 0.5
+        state, found = hidden, []
+        if scaled:
+            state = state * (state.square().mean(-1, keepdim=True) + 1e-6).rsqrt() / 2**0.5
+        for i in range(HEADS):
+            state = F.linear(state, every[f"proj.{i}.weight"])
+            state = state + F.embedding(shifted(ids, i + 1), every[f"emb.{i}.weight"]) * (add / keep)
+            state = state * (state.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            state = F.gelu(state * every[f"ln.{i}.weight"] + every[f"ln.{i}.bias"])
+            found.append(F.linear(state, every[f"head.{i}.weight"]))
+        return found
+
+    about = {
+        "model_type": "mlp_speculator",
+        "emb_dim": size,
+        "inner_dim": inner,
+        "vocab_size": vocab,
+        "n_predict": HEADS,
+        "n_candidates": 5,
+        "top_k_tokens_per_head": [5, 4, 3],
+        "tie_weights": tied,
+        "scale_input": scaled,
+    }
+    stored = {f"speculator.{name}": tensor.clone() for name, tensor in tensors.items()}
+    return Published("mlp-speculator", stored, about, logits, back="mlp-speculator")
+
+
+def eagle(target: TargetModel, *, fusion_bias: bool = True, qkv_bias: bool = False, scaling: bool = False) -> Published:
+    """Version 1: a layer of Llama's kind without its first norm."""
+    size = target.hidden_size
+    rope = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if scaling else {}
+    config = LlamaConfig(**{**SIZES, **rope}, attention_bias=qkv_bias, attn_implementation="eager")  # type: ignore[arg-type]
+    layer = LlamaDecoderLayer(config, 0).eval()
+    layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
+    if qkv_bias:
+        layer.self_attn.o_proj = nn.Linear(layer.self_attn.o_proj.in_features, size, bias=False)
+    fc = nn.Linear(2 * size, size, bias=fusion_bias)
+    for parameter in [*layer.parameters(), *fc.parameters()]:
+        parameter.data = numbers(*parameter.shape)
+    rotary = LlamaRotaryEmbedding(config)
+    tensors = {f"layers.0.{name}": tensor for name, tensor in layer.state_dict().items()}
+    tensors |= {f"fc.{name}": tensor for name, tensor in fc.state_dict().items()}
+    tensors["embed_tokens.weight"] = target.weights.embedding.detach().float().clone()
+    embedding, lm_head = tensors["embed_tokens.weight"], target.weights.lm_head.detach().float()
+
+    def last(embedded: Tensor, states: Tensor) -> Tensor:
+        x = fc(torch.cat([embedded, states], -1))[None]
+        mask = torch.full((len(states), len(states)), -torch.inf).triu(1)[None, None]
+        turns = rotary(x, torch.arange(len(states))[None])
+        return layer(x, attention_mask=mask, position_embeddings=turns)[0, -1]  # type: ignore[no-any-return]
+
+    def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
+        return unrolled(hidden, ids, embedding, last, lambda state: F.linear(state, lm_head))
+
+    about = {**SIZES, **rope, "model_type": "llama", "bias": fusion_bias}
+    return Published("eagle", tensors, about, logits, back="eagle-sglang", options={"fusion_bias": fusion_bias})
+
+
+def eagle3(
+    target: TargetModel,
+    *,
+    form: str = "midlayer.",
+    trimmed: bool = True,
+    layers: list[int] | None = None,
+    **flags: bool,
+) -> Published:
+    """Version 3: SafeAILab's names (``midlayer.``), or speculators' (``layers.0.``)."""
+    vocab = target.vocab_size
+    known = {"fc_norm": False, "norm_output": False, "norm_before_residual": False, "attention_bias": False, **flags}
+    count = len(DRAFTED) if trimmed else vocab
+    given = {**SIZES, "draft_vocab_size": count, **known}
+    head = Eagle3(given).eval()
+    for parameter in head.parameters():
+        parameter.data = numbers(*parameter.shape)
+    tensors = {name.replace("midlayer.", form): tensor for name, tensor in head.state_dict().items()}
+    ids_of = DRAFTED if trimmed else torch.arange(vocab)
+    tensors["d2t"] = ids_of - torch.arange(count)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids_of, value=True)
+    embedding = target.weights.embedding.detach().float()
+    if form == "layers.0.":
+        tensors["embed_tokens.weight"] = embedding.clone()
+
+    def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
+        def last(embedded: Tensor, states: Tensor) -> Tensor:
+            return torch.stack([*map(torch.Tensor.contiguous, head(embedded, states)[1:])])[0]
+
+        return unrolled(head.states(hidden[0])[None], ids, embedding, last, head_logits)
+
+    def head_logits(state: Tensor) -> Tensor:
+        return head.lm_head(state if head.norm_output else head.norm(state))  # type: ignore[no-any-return]
+
+    about: dict[str, Any] = given
+    if layers is not None:
+        about = {**about, "eagle_aux_hidden_state_layer_ids": layers}
+    if form == "layers.0.":
+        own = {name: given[name] for name in SIZES}
+        about = {name: value for name, value in about.items() if name not in SIZES}
+        about |= {"speculators_model_type": "eagle3", "transformer_layer_config": own}
+        methods = [{"proposal_type": "greedy", "speculative_tokens": HEADS}]
+        about["speculators_config"] = {"algorithm": "eagle3", "proposal_methods": methods}
+    back = "speculators" if form == "layers.0." else "eagle3"
+    return Published("eagle3", tensors, about, logits, back=back, states=3)
+
+
+def unrolled(
+    states: Tensor,
+    ids: Tensor,
+    embedding: Tensor,
+    last: Callable[[Tensor, Tensor], Tensor],
+    logits: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """Logits of each head at each place of one text: below the text, a head goes on from its own states."""
+    length = ids.shape[1]
+    found: list[list[Tensor]] = [[] for _ in range(HEADS)]
+    for read in range(1, length - HEADS):
+        known = states[0, :read]
+        for depth in range(HEADS):
+            state = last(embedding[ids[0, 1 : len(known) + 1]], known)
+            found[depth].append(logits(state))
+            known = torch.cat([known, state[None]])
+    return [torch.stack(of_head)[None] for of_head in found]
+
+
+class Eagle3(nn.Module):
+    """The layer of the published heads, of transformers' parts; its tensors have the published names."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        config = LlamaConfig(**{**given, "dtype": torch.float32}, attn_implementation="eager")
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.midlayer = nn.Module()
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            setattr(self.midlayer, name, LlamaRMSNorm(size, epsilon))
+        self.midlayer.self_attn = LlamaAttention(config, 0)
+        rows_of_output = self.midlayer.self_attn.o_proj.in_features
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(self.midlayer.self_attn, name).out_features
+            setattr(self.midlayer.self_attn, name, nn.Linear(2 * size, rows, bias=config.attention_bias))
+        if config.attention_bias:  # of Qwen2's kind: none behind the attention
+            self.midlayer.self_attn.o_proj = nn.Linear(rows_of_output, size, bias=False)
+        self.midlayer.mlp = LlamaMLP(config)
+        self.fc = nn.Linear(3 * size, size, bias=False)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, epsilon) for _ in range(3 * given["fc_norm"]))
+        self.norm = LlamaRMSNorm(size, epsilon)
+        self.lm_head = nn.Linear(size, given["draft_vocab_size"], bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.norm_output: bool = given["norm_output"]
+        self.norm_before_residual: bool = given["norm_before_residual"]
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """What ``fc`` makes of three hidden states, (…, 3·D) -> (…, D)."""
+        if self.fc_norm:
+            parts = hidden.chunk(3, -1)
+            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        fused: Tensor = self.fc(hidden)
+        return fused
+
+    def forward(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the last place (V',), and what the next place reads as its state (D,): inputs are (T, D)."""
+        layer, positions = self.midlayer, torch.arange(len(states))[None]
+        normed = layer.hidden_norm(states)
+        x = torch.cat([layer.input_layernorm(embedded), normed], -1)[None]
+        mask = torch.full((len(states), len(states)), -torch.inf).triu(1)[None, None]
+        states = normed if self.norm_before_residual else states
+        x = states + layer.self_attn(x, position_embeddings=self.rotary(x, positions), attention_mask=mask)[0][0]
+        x = (x + layer.mlp(layer.post_attention_layernorm(x)))[-1]
+        last = self.norm(x)
+        return self.lm_head(last), last if self.norm_output else x
