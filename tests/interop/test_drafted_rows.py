@@ -28,19 +28,20 @@ def texts_of(engine: Engine, device: torch.device, *, together: bool) -> tuple[T
     prompts = torch.tensor([[0] * (longest - len(ids)) + ids for ids in PROMPTS], device=device)
     rules = GenerateRules(
         processors=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)]),
-        criteria=StoppingCriteriaList([EosTokenCriteria(END), MaxLengthCriteria(longest + 16)]),
+        criteria=StoppingCriteriaList([EosTokenCriteria(END), MaxLengthCriteria(longest + 10)]),
         samples=False,
         pad_id=0,
         keeps_scores=True,
         together=together,
     )
     texts = Texts(prompts, rules)
-    DraftedRows(engine, texts, PROMPTS, most_tokens=longest + 16).run()
+    DraftedRows(engine, texts, PROMPTS, most_tokens=longest + 10).run()
     assert texts.token_ids.device == device
     assert texts.scores is not None
     return texts.token_ids.cpu(), torch.stack([scores.cpu() for scores in texts.scores])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("graphs", [True, False], ids=["static", "ordinary"])
 @pytest.mark.parametrize("method", ["hydra", "eagle3"])

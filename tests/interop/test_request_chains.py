@@ -125,6 +125,9 @@ def test_a_gap_costs_a_head_with_a_history_its_drafts_until_the_text_is_read_aga
         text.give(chains, "a", 4)
         text.length = 7
         assert bool(chains.propose({"a": text.ids[:7]})) == drafts
+        text.read = 1  # the first token is missing still
+        text.give(chains, "a", 5)
+        assert bool(chains.propose({"a": text.ids[:7]})) == drafts
         text.read = 0
         text.give(chains, "a", 6)
         assert chains.propose({"a": text.ids[:7]}) == {"a": chain_alone(head_of(method), text)}

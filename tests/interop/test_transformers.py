@@ -134,8 +134,8 @@ def test_heads_with_a_history_and_other_drafters(world: World, method: str) -> N
     model, head = world("llama", method)
     expected = generate(model)
     assert torch.equal(generate(model, drafting(head)), expected)
-    assert torch.equal(generate(model, custom_generate("prompt-lookup", tokenizer=letters_tokenizer())), expected)
-    assert torch.equal(generate(model, custom_generate(tokenizer=letters_tokenizer())), expected)
+    for name in ("prompt-lookup", "lookahead", None):
+        assert torch.equal(generate(model, custom_generate(name, tokenizer=letters_tokenizer())), expected)
     loop = custom_generate(draft_model=tiny_model("llama").model, tokenizer=letters_tokenizer(), tree=Tree.chain(3))
     output = generate(model, loop, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected)

@@ -137,6 +137,7 @@ class Runner:
             tokens[row, : self.requests[name].num_tokens] = self.requests[name].text
         lengths = np.array([*(self.requests[name].num_tokens for name in names), 5, 5], dtype=np.int32)
         found = self.drafter.propose(sampled, lengths, tokens, slot_mappings=None)
+        assert self.drafter.chains._texts.keys() <= self.requests.keys()  # nothing is kept of requests that ended
         for name, new, drafts in zip(names, sampled, found, strict=True):
             assert len(drafts) == (K if new else 0)
             self.requests[name].drafts = drafts

@@ -25,7 +25,7 @@ class _ReadText:
     length: int = 0  # tokens, from the beginning of the text
     # their hidden states, (t, D) each, in order; of a head without a history the last token's alone
     parts: list[Tensor] = field(default_factory=list)
-    num_known: int = 0  # parts that the session has read
+    num_known: int = 0  # parts that the session has read; 0 if the request is not in it
 
 
 class RequestChains:
@@ -63,7 +63,7 @@ class RequestChains:
             return
         if start < text.length:
             text.parts = [torch.cat(text.parts)[:start]] if start else []
-            text.length, text.num_known = start, 0
+            text.length = start
             self._leave({request})
         if start == text.length:
             text.parts.append(states.clone())  # it is part of the pass's states, which are far more
