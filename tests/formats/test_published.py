@@ -14,15 +14,19 @@ import published_heads as published
 from draftheads import import_head, load
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli.main import main
+from draftheads.data.compute_features import load_texts
 from draftheads.decode.engine import Engine
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, DraftHeadsError, ModelNotFound, UnsupportedModel
+from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, DraftHeadsError, ModelNotFound, UnsupportedModel
+from draftheads.formats.medusa import write_medusa
 from draftheads.formats.reading import convert, is_published
+from draftheads.heads.base import DraftHead
 from draftheads.interop.export import export_head
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, VOCAB, tiny_model
 from joint_world import on_disk
 from published_heads import HEADS, Published
+from training_world import build_features, chat, chat_model, distilled_chats, train_for, train_options, write_chats
 
 Make = Callable[[TargetModel], Published]
 DEEP = {"num_hidden_layers": 8}  # three different layers are read
@@ -245,3 +249,40 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"draftheads tune --model {name} --head" in said
     assert main(["export", str(tmp_path / "ours"), "--model", name, "--out", str(tmp_path / "again")]) == 0
     assert "in the layout medusa" in capsys.readouterr().out
+
+
+def test_an_imported_head_is_trained_further_on_a_tuned_copy_of_its_base(tmp_path: Path) -> None:
+    """After tuning a model, its head accepts less; a few passes bring it back."""
+    base, tuned = chat_model(), chat_model()
+    torch.manual_seed(5)
+    for parameter in tuned.model.get_decoder().layers.parameters():
+        parameter.data += 0.2 * parameter.data.std().nan_to_num() * torch.randn_like(parameter)
+    whole = {"draft_vocab_size": 0, "lm_head": "own", "epochs": 12}
+    train_for(base, train_options(tmp_path / "first", features_of(base, tmp_path / "base"), **whole))
+    config, tensors = write_medusa(load_head(tmp_path / "first", base))
+    written(Published("medusa", tensors, config, lambda *_: [], "medusa_lm_head.pt"), tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", base=base)
+    known = tokens_per_step(base, load_head(tmp_path / "ours", base))
+    with pytest.warns(BaseModelWarning, match="differ by 20%.* Train it further"):
+        before = tokens_per_step(tuned, load_head(tmp_path / "ours", tuned))
+    assert known > 1.25
+    features = features_of(tuned, tmp_path / "tuned")
+    settings = train_options(tmp_path / "more", features, start_from=str(tmp_path / "ours"), **whole)
+    train_for(tuned, settings)
+    after = tokens_per_step(tuned, load_head(settings.out, tuned))
+    assert before < known - 0.05, "tuning costs acceptance"
+    assert after > before + 0.05
+
+
+def features_of(target: TargetModel, folder: Path) -> Path:
+    folder.mkdir()
+    chats = write_chats(folder / "chats.jsonl", distilled_chats(target))
+    build_features(target, load_texts(target, [chats], max_length=64), folder / "features")
+    return folder / "features"
+
+
+def tokens_per_step(target: TargetModel, head: DraftHead) -> float:
+    """Of chains, on questions of one word."""
+    prompts = [chat(f"w{i}")["messages"][:1] for i in range(30)]
+    answers = Engine(target, head, shape=Tree.chain(HEADS)).generate(prompts, max_new_tokens=12)
+    return sum(len(answer.token_ids) for answer in answers) / sum(answer.num_steps for answer in answers)

@@ -90,7 +90,7 @@ def write_hydra(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise InvalidSettings(
             f"Hydra's layout has lm_heads of the whole vocabulary; this head has lm_heads of the kind "
             f"{config.lm_head} for {config.num_draft_tokens} tokens: train it with --lm-head own and "
-            "without --draft-vocab-size"
+            "with --draft-vocab-size 0"
         )
     if head.embedding_scale != 1.0:
         raise InvalidSettings(

@@ -107,7 +107,7 @@ def write_medusa(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if config.draft_vocab_size is not None:
         raise InvalidSettings(
             f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens, for which Medusa's own layout "
-            "has no place: export it --to vllm-medusa, or train it without --draft-vocab-size"
+            "has no place: export it --to vllm-medusa, or train it with --draft-vocab-size 0"
         )
     if config.lm_head == "low_rank":
         raise InvalidSettings("the lm_heads have a low rank, for which the layout has no place: use --to vllm-medusa")

@@ -102,7 +102,7 @@ def write_mlp(head: DraftHead, *, every_stage: bool = False) -> tuple[dict[str, 
         raise InvalidSettings(
             f"IBM's layout has embeddings and lm_heads of the whole vocabulary; this head has embeddings of the kind "
             f" {config.embeddings} and lm_heads of the kind {config.lm_head} for {config.num_draft_tokens} "
-            "tokens: train it with --head-options embeddings=own --lm-head own and without --draft-vocab-size"
+            "tokens: train it with --head-options embeddings=own --lm-head own and with --draft-vocab-size 0"
         )
     about = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],

@@ -105,33 +105,39 @@ class Texts:
             self._streamed = place + 1
 
     def _extend(self, rows: Sequence[int], logits: Tensor) -> list[int]:
+        """The same for rows of one length, whose logits may be changed; with ``together`` they are all that go on."""
         length, whole = self.lengths[rows[0]], self.rules.together
         self._make_room(length + 1)
         index = torch.tensor(rows, device=logits.device)
-        if whole and len(rows) < len(self.lengths):
-            logits = logits.new_zeros(len(self.lengths), logits.shape[1]).index_copy_(0, index, logits)
-        shown = torch.arange(len(self.lengths), device=logits.device) if whole else index
-        processors = self.rules.processors if whole else _of_rows(self.rules.processors, index)
-        ids: Any = self._ids[shown, :length]  # transformers' type is a LongTensor
-        scores = processors(ids, logits)
-        tokens = scores.softmax(-1).multinomial(1)[:, 0] if self.rules.samples else scores.argmax(-1)
-        place = length - self._first
-        if self.rules.keeps_scores:
-            self._note(self._scores, place, shown, scores)
-        if self.rules.keeps_logits:
-            self._note(self._logits, place, shown, logits)
-        tokens = tokens[index] if whole else tokens
+        if whole:
+            everything = logits.new_zeros(len(self.lengths), logits.shape[1])
+            logits, shown = everything.index_copy_(0, index, logits), torch.arange(len(everything), device=index.device)
+            tokens = self._chosen(shown, length, logits, self.rules.processors)[index]
+        else:
+            shown = index
+            tokens = self._chosen(shown, length, logits, _of_rows(self.rules.processors, index))
         self._ids[index, length] = tokens
         # criteria of their own may look at the scores of all tokens, which only rows that go together have
         has_ended = self.rules.criteria(self._ids[shown, : length + 1], self.scores if whole else None)
         ended = has_ended.expand(len(shown)).tolist()
-        for at, row in enumerate(rows):
+        for place, row in enumerate(rows):
             self.lengths[row] = length + 1
-            self._goes_on[row] &= not ended[row if whole else at]
+            self._goes_on[row] &= not ended[row if whole else place]
         new_ids: list[int] = tokens.tolist()
         return new_ids
 
-    def _note(self, kept: list[Tensor], place: int, rows: Tensor, values: Tensor) -> None:
+    def _chosen(self, rows: Tensor, length: int, logits: Tensor, processors: LogitsProcessorList) -> Tensor:
+        """(b,) the next tokens of rows (b,) with texts of this length, from their logits (b, V)."""
+        ids: Any = self._ids[rows, :length]  # transformers' type is a LongTensor
+        scores = processors(ids, logits)
+        if self.rules.keeps_scores:
+            self._note(self._scores, length, rows, scores)
+        if self.rules.keeps_logits:
+            self._note(self._logits, length, rows, logits)
+        return scores.softmax(-1).multinomial(1)[:, 0] if self.rules.samples else scores.argmax(-1)
+
+    def _note(self, kept: list[Tensor], length: int, rows: Tensor, values: Tensor) -> None:
+        place = length - self._first
         if place == len(kept):
             kept.append(values.new_zeros(len(self.lengths), values.shape[1]))
         kept[place][rows] = values
