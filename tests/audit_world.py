@@ -16,7 +16,7 @@ from draftheads.models.kv_target import Target
 
 NEW_TOKENS = 24
 Fields = dict[str, Any]
-Behaviour = Callable[[Fields], tuple[int, Any]]  # status and JSON, or text
+Behaviour = Callable[[Fields], tuple[int, Any]]  # status and JSON, or text; 0 breaks the connection
 
 
 class FakeServer:
@@ -52,8 +52,9 @@ class FakeServer:
                 status, body = server.behave(fields)
                 with server._lock:
                     server.now -= 1
-                self.reply(status, body)
-                self.close_connection |= server.is_stopped
+                if status:
+                    self.reply(status, body)
+                self.close_connection |= server.is_stopped or not status
 
             def reply(self, status: int, body: Any) -> None:
                 content = (body if isinstance(body, str) else json.dumps(body)).encode()

@@ -418,6 +418,7 @@ def test_token_ids_of_servers_are_used_where_both_have_them():
     model._next_scores = spelling.next_scores  # type: ignore[method-assign]
     by_letters = Answer("cat", is_cut=True, token_ids=(2, 1, 3))
     whole = Answer("cats", is_cut=False, token_ids=(9, 0))
+    assert model.token_ids(whole) == [9], "the end is no text"
     assert model.score(0, whole, by_letters).gap == pytest.approx(0.25)
 
 
@@ -554,6 +555,20 @@ def test_a_server_that_mixes_up_answers_in_parallel_is_found(world: World, audit
     with FakeServer(behave) as fake:
         assert audit(fake.url, *of_model(world))["verdict"] == "lossless"
         assert audit(fake.url, *of_model(world, "greedy-parallel"), code=1)["checks"][0]["counts"]["wrong"] >= 4
+
+
+def test_what_the_baseline_changes_in_parallel_is_shown_and_is_no_reference(world: World, audit: Audit):
+    def behave(fields: Fields) -> tuple[int, Fields]:
+        time.sleep(0.02)
+        return world.answer(fields) if mixed.now < 2 else world.answer({"prompt": PROMPTS[0]})
+
+    with FakeServer(world.answer) as right, FakeServer(behave) as mixed:
+        record = audit(right.url, "--baseline", mixed.url, *of_model(world, "greedy-parallel"))
+    own, baseline = record["checks"]
+    assert own["counts"]["equal"] == len(PROMPTS)
+    assert baseline["is_baseline"]
+    assert baseline["counts"]["wrong"] >= 4
+    assert record["verdict"] == "lossless"
 
 
 def test_speed_is_compared_with_the_baselines(world: World, audit: Audit):
@@ -741,10 +756,10 @@ def test_the_key_comes_from_the_environment(world: World, audit: Audit, monkeypa
 
 
 def test_requests_that_failed_for_now_are_repeated(world: World, audit: Audit):
-    troubles = iter([(503, "busy"), (429, {"error": {"message": "slow"}}), (500, "oh")])
+    troubles = iter([(503, "busy"), (429, {"error": {"message": "slow"}}), (500, "oh"), (0, "")])
     with FakeServer(lambda fields: next(troubles, None) or world.answer(fields)) as fake:
-        assert audit(fake.url, *of_model(world), "--request-retries", "3")["verdict"] == "lossless"
-        assert len(fake.requests) == 3 + 1 + len(PROMPTS)
+        assert audit(fake.url, *of_model(world), "--request-retries", "4")["verdict"] == "lossless"
+        assert len(fake.requests) == 4 + 1 + len(PROMPTS)
 
 
 @pytest.mark.parametrize(

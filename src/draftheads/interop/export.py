@@ -60,7 +60,7 @@ _COMMANDS: Mapping[str, Mapping[str, str]] = {  # by layout and engine; VLLM(met
         "llama.cpp": "python convert_hf_to_gguf.py <head> --target-model-dir <model> --outfile draft.gguf && "
         "llama-server -m MODEL.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max <steps>",
         "OpenVINO": "optimum-cli export openvino --model <head> --task text-generation-with-past --trust-remote-code "
-        "openvino-draft  # after: pip install optimum-intel diffusers einops",
+        "openvino-draft  # needs: pip install optimum-intel==2.2.0 diffusers==0.38.0 einops 'huggingface-hub<1.22'",
     },
     "speculators": {"vLLM": "vllm serve <head>"},
     "eagle": {"vLLM": "VLLM(eagle)"},
