@@ -100,4 +100,5 @@ def test_both_packages_have_the_same_version() -> None:
 def test_every_extra_is_in_the_environment_of_the_tests() -> None:
     extras = project(ROOT)["optional-dependencies"]
     [included] = [line for line in extras["dev"] if line.startswith("draftheads[")]
-    assert set(included.removeprefix("draftheads[").rstrip("]").split(",")) == set(extras) - {"dev"}
+    # vLLM pins the packages of its environment, so it has one of its own
+    assert set(included.removeprefix("draftheads[").rstrip("]").split(",")) == set(extras) - {"dev", "vllm"}

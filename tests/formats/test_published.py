@@ -2,10 +2,14 @@
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +20,14 @@ from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli.main import main
 from draftheads.data.compute_features import load_texts
 from draftheads.decode.engine import Engine
-from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, DraftHeadsError, ModelNotFound, UnsupportedModel
+from draftheads.errors import (
+    BaseModelWarning,
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    DraftHeadsError,
+    ModelNotFound,
+    UnsupportedModel,
+)
 from draftheads.formats.medusa import write_medusa
 from draftheads.formats.reading import convert, is_published
 from draftheads.heads.base import DraftHead
@@ -196,7 +207,7 @@ def test_damaged_files_are_errors_that_name_the_tensor(case: str, tmp_path: Path
     for what, damaged in (
         ("surplus tensor strange", {**whole, "strange": torch.zeros(2)}),
         (name, {**whole, name: torch.zeros(3, 5)}),
-        ("missing|surplus|without gaps", {key: tensor for key, tensor in whole.items() if key != gone}),
+        ("missing|surplus|of no known format", {key: tensor for key, tensor in whole.items() if key != gone}),
     ):
         head.tensors = damaged
         folder = written(head, tmp_path / f"theirs{len(list(tmp_path.iterdir()))}")
@@ -286,3 +297,42 @@ def tokens_per_step(target: TargetModel, head: DraftHead) -> float:
     prompts = [chat(f"w{i}")["messages"][:1] for i in range(30)]
     answers = Engine(target, head, shape=Tree.chain(HEADS)).generate(prompts, max_new_tokens=12)
     return sum(len(answer.token_ids) for answer in answers) / sum(answer.num_steps for answer in answers)
+
+
+def test_a_head_on_the_hub_is_downloaded_whatever_its_files_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    name = on_disk(tmp_path / "model", **DEEP)
+    repo = written(made("medusa v0.1", TargetModel.load(name, dtype=torch.float32)), tmp_path / "repo")
+    asked = []
+
+    def download(repo_id: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append(repo_id)
+        place = tmp_path / "snapshot"
+        place.mkdir(exist_ok=True)
+        for file in repo.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copy(file, place)
+        return str(place)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert import_head("owner/medusa", tmp_path / "ours", model=name).config.num_heads == HEADS
+    assert load(name, head="owner/medusa", precision="fp32", profile=None).drafter.name == "medusa with copies"
+    assert set(asked) == {"owner/medusa"}
+    (repo / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
+    with pytest.raises(ModelNotFound, match="owner/medusa is a model of 32 layers, not a draft head"):
+        import_head("owner/medusa", tmp_path / "more", model=name)
+
+
+def test_without_the_hub_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=ConnectionError("no route")))
+    assert main(["import", "owner/medusa", "--out", "never"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert (
+        "no head 'owner/medusa': there is no such folder here, and the download from the Hugging Face Hub failed"
+        in said
+    )

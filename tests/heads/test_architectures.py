@@ -781,8 +781,8 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("method", "option", "words"),
     [
-        ("medusa", "depth=2", r"depth=2: medusa has no option 'depth'; it has no further options"),
-        ("medusa", "depth", r"depth: medusa has no option 'depth'; it has no further options"),
+        ("hydra", "depth=2", r"depth=2: hydra has no option 'depth'; it has no further options"),
+        ("hydra", "depth", r"depth: hydra has no option 'depth'; it has no further options"),
         (
             "amphista",
             "num_heads=2",

@@ -275,7 +275,9 @@ def test_a_text_that_was_cut_is_compared_as_far_as_it_goes(num_tokens: int, is_f
 
 
 def test_a_reference_that_is_the_less_likely_one_is_no_bug_of_the_server(world: World, audit: Audit):
-    prompt, _, _, text = world.changed(is_tie=False)
+    prompt, last = PROMPTS[0], NEW_TOKENS - 1
+    unlikely = world.engine.model.tokenizer.decode([int(world.scores(prompt, last)[4:].argmin()) + 4])
+    text = world.plain[prompt][:last] + unlikely
     with FakeServer(world.answer) as right, FakeServer(lambda fields: world.answer(fields, {prompt: text})) as wrong:
         record = audit(right.url, "--baseline", wrong.url, *of_model(world), code=2)
         assert record["checks"][0]["counts"]["reference-wrong"] == 1
@@ -295,6 +297,35 @@ def test_a_prompt_that_the_server_reads_otherwise_is_not_scored(world: World, au
         record = audit(fake.url, *of_model(world), code=2)
     assert record["checks"][0]["counts"]["unscored"] == 1
     assert "the server read a prompt of 99 tokens, --model reads" in record["shown"]
+
+
+def test_a_baseline_that_is_not_the_models_greedy_text_is_no_reference(world: World, audit: Audit):
+    """As one with a repetition penalty; then a difference says nothing about drafting."""
+    prompt, _, _, text = world.changed(is_tie=False)
+    others = {each: plain[:12] + "mobmobmob" for each, plain in world.plain.items()}
+    with (
+        FakeServer(lambda fields: world.answer(fields, others)) as penalised,
+        FakeServer(lambda fields: world.answer(fields, {**others, prompt: text})) as fake,
+    ):
+        record = audit(fake.url, "--baseline", penalised.url, *of_model(world), code=2)
+    assert record["checks"][0]["counts"]["unscored"] == 1
+    assert "% of the baseline's own tokens are not --model's greedy ones" in record["shown"]
+    assert "tokens of the server, " in record["shown"]
+
+
+def test_tokens_that_are_off_are_counted(world: World, audit: Audit):
+    """Also beyond the first difference."""
+    prompt, place, _, text = world.changed(is_tie=False)
+    with FakeServer(world.answer) as plain, FakeServer(lambda fields: world.answer(fields, {prompt: text})) as fake:
+        record = audit(fake.url, "--baseline", plain.url, *of_model(world), code=1)
+    model = ModelReference(world.engine, PROMPTS, AuditSettings())
+    margins = model.margins(PROMPTS.index(prompt), Answer(text, is_cut=True))
+    assert len(margins) == NEW_TOKENS
+    assert max(margins[:place]) < 1e-4
+    num_off = sum(margin > 0.25 for margin in margins)
+    total = len(PROMPTS) * NEW_TOKENS
+    counts = f"{num_off} of {total} tokens of the server, 0 of {total} tokens of the baseline"
+    assert f"Less likely than the model's best token by more than 0.25 nats: {counts}." in record["notes"]
 
 
 # --- without a model ---
@@ -334,6 +365,8 @@ def test_gaps_by_log_probabilities():
     assert gap_by_logprobs(places, "the cat is", reference).gap == pytest.approx(1.3)
     # it was " cats", and not an unlikely "s" after " cat"
     assert gap_by_logprobs(places, "the cats", reference).gap == pytest.approx(0.1)
+    penalised = [*places[:2], replace(places[2], logprob=-1.6, tops={b" sat": -1.6, b" is": -1.5})]
+    assert "a penalty" in gap_by_logprobs(penalised, "the cat is", reference).reason
     least = gap_by_logprobs(places, "the cat ran", reference)
     assert (least.gap, least.is_least) == (pytest.approx(1.3), True)
     assert gap_by_logprobs(places, "the cat", reference).gap is None

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import keyword
 import logging
 import os
 import sys
@@ -37,7 +38,7 @@ COMMANDS = {
     "doctor": Command("show what was found on this machine, with advice", "cli.doctor.DoctorOptions"),
     "export": Command("write a head in the layout of other engines", "cli.options.export.ExportOptions"),
     "generate": Command("answer prompts", "cli.options.generate.GenerateOptions"),
-    "import": Command("read a head of another project", "cli.import.ImportOptions"),
+    "import": Command("read a head of another project", "cli.import_.ImportOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
     "plan": Command("find how many tokens another engine should draft", "cli.plan.PlanOptions"),
@@ -155,7 +156,8 @@ def import_quickly(name: str) -> Any:
     """A module of this package; its imports make 600,000 objects that stay, and searching them for garbage is slow."""
     gc.disable()
     try:
-        return importlib.import_module(f"draftheads.cli.{name.replace('-', '_')}")
+        module = name.replace("-", "_") + "_" * keyword.iskeyword(name)  # import_ for import
+        return importlib.import_module(f"draftheads.cli.{module}")
     finally:
         gc.freeze()
         gc.enable()

@@ -20,7 +20,7 @@ class PlanOptions:
     head: tyro.conf.Positional[str]
     """A head. A name, a folder or a Hugging Face id; `draftheads tune` measures its acceptance on your prompts."""
     costs: Path
-    """A CSV file with the columns batch, draft_tokens and milliseconds: the time of a step in that engine, drafting
+    """A CSV file of times. Its columns are batch, draft_tokens and milliseconds: of a step in that engine, drafting
     included, for some batch sizes, with 0 draft tokens and with a few."""
     model: str = "smollm2-135m"
     """The model of the head. A name, a folder or a Hugging Face id."""

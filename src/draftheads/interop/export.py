@@ -170,7 +170,7 @@ def export_head(
     return folder
 
 
-def format_for(method: str, to: ExportFormat | None) -> tuple[ExportFormat, _Target]:
+def format_for(method: str, to: str | None) -> tuple[ExportFormat, _Target]:
     """The layout for heads of a method.
 
     Raises:
@@ -184,7 +184,7 @@ def format_for(method: str, to: ExportFormat | None) -> tuple[ExportFormat, _Tar
         )
     if to is not None and to not in fitting:
         raise InvalidSettings(f"--to {to}: for heads of the method {method} choose {' or '.join(fitting)}")
-    name = to or fitting[0]
+    name = next((name for name in fitting if name == to), fitting[0])
     return name, _FORMATS[name]
 
 

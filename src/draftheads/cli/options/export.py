@@ -5,8 +5,6 @@ from pathlib import Path
 
 import tyro
 
-from draftheads.interop.export import ExportFormat
-
 
 @dataclass(frozen=True)
 class ExportOptions:
@@ -19,9 +17,10 @@ class ExportOptions:
     """A head. A name, a folder or a Hugging Face id."""
     out: Path
     """Folder to make."""
-    to: ExportFormat | None = None
-    """The layout: for eagle3 heads eagle3 (vLLM, SGLang, llama.cpp, OpenVINO) or speculators; for eagle heads eagle
-    (vLLM) or eagle-sglang; for medusa heads medusa or vllm-medusa (up to 0.32); for Hydra's hydra; for MLP speculators
-    mlp-speculator (IBM's) or arctic; for small-llama an ordinary Llama. The first one that fits when left out."""
+    to: str | None = None
+    """The layout; that of the head's own project when left out. For eagle3 heads eagle3 (vLLM, SGLang, llama.cpp,
+    OpenVINO) or speculators; for eagle heads eagle (vLLM) or eagle-sglang; for medusa heads medusa or vllm-medusa
+    (up to 0.32); for Hydra's hydra; for MLP speculators mlp-speculator (IBM's) or arctic; for small-llama heads
+    small-llama, an ordinary Llama."""
     model: str = "smollm2-135m"
     """The model of the head. A name, a folder or a Hugging Face id."""

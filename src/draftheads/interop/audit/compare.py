@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 
 from draftheads.interop.audit.answer import Answer, Failure, Outcome, Place
 
+_ROUNDING = 0.01  # nats, by which the log-probability of a server's chosen token may be off
+
 Kind = Literal["equal", "near-tie", "wrong", "reference-wrong", "unscored", "failed"]
 
 
@@ -123,9 +125,16 @@ def gap_by_logprobs(places: Sequence[Place], answer: str, reference: str) -> Sco
         start += len(place.token)
     else:
         return Score(None, reason="the reference ended: its server does not tell how likely the end was")
+    return _score_at(place, gaps, is_end=start == len(ours))
+
+
+def _score_at(place: Place, gaps: Sequence[float], *, is_end: bool) -> Score:
+    """The score where the texts part; ``gaps`` are those of tokens that lead to the answer."""
+    if place.tops and max(place.tops.values()) > place.logprob + _ROUNDING:
+        return Score(None, reason="the reference is not its server's most likely token: a penalty, or a grammar")
     if gaps:
         return Score(min(gaps))
-    if start == len(ours):
+    if is_end:
         return Score(None, reason="the answer ended: the reference's server does not tell how likely the end was")
     if not place.tops:
         return Score(None, reason="the reference's server gives no top log-probabilities")

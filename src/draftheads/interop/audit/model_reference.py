@@ -119,26 +119,31 @@ class ModelReference:
     @torch.inference_mode()
     def surprise(self, index: int, answer: Answer) -> Surprise | None:
         """Of one sampled answer; None where its tokens are not known."""
-        if self._unknown(index, answer):
+        read = self._read(index, answer)
+        if read is None:
             return None
-        ids, prompt = self.token_ids(answer), self.prompt_ids[index]
-        if answer.is_cut and not ids:
-            return None
-        target = Target(self.engine.model)
-        target.lengths = [0]
-        [(hidden, _)] = target.read([[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
-        logits = self.engine.model.logits(hidden[len(prompt) - 1 :]).float()  # (t, V)
+        logits, ids = read
         scores = (logits / self.settings.temperature).log_softmax(-1)
-        if not answer.is_cut:
-            ids.append(self._likeliest_end(scores[-1]))
         probs = scores.exp()
         # a probability of 0 adds nothing, though its logarithm is infinite
         terms = torch.where(probs > 0, probs * scores, 0.0)
         entropy = -terms.sum(-1)  # (t,)
         squares = torch.where(probs > 0, terms * scores, 0.0).sum(-1)
-        found = scores.gather(1, torch.tensor(ids, device=scores.device)[:, None])[:, 0]
-        excess = (-found - entropy).double().sum()
+        excess = (-scores.gather(1, ids[:, None])[:, 0] - entropy).double().sum()
         return Surprise(len(ids), float(excess), float((squares - entropy**2).double().sum()))
+
+    @torch.inference_mode()
+    def margins(self, index: int, answer: Answer) -> list[float]:
+        """For each token of an answer, how much less likely it is than the most likely one there, in nats.
+
+        Greedy tokens have 0, up to rounding. Empty where the tokens are not known.
+        """
+        read = self._read(index, answer)
+        if read is None:
+            return []
+        logits, ids = read
+        margins: list[float] = (logits.amax(-1) - logits.gather(1, ids[:, None])[:, 0]).tolist()
+        return margins
 
     def token_ids(self, answer: Answer) -> list[int]:
         """The tokens of an answer's text, without the one that ended it: the server's, else those of the tokenizer."""
@@ -202,6 +207,24 @@ class ModelReference:
             is_end = token in self.engine.model.eos_ids
             pieces.append((token, text[len(before) :] if is_whole and not is_end else ""))
         return pieces
+
+    def _read(self, index: int, answer: Answer) -> tuple[Tensor, Tensor] | None:
+        """The logits (t, V) before each token of an answer, and the tokens (t,), with its end if it ended by itself.
+
+        None if the tokens are not known, or if there are none.
+        """
+        if self._unknown(index, answer):
+            return None
+        ids, prompt = self.token_ids(answer), self.prompt_ids[index]
+        if answer.is_cut and not ids:
+            return None
+        target = Target(self.engine.model)
+        target.lengths = [0]
+        [(hidden, _)] = target.read([[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
+        logits = self.engine.model.logits(hidden[len(prompt) - 1 :]).float()
+        if not answer.is_cut:
+            ids.append(self._likeliest_end(logits[-1]))
+        return logits, torch.tensor(ids, device=logits.device)
 
     def _likeliest_end(self, scores: Tensor) -> int:
         return max(self.engine.model.eos_ids, key=lambda token: float(scores[token]), default=int(scores.argmax()))

@@ -11,7 +11,7 @@ from draftheads.data.records import TextPrompt
 from draftheads.errors import InvalidSettings
 from draftheads.interop.audit.answer import Answer, Failure, Outcome
 from draftheads.interop.audit.client import Server
-from draftheads.interop.audit.compare import Comparison, Score, compare, gap_by_logprobs
+from draftheads.interop.audit.compare import Comparison, Score, Scorer, compare, gap_by_logprobs
 from draftheads.interop.audit.drafting import drafting_between, drafting_in
 from draftheads.interop.audit.json_check import json_problem
 from draftheads.interop.audit.model_reference import ModelReference
@@ -21,6 +21,8 @@ from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress, counted_stage
 
 _OURS = "draftheads"  # the owner of a model that draftheads serves
+_MOST_OFF = 0.02  # share of a baseline's tokens that may be off the model's greedy ones; 0.002 was measured, 0.12 with
+# a repetition penalty
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Audit:
         self._prompts, self._settings, self._schema, self._progress = prompts, settings, schema, progress
         self._model: ModelReference | None = None
         self._references: dict[bool, list[Outcome]] = {}  # with a JSON schema, and without
+        self._off = {"server": _Off(), "baseline": _Off()}
 
     def run(self) -> Report:
         """Asks and compares.
@@ -107,7 +110,7 @@ class Audit:
             (own,) = self._in_turns(check, [self._server])
             return self._row(check, own, self._reference(check))
         own, other = self._in_turns(check, [self._server, baseline])
-        self._references[is_json(check)] = other.outcomes
+        self._set_reference(check, other.outcomes)
         return self._row(check, own, other.outcomes, baseline=other.run)
 
     def _together(self, check: CheckName) -> list[GreedyRow]:
@@ -125,8 +128,9 @@ class Audit:
         key = is_json(check)
         if key not in self._references:
             if self._baseline is not None:
-                (other,) = self._in_turns("json" if key else "greedy", [self._baseline])
-                self._references[key] = other.outcomes
+                alone: CheckName = "json" if key else "greedy"
+                (other,) = self._in_turns(alone, [self._baseline])
+                self._set_reference(alone, other.outcomes)
             elif self._model is not None and (not key or self._server.owner == _OURS):
                 self._progress.stage("answering with the model" + " in JSON" * key)
                 self._references[key] = [*self._model.answers(check, self._schema, self._progress)]
@@ -143,6 +147,8 @@ class Audit:
         baseline: Pass | None = None,
         is_baseline: bool = False,
     ) -> GreedyRow:
+        if not is_json(check) and not is_baseline:
+            self._count_off("server", own.outcomes)
         comparisons = () if reference is None else self._compared(check, own.outcomes, reference)
         problems = [outcome.problem for outcome in own.outcomes if isinstance(outcome, Failure)]
         row = partial(
@@ -169,12 +175,34 @@ class Audit:
     def _compared(
         self, check: CheckName, outcomes: Sequence[Outcome], reference: Sequence[Outcome]
     ) -> tuple[Comparison, ...]:
-        scorer = self._model or (None if self._baseline is None else _ByLogprobs(self._baseline, self._prompts, check))
-        settings = self._settings
+        scorer, settings = self._scorer(check), self._settings
         return tuple(
             compare(index, one, other, scorer, tolerance=settings.tolerance, max_tokens=settings.max_new_tokens)
             for index, (one, other) in enumerate(zip(outcomes, reference, strict=True))
         )
+
+    def _set_reference(self, check: CheckName, outcomes: list[Outcome]) -> None:
+        self._references[is_json(check)] = outcomes
+        if not is_json(check):
+            self._count_off("baseline", outcomes)
+
+    def _scorer(self, check: CheckName) -> Scorer | None:
+        """What scores differences. The model can do so only if the baseline decodes greedily, and the same model."""
+        if self._baseline is None:
+            return self._model
+        if self._model is None:
+            return _ByLogprobs(self._baseline, self._prompts, check)
+        self._reference("greedy")
+        off = self._off["baseline"]
+        return _Unusable(off.words) if off.num_off > _MOST_OFF * off.num_tokens else self._model
+
+    def _count_off(self, name: str, outcomes: Sequence[Outcome]) -> None:
+        """Counts greedy tokens that are not the model's."""
+        if self._model is not None and self._baseline is not None:
+            answers = [(index, one) for index, one in enumerate(outcomes) if isinstance(one, Answer)]
+            margins = [margin for index, one in answers for margin in self._model.margins(index, one)]
+            num_off = sum(margin > self._settings.tolerance for margin in margins)
+            self._off[name] = self._off[name].plus(num_off, len(margins))
 
     # --- sampled answers ---
 
@@ -267,6 +295,12 @@ class Audit:
             if server is not None and server.others:
                 others = ", ".join(server.others[:4])
                 notes.append(f"{server.base} has several models; asked was {server.model}, not {others}.")
+        if self._off["baseline"].num_tokens:
+            sides = [f"{off.num_off} of {off.num_tokens:,} tokens of the {name}" for name, off in self._off.items()]
+            notes.append(
+                f"Less likely than the model's best token by more than {self._settings.tolerance:g} nats: "
+                f"{', '.join(sides)}."
+            )
         rates = [row.baseline.drafting for row in rows if row.baseline is not None]
         if any(rate is not None and (rate.tokens_per_step or 1.0) > 1.0 for rate in rates):
             notes.append("The baseline drafts, too: start it without drafting, or its answers are no reference.")
@@ -281,6 +315,37 @@ class Audit:
                 "JSON texts were checked, but not compared: engines write spaces differently. Give --baseline."
             )
         return notes
+
+
+@dataclass(frozen=True)
+class _Off:
+    """Tokens of greedy answers that are less likely than the model's best ones, beyond the tolerance."""
+
+    num_off: int = 0
+    num_tokens: int = 0
+
+    def plus(self, num_off: int, num_tokens: int) -> "_Off":
+        return _Off(self.num_off + num_off, self.num_tokens + num_tokens)
+
+    @property
+    def words(self) -> str:
+        """What follows, if they are many."""
+        share = 100 * self.num_off / self.num_tokens
+        return (
+            f"{share:.0f} % of the baseline's own tokens are not --model's greedy ones, so the model cannot score: are the "
+            "weights others, or is there a penalty by default (llama-cpp-python: --fields '{\"repeat_penalty\": 1}')"
+        )
+
+
+class _Unusable:
+    """Scores nothing."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def score(self, index: int, answer: Answer, reference: Answer) -> Score:
+        """No gap."""
+        return Score(None, reason=self._reason)
 
 
 class _ByLogprobs:
