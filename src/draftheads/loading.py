@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from itertools import pairwise
 from os import PathLike, fspath
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Never, Unpack
 
@@ -347,7 +348,7 @@ def find_template(
 def _published(head: str | PathLike[str], model: str) -> Path | None:
     """The file or folder of a head of another project; None for this package's own."""
     path = user_path(fspath(head))
-    if path.is_file():
+    if isfile(path):  # noqa: PTH113 - the method is an error for names that are too long
         return path
     folder = find_head(head, model)
     if kind_of_folder(folder) == "draft head":

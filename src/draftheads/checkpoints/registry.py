@@ -10,6 +10,7 @@ from functools import lru_cache
 from importlib import resources
 from importlib.util import find_spec
 from os import PathLike
+from os.path import exists
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,7 +182,7 @@ def find_published(name: str | PathLike[str], base_name: str) -> Path:
         ModelNotFound: there is none, the download fails, or the repository is one of a whole model.
     """
     name = head_name(name)
-    if (path := user_path(name)).exists():
+    if exists(path := user_path(name)):  # noqa: PTH110 - the method is an error for names that are too long
         return path
     match = _HUB_ID.fullmatch(name)
     if match is None:
