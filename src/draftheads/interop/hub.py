@@ -147,7 +147,7 @@ def _card(saved: SavedHead, repository: str) -> str:
         known, text = dict(vars(card.data)), card.text
     tags = dict.fromkeys([*(known.get("tags") or ()), TAG, "draftheads", "speculative-decoding", saved.method])
     facts = {"library_name": "draftheads", "pipeline_tag": "text-generation", **known, "tags": list(tags)}
-    if _REPOSITORY.fullmatch(saved.model_id) and not user_path(saved.model_id).exists():  # no folder of this machine
+    if _REPOSITORY.fullmatch(saved.model_id):  # else it is the whole path of a folder on this machine
         facts.setdefault("base_model", saved.model_id)
     usage = "" if repository in text else _USAGE.format(repository=repository)
     return f"---\n{ModelCardData(**facts).to_yaml()}\n---\n\n{text.strip()}\n{usage}"

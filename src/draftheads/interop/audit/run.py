@@ -332,8 +332,8 @@ class _Off:
         """What follows, if they are many."""
         share = 100 * self.num_off / self.num_tokens
         return (
-            f"{share:.0f} % of the baseline's own tokens are not --model's greedy ones, so the model cannot score: are the "
-            "weights others, or is there a penalty by default (llama-cpp-python: --fields '{\"repeat_penalty\": 1}')"
+            f"{share:.0f} % of the baseline's own tokens are not --model's greedy ones, so the model cannot score: are "
+            "the weights others, or is there a penalty by default (llama-cpp-python: --fields '{\"repeat_penalty\": 1}')"
         )
 
 
