@@ -78,7 +78,10 @@ def medusa(target: TargetModel, *, own: bool = True, layers: int = 2) -> Publish
     tensors: Tensors = {}
     for i in range(HEADS):
         for j in range(layers):
-            tensors |= {f"{i}.{j}.linear.weight": numbers(size, size), f"{i}.{j}.linear.bias": numbers(size)}
+            # the project has one block for all layers of a head
+            block = numbers(size, size), numbers(size)
+            for part, tensor in zip(("weight", "bias"), block, strict=True):
+                tensors[f"{i}.{j}.linear.{part}"] = tensors.get(f"{i}.0.linear.{part}", tensor).clone()
         if own:
             tensors[f"{i}.{layers}.weight"] = numbers(vocab, size)
 
@@ -270,7 +273,8 @@ def eagle(target: TargetModel, *, fusion_bias: bool = True, qkv_bias: bool = Fal
         return unrolled(hidden, ids, embedding, last, lambda state: F.linear(state, lm_head))
 
     about = {**SIZES, **rope, "model_type": "llama", "bias": fusion_bias}
-    return Published("eagle", tensors, about, logits, back="eagle-sglang", options={"fusion_bias": fusion_bias})
+    back = None if scaling else "eagle-sglang"
+    return Published("eagle", tensors, about, logits, back=back, options={"fusion_bias": fusion_bias})
 
 
 def eagle3(

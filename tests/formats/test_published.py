@@ -13,10 +13,11 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import published_heads as published
 from draftheads import import_head, load
-from draftheads.checkpoints.checkpoint import load_head, read_head
+from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.cli.main import main
 from draftheads.data.compute_features import load_texts
 from draftheads.decode.engine import Engine
@@ -26,15 +27,18 @@ from draftheads.errors import (
     CheckpointMismatch,
     DraftHeadsError,
     ModelNotFound,
+    StorageError,
     UnsupportedModel,
 )
 from draftheads.formats.medusa import write_medusa
-from draftheads.formats.reading import convert, is_published
+from draftheads.formats.reading import convert, imported_once, is_published
 from draftheads.heads.base import DraftHead
-from draftheads.interop.export import export_head
+from draftheads.heads.eagle import EagleConfig, EagleHead
+from draftheads.interop.export import ExportFormat, export_head
 from draftheads.models.model import TargetModel
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.tree import Tree
-from families import PROMPTS, VOCAB, tiny_model
+from families import PROMPTS, VOCAB, tiny_head, tiny_model
 from joint_world import on_disk
 from published_heads import HEADS, Published
 from training_world import build_features, chat, chat_model, distilled_chats, train_for, train_options, write_chats
@@ -125,8 +129,7 @@ def test_it_comes_back_equal(case: str, tmp_path: Path) -> None:
     folder = export_head(tmp_path / "ours", tmp_path / "again", model=name, to=to)
     second = import_head(folder, tmp_path / "second", model=name)
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("ours", "second"))
-    if case == "medusa v2" or "eagle" not in case:
-        assert second.config == first.config
+    assert second.config == first.config
     assert set(before) == set(after)
     for tensor, values in before.items():
         assert torch.equal(values.bfloat16(), after[tensor].bfloat16()), tensor
@@ -336,3 +339,111 @@ def test_without_the_hub_one_sentence_says_so(
         "no head 'owner/medusa': there is no such folder here, and the download from the Hugging Face Hub failed"
         in said
     )
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    folder = written(made("hydra", target), tmp_path / "theirs")
+    before = (folder / "config.json").read_text()
+    with pytest.raises(StorageError, match="exists already"):
+        convert(folder, folder, base=target)
+    assert (folder / "config.json").read_text() == before
+
+
+def test_a_changed_configuration_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    target = tiny_model("llama", **DEEP)
+    folder = written(made("accelerator", target), tmp_path / "theirs")
+    first = imported_once(folder, target)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "scale_input": True}))
+    second = imported_once(folder, target)
+    assert first != second
+    assert read_head(second).options["scale_input"] is True
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "tensors"),
+    [
+        ("medusa v0.1", {}, {"999999999.0.linear.weight": torch.zeros(2, 2)}),
+        ("hydra", {}, {"hydra_mlp.999999999.0.linear.weight": torch.zeros(2, 2)}),
+        ("accelerator", {"scale_input": "false"}, {}),
+        ("accelerator", {"n_predict": -1}, {}),
+        ("eagle", {"num_attention_heads": "4"}, {}),
+        ("eagle", {"rope_scaling": "linear"}, {}),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": 5}, {}),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3000]}, {}),
+        ("eagle3", {"norm_before_residual": "false"}, {}),
+        ("eagle3", {"eagle_config": "text"}, {}),
+        ("eagle3", {}, {"d2t": torch.zeros(())}),
+        ("vllm-medusa", {}, {"medusa_heads.token_map": torch.tensor([500] * 10)}),
+    ],
+)
+def test_what_makes_no_sense_is_an_error_of_the_file(
+    case: str, changes: dict[str, Any], tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made(case, target)
+    head.config |= changes
+    head.tensors |= tensors
+    with pytest.raises(CheckpointCorrupt, match="theirs"):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("to", ["eagle", "eagle-sglang"])
+@torch.no_grad()
+def test_the_scale_of_embeddings_is_written_into_the_weights(to: ExportFormat, tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    sizes = {key: value for key, value in target.head_sizes.items() if key != "layers"}
+    config = EagleConfig(target.hidden_size, target.vocab_size, embedding_scale=2.0, fusion_bias=False, **sizes)
+    torch.manual_seed(1)
+    head = EagleHead(config)
+    head.initialise(target.weights)
+    for parameter in head.parameters():
+        parameter.data = published.numbers(*parameter.shape)
+    save_head(head, tmp_path / "head", base=target)
+    import_head(export_head(tmp_path / "head", tmp_path / "out", model=name, to=to), tmp_path / "again", model=name)
+    again = load_head(tmp_path / "again", target)
+    assert again.embedding_scale == 1.0
+    hidden, ids = torch.randn(1, 8, target.hidden_size), torch.randint(3, target.vocab_size, (1, 8))
+    torch.testing.assert_close(again(hidden, ids)[:4], head.eval()(hidden, ids), rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_small_llama_is_an_ordinary_one(tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    head = tiny_head("small-llama", target, draft_vocab_size=None)
+    for parameter in head.parameters():
+        parameter.data = published.numbers(*parameter.shape)
+    save_head(head, tmp_path / "head", base=target, profile=AcceptanceProfile.assumed(head.config.num_heads))
+    folder = export_head(tmp_path / "head", tmp_path / "out", model=name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer.get_vocab()
+    ids = torch.randint(3, target.vocab_size, (1, 9))
+    features = head(torch.zeros(1, 9, target.hidden_size), ids)
+    expected = head.logits(features[0].roll(1, dims=1), 0)  # head 0 at t is the model after t+1 tokens
+    torch.testing.assert_close(model(ids).logits, expected, rtol=3e-2, atol=3e-2)
+
+
+def test_layers_that_the_original_code_would_mix_up_are_not_written(tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    head = tiny_head("medusa", target, draft_vocab_size=None, num_layers=2)
+    for parameter in head.parameters():
+        parameter.data = published.numbers(*parameter.shape)
+    save_head(head, tmp_path / "head", base=target, profile=AcceptanceProfile.assumed(head.config.num_heads))
+    with pytest.raises(DraftHeadsError, match="the layers of head 0 differ"):
+        export_head(tmp_path / "head", tmp_path / "out", model=name)
+
+
+def test_a_full_model_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    on_disk(Path("full"), **DEEP)
+    target = TargetModel.load("full", dtype=torch.float32)
+    heads = {f"medusa_head.{name}": tensor for name, tensor in published.medusa(target).tensors.items()}
+    both = {**load_file("full/model.safetensors"), **heads}
+    save_file(both, "full/model.safetensors", metadata={"format": "pt"})
+    assert import_head("./full", "ours", model="full").config.num_heads == HEADS

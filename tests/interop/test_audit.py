@@ -115,6 +115,12 @@ def test_our_server_is_lossless_beside_itself_without_drafts(server: Running, au
         assert "The baseline drafts" not in record["shown"]
 
 
+def test_a_model_that_only_scores_does_so_in_fp32(server: Running, world: World, audit: Audit):
+    beside = ["--baseline", server.url, "--checks", "greedy", "--model", str(world.model)]
+    assert audit(server.url, *beside)["servers"]["model"]["precision"] == "fp32"
+    assert audit(server.url, *beside, "--precision", "bf16")["servers"]["model"]["precision"] == "bf16"
+
+
 def test_a_baseline_that_drafts_is_noted(server: Running, audit: Audit):
     record = audit(server.url, "--baseline", server.url, "--checks", "greedy")
     assert "The baseline drafts, too" in record["shown"]

@@ -136,7 +136,7 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     commands = dict(line.split(": ", 1) for line in said.splitlines()[1:])
     assert list(commands) == ["vLLM", "SGLang", "llama.cpp", "OpenVINO"]
     speculative = json.loads(shlex.split(commands["vLLM"])[-1])
-    assert speculative == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 4}
+    assert speculative == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
     config, tensors = written(head, target)
     assert json.loads((out / "config.json").read_text()) == config
     found = load_file(out / "model.safetensors")

@@ -105,7 +105,10 @@ def _key(variable: str | None) -> str | None:
 
 def _model(options: AuditOptions, prompts: list[TextPrompt]) -> ModelReference:
     assert options.model is not None
-    engine = load(options.model, max_batch_size=options.settings.parallel, **options.load.given())
+    given = options.load.given()
+    if options.baseline is not None:  # it only scores: in bf16, logits above 16 are multiples of 0.125
+        given = {"precision": "fp32", **given}
+    engine = load(options.model, max_batch_size=options.settings.parallel, **given)
     return ModelReference(engine, prompts, options.settings)
 
 

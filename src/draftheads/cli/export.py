@@ -9,9 +9,11 @@ from draftheads.models.model_names import base_of, model_id_of
 
 def run(options: ExportOptions) -> None:
     """Exports, then prints how engines are told to use it."""
-    method = read_head_files(find_head(options.head, options.model)).method
-    name, _ = format_for(method, options.to)
+    files = read_head_files(find_head(options.head, options.model))
+    name, _ = format_for(files.method, options.to)
     folder = export_head(options.head, options.out, model=options.model, to=name)
     print(f"saved in {folder} in the layout {name}")
-    for engine, command in commands(name, folder, model_id_of(base_of(options.model))).items():
+    for engine, command in commands(
+        name, folder, model_id_of(base_of(options.model)), files.options["num_heads"]
+    ).items():
         print(f"{engine}: {command}")

@@ -23,6 +23,7 @@ _OF_LAYER = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
 )
+_MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
 _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
 
@@ -88,8 +89,8 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         **sizes,
         layers=layers,
         fc_norm="fc_norm.0.weight" in shapes,
-        norm_output=bool(given.get("norm_output")),
-        norm_before_residual=bool(given.get("norm_before_residual")),
+        norm_output=source.flag("norm_output"),
+        norm_before_residual=source.flag("norm_before_residual"),
         qkv_bias=f"{prefix}self_attn.q_proj.bias" in shapes,
         lm_head="own" if "lm_head.weight" in shapes else "shared",
         draft_vocab_size=size if is_trimmed else None,
@@ -226,7 +227,9 @@ def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tup
     scale[: config.hidden_size] = head.embedding_scale
     tensors["fc.weight"] = tensors["fc.weight"].float() * scale
     about = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", **_llama(config, target)}
-    return {**about, "bias": "fc.bias" in tensors}, tensors
+    if with_bias:  # SGLang always has one, and takes `bias` for that of attention
+        tensors.setdefault("fc.bias", torch.zeros(config.hidden_size))
+    return {**about, "bias": False}, tensors
 
 
 def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +261,7 @@ def _depth(source: Source) -> int:
     """How deep drafts are: what speculators' files say."""
     methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     depth = methods[0].get("speculative_tokens")
-    return depth if isinstance(depth, int) and depth > 0 else _DEPTH
+    return min(depth, _MOST_DEPTH) if isinstance(depth, int) and depth > 0 else _DEPTH
 
 
 def _layers(source: Source, base: TargetModel, count: int) -> list[int]:
@@ -269,8 +272,11 @@ def _layers(source: Source, base: TargetModel, count: int) -> list[int]:
         layers = None if before is None else [layer + 1 for layer in before]
     if layers is None:
         layers = three_layers(int(base.config.num_hidden_layers)) if count > 1 else []
-    if max(1, len(layers)) != count:
-        raise CheckpointCorrupt(f"{source.path}: fc reads {count} hidden states, and the layers are {layers}")
+    known = range(int(base.config.num_hidden_layers))
+    if max(1, len(layers)) != count or any(layer not in known for layer in layers):
+        raise CheckpointCorrupt(
+            f"{source.path}: fc reads {count} hidden states, and the layers are {layers} of {len(known)}"
+        )
     return list(layers)
 
 
@@ -325,6 +331,10 @@ def _llama(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
     rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     is_scaled = config.rope_frequencies is not None
+    if is_scaled and config.rope_frequencies != layer_sizes(target.config, config.hidden_size).get("rope_frequencies"):
+        raise InvalidSettings(
+            "the head's rotary positions are scaled otherwise than the model's, which the layout would be written with"
+        )
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"} if is_scaled else None
     return {
         "hidden_size": config.hidden_size,

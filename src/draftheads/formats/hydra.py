@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from draftheads.errors import InvalidSettings, UnsupportedModel
+from draftheads.errors import CheckpointCorrupt, InvalidSettings, UnsupportedModel
 from draftheads.formats.layout import Layout, numbers_in, sizes_of
+from draftheads.formats.medusa import check_equal_layers
 from draftheads.formats.source import Source
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.heads.hydra import HydraConfig
@@ -46,6 +47,10 @@ def hydra_layout(source: Source, base: TargetModel) -> Layout:
     is_grounded = any(".res_connection." in name for name in shapes)
     places = numbers_in(shapes, r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
     heads, layers = 1 + max(head for head, _ in places), len({layer for _, layer in places})
+    if heads * layers > len(shapes):
+        raise CheckpointCorrupt(
+            f"{source.path}: heads and layers are missing: {heads} × {layers}, of {len(places)} blocks"
+        )
     given: dict[str, Any] = {**sizes_of(base), "num_heads": heads, "num_layers": layers, "lm_head": "own"}
     config: HeadConfig
     if has_prefix and not is_grounded:
@@ -105,4 +110,5 @@ def write_hydra(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "hidden_state_offset": 0,
     }
     tensors = head.state_dict()
+    check_equal_layers(tensors, config.num_heads, range(1, config.num_layers))
     return about, {theirs: tensors[ours] for ours, theirs in hydra_names(config).items()}

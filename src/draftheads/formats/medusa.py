@@ -1,9 +1,10 @@
 """Heads of FasterDecoding/Medusa (versions 0.1, 2 and 1.0), and of vLLM up to 0.32."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def medusa_layout(source: Source, base: TargetModel) -> Layout:
     names = {ours: prefix + theirs for ours, theirs in medusa_names(config).items()}
     kind = "a full model with Medusa heads" if prefix else "Medusa heads" if has_own else "Medusa heads, version 2"
     beside = [name for name in shapes if prefix and not name.startswith(prefix)]
-    if beside and str(source.folder) != base.model_id:
+    name = base.model_id  # of a model on the Hub, the folder of its files has the name with "--" for "/"
+    if beside and source.folder.resolve() != Path(name).resolve() and name.replace("/", "--") not in str(source.folder):
         raise InvalidSettings(
             f"{source.path} is a full model with Medusa heads, which were trained for that model, not for "
             f"{base.model_id}: give --model {source.folder}"
@@ -112,6 +114,7 @@ def write_medusa(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if config.lm_head == "low_rank":
         raise InvalidSettings("the lm_heads have a low rank, for which the layout has no place: use --to vllm-medusa")
     tensors, names = head.state_dict(), medusa_names(config)
+    check_equal_layers(tensors, config.num_heads, range(config.num_layers))
     about = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
     version = {"version": "2"} if config.lm_head == "shared" else {}
     return {**about, **version}, {theirs: tensors[ours] for ours, theirs in names.items()}
@@ -141,6 +144,21 @@ def write_vllm(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return about, {theirs: tensors[ours] for ours, theirs in vllm_names(config).items()}
 
 
+def check_equal_layers(tensors: Mapping[str, Tensor], heads: int, layers: Iterable[int]) -> None:
+    """The original code of Medusa and Hydra uses one block for all these layers of a head.
+
+    Raises:
+        InvalidSettings: the blocks differ.
+    """
+    for i, part in product(range(heads), ("weight", "bias")):
+        blocks = [tensors[f"blocks.{i}.{j}.linear.{part}"] for j in layers]
+        if any(not torch.equal(block, blocks[0]) for block in blocks[1:]):
+            raise InvalidSettings(
+                f"the layers of head {i} differ, and the original code would read the last one into all of them: train "
+                "a head with --num-layers 1"
+            )
+
+
 def _medusa_config(head: DraftHead) -> MedusaConfig:
     config = head.config
     assert isinstance(config, MedusaConfig)
@@ -163,6 +181,10 @@ def _choices(source: Source, heads: int) -> Tree | None:
 def _counts(source: Source, places: list[tuple[int, ...]]) -> tuple[int, int]:
     """Heads and layers of each; an error where one is missing."""
     heads, layers = 1 + places[-1][0], 1 + max(layer for _, layer in places)
+    if heads * layers > len(source.shapes):
+        raise CheckpointCorrupt(
+            f"{source.path}: heads and layers are missing: {heads} × {layers}, of {len(places)} blocks"
+        )
     if missing := set(product(range(heads), range(layers))) - set(places):
         head, layer = min(missing)
         raise CheckpointCorrupt(f"{source.path}: layer {layer} of head {head} is missing; other heads have it")

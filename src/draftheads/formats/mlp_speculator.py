@@ -1,5 +1,6 @@
 """IBM's accelerators (fms-extras), which vLLM up to 0.9.2, TGI and Arctic Inference read, too."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -14,10 +15,12 @@ from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import DraftHead
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig
 from draftheads.models.model import TargetModel
+from draftheads.speculation.acceptance_profile import MAX_NODES
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 
 _PREFIX = "speculator."
+_MOST_PATHS = 10_000  # of which the likeliest are looked for
 _PARTS = {  # the project's names of our parts
     "embeddings": ("emb", ("weight",)),
     "projections": ("proj", ("weight",)),
@@ -60,7 +63,7 @@ def mlp_layout(source: Source, base: TargetModel) -> Layout:
         lm_head="own",
         inner_size=source.number("inner_dim") or shapes[f"{prefix}emb.0.weight"][1],
         tie_weights=tied,
-        scale_input=bool(source.config.get("scale_input")),
+        scale_input=source.flag("scale_input"),
         embeddings="own",
     )
     names: dict[str, str | Made] = {}
@@ -137,6 +140,8 @@ def _candidates(source: Source, stages: int) -> Tree | None:
             f"{source.folder / CONFIG}: top_k_tokens_per_head is {widths}; it must have a number of at least 1 "
             f"for each of {counted(stages, 'stage')}"
         )
+    if count > MAX_NODES or math.prod(widths[:stages]) > _MOST_PATHS:
+        return None
     whole = sorted(product(*(range(min(k, count)) for k in widths[:stages])), key=lambda path: (sum(path), path))[
         :count
     ]

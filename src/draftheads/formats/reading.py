@@ -4,17 +4,19 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import save_head, weightless_head
 from draftheads.checkpoints.head_files import FORMAT_VERSION
 from draftheads.drafters.copying import node_values
-from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound
+from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
 from draftheads.formats.eagle import eagle3_layout, eagle_layout, is_eagle, is_eagle3
 from draftheads.formats.hydra import hydra_layout, is_hydra
 from draftheads.formats.layout import Layout
@@ -70,9 +72,29 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
         CheckpointCorrupt: a tensor is missing, surplus or misshapen, or the file holds more than tensors.
         CheckpointMismatch: it was trained for another base model.
         UnsupportedModel, InvalidSettings: heads of a kind that this package does not have.
-        StorageError: the folder cannot be written.
+        StorageError: the folder exists, or cannot be written.
     """
-    opened = Source(Path(source))
+    if Path(out).exists():
+        raise StorageError(f"{out} exists already; choose another folder")
+    try:
+        layout, tensors = _read(Path(source), base)
+    except DraftHeadsError:
+        raise
+    except Exception as error:  # a file of others may be wrong in any way
+        raise CheckpointCorrupt(f"{source} cannot be read: {error!r}") from error
+    types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    dtype = torch.float32 if len(types) > 1 else next(iter(types))
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointCorrupt(f"{source} holds {dtype}; heads are in float32, bfloat16 or float16")
+    head = weightless_head(layout.config)
+    head.load_state_dict(tensors, strict=True, assign=True)
+    card = f"# {layout.config.method} head for {base.model_id}\n\nRead from {layout.format} in {Path(source).name}."
+    save_head(head, out, base=base, profile=_profile(layout), card=card, dtype=dtype)
+    return layout
+
+
+def _read(path: Path, base: TargetModel) -> tuple[Layout, dict[str, Tensor]]:
+    opened = Source(path)
     form = next((form for form in _FORMATS if form.fits(opened.shapes)), None)
     if form is None:
         names = ", ".join(sorted(opened.shapes)[:3])
@@ -80,16 +102,7 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
             f"{opened.path} has the tensors {names}, …: they are of no known format, which are {FORMATS}"
         )
     layout = form.layout(opened, base)
-    tensors = layout.read(opened, base)
-    types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    dtype = torch.float32 if len(types) > 1 else next(iter(types))
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise CheckpointCorrupt(f"{opened.path} holds {dtype}; heads are in float32, bfloat16 or float16")
-    head = weightless_head(layout.config)
-    head.load_state_dict(tensors, strict=True, assign=True)
-    card = f"# {layout.config.method} head for {base.model_id}\n\nRead from {layout.format} in {opened.path.name}."
-    save_head(head, out, base=base, profile=_profile(layout), card=card, dtype=dtype)
-    return layout
+    return layout, layout.read(opened, base)
 
 
 def _profile(layout: Layout) -> AcceptanceProfile:
@@ -116,6 +129,8 @@ def imported_once(source: Path, base: TargetModel) -> Path:
     facts = [
         *(FORMAT_VERSION, str(source.resolve()), base.model_id, asdict(base.fingerprints)),
         *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in opened.files),
+        opened.config,
+        version("draftheads"),
     ]
     folder = cache_folder() / "heads" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     if not folder.is_dir():

@@ -19,6 +19,7 @@ from draftheads.errors import CheckpointCorrupt, ModelNotFound, first_line
 
 CONFIG = "config.json"
 _ENDINGS = (".safetensors", ".bin", ".pt")  # the first kind that is there counts
+_OF_TRAINING = ("training_args", "optimizer", "scheduler")  # beside the weights
 _HEADS_ALONE = ("medusa_lm_head", "hydra_lm_head")  # beside files of a base model
 
 
@@ -81,6 +82,17 @@ class Source:
                 return value
         return default
 
+    def flag(self, name: str) -> bool:
+        """Whether a key of the configuration is true; false where it is missing.
+
+        Raises:
+            CheckpointCorrupt: it is neither true nor false.
+        """
+        value = self.config.get(name) or False
+        if not isinstance(value, bool):
+            raise CheckpointCorrupt(f"{self.folder / CONFIG}: {name} is {value!r}; it must be true or false")
+        return value
+
     def tensor(self, name: str) -> Tensor:
         """On the CPU."""
         file = self._places[name]
@@ -109,7 +121,8 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     for ending in _ENDINGS:
-        files = sorted(file for file in path.iterdir() if file.suffix == ending)
+        # a pipe of that name would never end
+        files = sorted(f for f in path.iterdir() if f.suffix == ending and f.stem not in _OF_TRAINING and f.is_file())
         alone = [file for file in files if file.stem in _HEADS_ALONE]
         if alone or files:
             return alone or files

@@ -69,7 +69,7 @@ _COMMANDS: Mapping[str, Mapping[str, str]] = {  # by layout and engine; VLLM(met
         "vLLM": "VLLM(draft_model)",
         "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm STANDALONE "
         "--speculative-draft-model-path <head> --speculative-num-steps <steps>",
-        "transformers": "model.generate(…, assistant_model=AutoModelForCausalLM.from_pretrained(<head>))",
+        "transformers": "model.generate(…, assistant_model=AutoModelForCausalLM.from_pretrained('<head>'))",
         "llama.cpp": "python convert_hf_to_gguf.py <head> --outfile draft.gguf && llama-server -m MODEL.gguf "
         "-md draft.gguf",
     },
@@ -149,21 +149,23 @@ def export_head(
         SpeedWarning: some engines leave out a part of the head, and draft worse.
     """
     source, folder = find_head(head, name_of(model)), user_path(out)
-    _, form = format_for(read_head_files(source).method, to)
+    name, form = format_for(read_head_files(source).method, to)
     target = load_target(model, precision="bf16", device="cpu", fast=False)
     loaded = load_head(source, target, dtype=torch.float32)
     base = base_of(fspath(model)) if isinstance(model, str | PathLike) else name_of(model)
     config, tensors = form.write(loaded, target, model_id_of(base))
+    # the loader of heads with lm_heads of their own opens this name only
+    file = "medusa_lm_head.pt" if name == "medusa" and loaded.config.lm_head == "own" else form.file
     if isinstance(loaded.config, Eagle3Config):
         for option, what in _LITTLE_KNOWN.items():
             if getattr(loaded.config, option):
                 warnings.warn(f"the head has {option}: {what}", SpeedWarning, stacklevel=2)
     tensors = {key: as_stored(tensor) for key, tensor in tensors.items()}
     with atomic_directory(folder) as staged:
-        if form.file.endswith(".pt"):
-            torch.save(tensors, staged / form.file)
+        if file.endswith(".pt"):
+            torch.save(tensors, staged / file)
         else:
-            save_file(tensors, staged / form.file, metadata={"format": "pt"})
+            save_file(tensors, staged / file, metadata={"format": "pt"})
         (staged / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if form.has_tokenizer:
             target.tokenizer.save_pretrained(staged)
@@ -188,14 +190,14 @@ def format_for(method: str, to: str | None) -> tuple[ExportFormat, _Target]:
     return name, _FORMATS[name]
 
 
-def commands(form: ExportFormat, folder: Path, model_id: str) -> dict[str, str]:
-    """By engine, the command that decodes with an exported head."""
-    words = {"head": shlex.quote(str(folder)), "model": shlex.quote(model_id), "steps": str(_STEPS)}
+def commands(form: ExportFormat, folder: Path, model_id: str, steps: int = _STEPS) -> dict[str, str]:
+    """By engine, the command that decodes with an exported head; ``steps`` are draft tokens."""
+    words = {"head": shlex.quote(str(folder)), "model": shlex.quote(model_id), "steps": str(steps)}
     found = {}
     for engine, command in _COMMANDS.get(form, {}).items():
         text = command
         if match := re.search(r"VLLM\((\w+)\)", command):
-            given = {"method": match[1], "model": str(folder), "num_speculative_tokens": _STEPS}
+            given = {"method": match[1], "model": str(folder), "num_speculative_tokens": steps}
             config = shlex.quote(json.dumps(given))
             text = command.replace(match[0], f"vllm serve {words['model']} --speculative-config {config}")
         for word, value in words.items():

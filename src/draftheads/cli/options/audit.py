@@ -33,8 +33,8 @@ class AuditOptions(OptionGroup):
     """The same server without drafting: the reference. It can be the same address with --baseline-fields or
     --baseline-name."""
     model: str | None = None
-    """The served model, to score differences. Without --baseline its plain decoding is the reference. A name, a folder
-    or a Hugging Face id."""
+    """The served model, to score differences. Without --baseline its plain decoding is the reference; with it, the
+    model is in fp32, unless --precision is given. A name, a folder or a Hugging Face id."""
     limit: Annotated[int | None, FROM_1] = None
     """Use only the first LIMIT prompts."""
     server_name: str | None = None

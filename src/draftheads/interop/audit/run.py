@@ -333,7 +333,7 @@ class _Off:
         share = 100 * self.num_off / self.num_tokens
         return (
             f"{share:.0f} % of the baseline's own tokens are not --model's greedy ones, so the model cannot score: are "
-            "the weights others, or is there a penalty by default (llama-cpp-python: --fields '{\"repeat_penalty\": 1}')"
+            "the weights others, or is a penalty the default (llama-cpp-python: --fields '{\"repeat_penalty\": 1}')"
         )
 
 
