@@ -13,18 +13,23 @@ import torch
 
 import draftheads
 from audit_world import NEW_TOKENS, FakeServer, Fields, World, asked, completion
+from byte_tokenizers import TOKENIZERS
 from cli_world import PROMPTS, write_model
 from draftheads.cli import audit as command_line
 from draftheads.cli.main import main
 from draftheads.decode import batch
+from draftheads.decode.engine import Engine
 from draftheads.interop.audit import client
 from draftheads.interop.audit.answer import Answer, Place
 from draftheads.interop.audit.compare import Score, are_equal, compare, gap_by_logprobs
 from draftheads.interop.audit.drafting import DraftCounts, Drafting, counts_of, drafting_between, drafting_in
 from draftheads.interop.audit.json_check import json_problem
 from draftheads.interop.audit.model_reference import ModelReference
+from draftheads.interop.audit.model_scorer import ModelScorer
 from draftheads.interop.audit.report import Pass, SampledSide, SeededRow
 from draftheads.interop.audit.settings import CHECKS, DEFAULT_SCHEMA, AuditSettings
+from draftheads.interop.audit.token_bytes import TokenBytes
+from draftheads.settings import Grammar
 from serve_world import Running, running
 from structured_world import json_model
 
@@ -372,12 +377,13 @@ def test_gaps_by_log_probabilities():
     # it was " cats", and not an unlikely "s" after " cat"
     assert gap_by_logprobs(places, "the cats", reference).gap == pytest.approx(0.1)
     penalised = [*places[:2], replace(places[2], logprob=-1.6, tops={b" sat": -1.6, b" is": -1.5})]
-    assert "a penalty" in gap_by_logprobs(penalised, "the cat is", reference).reason
+    assert "a penalty" in gap_by_logprobs(penalised, "the cat is", reference, is_greedy=True).reason
+    assert gap_by_logprobs(penalised, "the cat is", reference).gap == pytest.approx(-0.1)
     least = gap_by_logprobs(places, "the cat ran", reference)
     assert (least.gap, least.is_least) == (pytest.approx(1.3), True)
     assert gap_by_logprobs(places, "the cat", reference).gap is None
     assert gap_by_logprobs(places, "the cat sat down", reference).gap is None
-    assert "another text" in gap_by_logprobs(places, "the dog", "the bird").reason
+    assert "of another text" in gap_by_logprobs(places, "the dog", "the bird").reason
     tails = [Answer("the cat ran", is_cut=True), Answer(reference, is_cut=True)]
 
     class ByPlaces:
@@ -437,28 +443,82 @@ class Spelling:
 def test_a_text_can_be_written_with_several_sequences_of_tokens(odds: dict[str, dict[str, float]], gap: float):
     spelling: Any = Spelling(odds)
     model = ModelReference(spelling, ["x"], AuditSettings())
-    model._next_scores = spelling.next_scores  # type: ignore[method-assign]
-    score = model.score(0, Answer("cats on", is_cut=True), Answer("cat on", is_cut=True))
+    model.next_scores = spelling.next_scores  # type: ignore[method-assign]
+    score = ModelScorer(model).score(0, Answer("cats on", is_cut=True), Answer("cat on", is_cut=True))
     assert score.gap == pytest.approx(gap)
 
 
 def test_an_end_is_a_token_too():
     spelling: Any = Spelling({"": {"cat": 0.0}, "cat": {"<eos>": -1.0, "s": -1.25}})
     model = ModelReference(spelling, ["x"], AuditSettings())
-    model._next_scores = spelling.next_scores  # type: ignore[method-assign]
+    model.next_scores = spelling.next_scores  # type: ignore[method-assign]
     ended, longer = Answer("cat", is_cut=False), Answer("cats", is_cut=True)
-    assert model.score(0, longer, ended).gap == pytest.approx(0.25)
-    assert model.score(0, ended, longer).gap == pytest.approx(-0.25)
+    assert ModelScorer(model).score(0, longer, ended).gap == pytest.approx(0.25)
+    assert ModelScorer(model).score(0, ended, longer).gap == pytest.approx(-0.25)
 
 
-def test_token_ids_of_servers_are_used_where_both_have_them():
-    spelling: Any = Spelling({"": {"cat": -3.0, "c": -0.5, "cats": -0.75}})
-    model = ModelReference(spelling, ["x"], AuditSettings())
-    model._next_scores = spelling.next_scores  # type: ignore[method-assign]
-    by_letters = Answer("cat", is_cut=True, token_ids=(2, 1, 3))
-    whole = Answer("cats", is_cut=False, token_ids=(9, 0))
-    assert model.token_ids(whole) == [9], "the end is no text"
-    assert model.score(0, whole, by_letters).gap == pytest.approx(0.25)
+@pytest.fixture(scope="module")
+def spelt() -> tuple[ModelReference, Answer]:
+    """A random model with a tokenizer of pieces of words, and what it says: letters in tokens that no one would use."""
+    engine = Engine(json_model())
+    model = ModelReference(engine, [[{"role": "user", "content": "yes"}]], AuditSettings())
+    (result,) = engine.generate([model.prompt_ids[0]], grammar=Grammar.regex("[a-z, ]{80}"), max_new_tokens=40)
+    assert model.usual_ids(result.text) != list(result.token_ids)
+    return model, model._answer(result)
+
+
+def test_a_reference_with_known_tokens_is_scored_by_them(spelt: tuple[ModelReference, Answer]):
+    model, reference = spelt
+    assert reference.token_ids is not None
+    decode, scorer = model.engine.model.tokenizer.decode, ModelScorer(model, by_text=False)
+    for place in range(2, 40, 5):
+        scores = model.next_scores([*model.prompt_ids[0], *reference.token_ids[:place]])
+        before, right = decode(reference.token_ids[:place]), decode([reference.token_ids[place]])
+        letters = [token for token in range(256) if decode([token]) in "abcdefghijklmnopqrstuvwxyz" and decode([token])]
+        wrong = max((token for token in letters if decode([token]) != right[0]), key=lambda token: float(scores[token]))
+        answer = Answer(f"{before}{decode([wrong])}~~~", is_cut=True)
+        gap = float(scores[reference.token_ids[place]] - scores[wrong])
+        score = scorer.score(0, answer, reference)
+        if wrong in scores.topk(64).indices:
+            assert score.gap == pytest.approx(gap, abs=1e-4)
+        else:
+            assert score.is_least
+            assert score.gap is not None
+            assert 0 < score.gap < gap
+    unknown = scorer.score(0, Answer("abc", is_cut=True), replace(reference, token_ids=None))
+    assert "under a schema" in unknown.reason
+
+
+def test_the_end_of_an_answer_beside_known_tokens(spelt: tuple[ModelReference, Answer]):
+    model, reference = spelt
+    assert reference.token_ids is not None
+    scorer, decode = ModelScorer(model), model.engine.model.tokenizer.decode
+    ended = Answer(decode(reference.token_ids[:7]), is_cut=False)
+    scores = model.next_scores([*model.prompt_ids[0], *reference.token_ids[:7]])
+    assert scorer.score(0, ended, reference).gap == pytest.approx(
+        float(scores[reference.token_ids[7]] - scores[0]), abs=1e-4
+    )
+    first = replace(reference, token_ids=reference.token_ids[:7], text=ended.text, is_cut=False)
+    longer = Answer(f"{ended.text}{decode([reference.token_ids[7]])}~", is_cut=True)
+    gap = float(scores[0] - scores[reference.token_ids[7]])
+    assert scorer.score(0, longer, first).gap == pytest.approx(gap, abs=1e-4)
+
+
+def test_the_end_is_no_token_of_the_text():
+    spelling: Any = Spelling({})
+    assert ModelReference(spelling, ["x"], AuditSettings()).token_ids(
+        Answer("cats", is_cut=False, token_ids=(9, 0))
+    ) == [9]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_bytes_of_tokens_are_those_of_the_text(kind: str):
+    tokenizer = TOKENIZERS[kind]
+    known = TokenBytes(tokenizer)
+    for text in (" the cat", " Привет", "日本", " cat 🙂"):
+        ids = tokenizer(text)["input_ids"]
+        assert b"".join(map(known.of, ids)).lstrip() == text.strip().encode()
+    assert known.of(tokenizer.eos_token_id) == b""
 
 
 def test_reasoning_that_the_server_took_out_is_compared_and_not_scored(world: World, audit: Audit):

@@ -36,3 +36,4 @@ class Place:
     token: bytes
     logprob: float
     tops: dict[bytes, float]  # log-probabilities of the most likely tokens there
+    end: float | None = None  # that of the end of the text there, where it is known

@@ -5,7 +5,7 @@ Knows nothing of models and servers: what scores a difference is given to it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from draftheads.interop.audit.answer import Answer, Failure, Outcome, Place
 
@@ -92,8 +92,8 @@ def are_equal(answer: Answer, reference: Answer, *, max_tokens: int) -> bool:
     return short.is_cut and was_due and long.text.startswith(text)
 
 
-def common_length(first: str, second: str) -> int:
-    """Characters that two texts have in common at their beginning.
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Characters or tokens that two texts have in common at their beginning.
 
     >>> common_length("the cat", "the dog"), common_length("a", "ab")
     (4, 1)
@@ -102,40 +102,38 @@ def common_length(first: str, second: str) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def gap_by_logprobs(places: Sequence[Place], answer: str, reference: str) -> Score:
-    """The gap by the log-probabilities of a server that was asked for the reference once more.
+def gap_by_logprobs(places: Sequence[Place], answer: str, reference: str, *, is_greedy: bool = False) -> Score:
+    """The gap by the log-probabilities of the reference's tokens, and of the most likely ones beside them.
 
     A token that also ends in the common part can have led to the answer, such as `` cats`` beside `` cat``.
+    ``is_greedy`` refuses a reference that is not the most likely token; under a grammar it need not be.
 
     >>> places = [Place(b"the", -0.1, {}), Place(b" cat", -0.5, {b" cat": -0.5, b" dog": -0.75})]
     >>> gap_by_logprobs(places, "the dog sat", "the cat")
     Score(gap=0.25, is_least=False, reason='')
     """
     ours, theirs = answer.encode(errors="replace"), reference.encode(errors="replace")
-    start, gaps = 0, list[float]()
+    if places and places[0].token.startswith(b" ") and not theirs.startswith(b" "):
+        ours, theirs = b" " + ours, b" " + theirs  # the first space of a text is left out by some tokenizers
+    start, gaps, last = 0, list[float](), Place(b"", 0.0, {})
     for place in places:
         if not theirs.startswith(place.token, start):
-            return Score(
-                None, reason="the reference's server gave another text when it was asked for log-probabilities"
-            )
+            return Score(None, reason="the tokens with log-probabilities are of another text than the reference")
+        last = place
         others = [token for token in place.tops if token and ours.startswith(token, start)]
         gaps += [place.logprob - place.tops[token] for token in others if not theirs.startswith(token, start)]
         if not ours.startswith(place.token, start):
             break
         start += len(place.token)
-    else:
-        return Score(None, reason="the reference ended: its server does not tell how likely the end was")
-    return _score_at(place, gaps, is_end=start == len(ours))
-
-
-def _score_at(place: Place, gaps: Sequence[float], *, is_end: bool) -> Score:
-    """The score where the texts part; ``gaps`` are those of tokens that lead to the answer."""
-    if place.tops and max(place.tops.values()) > place.logprob + _ROUNDING:
-        return Score(None, reason="the reference is not its server's most likely token: a penalty, or a grammar")
+    is_end = start == len(ours)
+    if is_end and last.end is not None:
+        gaps.append(last.logprob - last.end)
+    if is_greedy and last.tops and max(last.tops.values()) > last.logprob + _ROUNDING:
+        return Score(None, reason="the reference is not its server's most likely token: is a penalty the default?")
     if gaps:
-        return Score(min(gaps))
-    if is_end:
-        return Score(None, reason="the answer ended: the reference's server does not tell how likely the end was")
-    if not place.tops:
+        return Score(min(gaps, key=abs))
+    if is_end or start == len(theirs):
+        return Score(None, reason="one of the texts ended, and its server does not tell how likely that was")
+    if not last.tops:
         return Score(None, reason="the reference's server gives no top log-probabilities")
-    return Score(place.logprob - min(place.tops.values()), is_least=True, reason="the token is not among the top ones")
+    return Score(last.logprob - min(last.tops.values()), is_least=True, reason="the token is not among the top ones")

@@ -1,7 +1,7 @@
-"""A model in this process: the answers of plain decoding, and scores of what servers answered."""
+"""A model in this process: the answers of plain decoding, and what it thinks of the tokens of servers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +12,12 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.errors import InvalidSettings
 from draftheads.interop.audit.answer import Answer
-from draftheads.interop.audit.compare import Score
 from draftheads.interop.audit.settings import AuditSettings, CheckName, is_json
 from draftheads.models.kv_target import Target
 from draftheads.models.prompt_text import token_ids_of
 from draftheads.settings import Grammar
 from draftheads.utils.progress import Progress
 
-_NUM_TOPS = 64  # tokens among which one is looked for that agrees with a text
-_MOST_STEPS = 8  # tokens that two texts may share beyond their common ids
-_TAIL = 4  # tokens before a token whose text is asked for
-_PLAUSIBLE = 2.0  # nats; where both tokens are less likely than the best one by more, the texts did not part
 # of a generation configuration: what servers may apply where a request leaves it out
 _FROM_CONFIG = ("repetition_penalty", "top_k", "min_p")
 _NEUTRAL: Mapping[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "min_p": 0.0}
@@ -45,7 +40,7 @@ class Surprise:
 
 
 class ModelReference:
-    """Decodes plainly and scores. Its engine must have no drafter.
+    """Decodes plainly, and reads answers. Its engine must have no drafter.
 
     Args:
         engine: the model.
@@ -79,47 +74,47 @@ class ModelReference:
             progress.progress(done, len(requests))
         return [self._answer(request.result()) for request in requests]
 
-    def score(self, index: int, answer: Answer, reference: Answer) -> Score:
-        """The gap where two answers to prompt number ``index`` differ first, by the model's log-probabilities.
+    def unknown(self, index: int, answer: Answer) -> str:
+        """Why the model cannot score an answer; empty if it can."""
+        if answer.is_split:
+            return "the server separates reasoning from the answer, so its tokens are not known"
+        read, own = answer.num_prompt_tokens, len(self.prompt_ids[index])
+        if read is not None and read != own:
+            return (
+                f"the server read a prompt of {read} tokens, --model reads {own}: another chat template or tokenizer; "
+                "give the server's template by --chat-template, or use --route completions"
+            )
+        return ""
 
-        A text can be written with several sequences of tokens. So the gap is the smallest one over the places at which
-        the texts may have parted: where their usual tokens differ, and after further tokens that both agree with.
+    @torch.inference_mode()
+    def read(self, index: int, answer: Answer) -> tuple[Tensor, Tensor] | None:
+        """The logits (t, V) before each token of an answer, and the tokens (t,), with its end if it ended by itself.
+
+        None if the tokens are not known, or if there are none.
         """
-        for one in (answer, reference):
-            if problem := self._unknown(index, one):
-                return Score(None, reason=problem)
-        exact = answer.token_ids is not None and reference.token_ids is not None
-        if not exact:  # usual tokens of both, or none
-            answer, reference = replace(answer, token_ids=None), replace(reference, token_ids=None)
-        ours, theirs = _End(self, answer), _End(self, reference)
-        common = next(
-            (place for place, (a, b) in enumerate(zip(ours.ids, theirs.ids, strict=False)) if a != b),
-            min(len(ours.ids), len(theirs.ids)),
-        )
-        context, gaps = [*self.prompt_ids[index], *ours.ids[:common]], list[float]()
-        ours.start_at(common)
-        theirs.start_at(common)
-        for _ in range(1 if exact else _MOST_STEPS):
-            scores = self._next_scores(context)
-            tops = [] if exact else self._tops(context, scores)
-            values = [one.best(scores, tops, other.rest) for one, other in ((ours, theirs), (theirs, ours))]
-            known = [value for value in values if value is not None]
-            if len(known) == 2 and max(known) >= float(scores.max()) - _PLAUSIBLE:
-                gaps.append(known[1] - known[0])
-            token, piece = tops[0] if tops else (0, "")
-            if not piece or not (ours.rest.startswith(piece) and theirs.rest.startswith(piece)):
-                break
-            context.append(token)
-            ours.skip(piece)
-            theirs.skip(piece)
-        if not gaps:
-            return Score(None, reason="--model would say neither: does the server have other weights or prompts?")
-        return Score(min(gaps, key=abs))
+        if self.unknown(index, answer):
+            return None
+        ids, prompt = self.token_ids(answer), self.prompt_ids[index]
+        if answer.is_cut and not ids:
+            return None
+        target = Target(self.engine.model)
+        target.lengths = [0]
+        [(hidden, _)] = target.read([[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
+        logits = self.engine.model.logits(hidden[len(prompt) - 1 :]).float()
+        if not answer.is_cut:
+            ids.append(self._likeliest_end(logits[-1]))
+        return logits, torch.tensor(ids, device=logits.device)
+
+    @torch.inference_mode()
+    def next_scores(self, context: Sequence[int]) -> Tensor:
+        """(V,) log-probabilities after some tokens."""
+        logits, _ = Target(self.engine.model).prefill([context])
+        return logits[0].float().log_softmax(-1)
 
     @torch.inference_mode()
     def surprise(self, index: int, answer: Answer) -> Surprise | None:
         """Of one sampled answer; None where its tokens are not known."""
-        read = self._read(index, answer)
+        read = self.read(index, answer)
         if read is None:
             return None
         logits, ids = read
@@ -138,7 +133,7 @@ class ModelReference:
 
         Greedy tokens have 0, up to rounding. Empty where the tokens are not known.
         """
-        read = self._read(index, answer)
+        read = self.read(index, answer)
         if read is None:
             return []
         logits, ids = read
@@ -148,24 +143,21 @@ class ModelReference:
     def token_ids(self, answer: Answer) -> list[int]:
         """The tokens of an answer's text, without the one that ended it: the server's, else those of the tokenizer."""
         if answer.token_ids is None:
-            return token_ids_of(self.engine.model, answer.text, add_special_tokens=False)
+            return self.usual_ids(answer.text)
         ids = list(answer.token_ids)
         while ids and ids[-1] in self.engine.model.eos_ids:
             ids.pop()
         return ids
+
+    def usual_ids(self, text: str) -> list[int]:
+        """The tokens with which the tokenizer writes a text."""
+        return token_ids_of(self.engine.model, text, add_special_tokens=False)
 
     def defaults_of_servers(self) -> dict[str, Any]:
         """What servers may do by the model's generation configuration, with the values that switch it off."""
         config = getattr(self.engine.model.model, "generation_config", None)
         of_model = {} if config is None else config.to_diff_dict()
         return {name: _NEUTRAL[name] for name in _FROM_CONFIG if of_model.get(name) not in (None, _NEUTRAL[name])}
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, those with a special meaning included."""
-        text: str = self.engine.model.tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
 
     def _answer(self, result: GenerationResult) -> Answer:
         ids = result.token_ids
@@ -178,90 +170,8 @@ class ModelReference:
             token_ids=ids[:-1] if ended else ids,
         )
 
-    def _unknown(self, index: int, answer: Answer) -> str:
-        """Why the model cannot score an answer; empty if it can."""
-        if answer.is_split:
-            return "the server separates reasoning from the answer, so its tokens are not known"
-        read, own = answer.num_prompt_tokens, len(self.prompt_ids[index])
-        if read is not None and read != own:
-            return (
-                f"the server read a prompt of {read} tokens, --model reads {own}: another chat template or tokenizer; "
-                "give the server's template by --chat-template, or use --route completions"
-            )
-        return ""
-
-    @torch.inference_mode()
-    def _next_scores(self, context: Sequence[int]) -> Tensor:
-        """(V,) log-probabilities after some tokens."""
-        logits, _ = Target(self.engine.model).prefill([context])
-        return logits[0].float().log_softmax(-1)
-
-    def _tops(self, context: Sequence[int], scores: Tensor) -> list[tuple[int, str]]:
-        """The most likely tokens with their texts in this context, the likeliest first; half characters have none."""
-        tail = list(context[-_TAIL:])
-        before = self.decode(tail)
-        pieces = []
-        for token in scores.topk(min(_NUM_TOPS, len(scores))).indices.tolist():
-            text = self.decode([*tail, token])
-            is_whole = text.startswith(before) and not text.endswith("\ufffd")
-            is_end = token in self.engine.model.eos_ids
-            pieces.append((token, text[len(before) :] if is_whole and not is_end else ""))
-        return pieces
-
-    def _read(self, index: int, answer: Answer) -> tuple[Tensor, Tensor] | None:
-        """The logits (t, V) before each token of an answer, and the tokens (t,), with its end if it ended by itself.
-
-        None if the tokens are not known, or if there are none.
-        """
-        if self._unknown(index, answer):
-            return None
-        ids, prompt = self.token_ids(answer), self.prompt_ids[index]
-        if answer.is_cut and not ids:
-            return None
-        target = Target(self.engine.model)
-        target.lengths = [0]
-        [(hidden, _)] = target.read([[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
-        logits = self.engine.model.logits(hidden[len(prompt) - 1 :]).float()
-        if not answer.is_cut:
-            ids.append(self._likeliest_end(logits[-1]))
-        return logits, torch.tensor(ids, device=logits.device)
-
     def _likeliest_end(self, scores: Tensor) -> int:
         return max(self.engine.model.eos_ids, key=lambda token: float(scores[token]), default=int(scores.argmax()))
-
-
-class _End:
-    """The end of an answer, from some place on."""
-
-    def __init__(self, model: ModelReference, answer: Answer) -> None:
-        self.ids = model.token_ids(answer)
-        self.rest = answer.text
-        self._model = model
-        self._is_cut = answer.is_cut
-        self._next: int | None = None  # the next of its usual tokens, if that is known
-
-    def start_at(self, place: int) -> None:
-        """Skips its first tokens."""
-        if place < len(self.ids):
-            self._next = self.ids[place]
-        before = self._model.decode(self.ids[:place])
-        self.rest = self.rest[len(before) :]
-
-    def skip(self, piece: str) -> None:
-        """Skips a text with which it begins; its usual tokens are no longer those of the rest."""
-        self.rest, self._next = self.rest[len(piece) :], None
-
-    def best(self, scores: Tensor, tops: Sequence[tuple[int, str]], other: str) -> float | None:
-        """The log-probability of the most likely token that agrees with this text and not with the other."""
-        values = [float(scores[token]) for token, piece in tops if piece and self._parts(piece, other)]
-        if self._next is not None:
-            values.append(float(scores[self._next]))
-        if not self.rest and not self._is_cut:
-            values += [float(scores[token]) for token in self._model.engine.model.eos_ids]
-        return max(values, default=None)
-
-    def _parts(self, piece: str, other: str) -> bool:
-        return self.rest.startswith(piece) and not other.startswith(piece)
 
 
 def text_of(prompt: TextPrompt) -> str:

@@ -15,6 +15,7 @@ from draftheads.interop.audit.compare import Comparison, Score, Scorer, compare,
 from draftheads.interop.audit.drafting import drafting_between, drafting_in
 from draftheads.interop.audit.json_check import json_problem
 from draftheads.interop.audit.model_reference import ModelReference
+from draftheads.interop.audit.model_scorer import ModelScorer
 from draftheads.interop.audit.report import GreedyRow, Pass, Report, SampledSide, SeededRow
 from draftheads.interop.audit.settings import AuditSettings, CheckName, is_json, is_parallel, is_seeded
 from draftheads.utils.counts import counted
@@ -188,13 +189,17 @@ class Audit:
 
     def _scorer(self, check: CheckName) -> Scorer | None:
         """What scores differences. The model can do so only if the baseline decodes greedily, and the same model."""
+        model = None if self._model is None else ModelScorer(self._model, by_text=not is_json(check))
         if self._baseline is None:
-            return self._model
-        if self._model is None:
-            return _ByLogprobs(self._baseline, self._prompts, check)
+            return model
+        baseline = _ByLogprobs(self._baseline, self._prompts, check)
+        if model is None:
+            return baseline
         self._reference("greedy")
         off = self._off["baseline"]
-        return _Unusable(off.words) if off.num_off > _MOST_OFF * off.num_tokens else self._model
+        if off.num_off > _MOST_OFF * off.num_tokens:
+            return _Unusable(off.words)
+        return _Smallest(model, baseline, self._settings.tolerance)
 
     def _count_off(self, name: str, outcomes: Sequence[Outcome]) -> None:
         """Counts greedy tokens that are not the model's."""
@@ -359,7 +364,24 @@ class _ByLogprobs:
         places = self._baseline.places(self._prompts[index], index, self._check)
         if not places:
             return Score(None, reason="the baseline gives no log-probabilities, and there is no --model to score with")
-        return gap_by_logprobs(places, answer.text, reference.text)
+        return gap_by_logprobs(places, answer.text, reference.text, is_greedy=not is_json(self._check))
+
+
+class _Smallest:
+    """Scores by the model, and if it finds no near-tie also by the baseline, which has the server's own rounding."""
+
+    def __init__(self, model: Scorer, baseline: Scorer, tolerance: float) -> None:
+        self._model, self._baseline, self._tolerance = model, baseline, tolerance
+
+    def score(self, index: int, answer: Answer, reference: Answer) -> Score:
+        """The smaller gap of the two."""
+        first = self._model.score(index, answer, reference)
+        if first.gap is not None and abs(first.gap) <= self._tolerance:
+            return first
+        second = self._baseline.score(index, answer, reference)
+        if first.gap is None or second.gap is None:
+            return first if second.gap is None else second
+        return min(first, second, key=lambda score: abs(score.gap or 0.0))
 
 
 def _pass(outcomes: Sequence[Outcome], seconds: float, before: Mapping[str, float], after: Mapping[str, float]) -> Pass:
