@@ -27,6 +27,7 @@ from draftheads.interop.audit.json_check import json_problem
 from draftheads.interop.audit.model_reference import ModelReference
 from draftheads.interop.audit.model_scorer import ModelScorer
 from draftheads.interop.audit.report import Pass, SampledSide, SeededRow
+from draftheads.interop.audit.run import _Smallest
 from draftheads.interop.audit.settings import CHECKS, DEFAULT_SCHEMA, AuditSettings
 from draftheads.interop.audit.token_bytes import TokenBytes
 from draftheads.settings import Grammar
@@ -394,6 +395,67 @@ def test_gaps_by_log_probabilities():
     assert kinds == ["wrong", "unscored"], "at least 1.3: more than 0.25, but perhaps less than 2"
 
 
+@pytest.mark.parametrize(
+    ("of_model", "of_baseline", "found", "num_asked"),
+    [
+        (0.1, 3.0, 0.1, 0),
+        (3.0, 0.1, 0.1, 1),
+        (3.0, 2.0, 2.0, 1),
+        (-3.0, 4.0, -3.0, 1),
+        (None, 2.0, 2.0, 1),
+        (3.0, None, 3.0, 1),
+    ],
+)
+def test_the_smaller_gap_of_model_and_baseline_counts(
+    of_model: float | None, of_baseline: float | None, found: float, num_asked: int
+):
+    """The baseline is asked only where the model finds no near-tie."""
+    asked: list[int] = []
+
+    class Fixed:
+        def __init__(self, gap: float | None) -> None:
+            self.gap = gap
+
+        def score(self, index: int, answer: Answer, reference: Answer) -> Score:
+            asked.append(index)
+            return Score(self.gap)
+
+    score = _Smallest(Fixed(of_model), Fixed(of_baseline), 0.25).score(
+        0, Answer("a", is_cut=True), Answer("b", is_cut=True)
+    )
+    assert (score.gap, len(asked)) == (found, 1 + num_asked)
+
+
+def test_json_is_scored_by_the_baseline(world: World, audit: Audit):
+    """Under a schema the model cannot know the tokens of a text."""
+    other = VALID.replace('"a"', '"b"')
+    places = [{"token": VALID[:11]}, {"token": "a"}, {"token": VALID[12:]}]
+    tops = {"a": -0.5, "b": -0.6, "c": -0.4}  # the most likely one may be forbidden
+
+    def with_logprobs(fields: Fields) -> tuple[int, Any]:
+        if "response_format" not in fields:
+            return world.answer(fields)
+        _, body = 200, completion(VALID, finish="stop")
+        content = [{**place, "logprob": tops.get(place["token"], 0.0), "top_logprobs": []} for place in places]
+        content[1]["top_logprobs"] = [{"token": token, "logprob": tops[token]} for token in tops]
+        if fields.get("logprobs"):
+            body["choices"][0]["logprobs"] = {"content": content}
+        return 200, body
+
+    def behave(fields: Fields) -> tuple[int, Any]:
+        return (200, completion(other, finish="stop")) if "response_format" in fields else world.answer(fields)
+
+    with FakeServer(with_logprobs) as baseline, FakeServer(behave) as fake:
+        record = audit(fake.url, "--baseline", baseline.url, *of_model(world, "json"))
+        assert record["checks"][0]["counts"]["near-tie"] == len(PROMPTS)
+        assert record["checks"][0]["comparisons"][0]["gap"] == pytest.approx(0.1)
+        tops["b"] = -3.0
+        assert audit(fake.url, "--baseline", baseline.url, *of_model(world, "json"), code=1)["verdict"] == "wrong"
+        del places[1:]
+        record = audit(fake.url, "--baseline", baseline.url, *of_model(world, "json"), code=2)
+        assert "under a schema, --model cannot know" in record["shown"]
+
+
 # --- tokens of texts ---
 
 
@@ -471,7 +533,7 @@ def test_a_reference_with_known_tokens_is_scored_by_them(spelt: tuple[ModelRefer
     model, reference = spelt
     assert reference.token_ids is not None
     decode, scorer = model.engine.model.tokenizer.decode, ModelScorer(model, by_text=False)
-    for place in range(2, 40, 5):
+    for place in range(2, len(reference.token_ids), 4):
         scores = model.next_scores([*model.prompt_ids[0], *reference.token_ids[:place]])
         before, right = decode(reference.token_ids[:place]), decode([reference.token_ids[place]])
         letters = [token for token in range(256) if decode([token]) in "abcdefghijklmnopqrstuvwxyz" and decode([token])]
