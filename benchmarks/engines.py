@@ -70,7 +70,7 @@ def converted(options: Options) -> Path:
             *("--task", "text-generation-with-past", place),
         ],
     ):
-        subprocess.run(list(map(str, command)), check=True)
+        subprocess.run(list(map(str, command)), check=True)  # noqa: S603 - programs of the environment
     return place
 
 
