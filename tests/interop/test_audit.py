@@ -220,12 +220,11 @@ def test_the_real_model_with_a_head_is_lossless(audit: Audit, tmp_path: Path, ch
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Why is the sky blue?\nName three fruits.\n")
     with running({"tiny": draftheads.load("smollm2-135m", "hydra")}) as own:
-        checks = ["--checks", "greedy-parallel", "json", "seeded", "--max-new-tokens", "64"]
+        checks = ["--checks", "greedy-parallel", "json", "--max-new-tokens", "48"]
         record = audit(own.url, "--model", "smollm2-135m", *checks, prompts=prompts)
     assert [row["counts"]["equal"] for row in record["checks"]] == [2, 2]
     assert all(row["server"]["drafting"]["tokens_per_step"] > 1.3 for row in record["checks"])
     assert record["checks"][0]["num_finished"] is None
-    assert record["sampled"][0]["server"]["num_equal"] == 2
 
 
 # --- near-ties and bugs ---
@@ -436,8 +435,15 @@ def test_json_is_scored_by_the_baseline(world: World, audit: Audit):
         if "response_format" not in fields:
             return world.answer(fields)
         _, body = 200, completion(VALID, finish="stop")
-        content = [{**place, "logprob": tops.get(place["token"], 0.0), "top_logprobs": []} for place in places]
-        content[1]["top_logprobs"] = [{"token": token, "logprob": tops[token]} for token in tops]
+        likely = [{"token": token, "logprob": tops[token]} for token in tops]
+        content = [
+            {
+                **place,
+                "logprob": tops.get(place["token"], 0.0),
+                "top_logprobs": likely if place["token"] in tops else [],
+            }
+            for place in places
+        ]
         if fields.get("logprobs"):
             body["choices"][0]["logprobs"] = {"content": content}
         return 200, body
