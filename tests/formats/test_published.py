@@ -324,7 +324,7 @@ def test_a_head_on_the_hub_is_downloaded_whatever_its_files_are_called(
     assert load(name, head="owner/medusa", precision="fp32", profile=None).drafter.name == "medusa with copies"
     assert set(asked) == {"owner/medusa"}
     (repo / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
-    with pytest.raises(ModelNotFound, match="owner/medusa is a model of 32 layers, not a draft head"):
+    with pytest.raises(ModelNotFound, match="owner/medusa is a model \\(num_hidden_layers: 32\\), not a draft head"):
         import_head("owner/medusa", tmp_path / "more", model=name)
 
 

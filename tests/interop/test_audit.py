@@ -376,6 +376,9 @@ def test_gaps_by_log_probabilities():
     assert gap_by_logprobs(places, "the cat is", reference).gap == pytest.approx(1.3)
     # it was " cats", and not an unlikely "s" after " cat"
     assert gap_by_logprobs(places, "the cats", reference).gap == pytest.approx(0.1)
+    # a shorter token of the answer, which the reference also begins with
+    longer = [Place(b'"]', -1.4, {b'"]': -1.4, b'"': -1.7, b",": -2.0})]
+    assert gap_by_logprobs(longer, '" ,', '"]').gap == pytest.approx(0.3)
     penalised = [*places[:2], replace(places[2], logprob=-1.6, tops={b" sat": -1.6, b" is": -1.5})]
     assert "a penalty" in gap_by_logprobs(penalised, "the cat is", reference, is_greedy=True).reason
     assert gap_by_logprobs(penalised, "the cat is", reference).gap == pytest.approx(-0.1)

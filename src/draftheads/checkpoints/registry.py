@@ -192,7 +192,7 @@ def find_published(name: str | PathLike[str], base_name: str) -> Path:
     folder = _download(match["repo"], match["subfolder"], base_name)
     config = _json_in(folder / CONFIG_FILE)
     if config.get("num_hidden_layers", 1) > _MOST_LAYERS and not any("medusa" in key for key in config):
-        raise ModelNotFound(f"{name} is a model of {config['num_hidden_layers']} layers, not a draft head")
+        raise ModelNotFound(f"{name} is a model (num_hidden_layers: {config['num_hidden_layers']}), not a draft head")
     return _download(match["repo"], match["subfolder"], base_name, _OF_OTHERS)
 
 

@@ -94,7 +94,7 @@ def write_hydra(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if config.lm_head != "own" or config.draft_vocab_size is not None:
         raise InvalidSettings(
             f"Hydra's layout has lm_heads of the whole vocabulary; this head has lm_heads of the kind "
-            f"{config.lm_head} for {config.num_draft_tokens} tokens: train it with --lm-head own and "
+            f"{config.lm_head}, for a vocabulary of {config.num_draft_tokens}: train it with --lm-head own and "
             "with --draft-vocab-size 0"
         )
     if head.embedding_scale != 1.0:

@@ -105,7 +105,8 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 def gap_by_logprobs(places: Sequence[Place], answer: str, reference: str, *, is_greedy: bool = False) -> Score:
     """The gap by the log-probabilities of the reference's tokens, and of the most likely ones beside them.
 
-    A token that also ends in the common part can have led to the answer, such as `` cats`` beside `` cat``.
+    The texts part at the first token of the reference that the answer does not have; or before, where another token
+    leads beyond the common part, such as `` cats`` beside `` cat``.
     ``is_greedy`` refuses a reference that is not the most likely token; under a grammar it need not be.
 
     >>> places = [Place(b"the", -0.1, {}), Place(b" cat", -0.5, {b" cat": -0.5, b" dog": -0.75})]
@@ -119,10 +120,11 @@ def gap_by_logprobs(places: Sequence[Place], answer: str, reference: str, *, is_
     for place in places:
         if not theirs.startswith(place.token, start):
             return Score(None, reason="the tokens with log-probabilities are of another text than the reference")
-        last = place
+        last, has_parted = place, not ours.startswith(place.token, start)
         others = [token for token in place.tops if token and ours.startswith(token, start)]
-        gaps += [place.logprob - place.tops[token] for token in others if not theirs.startswith(token, start)]
-        if not ours.startswith(place.token, start):
+        others = [token for token in others if has_parted or not theirs.startswith(token, start)]
+        gaps += [place.logprob - place.tops[token] for token in others]
+        if has_parted:
             break
         start += len(place.token)
     is_end = start == len(ours)
