@@ -301,7 +301,9 @@ class Audit:
                 others = ", ".join(server.others[:4])
                 notes.append(f"{server.base} has several models; asked was {server.model}, not {others}.")
         if self._off["baseline"].num_tokens:
-            sides = [f"{off.num_off} of {counted(off.num_tokens, 'token')} of the {name}" for name, off in self._off.items()]
+            sides = [
+                f"{off.num_off} of {counted(off.num_tokens, 'token')} of the {name}" for name, off in self._off.items()
+            ]
             notes.append(
                 f"Less likely than the model's best token by more than {self._settings.tolerance:g} nats: "
                 f"{', '.join(sides)}."
