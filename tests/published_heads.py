@@ -144,13 +144,14 @@ def hydra(target: TargetModel, *, grounded: bool = True, prefix: bool = False, l
     tensors: Tensors = {}
     place = (lambda j: 2 * j + 1) if prefix else (lambda j: j)
     for i in range(HEADS):
+        shared = numbers(size, size), numbers(size)  # the project has one block for all layers but a first that fuses
         for j in range(layers):
-            inputs = (i + 2) * size if grounded and j == 0 else size
-            tensors[f"hydra_mlp.{i}.{place(j)}.linear.weight"] = numbers(size, inputs)
-            tensors[f"hydra_mlp.{i}.{place(j)}.linear.bias"] = numbers(size)
-            if grounded and j == 0:
-                tensors[f"hydra_mlp.{i}.{place(j)}.res_connection.weight"] = numbers(size, inputs)
-                tensors[f"hydra_mlp.{i}.{place(j)}.res_connection.bias"] = numbers(size)
+            name, fuses, inputs = f"hydra_mlp.{i}.{place(j)}", grounded and j == 0, (i + 2) * size
+            weight, bias = (numbers(size, inputs), numbers(size)) if fuses else shared
+            tensors |= {f"{name}.linear.weight": weight.clone(), f"{name}.linear.bias": bias.clone()}
+            if fuses:
+                residual = f"{name}.res_connection"
+                tensors |= {f"{residual}.weight": numbers(size, inputs), f"{residual}.bias": numbers(size)}
         head = f"hydra_lm_head.{i}.1" if prefix else f"hydra_lm_head.{i}"
         tensors |= {f"{head}.weight": numbers(vocab, size), f"{head}.bias": numbers(vocab)}
     tensors["input_embed_fn.weight"] = embedding.clone()
@@ -186,7 +187,7 @@ def hydra(target: TargetModel, *, grounded: bool = True, prefix: bool = False, l
         "hidden_state_offset": 0,
     }
     method = "hydra++" if prefix else "hydra" if grounded else "medusa"
-    return Published(method, tensors, about, logits, "hydra_lm_head.pt", "hydra" if grounded else None)
+    return Published(method, tensors, about, logits, "hydra_lm_head.pt", "hydra")
 
 
 def accelerator(

@@ -273,7 +273,7 @@ def test_an_imported_head_is_trained_further_on_a_tuned_copy_of_its_base(tmp_pat
         parameter.data += 0.2 * parameter.data.std().nan_to_num() * torch.randn_like(parameter)
     whole = {"draft_vocab_size": 0, "lm_head": "own", "epochs": 12}
     train_for(base, train_options(tmp_path / "first", features_of(base, tmp_path / "base"), **whole))
-    config, tensors = write_medusa(load_head(tmp_path / "first", base))
+    config, tensors = write_medusa(load_head(tmp_path / "first", base), base)
     written(Published("medusa", tensors, config, lambda *_: [], "medusa_lm_head.pt"), tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", base=base)
     known = tokens_per_step(base, load_head(tmp_path / "ours", base))
@@ -426,6 +426,69 @@ def test_a_small_llama_is_an_ordinary_one(tmp_path: Path) -> None:
     features = head(torch.zeros(1, 9, target.hidden_size), ids)
     expected = head.logits(features[0].roll(1, dims=1), 0)  # head 0 at t is the model after t+1 tokens
     torch.testing.assert_close(model(ids).logits, expected, rtol=3e-2, atol=3e-2)
+
+
+def test_the_type_of_the_file_is_kept(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made("vllm-medusa without biases", target)
+    head.tensors = {name: tensor.bfloat16() for name, tensor in head.tensors.items()}
+    convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "ours" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_head_beside_its_base_model_is_found(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    folder = written(made("medusa v0.1", target), tmp_path / "theirs")
+    save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    assert is_published(folder)
+    assert convert(folder, tmp_path / "ours", base=target).config.num_heads == HEADS
+
+
+def test_a_whole_model_is_told_from_a_head(tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    for opened in (lambda: import_head(name, tmp_path / "ours", model=name), lambda: load(name, head=name)):
+        with pytest.raises(ModelNotFound, match=f"is a whole model, not a draft head: .* --draft-model {name}"):
+            opened()
+
+
+def test_names_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made("medusa v0.1", target)
+    head.tensors["\x1b[2J"] = torch.zeros(1)
+    with pytest.raises(CheckpointCorrupt, match=r"surplus tensor '\\x1b\[2J'"):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    head.tensors = {"\x1b[2J": torch.zeros(1)}
+    with pytest.raises(ModelNotFound, match=r"has the tensors '\\x1b\[2J', …"):
+        convert(written(head, tmp_path / "others"), tmp_path / "ours", base=target)
+
+
+def test_layer_numbers_of_other_engines(tmp_path: Path) -> None:
+    """At the top they are ours; in ``eagle_config`` the layer before is named."""
+    target = tiny_model("llama", **DEEP)
+    for key, number in (("top", 3), ("eagle_config", 4)):
+        head = made("eagle3", target)
+        given = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+        head.config |= given if key == "top" else {"eagle_config": given}
+        layout = convert(written(head, tmp_path / key), tmp_path / f"{key}_ours", base=target)
+        assert layout.config.options()["layers"] == [number - 2, number, number + 3]
+
+
+def test_a_head_for_another_size_is_refused(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made("eagle3", target)
+    head.config["target_hidden_size"] = 64
+    with pytest.raises(UnsupportedModel, match=r"reads hidden states of 64 numbers, and those of .* have 32"):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+
+
+def test_a_bias_behind_the_attention_is_refused_unless_it_is_zero(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made("eagle of qwen2", target)
+    bias = head.tensors["layers.0.self_attn.o_proj.bias"] = torch.zeros(target.hidden_size)
+    convert(written(head, tmp_path / "zero"), tmp_path / "ours", base=target)
+    bias[3] = 1.0
+    with pytest.raises(CheckpointCorrupt, match=r"surplus tensor layers\.0\.self_attn\.o_proj\.bias"):
+        convert(written(head, tmp_path / "one"), tmp_path / "more", base=target)
 
 
 def test_layers_that_the_original_code_would_mix_up_are_not_written(tmp_path: Path) -> None:

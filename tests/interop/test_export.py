@@ -1,6 +1,7 @@
 """An exported EAGLE-3 head is the head itself, in the layout that other engines read."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftheads import export_head
-from draftheads.checkpoints.checkpoint import save_head
+from draftheads import export_head, import_head
+from draftheads.checkpoints.checkpoint import load_head, save_head
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings, SpeedWarning, StorageError
 from draftheads.formats.eagle import write_eagle3
@@ -21,7 +22,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 from families import VOCAB, tiny_head, tiny_model, tiny_profile
 from joint_world import on_disk
-from published_heads import Eagle3
+from published_heads import Eagle3, numbers
 
 DEEP = {"num_hidden_layers": 8}  # three different layers are read
 SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -108,12 +109,223 @@ def test_a_head_that_drafts_all_tokens_has_the_maps_too() -> None:
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 3, 7]
 
 
+PART = {"draft_vocab_size": 10, "lm_head": "shared"}
+SCALED_PART = {**PART, "embedding_scale": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "to"),
+    [
+        ("hydra", {**SCALED_PART, "num_layers": 2}, None),
+        ("hydra", {"lm_head": "low_rank", "lm_head_rank": 5, "embedding_scale": 0.5}, None),
+        ("hydra++", SCALED_PART, None),
+        ("mlp-speculator", {**SCALED_PART, "inner_size": 24}, None),
+        ("mlp-speculator", {**SCALED_PART, "tie_weights": True, "scale_input": True}, None),
+        ("mlp-speculator", {**SCALED_PART, "tie_weights": True, "inner_size": 24}, "arctic"),
+        ("mlp-speculator", {"lm_head": "own", "embedding_scale": 3.0}, None),
+        ("mlp-speculator", {"lm_head": "low_rank", "lm_head_rank": 5, "embeddings": "own"}, "arctic"),
+        ("medusa", PART, "medusa"),
+        ("medusa", PART, "vllm-medusa"),
+        ("medusa", {"lm_head": "low_rank", "lm_head_rank": 5}, "medusa"),
+        ("medusa", PART, "hydra"),
+        ("medusa", {"lm_head": "own", "lm_head_bias": True}, "hydra"),
+        ("eagle", SCALED_PART, None),
+        ("eagle", {**SCALED_PART, "qkv_bias": True, "fusion_bias": False}, "eagle"),
+    ],
+)
+@torch.no_grad()
+def test_what_the_target_shares_is_written_out(
+    method: str, options: dict[str, Any], to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads as the same logits, of which a head for a part of the vocabulary gets more."""
+    monkeypatch.setattr("draftheads.interop.export.as_stored", lambda tensor: tensor.detach().contiguous().clone())
+    name = on_disk(tmp_path / "model", dtype=torch.bfloat16, **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    sizes = target.head_sizes if method in ("hydra++", "eagle") else {}
+    head = tiny_head(method, target, **{k: v for k, v in sizes.items() if k != "layers"}, **options)
+    for parameter in head.parameters():
+        parameter.copy_(numbers(*parameter.shape))
+    save_head(head, tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)), dtype=torch.float32)
+    folder = export_head(tmp_path / "head", tmp_path / "out", model=name, to=to)
+    assert import_head(folder, tmp_path / "again", model=name).config.method == method
+    again = load_head(tmp_path / "again", target, dtype=torch.float32)
+    assert again.embedding_scale == 1.0
+    length = 10
+    hidden, ids = torch.randn(1, length, target.hidden_size), torch.randint(3, target.vocab_size, (1, length))
+    expected, found = head(hidden, ids), again(hidden, ids)
+    for depth in range(head.config.num_heads):
+        places, logits = length - 2 - depth, again.logits(found[min(depth, len(found) - 1)], depth)
+        is_part = head.config.draft_vocab_size is not None and again.config.draft_vocab_size is None
+        logits = logits[..., head.draft_vocab] if is_part else logits
+        wanted = head.logits(expected[depth], depth)
+        torch.testing.assert_close(logits[:, :places], wanted[:, :places], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "to", "message"),
+    [
+        ("hydra", {"lm_head": "own"}, None, "kind own for 10 draft tokens of .*: train it with --draft-vocab-size 0"),
+        ("hydra", {"num_layers": 3}, None, "layers of head 0 differ.*--num-layers 2"),
+        ("medusa", {"num_layers": 2}, "hydra", "layers of head 0 differ.*--num-layers 1"),
+        (
+            "hydra",
+            {"lm_head": "low_rank", "lm_head_rank": 4, "num_layers": 3},
+            None,
+            "kind low_rank .*; the layers of head 0 differ",
+        ),
+        (
+            "mlp-speculator",
+            {"lm_head": "low_rank", "lm_head_rank": 4},
+            None,
+            "the head are of the kind low_rank for 10 draft tokens",
+        ),
+        ("medusa", {"lm_head": "own", "num_layers": 2}, None, "--to vllm-medusa; the layers of head 0 .*num-layers 1"),
+        ("medusa", {"lm_head": "own", "lm_head_bias": True}, "vllm-medusa", "have a bias, .* export it --to hydra"),
+        ("medusa", {"lm_head": "own", "lm_head_bias": True}, "medusa", "--to hydra.*; .* --to vllm-medusa"),
+        (
+            "eagle",
+            {"lm_head": "own"},
+            "eagle",
+            "lm_head is own, .*--lm-head shared; .*fc has a bias, .*--to eagle-sglang",
+        ),
+        ("eagle", {"lm_head": "own"}, None, "lm_head is own, .*--lm-head shared$"),
+        ("small-llama", {"lm_head": "own"}, None, "lm_head of the whole vocabulary; this head's is own"),
+    ],
+)
+def test_all_reasons_are_told_at_once(
+    method: str, options: dict[str, Any], to: Any, message: str, tmp_path: Path
+) -> None:
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    head = tiny_head(method, target, **{"draft_vocab_size": 10, **options})
+    save_head(head, tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)))
+    with pytest.raises(InvalidSettings, match=message):
+        export_head(tmp_path / "head", tmp_path / "out", model=name, to=to)
+    assert not (tmp_path / "out").exists()
+
+
+def exported(
+    method: str, options: dict[str, Any], arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[Path, dict[str, Any], dict[str, str], str]:
+    """By the command: the folder, its configuration, the commands by engine, and all that was printed."""
+    name = on_disk(tmp_path / "model", **DEEP)
+    target = TargetModel.load(name, dtype=torch.float32)
+    head = eagle3(target, **options) if method == "eagle3" else tiny_head(method, target, **options)
+    save_head(head, tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)))
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "head"), "--model", name, "--out", str(out), *arguments]) == 0
+    said = capsys.readouterr().out
+    lines = [line.split(": ", 1) for line in said.splitlines()[1:] if ": " in line]
+    return out, json.loads((out / "config.json").read_text()), dict(lines), said
+
+
+def test_an_eagle_head_with_a_bias_is_for_sglang_with_its_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, _, commands, said = exported("eagle", PART, [], tmp_path, capsys)
+    assert "in the layout eagle-sglang" in said
+    assert "not only" not in said, "the map keeps the draft tokens"
+    assert list(commands) == ["SGLang"]
+    assert f"--speculative-token-map {out / 'token_map.pt'}" in commands["SGLang"]
+    tokens = torch.load(out / "token_map.pt", weights_only=True)
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == load_head_vocab(tmp_path / "head")
+
+
+def load_head_vocab(folder: Path) -> list[int]:
+    return load_file(folder / "model.safetensors")["draft_vocab"].tolist()
+
+
+def test_one_without_a_bias_is_for_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, config, commands, said = exported("eagle", {**PART, "fusion_bias": False}, [], tmp_path, capsys)
+    assert "in the layout eagle\n" in said
+    assert re.search(r"it predicts all \d+ tokens of the model, not only its 10 draft tokens", said)
+    assert not (out / "token_map.pt").exists()
+    assert (list(commands), config["architectures"]) == (["vLLM"], ["LlamaForCausalLMEagle"])
+
+
+def test_biases_of_attention_come_with_one_of_zero_behind_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines make that one of random memory where there is none."""
+    out, config, _, _ = exported("eagle", {**PART, "qkv_bias": True}, [], tmp_path, capsys)
+    tensors = load_file(out / "model.safetensors")
+    assert config["attention_bias"]
+    assert tensors["layers.0.self_attn.o_proj.bias"].shape == (config["hidden_size"],)
+    assert not tensors["layers.0.self_attn.o_proj.bias"].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "engines"),
+    [({"lm_head": "low_rank", "lm_head_rank": 4}, ["Medusa", "TensorRT-LLM"]), (PART, ["Medusa"])],
+)
+def test_the_commands_of_medusa(
+    options: dict[str, Any], engines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorRT-LLM does not read shared lm_heads."""
+    out, config, commands, said = exported("medusa", options, [], tmp_path, capsys)
+    assert list(commands) == engines
+    assert commands["Medusa"] == f"python -m medusa.inference.cli --model {out}"
+    assert "--num_medusa_heads 3 " in commands.get("TensorRT-LLM", "--num_medusa_heads 3 ")
+    assert config.get("version") == (None if len(engines) > 1 else "2")
+    assert ("not only its 10 draft tokens" in said) == (len(engines) == 1)
+
+
+def test_the_command_of_hydra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, config, commands, _ = exported("hydra", PART, [], tmp_path, capsys)
+    assert commands == {"Hydra": f"python -m hydra.inference.cli --model {out}"}
+    assert (config["grounded_heads"], config["base_model_name_or_path"]) == (True, str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("arguments", [["--with-embedding"], ["--to", "speculators"]])
+def test_the_embedding_is_there_on_request_and_for_speculators(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, config, _, said = exported("eagle3", {}, arguments, tmp_path, capsys)
+    target = TargetModel.load(str(tmp_path / "model"), dtype=torch.float32)
+    found = load_file(out / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(found, target.weights.embedding.bfloat16())
+    if "speculators" in arguments:
+        about = config["speculators_config"]
+        assert about["verifier"] == {"name_or_path": str(tmp_path / "model"), "architectures": ["LlamaForCausalLM"]}
+        assert about["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 3}]
+        assert config["target_hidden_size"] == target.hidden_size
+        assert said.splitlines()[1] == f"vLLM: vllm serve {out}"
+    import_head(out, tmp_path / "again", model=str(tmp_path / "model"))
+    save_head(tiny_head("medusa", target), tmp_path / "medusa", base=target, profile=tiny_profile(Tree.chain(3)))
+    with pytest.raises(InvalidSettings, match="--with-embedding: the layout medusa has no place"):
+        export_head(tmp_path / "medusa", tmp_path / "other", model=str(tmp_path / "model"), with_embedding=True)
+
+
+def test_arctic_has_every_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, config, commands, _ = exported(
+        "mlp-speculator", {**PART, "tie_weights": True}, ["--to", "arctic"], tmp_path, capsys
+    )
+    tensors = load_file(out / "model.safetensors")
+    for part in ("emb", "proj", "ln", "head"):
+        assert [f"speculator.{part}.{i}.weight" in tensors for i in range(4)] == [True] * 3 + [False]
+    assert not torch.equal(tensors["speculator.proj.0.weight"], tensors["speculator.proj.1.weight"])
+    assert torch.equal(tensors["speculator.proj.2.weight"], tensors["speculator.proj.1.weight"])
+    assert torch.equal(tensors["speculator.head.2.weight"], tensors["speculator.head.0.weight"])
+    assert config["architectures"] == ["ArcticMLPSpeculatorPreTrainedModel"]
+    assert config["base_model_archs"] == ["LlamaForCausalLM"]
+    assert list(commands) == ["vLLM 0.26 with Arctic Inference"]
+
+
 def test_engines_that_leave_out_a_part_are_named(tmp_path: Path) -> None:
     name = on_disk(tmp_path / "model", **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)
     save_head(eagle3(target, norm_output=True), tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)))
     with pytest.warns(SpeedWarning, match=r"norm_output: llama.cpp and optimum-intel \(OpenVINO\) ignore it"):
         export_head(tmp_path / "head", tmp_path / "out", model=name)
+    head = eagle3(target, norm_before_residual=True, qkv_bias=True)
+    save_head(head, tmp_path / "more", base=target, profile=tiny_profile(Tree.chain(3)))
+    with pytest.warns(SpeedWarning) as warned:
+        export_head(tmp_path / "more", tmp_path / "more_out", model=name)
+    assert [str(warning.message).split(":")[0] for warning in warned] == [
+        "the head has norm_before_residual",
+        "the head has qkv_bias",
+    ]
 
 
 def test_what_the_layout_cannot_hold_is_an_error() -> None:
@@ -121,8 +333,8 @@ def test_what_the_layout_cannot_hold_is_an_error() -> None:
     with pytest.raises(InvalidSettings, match=r"reads the layers \[0, 3\], and engines give .* states of 3"):
         write_eagle3(eagle3(target, layers=[0, 3]), target)
     target.model.lm_head.bias = nn.Parameter(torch.ones(VOCAB))
-    with pytest.raises(InvalidSettings, match=r"lm_head has a bias.*--lm-head own"):
-        write_eagle3(eagle3(target), TargetModel(target.model, target.tokenizer, "biased"))
+    with pytest.raises(InvalidSettings, match=r"reads the layers \[0, 3\].*; .*lm_head has a bias.*--lm-head own"):
+        write_eagle3(eagle3(target, layers=[0, 3]), TargetModel(target.model, target.tokenizer, "biased"))
 
 
 def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +347,9 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     commands = dict(line.split(": ", 1) for line in said.splitlines()[1:])
     assert list(commands) == ["vLLM", "SGLang", "llama.cpp", "OpenVINO"]
+    assert commands["OpenVINO"].startswith("pip install optimum-intel")
+    assert f"--model {out} --task text-generation-with-past --trust-remote-code" in commands["OpenVINO"]
+    assert "embed_tokens.weight" not in load_file(out / "model.safetensors")
     speculative = json.loads(shlex.split(commands["vLLM"])[-1])
     assert speculative == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
     config, tensors = written(head, target)
@@ -145,7 +360,7 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(StorageError, match="already exists"):
         export_head(tmp_path / "head", out, model=name)
     save_head(tiny_head("medusa", target), tmp_path / "medusa", base=target, profile=tiny_profile(Tree.chain(3)))
-    with pytest.raises(InvalidSettings, match="heads of the method medusa choose medusa or vllm-medusa"):
+    with pytest.raises(InvalidSettings, match="heads of the method medusa choose medusa or vllm-medusa or hydra"):
         export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagle3")
     save_head(tiny_head("amphista", target), tmp_path / "amphista", base=target, profile=tiny_profile(Tree.chain(3)))
     with pytest.raises(InvalidSettings, match="no other project has heads of the method amphista"):

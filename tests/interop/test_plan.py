@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cli.main import main
-from draftheads.errors import DataError, InvalidSettings
+from draftheads.cli.plan import PlanOptions, run
+from draftheads.errors import DataError, InvalidSettings, SpeedWarning
 from draftheads.interop.plan import Choice, Measured, chain_tokens, plan, read_costs
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.tree import Tree
-from families import tiny_profile
+from families import tiny_head, tiny_model, tiny_profile
 
 # siblings between the tokens of the chain count nothing; the chain is right with 0.8, 0.5 and 0.25
 PROFILE = tiny_profile(
@@ -61,4 +64,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "hydra", "--costs", str(tmp_path / "costs.csv")]) == 0
     said = capsys.readouterr().out
     assert '"num_speculative_tokens_per_batch_size": [[1, 7, 3], [8, 1024, 0]]' in said
-    assert "llama.cpp: --spec-draft-n-max 3" in said
+    assert "SGLang: --speculative-num-steps 3 --speculative-eagle-topk 1  # batch size 1\n" in said
+    assert "llama.cpp: --spec-draft-n-max 3  # batch size 1\n" in said
+
+
+def test_a_file_of_a_spreadsheet_with_a_time_measured_twice(tmp_path: Path) -> None:
+    (tmp_path / "costs.csv").write_text("\ufeffbatch,draft_tokens,milliseconds\n1,2,30\n1,0,10\n1,0,20\n")
+    costs = read_costs(tmp_path / "costs.csv")
+    assert [cost.milliseconds for cost in costs] == [30.0, 10.0, 20.0]
+    assert plan(PROFILE, costs)[0].speed_up == pytest.approx(1.8 / 22.5 / (1.0 / 15.0)), "plain steps take 15 ms"
+
+
+def test_an_acceptance_that_nobody_measured_is_told(tmp_path: Path) -> None:
+    target = tiny_model("llama")
+    assumed = AcceptanceProfile.assumed(3)
+    save_head(tiny_head("medusa", target), tmp_path / "head", base=target, profile=assumed)
+    (tmp_path / "costs.csv").write_text("batch,draft_tokens,milliseconds\n1,0,10\n1,2,11\n")
+    with pytest.warns(SpeedWarning, match=r"nobody has measured this head's acceptance: .* draftheads tune"):
+        run(PlanOptions(str(tmp_path / "head"), tmp_path / "costs.csv"))
+    run(PlanOptions("medusa", tmp_path / "costs.csv"))

@@ -1,6 +1,7 @@
 """``draftheads plan``: how many tokens another engine should draft."""
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +30,18 @@ class PlanOptions:
 def run(options: PlanOptions) -> None:
     """Prints a table, and what engines are told."""
     from draftheads.checkpoints.profile_store import find_profile  # noqa: PLC0415 - slow to import
+    from draftheads.errors import SpeedWarning  # noqa: PLC0415
     from draftheads.interop.plan import for_vllm, plan, read_costs  # noqa: PLC0415
 
-    choices = plan(find_profile(options.head, options.model, profile="auto"), read_costs(options.costs))
+    profile = find_profile(options.head, options.model, profile="auto")
+    if not profile.num_texts:
+        warnings.warn(
+            "nobody has measured this head's acceptance: half of the draft tokens are assumed to be accepted at each "
+            f"depth; measure it: draftheads tune --model {options.model} --head {options.head} --prompts FILE",
+            SpeedWarning,
+            stacklevel=2,
+        )
+    choices = plan(profile, read_costs(options.costs))
     table = Table("batch", "draft tokens", "tokens / step", "speed-up")
     for choice in choices:
         row = (choice.batch, choice.draft_tokens, f"{choice.tokens_per_step:.2f}", f"{choice.speed_up:.2f}")
@@ -43,5 +53,8 @@ def run(options: PlanOptions) -> None:
         return
     given = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": for_vllm(choices)}
     print(f"vLLM: in --speculative-config {json.dumps(given)[1:-1]}")
-    print(f"SGLang: --speculative-num-steps {choices[0].draft_tokens} --speculative-eagle-topk 1")
-    print(f"llama.cpp: --spec-draft-n-max {choices[0].draft_tokens}")
+    first = choices[0]
+    print(
+        f"SGLang: --speculative-num-steps {first.draft_tokens} --speculative-eagle-topk 1  # batch size {first.batch}"
+    )
+    print(f"llama.cpp: --spec-draft-n-max {first.draft_tokens}  # batch size {first.batch}")

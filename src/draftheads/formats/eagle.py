@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import CheckpointCorrupt, InvalidSettings, UnsupportedModel
-from draftheads.formats.layout import Layout, Made, need_config, sizes_of
+from draftheads.errors import CheckpointCorrupt, UnsupportedModel
+from draftheads.formats.layout import Layout, Made, need_config, refuse, sizes_of
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
@@ -129,24 +129,30 @@ def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
     """
     config = head.config
     assert isinstance(config, Eagle3Config)
+    reasons = scaled_otherwise(config, target)
     if len(config.layers) != _NUM_STATES:
-        raise InvalidSettings(
+        reasons.append(
             f"the head reads the layers {config.layers}, and engines give an EAGLE-3 head the hidden states of "
             f"{_NUM_STATES}: train a head that reads {_NUM_STATES} (--head-options layers=[…])"
         )
-    _check_no_bias(head, target)
+    if target.weights.lm_head_bias is not None and config.lm_head == "shared":
+        reasons.append(
+            "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own"
+        )
+    refuse(reasons)
     tensors = {
         theirs: head.state_dict()[ours] for ours, theirs in eagle3_names(config).items() if theirs != "lm_head.weight"
     }
     # whatever kind the lm_head is: the logits of unit vectors are its columns
     tensors["lm_head.weight"] = head.logits(torch.eye(config.hidden_size), 0).T
     ids = head.draft_vocab if config.draft_vocab_size is not None else torch.arange(config.vocab_size)
+    tensors |= _output_bias(config, _PUBLISHED)
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
     about = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **_llama(config, target),
+        **llama_config(config, target),
         "target_hidden_size": config.hidden_size,
         "draft_vocab_size": config.num_draft_tokens,
         "norm_before_residual": config.norm_before_residual,
@@ -215,18 +221,24 @@ def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tup
     """
     config = head.config
     assert isinstance(config, EagleConfig)
+    reasons = scaled_otherwise(config, target)
     if config.lm_head != "shared":
-        raise InvalidSettings(f"the head's lm_head is {config.lm_head}, and engines take the target's for EAGLE heads")
+        reasons.append(
+            f"the head's lm_head is {config.lm_head}, and engines take the target's for EAGLE heads: train it with "
+            "--lm-head shared"
+        )
     tensors = {theirs: head.state_dict()[ours] for ours, theirs in eagle_names(config).items()}
+    tensors |= _output_bias(config, _SPECULATORS)
     if not with_bias and (bias := tensors.pop("fc.bias", None)) is not None and bool(bias.any()):
-        raise InvalidSettings(
+        reasons.append(
             "the head's fc has a bias, for which vLLM's layout has no place: export it --to eagle-sglang, or "
             "train it with --head-options fusion_bias=false"
         )
+    refuse(reasons)
     scale = torch.ones(2 * config.hidden_size)
     scale[: config.hidden_size] = head.embedding_scale
     tensors["fc.weight"] = tensors["fc.weight"].float() * scale
-    about = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", **_llama(config, target)}
+    about = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", **llama_config(config, target)}
     if with_bias:  # SGLang always has one, and takes `bias` for that of attention
         tensors.setdefault("fc.bias", torch.zeros(config.hidden_size))
     return {**about, "bias": False}, tensors
@@ -243,7 +255,7 @@ def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any]) -> dict[
 
     need_config(source, "it says how many heads the layer's attention has, and its rotary positions")
     if (act := given.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModel(f"{source.path}: the layer's activation is {act}; only silu can be read")
+        raise UnsupportedModel(f"{source.path}: the layer's activation is {act!r}; only silu can be read")
     kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
     if "num_attention_heads" not in kept:
         raise CheckpointCorrupt(f"{source.folder / CONFIG}: num_attention_heads is missing")
@@ -312,29 +324,37 @@ def _copies(source: Source, name: str) -> dict[str, str]:
 
 
 def _unused(source: Source) -> set[str]:
-    return {name for name in source.shapes if name.endswith("rotary_emb.inv_freq")}
+    """Also a bias behind the attention, if it is zero."""
+    return {
+        name
+        for name in source.shapes
+        if name.endswith("rotary_emb.inv_freq")
+        or (name.endswith("self_attn.o_proj.bias") and not source.tensor(name).any())
+    }
 
 
-def _check_no_bias(head: DraftHead, target: TargetModel) -> None:
-    if target.weights.lm_head_bias is not None and head.config.lm_head == "shared":
-        raise InvalidSettings(
-            "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own"
-        )
+def _output_bias(config: LayerConfig, prefix: str) -> dict[str, Tensor]:
+    """Engines whose q, k and v have biases give the layer behind the attention one, too, and do not set it to zero."""
+    return {f"{prefix}self_attn.o_proj.bias": torch.zeros(config.hidden_size)} if config.qkv_bias else {}
 
 
 def _architectures(target: TargetModel) -> list[str]:
     return list(getattr(target.config, "architectures", None) or [type(target.model).__name__])
 
 
-def _llama(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
+def scaled_otherwise(config: LayerConfig, target: TargetModel) -> list[str]:
+    """Why :func:`llama_config` is not the head's, if it is not."""
+    scaled = config.rope_frequencies
+    if scaled is None or scaled == layer_sizes(target.config, config.hidden_size).get("rope_frequencies"):
+        return []
+    return ["the head's rotary positions are scaled otherwise than the model's, which the layout would be written with"]
+
+
+def llama_config(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
     """What a Llama configuration says of one layer, with rotary positions in the old and the new schema."""
     rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     is_scaled = config.rope_frequencies is not None
-    if is_scaled and config.rope_frequencies != layer_sizes(target.config, config.hidden_size).get("rope_frequencies"):
-        raise InvalidSettings(
-            "the head's rotary positions are scaled otherwise than the model's, which the layout would be written with"
-        )
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"} if is_scaled else None
     return {
         "hidden_size": config.hidden_size,

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from draftheads.errors import CheckpointCorrupt, InvalidSettings, UnsupportedModel
-from draftheads.formats.layout import Layout, numbers_in, sizes_of
-from draftheads.formats.medusa import check_equal_layers
+from draftheads.errors import CheckpointCorrupt, UnsupportedModel
+from draftheads.formats.layout import Layout, numbers_in, partial_vocabulary, refuse, sizes_of, whole_lm_heads
+from draftheads.formats.medusa import different_layers
 from draftheads.formats.source import Source
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.heads.hydra import HydraConfig
@@ -84,31 +84,29 @@ def hydra_names(config: HeadConfig) -> dict[str, str]:
     return names
 
 
-def write_hydra(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """``config.json`` and the tensors as the project stores them.
+def write_hydra(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """``config.json`` and the tensors as the project stores them: every head has an lm_head of the whole vocabulary.
+
+    Embeddings that the head scales are scaled by the first block.
 
     Raises:
-        InvalidSettings: the layout has no place for the head's lm_heads, draft vocabulary or scaled embeddings.
+        InvalidSettings: lm_heads of a part of the vocabulary, or layers that the original code cannot keep apart.
     """
-    config = head.config
-    if config.lm_head != "own" or config.draft_vocab_size is not None:
-        raise InvalidSettings(
-            f"Hydra's layout has lm_heads of the whole vocabulary; this head has lm_heads of the kind "
-            f"{config.lm_head}, for a vocabulary of {config.num_draft_tokens}: train it with --lm-head own and "
-            "with --draft-vocab-size 0"
-        )
-    if head.embedding_scale != 1.0:
-        raise InvalidSettings(
-            f"the head multiplies embeddings by {head.embedding_scale:g}, for which the layout has no place"
-        )
-    has_prefix = isinstance(config, HydraPlusPlusConfig)
+    config, tensors = head.config, dict(head.state_dict())
+    has_prefix, is_grounded = isinstance(config, HydraPlusPlusConfig), not isinstance(config, MedusaConfig)
+    layers = range(1 if is_grounded else 0, config.num_layers)
+    refuse([*partial_vocabulary(config), *different_layers(tensors, config.num_heads, layers)])
     about = {
         "hydra_num_heads": config.num_heads,
         "hydra_num_layers": config.num_layers,
         "hydra_head_arch": "prefix-mlp" if has_prefix else "mlp",
-        "grounded_heads": not isinstance(config, MedusaConfig),
+        "grounded_heads": is_grounded,
         "hidden_state_offset": 0,
     }
-    tensors = head.state_dict()
-    check_equal_layers(tensors, config.num_heads, range(1, config.num_layers))
+    for i, (weight, bias) in enumerate(whole_lm_heads(head, target)):
+        tensors |= {f"lm_heads.heads.{i}.weight": weight, f"lm_heads.heads.{i}.bias": bias}
+    for i, part in product(range(config.num_heads if is_grounded else 0), ("linear", "residual")):
+        name = f"blocks.{i}.0.{part}.weight"  # (D, (i+2)·D): of h_t, and behind it of the embeddings
+        tensors[name] = tensors[name].clone()
+        tensors[name][:, config.hidden_size :] *= head.embedding_scale
     return about, {theirs: tensors[ours] for ours, theirs in hydra_names(config).items()}

@@ -1,7 +1,7 @@
 """A head in another project's layout: which of its tensors are which of ours, in both directions."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import weightless_head
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings
 from draftheads.formats.source import CONFIG, Source
-from draftheads.heads.base import HeadConfig
+from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
@@ -64,8 +64,8 @@ class Layout:
         ):
             if names:
                 raise CheckpointCorrupt(
-                    f"{source.path}: {kind} tensor {min(names)}: read as {self.format} with {self._sizes()}, it needs "
-                    f"{counted(len(used), 'tensor')} and has {len(found)}"
+                    f"{source.path}: {kind} tensor {shown(min(names))}: read as {self.format} with {self._sizes()}, it "
+                    f"needs {counted(len(used), 'tensor')} and has {len(found)}"
                 )
         for name, part in self.copies.items():
             self._check_copy(source, name, part, base)
@@ -86,6 +86,11 @@ class Layout:
                 raise CheckpointCorrupt(f"{source.path}: tensor {where} holds {tensor.dtype}")
             tensors[name] = tensor
         return tensors
+
+    def is_in_file(self, name: str) -> bool:
+        """Whether one of our tensors is read, not only filled in."""
+        where = self.names[name]
+        return not isinstance(where, Made) or bool(where.of)
 
     def _sizes(self) -> str:
         config = self.config
@@ -118,6 +123,45 @@ def numbers_in(shapes: Collection[str], pattern: str) -> list[tuple[int, ...]]:
     """
     found = (re.fullmatch(pattern, name) for name in shapes)
     return sorted(tuple(map(int, match.groups())) for match in found if match)
+
+
+def shown(name: str) -> str:
+    r"""A name from a file, such that a terminal prints it and does nothing else.
+
+    >>> shown("fc.weight"), shown("\x1b[2J")
+    ('fc.weight', "'\\x1b[2J'")
+    """
+    return name if name.isprintable() else repr(name)
+
+
+def refuse(reasons: Sequence[str]) -> None:
+    """Raises :class:`InvalidSettings` with all the reasons why a head cannot be written, if there are any."""
+    if reasons:
+        raise InvalidSettings("; ".join(reasons))
+
+
+def partial_vocabulary(config: HeadConfig) -> list[str]:
+    """Why :func:`whole_lm_heads` cannot be made, if they cannot."""
+    if config.draft_vocab_size is None or config.lm_head == "shared":
+        return []
+    reason = (
+        f"the layout has lm_heads of the whole vocabulary, and those of the head are of the kind {config.lm_head} for "
+        f"{counted(config.draft_vocab_size, 'draft token')} of {config.vocab_size}: train it with --draft-vocab-size 0 "
+        "or with --lm-head shared"
+    )
+    return [reason]
+
+
+def whole_lm_heads(head: DraftHead, target: TargetModel) -> list[tuple[Tensor, Tensor]]:
+    """Weight (V, F) and bias (V,) of each lm_head, whatever its kind: the target's has rows for all tokens."""
+    config, weights = head.config, target.weights
+    if config.lm_head == "shared":
+        matrix, bias = weights.lm_head.detach().float(), weights.lm_head_bias
+        whole = torch.zeros(len(matrix)) if bias is None else bias.detach().float()
+        return [(matrix * weights.logit_scale, whole * weights.logit_scale)] * config.num_lm_heads
+    inputs = torch.cat([torch.zeros(1, config.feature_size), torch.eye(config.feature_size)])
+    logits = [head.logits(inputs, i) for i in range(config.num_lm_heads)]
+    return [((of_units[1:] - of_units[0]).T, of_units[0]) for of_units in logits]
 
 
 def sizes_of(base: TargetModel) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Heads of FasterDecoding/Medusa (versions 0.1, 2 and 1.0), and of vLLM up to 0.32."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,16 @@ import torch
 from torch import Tensor
 
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree
-from draftheads.formats.layout import Layout, Made, numbers_in, sizes_of, zeros
+from draftheads.formats.layout import (
+    Layout,
+    Made,
+    numbers_in,
+    partial_vocabulary,
+    refuse,
+    sizes_of,
+    whole_lm_heads,
+    zeros,
+)
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import DraftHead
 from draftheads.heads.medusa import MedusaConfig
@@ -99,25 +109,24 @@ def vllm_names(config: MedusaConfig) -> dict[str, str]:
     return names if config.draft_vocab_size is None else {**names, "draft_vocab": "token_map"}
 
 
-def write_medusa(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_medusa(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and the tensors as Medusa stores them, with the head's lm_heads written out or shared.
 
     Raises:
-        InvalidSettings: a draft vocabulary, or an lm_head that the layout has no place for.
+        InvalidSettings: lm_heads of a part of the vocabulary or with a bias, or layers that differ.
     """
-    config = _medusa_config(head)
-    if config.draft_vocab_size is not None:
-        raise InvalidSettings(
-            f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens, for which Medusa's own layout "
-            "has no place: export it --to vllm-medusa, or train it with --draft-vocab-size 0"
-        )
-    if config.lm_head == "low_rank":
-        raise InvalidSettings("the lm_heads have a low rank, for which the layout has no place: use --to vllm-medusa")
-    tensors, names = head.state_dict(), medusa_names(config)
-    check_equal_layers(tensors, config.num_heads, range(config.num_layers))
-    about = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
-    version = {"version": "2"} if config.lm_head == "shared" else {}
-    return {**about, **version}, {theirs: tensors[ours] for ours, theirs in names.items()}
+    config, tensors = head.config, dict(head.state_dict())
+    assert isinstance(config, MedusaConfig)
+    layers = different_layers(tensors, config.num_heads, range(config.num_layers))
+    fitting = [f"{reason}, or export it --to vllm-medusa" for reason in (*partial_vocabulary(config), *layers)]
+    refuse([*_biases(head), *fitting])
+    about: dict[str, Any] = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
+    if config.lm_head == "shared":
+        about["version"] = "2"
+    else:
+        config = replace(config, lm_head="own")
+        tensors |= {f"lm_heads.heads.{i}.weight": part for i, (part, _) in enumerate(whole_lm_heads(head, target))}
+    return about, {theirs: tensors[ours] for ours, theirs in medusa_names(config).items()}
 
 
 def write_vllm(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -126,7 +135,9 @@ def write_vllm(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         InvalidSettings: the lm_heads have a bias.
     """
-    config = _medusa_config(head)
+    config = head.config
+    assert isinstance(config, MedusaConfig)
+    refuse(_biases(head))
     tensors = dict(head.state_dict())
     for i in range(config.num_heads):
         # whatever kind the lm_head is: the logits of unit vectors are its columns
@@ -144,27 +155,23 @@ def write_vllm(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return about, {theirs: tensors[ours] for ours, theirs in vllm_names(config).items()}
 
 
-def check_equal_layers(tensors: Mapping[str, Tensor], heads: int, layers: Iterable[int]) -> None:
-    """The original code of Medusa and Hydra uses one block for all these layers of a head.
-
-    Raises:
-        InvalidSettings: the blocks differ.
-    """
+def different_layers(tensors: Mapping[str, Tensor], heads: int, layers: Sequence[int]) -> list[str]:
+    """Why heads cannot be written for Medusa's or Hydra's code, which uses one block for all these layers of a head."""
     for i, part in product(range(heads), ("weight", "bias")):
         blocks = [tensors[f"blocks.{i}.{j}.linear.{part}"] for j in layers]
         if any(not torch.equal(block, blocks[0]) for block in blocks[1:]):
-            raise InvalidSettings(
-                f"the layers of head {i} differ, and the original code would read the last one into all of them: train "
-                "a head with --num-layers 1"
-            )
+            what = f"the layers of head {i} differ, and the original code would read the last one into all of them"
+            return [f"{what}: train a head with --num-layers {layers[0] + 1}"]
+    return []
 
 
-def _medusa_config(head: DraftHead) -> MedusaConfig:
-    config = head.config
-    assert isinstance(config, MedusaConfig)
-    if config.lm_head_bias or head.lm_heads.shared_bias is not None:
-        raise InvalidSettings("the lm_heads have a bias, for which the layout has no place")
-    return config
+def _biases(head: DraftHead) -> list[str]:
+    """Why no layout of Medusa's holds a head whose lm_heads have biases."""
+    if head.lm_heads.shared_bias is None and not head.lm_heads.bias:
+        return []
+    return [
+        "the lm_heads have a bias, for which the layout has no place: export it --to hydra, as heads without tokens"
+    ]
 
 
 def _choices(source: Source, heads: int) -> Tree | None:

@@ -3,17 +3,20 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from draftheads.errors import CheckpointCorrupt, InvalidSettings
-from draftheads.formats.layout import Layout, Made, numbers_in, sizes_of
+from draftheads.checkpoints.checkpoint import weightless_head
+from draftheads.errors import CheckpointCorrupt
+from draftheads.formats.layout import Layout, Made, numbers_in, partial_vocabulary, refuse, sizes_of, whole_lm_heads
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import DraftHead
-from draftheads.heads.mlp_speculator import MlpSpeculatorConfig
+from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import MAX_NODES
 from draftheads.speculation.tree import Tree
@@ -21,6 +24,8 @@ from draftheads.utils.counts import counted
 
 _PREFIX = "speculator."
 _MOST_PATHS = 10_000  # of which the likeliest are looked for
+_MORE = 8  # numbers that a state gets where the lm_heads need a bias: one would do, kernels like multiples of 8
+_CONSTANT = 8.0  # what they are: GELU(8) = 8
 _PARTS = {  # the project's names of our parts
     "embeddings": ("emb", ("weight",)),
     "projections": ("proj", ("weight",)),
@@ -93,34 +98,34 @@ def mlp_names(config: MlpSpeculatorConfig) -> dict[str, str]:
     }
 
 
-def write_mlp(head: DraftHead, *, every_stage: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_mlp(
+    head: DraftHead, target: TargetModel, *, every_stage: bool = False
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and the tensors as the project stores them; ``every_stage`` repeats tied ones, as vLLM needs.
 
+    Parts of the target that the head reads become its own: the embeddings with their scale and projection, the lm_head
+    with the layer before it. A bias has no place there: if there is one, states get numbers that are always the same.
+
     Raises:
-        InvalidSettings: the head reads the target's embeddings, or shares its lm_head or drafts a part of the tokens.
+        InvalidSettings: lm_heads of a part of the vocabulary.
     """
     config = head.config
     assert isinstance(config, MlpSpeculatorConfig)
-    if config.embeddings != "own" or config.lm_head != "own" or config.draft_vocab_size is not None:
-        raise InvalidSettings(
-            f"IBM's layout has embeddings and lm_heads of the whole vocabulary; this head has embeddings of the kind "
-            f" {config.embeddings} and lm_heads of the kind {config.lm_head} for {config.num_draft_tokens} "
-            "tokens: train it with --head-options embeddings=own --lm-head own and with --draft-vocab-size 0"
-        )
+    refuse(partial_vocabulary(config))
+    own, given = _as_own(head, target)
     about = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
         "vocab_size": config.vocab_size,
         "emb_dim": config.hidden_size,
-        "inner_dim": config.state_size,
+        "inner_dim": own.state_size,
         "n_predict": config.num_heads,
         "n_candidates": 5,
         "top_k_tokens_per_head": [5, 4, 3, *[1] * config.num_heads][: config.num_heads],
         "tie_weights": config.tie_weights,
         "scale_input": config.scale_input,
     }
-    given = head.state_dict()
-    tensors = {theirs: given[ours] for ours, theirs in mlp_names(config).items()}
+    tensors = {theirs: given[ours] for ours, theirs in mlp_names(own).items()}
     if every_stage and config.tie_weights:
         for theirs, parts in _PARTS.values():
             for i in range(config.num_heads):
@@ -128,6 +133,42 @@ def write_mlp(head: DraftHead, *, every_stage: bool = False) -> tuple[dict[str, 
                     first = f"{_PREFIX}{theirs}.{min(i, 1) if theirs == 'proj' else 0}.{part}"
                     tensors.setdefault(f"{_PREFIX}{theirs}.{i}.{part}", tensors[first].clone())
     return about, tensors
+
+
+def _as_own(head: DraftHead, target: TargetModel) -> tuple[MlpSpeculatorConfig, dict[str, Tensor]]:
+    """The same head with embeddings and lm_heads of its own, for all tokens: its configuration and tensors."""
+    assert isinstance(head, MlpSpeculatorHead)
+    given = dict(head.state_dict())
+    embedding = target.weights.embedding.detach().float() * head.embedding_scale
+    for i in range(len(head.embedding_projections)):
+        given[f"embeddings.{i}.weight"] = embedding @ given[f"embedding_projections.{i}.weight"].T
+    lm_heads = whole_lm_heads(head, target)
+    for i in range(len(head.outputs)):  # before the target's
+        weight, bias = lm_heads[i]
+        lm_heads[i] = (weight @ given[f"outputs.{i}.weight"], weight @ given[f"outputs.{i}.bias"] + bias)
+    more = _MORE if any(bool(bias.any()) for _, bias in lm_heads) else 0
+    size = head.options.state_size
+    own = replace(
+        head.options,
+        lm_head="own",
+        embeddings="own",
+        draft_vocab_size=None,
+        embedding_scale=1.0,
+        inner_size=size + more if more else head.options.inner_size,
+    )
+    for i, (weight, bias) in enumerate(lm_heads):
+        given[f"lm_heads.heads.{i}.weight"] = F.pad(weight, (0, more))
+        if more:
+            given[f"lm_heads.heads.{i}.weight"][:, size] = bias / _CONSTANT
+    # the norm's mean is over more numbers; embeddings of one's own are weighted by that size
+    ratio = head.embedding_weight / weightless_head(own).embedding_weight
+    for i in range(len(head.norms)):
+        given[f"norms.{i}.weight"] = F.pad(given[f"norms.{i}.weight"] * math.sqrt(size / (size + more)), (0, more))
+        given[f"norms.{i}.bias"] = F.pad(given[f"norms.{i}.bias"], (0, more), value=_CONSTANT)
+        given[f"embeddings.{i}.weight"] = F.pad(given[f"embeddings.{i}.weight"] * ratio, (0, more))
+    for i in range(len(head.projections)):
+        given[f"projections.{i}.weight"] = F.pad(given[f"projections.{i}.weight"], (0, more if i else 0, 0, more))
+    return own, given
 
 
 def _candidates(source: Source, stages: int) -> Tree | None:

@@ -19,7 +19,7 @@ from draftheads.drafters.copying import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
 from draftheads.formats.eagle import eagle3_layout, eagle_layout, is_eagle, is_eagle3
 from draftheads.formats.hydra import hydra_layout, is_hydra
-from draftheads.formats.layout import Layout
+from draftheads.formats.layout import Layout, shown
 from draftheads.formats.medusa import is_medusa, is_vllm_medusa, medusa_layout, vllm_layout
 from draftheads.formats.mlp_speculator import is_mlp_speculator, mlp_layout
 from draftheads.formats.source import Source
@@ -46,14 +46,18 @@ FORMATS = "Medusa, Hydra, IBM's MLP speculator, EAGLE and EAGLE-3"
 
 
 def is_published(path: Path) -> bool:
-    """Whether a file or folder holds a head of another project; false for heads of this package."""
+    """Whether a file or folder holds a head of another project; false for heads of this package.
+
+    Raises:
+        ModelNotFound: it holds a whole model.
+    """
     if path.is_dir() and kind_of_folder(path) == "draft head":
         return False
     try:
-        shapes = Source(path).shapes
+        opened = Source(path)
     except DraftHeadsError:
         return path.is_file()  # what is wrong with it is said when it is read
-    return any(form.fits(shapes) for form in _FORMATS)
+    return _form_of(opened) is not None
 
 
 def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: TargetModel) -> Layout:
@@ -82,7 +86,7 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
         raise
     except Exception as error:  # a file of others may be wrong in any way
         raise CheckpointCorrupt(f"{source} cannot be read: {error!r}") from error
-    types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    types = {tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and layout.is_in_file(name)}
     dtype = torch.float32 if len(types) > 1 else next(iter(types))
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointCorrupt(f"{source} holds {dtype}; heads are in float32, bfloat16 or float16")
@@ -95,14 +99,28 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
 
 def _read(path: Path, base: TargetModel) -> tuple[Layout, dict[str, Tensor]]:
     opened = Source(path)
-    form = next((form for form in _FORMATS if form.fits(opened.shapes)), None)
+    form = _form_of(opened)
     if form is None:
-        names = ", ".join(sorted(opened.shapes)[:3])
+        names = ", ".join(map(shown, sorted(opened.shapes)[:3]))
         raise ModelNotFound(
             f"{opened.path} has the tensors {names}, …: they are of no known format, which are {FORMATS}"
         )
     layout = form.layout(opened, base)
     return layout, layout.read(opened, base)
+
+
+def _form_of(opened: Source) -> _Format | None:
+    """The format whose tensors these are.
+
+    Raises:
+        ModelNotFound: they are of a whole model.
+    """
+    form = next((form for form in _FORMATS if form.fits(opened.shapes)), None)
+    if form is None and "model.embed_tokens.weight" in opened.shapes:
+        raise ModelNotFound(
+            f"{opened.path} is a whole model, not a draft head: use it as a draft model, --draft-model {opened.folder}"
+        )
+    return form
 
 
 def _profile(layout: Layout) -> AcceptanceProfile:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import InvalidSettings
-from draftheads.formats.eagle import _llama
+from draftheads.formats.eagle import llama_config, scaled_otherwise
+from draftheads.formats.layout import refuse
 from draftheads.heads.base import DraftHead
 from draftheads.heads.small_llama import SmallLlamaConfig
 from draftheads.models.model import TargetModel
@@ -18,19 +18,23 @@ def write_small_llama(head: DraftHead, target: TargetModel) -> tuple[dict[str, A
     Tokens outside the head's draft vocabulary get the target's rows, too: a model has no draft vocabulary.
 
     Raises:
-        InvalidSettings: the lm_head is not the target's.
+        InvalidSettings: the lm_head is not the target's, or has a bias.
     """
     config = head.config
     assert isinstance(config, SmallLlamaConfig)
-    if config.lm_head != "shared" or target.weights.lm_head_bias is not None:
-        raise InvalidSettings(
-            f"a Llama of its own has an lm_head of the whole vocabulary and no bias; this head's is {config.lm_head}: "
-            "train it with --lm-head shared"
+    reasons = scaled_otherwise(config, target)
+    if config.lm_head != "shared":
+        reasons.append(
+            f"a Llama of its own has an lm_head of the whole vocabulary; this head's is {config.lm_head}: train it "
+            "with --lm-head shared"
         )
+    if target.weights.lm_head_bias is not None:
+        reasons.append("the model's lm_head has a bias, for which a Llama has no place")
+    refuse(reasons)
     tensors = {f"model.{theirs}": tensor for theirs, tensor in _layers(head).items()}
     tensors["model.embed_tokens.weight"] = target.weights.embedding.detach()
     tensors["lm_head.weight"] = target.weights.lm_head.detach() * target.weights.logit_scale
-    about = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_llama(config, target)}
+    about = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **llama_config(config, target)}
     return about, {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
 
 

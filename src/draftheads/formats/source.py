@@ -20,7 +20,7 @@ from draftheads.errors import CheckpointCorrupt, ModelNotFound, first_line
 CONFIG = "config.json"
 _ENDINGS = (".safetensors", ".bin", ".pt")  # the first kind that is there counts
 _OF_TRAINING = ("training_args", "optimizer", "scheduler")  # beside the weights
-_HEADS_ALONE = ("medusa_lm_head", "hydra_lm_head")  # beside files of a base model
+_HEADS_ALONE = ("medusa_lm_head", "hydra_lm_head")  # maybe beside files of a base model
 
 
 class Source:
@@ -46,7 +46,7 @@ class Source:
             for name, shape in self._shapes_in(file).items():
                 if name in self._places:
                     raise CheckpointCorrupt(
-                        f"{path}: the tensor {name} is in {self._places[name].name} and {file.name}"
+                        f"{path}: the tensor {name!r} is in {self._places[name].name} and {file.name}"
                     )
                 self._places[name], self.shapes[name] = file, shape
 
@@ -120,12 +120,12 @@ class Source:
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
+    # a pipe of that name would never end
+    files = sorted(f for f in path.iterdir() if f.suffix in _ENDINGS and f.stem not in _OF_TRAINING and f.is_file())
+    files = [file for file in files if file.stem in _HEADS_ALONE] or files
     for ending in _ENDINGS:
-        # a pipe of that name would never end
-        files = sorted(f for f in path.iterdir() if f.suffix == ending and f.stem not in _OF_TRAINING and f.is_file())
-        alone = [file for file in files if file.stem in _HEADS_ALONE]
-        if alone or files:
-            return alone or files
+        if found := [file for file in files if file.suffix == ending]:
+            return found
     raise ModelNotFound(f"no head at {path}: it has no file that ends in {', '.join(_ENDINGS)}")
 
 

@@ -54,12 +54,14 @@ def chain_tokens(profile: AcceptanceProfile) -> list[float]:
 def read_costs(path: str | PathLike[str]) -> list[Measured]:
     """Times from a CSV file with the columns batch, draft_tokens and milliseconds.
 
+    Several rows of a batch size and number of draft tokens are measurements of one time.
+
     Raises:
         DataError: it cannot be read, a column is missing, or a value is no number or too small.
     """
     file = user_path(path)
     try:
-        rows = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
+        rows = list(csv.DictReader(file.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: {error}") from None
     if not rows or set(_COLUMNS) - set(rows[0]):
@@ -83,7 +85,8 @@ def read_costs(path: str | PathLike[str]) -> list[Measured]:
 def plan(profile: AcceptanceProfile, costs: Sequence[Measured]) -> list[Choice]:
     """The fastest number of draft tokens at each batch size that was measured, ascending.
 
-    Times between measured numbers of draft tokens are on a line; beyond the largest one nothing is drafted.
+    Of times that were measured more than once the mean counts. Times between measured numbers of draft tokens are on a
+    line; beyond the largest one nothing is drafted.
 
     Raises:
         InvalidSettings: a batch size was not measured without drafts, or only without.
@@ -91,7 +94,11 @@ def plan(profile: AcceptanceProfile, costs: Sequence[Measured]) -> list[Choice]:
     tokens = chain_tokens(profile)
     choices = []
     for batch in sorted({cost.batch for cost in costs}):
-        times = dict(sorted((cost.draft_tokens, cost.milliseconds) for cost in costs if cost.batch == batch))
+        measured: dict[int, list[float]] = {}
+        for cost in sorted(costs, key=lambda cost: cost.draft_tokens):
+            if cost.batch == batch:
+                measured.setdefault(cost.draft_tokens, []).append(cost.milliseconds)
+        times = {drafted: float(np.mean(each)) for drafted, each in measured.items()}
         if 0 not in times or len(times) < 2:
             raise InvalidSettings(
                 f"for a batch of {batch}, {counted(len(times), 'time')} with {', '.join(map(str, times))} draft tokens "

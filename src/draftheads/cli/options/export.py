@@ -19,8 +19,11 @@ class ExportOptions:
     """Folder to make."""
     to: str | None = None
     """The layout; that of the head's own project when left out. For eagle3 heads eagle3 (vLLM, SGLang, llama.cpp,
-    OpenVINO) or speculators; for eagle heads eagle (vLLM) or eagle-sglang; for medusa heads medusa or vllm-medusa
-    (up to 0.32); for Hydra's hydra; for MLP speculators mlp-speculator (IBM's) or arctic; for small-llama heads
-    small-llama, an ordinary Llama."""
+    OpenVINO) or speculators; for eagle heads eagle (vLLM), or eagle-sglang, which those with a bias of fc get; for
+    medusa heads medusa, vllm-medusa (up to 0.32) or hydra; for Hydra's hydra; for MLP speculators mlp-speculator
+    (IBM's) or arctic; for small-llama heads small-llama, an ordinary Llama."""
+    with_embedding: bool = False
+    """Whether eagle3 and eagle heads get the model's embedding: vllm-project/speculators trains them further from it.
+    The layout speculators always has it."""
     model: str = "smollm2-135m"
     """The model of the head. A name, a folder or a Hugging Face id."""
