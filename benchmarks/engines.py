@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import tyro
 from machine import machine
-from peers import HERE, encoded, spread
+from peers import HERE, TASKS, encoded, spread
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +40,7 @@ class Options:
     """An eagle3 head for smollm2-135m."""
     chain: int = 3
     """Draft tokens of a step."""
-    prompts: Path = HERE / "tasks.jsonl"
+    prompts: Path = TASKS
     """Prompts, JSON lines."""
     limit: int = 6
     """How many of the prompts, spread evenly over the file."""

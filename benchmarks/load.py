@@ -35,11 +35,12 @@ from load_tables import joining_table, load_table
 from machine import machine
 from rich.console import Console
 
-from draftheads.data.records import prompts_in
+from draftheads.data.records import own_prompts, prompts_in
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.pretrained import default_dtype
 
 HERE = Path(__file__).parent
+TASKS = own_prompts("tasks")
 PLAIN = "plain"
 _PAUSE_SECONDS = 0.5  # the server before ends cancelled requests, and its threads stop spinning
 _WARM_UP_TOKENS = 16
@@ -64,7 +65,7 @@ class Options:
     """Concurrent users, each of which sends its next request when the last one ended."""
     rates: tuple[float, ...] = ()
     """Requests per second of Poisson arrivals."""
-    prompts: Path = HERE / "tasks.jsonl"
+    prompts: Path = TASKS
     """Prompts, JSON lines."""
     requests: int = 4
     """Requests of each user in a round; at least eight in all. Poisson arrivals: 16 times as many."""

@@ -34,6 +34,7 @@ from machine import machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftheads.cli.show import quiet_transformers
+from draftheads.data.records import own_prompts
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import Request
 from draftheads.decode.step_timer import StepTimer, wait_for
@@ -52,7 +53,7 @@ from draftheads.speculation.tree import Tree
 
 Row = dict[str, Any]
 RANDOM = "random"  # in place of the name of a model
-TASKS = Path(__file__).parent / "tasks.jsonl"
+TASKS = own_prompts("tasks")
 SHAPES: dict[str, Shape] = {"static": Tree.cartesian([3, 2, 1]), "growing": BestFirst(16)}
 # the sizes of SmolLM2-135M, and of Llama 7B
 SMOLLM: Row = {

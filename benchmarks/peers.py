@@ -21,12 +21,13 @@ from rounds import Row, run_round, summary
 from transformers import AutoTokenizer
 from worker_process import Ids, WorkerFailed, WorkerProcess
 
-from draftheads.data.records import TextPrompt, prompts_in
+from draftheads.data.records import TextPrompt, own_prompts, prompts_in
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.pretrained import default_dtype
 from draftheads.utils.estimates import quartiles
 
 HERE = Path(__file__).parent
+TASKS = own_prompts("tasks")
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _WARM_UP_TOKENS = 16
 _NEEDS_AVX512 = "vllm"
@@ -42,7 +43,7 @@ class Options:
     """Draft head of draftheads."""
     precision: str = "auto"
     """bf16 or fp32 for all peers that compute with the exact weights; auto is bf16 on CPUs that have it."""
-    prompts: Path = HERE / "tasks.jsonl"
+    prompts: Path = TASKS
     """Prompts, JSON lines."""
     limit: int = 16
     """How many of the prompts, spread evenly over the file; a multiple of the largest batch size."""

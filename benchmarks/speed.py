@@ -23,7 +23,7 @@ from rich.table import Table
 from draftheads.bench.table import SPEED_COLUMNS, Column, Row, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, engine_way, stock_way, take_turns
 from draftheads.cli.show import quiet_transformers
-from draftheads.data.records import prompts_in
+from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.loading import head_engine, load_drafter, load_target
@@ -31,7 +31,7 @@ from draftheads.settings import Precision
 from draftheads.speculation.shapes import BestFirst
 
 _QUEUE = 4  # prompts in a group for each one that is at work
-TASKS = Path(__file__).parent / "tasks.jsonl"
+TASKS = own_prompts("tasks")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import tyro
 from machine import machine
-from peers import HERE, encoded, spread
+from peers import HERE, TASKS, encoded, spread
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +37,7 @@ class Options:
     """Heads; each drafts a chain as long as it can."""
     precision: str = "fp32"
     """fp32 or bf16."""
-    prompts: Path = HERE / "tasks.jsonl"
+    prompts: Path = TASKS
     """Prompts, JSON lines."""
     limit: int = 8
     """How many of the prompts, spread evenly over the file."""

@@ -1,11 +1,11 @@
 """Records of finished work, as the commands leave them in a folder."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import Row
 
 METRICS: dict[str, Any] = {
@@ -88,40 +88,64 @@ TUNE: dict[str, Any] = {
 }
 
 
-def bench_row(name: str, *, speedup: float) -> Row:
-    """A drafter with 12.3 million parameters and 2.5 tokens per step."""
+POINT = {"batch_size": 1, "temperature": 0.0, "prompt_tokens": None}
+GROWING = {**POINT, "tree": "growing", "num_nodes": 24, "acceptance": "exact", "epsilon": None}
+
+
+def bench_row(name: str, *, speedup: float, settings: Mapping[str, Any] = GROWING, **changes: Any) -> Row:
+    """A drafter with 12.3 million parameters and 2.5 tokens per step; plain decoding makes 40 tokens per second."""
+    numbers: dict[str, Any] = {
+        "num_answers": 6,
+        "num_parameters": 12_300_000,
+        "tree": "growing, 24",
+        "tokens_per_step": 2.5,
+        "tokens_per_step_interval": [2.25, 2.75],
+        "accepted_per_step": 1.5,
+        "tokens_per_second": 40 * speedup,
+        "speedup": speedup,
+        "speedup_interval": [speedup - 0.25, speedup + 0.25],
+        "speedup_error": 0.125,
+        "draft_milliseconds": 3.0,
+        "verify_milliseconds": 27.0,
+        "rest_milliseconds": 1.0,
+        "step_milliseconds": 31.0,
+        "first_token_milliseconds": 50.0,
+        "latency_seconds": {"50": 1.5, "90": 2.0, "99": 2.5},
+        "acceptance_by_depth": [0.75, 0.5],
+        "steps_by_tokens": [1, 2, 5],
+    }
+    return Row(name=name, settings=settings, **{**numbers, **changes})
+
+
+def plain_row(*, settings: Mapping[str, Any] = POINT, **changes: Any) -> Row:
+    """Plain decoding, without numbers of a drafter."""
     return Row(
-        name=name,
-        num_parameters=12_300_000,
-        tree="growing, 24",
-        tokens_per_step=2.5,
-        tokens_per_step_error=0.25,
-        over_first=1.0,
-        over_first_error=0.0,
-        tokens_per_second=40 * speedup,
-        speedup=speedup,
-        speedup_error=0.125,
-        draft_milliseconds=3.0,
-        step_milliseconds=31.0,
-        predicted_tokens_per_step=2.6,
-        sampled_tokens_per_step=2.25,
-        sampled_error=0.5,
-        typical_tokens_per_step=2.375,
-        typical_error=0.0625,
-        num_different=0,
+        name="plain",
+        settings=settings,
+        **{"tokens_per_step": 1.0, "tokens_per_second": 40.0, "speedup": 1.0, **changes},
     )
 
 
+def bench_record(*rows: Row, **changes: Any) -> dict[str, Any]:
+    """As in ``bench.json``."""
+    return {**BENCH, "rows": json.loads(json.dumps([asdict(row) for row in rows])), **changes}
+
+
 BENCH: dict[str, Any] = {
+    "format_version": 2,
     "model": "tiny",
     "precision": "fp32",
     "threads": 1,
     "num_prompts": 6,
     "prompts": "some/questions.jsonl",
-    "settings": asdict(BenchSettings(num_sampled_prompts=4, num_speed_prompts=3)),
-    "rows": [asdict(bench_row("medusa", speedup=1.5)), asdict(bench_row("hydra", speedup=1.75))],
-    "provenance": {"command": "draftheads bench <tiny>"},
+    "settings": {"trees": ["growing"], "num_nodes": [24], "max_new_tokens": 128},
+    "drafters": {"medusa": "1234", "hydra": "5678"},
+    "drafting": {"medusa": {"prefix": 0.0, "heads": [1.0]}, "hydra": {"prefix": 0.5, "heads": [1.0, 0.25]}},
+    "peak_bytes": 1_000_000,
+    "problems": [],
+    "provenance": {"command": "draftheads bench <tiny>", "device": "cpu"},
 }
+BENCH = bench_record(plain_row(), bench_row("medusa", speedup=1.5), bench_row("hydra", speedup=1.75))
 
 
 def write_training_run(folder: Path) -> Path:

@@ -1,53 +1,50 @@
-"""Drafters side by side: what is counted, on which trees, and what is saved."""
+"""Drafters side by side: what is measured, by a drafter whose acceptance and times are known, and what is saved."""
 
 import json
-import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import draftheads
-from draftheads.bench import compare
-from draftheads.bench.compare import Bench, numbered
+from draftheads.bench import compare, timing
+from draftheads.bench.compare import Bench
 from draftheads.bench.contenders import Contender
+from draftheads.bench.quality import Gsm8k
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import SAMPLED_FIELDS, Row
-from draftheads.bench.timing import Answers, Way
+from draftheads.bench.table import ALL, Row
+from draftheads.bench.timing import PLAIN, STOCK, StepClock, Way
 from draftheads.checkpoints.checkpoint import save_head
+from draftheads.data.records import Record
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.text_index import RowTexts
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
-from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
-from draftheads.search.replay import Replay
-from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
+from draftheads.speculation.shapes import Shape
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import NoProgress
+from draftheads.utils.transfer import to_device
 from families import tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3 + row, 4, 5 + row % 7, 6] for row in range(6)]
 OTHERS = [[9, 3 + row, 8] for row in range(8)]
-SETTINGS = BenchSettings(
-    num_nodes=6,
-    max_new_tokens=10,
-    num_speed_prompts=3,
-    num_sampled_prompts=4,
-    batch_size=4,
-    num_calibration_prompts=8,
-    temperature=0.7,
-)
-SAMPLED = [PROMPTS[row] for row in (0, 1, 3, 4)]
+SETTINGS = BenchSettings(trees=("best",), num_nodes=(6,), max_new_tokens=10, num_calibration_prompts=8)
 
 
-def of_head(name: str, head: DraftHead, identity: str) -> Contender:
-    """A head whose best tree is found, and whose drawn drafts are counted."""
+def of_head(name: str, head: DraftHead, identity: str = "1") -> Contender:
+    """A head whose best tree is found, and from which drafts can be drawn."""
     return Contender(name, head, identity, head=head, draws=True)
 
 
@@ -61,280 +58,387 @@ def contenders(model: TargetModel) -> list[Contender]:
     small = DraftModel(tiny_model("llama", seed=5), model)
     return [
         *heads,
-        Contender("draft-model", small, "small-1", BestFirst(SETTINGS.num_nodes), draws=True),
+        Contender("draft-model", small, "small-1", draws=True),
         Contender("prompt-lookup", PromptLookup(), "lookup-1"),
     ]
 
 
 def bench(
-    model: TargetModel, folder: Path, each: list[Contender] | None = None, settings: BenchSettings = SETTINGS
+    model: TargetModel,
+    folder: Path,
+    each: Sequence[Contender] | None = None,
+    settings: BenchSettings = SETTINGS,
+    prompts: Sequence[Any] = PROMPTS,
+    **options: Any,
 ) -> Bench:
     each = contenders(model) if each is None else each
-    return Bench(model, each, PROMPTS, OTHERS, settings, folder=folder, progress=NoProgress())
+    return Bench(model, each, prompts, OTHERS, settings, folder=folder, progress=NoProgress(), **options)
 
 
-@pytest.fixture(scope="module")
-def compared(model: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, list[Row]]:
-    one = bench(model, tmp_path_factory.mktemp("bench"))
-    return one, one.run()
+def named(rows: Sequence[Row], part: str = ALL) -> dict[str, Row]:
+    return {row.name: row for row in rows if row.part == part}
 
 
-# --- what is counted ---
+# --- a drafter whose acceptance is known, and a clock on which a step takes as long as a test says ---
+
+ACCEPTED = (0, 2, 1)  # draft tokens of a chain of two that are right, step by step
 
 
-def one_by_one(engine: Engine, prompts: list[list[int]], **sampling: Any) -> float:
-    """Tokens per step, each prompt answered alone."""
-    tokens = steps = 0
-    for number, prompt in enumerate(prompts):
-        (result,) = engine.generate([prompt], max_new_tokens=10, seed=compare._SEED + number, **sampling)
-        tokens, steps = tokens + len(result.token_ids) - 1, steps + result.num_steps
-    return tokens / steps
+class Scripted(Drafter):
+    """Drafts chains of two tokens along the model's own texts, of which 0, 2, 1, 0, 2, 1 … are right."""
+
+    needs_history = True
+    default_shape = None
+    most_nodes, max_depth = 3, 2
+
+    def __init__(self, texts: Sequence[list[int]]) -> None:
+        self.texts = texts
+
+    def start(self) -> "ScriptedSession":
+        return ScriptedSession(self)
 
 
-def test_greedy_tokens_per_step_are_those_of_decoding(compared: tuple[Bench, list[Row]]):
-    one, rows = compared
-    assert [row.name for row in rows] == ["medusa", "hydra", "draft-model", "prompt-lookup"]
-    for contender, row in zip(one.contenders, rows, strict=True):
-        engine = one._engine(contender.drafter, one._shapes[contender.name])
-        assert row.tokens_per_step == one_by_one(engine, PROMPTS), contender.name
+class ScriptedSession(DraftSession):
+    def __init__(self, drafter: Scripted) -> None:
+        self.drafter, self.step = drafter, 0
+        self._texts = RowTexts(max_ngram=1)
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        self._texts.read(context)
+        (row,) = self._texts.rows
+        whole = next(text for text in self.drafter.texts if text[: len(row.ids)] == row.ids)
+        right = ACCEPTED[self.step % 3]
+        self.step += 1
+        following = [*whole[len(row.ids) :], 0, 0][:2]
+        wrong = [6 if token == 5 else 5 for token in following]
+        chain = [row.ids[-1], *following[:right], *wrong[right:]]
+        return Draft.on_tree(Tree.chain(2), to_device([chain], context.root_ids.device))
+
+    def keep(self, rows: Tensor) -> None:
+        self._texts.keep(rows)
 
 
-@pytest.mark.parametrize("rule", list(SAMPLED_FIELDS))
-def test_sampled_tokens_per_step_are_those_of_decoding(compared: tuple[Bench, list[Row]], rule: str):
-    one, rows = compared
-    for contender, row in zip(one.contenders, rows, strict=True):
-        shape = one._shapes[contender.name]
-        if rule in ("rejection", "block"):
-            shape = one._drawn(contender, one._prepare(contender)).get(rule)
-        found = getattr(row, SAMPLED_FIELDS[rule][0])
-        if contender.name == "prompt-lookup" and rule in ("rejection", "block"):
-            assert found is None, "it draws nothing"
-            continue
-        engine = one._engine(contender.drafter, shape)
-        assert found == one_by_one(engine, SAMPLED, temperature=0.7, acceptance=rule), contender.name
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a prompt takes 4 s; a step 2 s to verify, 0.5 s for the rest, and 1 s to draft where it drafts."""
+    now = [1.0]
+    monkeypatch.setattr(StepClock, "now", property(lambda _: now[0]))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    on_phase, adopt = StepClock.on_phase, Batch.adopt
+    propose = ScriptedSession.propose
+
+    def later(self: StepClock, part: str) -> None:
+        now[0] += {"verify": 2.0, "rest": 0.5}.get(part, 0.0)
+        on_phase(self, part)
+
+    def reading(self: Batch, prompts: Any) -> Any:
+        now[0] += 4.0
+        return adopt(self, prompts)
+
+    def drafting(self: ScriptedSession, context: Context, shape: Shape) -> Draft:
+        now[0] += 1.0
+        return propose(self, context, shape)
+
+    monkeypatch.setattr(StepClock, "on_phase", later)
+    monkeypatch.setattr(Batch, "adopt", reading)
+    monkeypatch.setattr(ScriptedSession, "propose", drafting)
 
 
-def test_drawn_drafts_have_the_static_tree_or_a_chain(compared: tuple[Bench, list[Row]]):
-    one, _ = compared
-    head, small = one.contenders[1], one.contenders[2]
-    found = one._prepare(head)
-    shapes = one._drawn(head, found)
-    tree = shapes["rejection"]
-    assert isinstance(tree, Sampled)
-    assert tree.tree.num_nodes == len(found["paths"]) + 1 <= 6
-    assert shapes["block"] == Sampled(Tree.chain(3)), "a token for each of three heads"
-    assert one._drawn(small, {}) == dict.fromkeys(("rejection", "block"), Sampled(Tree.chain(5)))
+@pytest.mark.usefixtures("clock")
+def test_all_numbers_of_a_drafter_whose_acceptance_and_times_are_known(model: TargetModel, tmp_path: Path):
+    texts = [
+        [*prompt, *result.token_ids]
+        for prompt, result in zip(
+            PROMPTS, Engine(model).generate(PROMPTS, max_new_tokens=10, ignore_eos=True), strict=True
+        )
+    ]
+    settings = replace(SETTINGS, ignore_eos=True)
+    one = bench(model, tmp_path, [Contender("scripted", Scripted(texts), "1")], settings)
+    rows = named(one.run())
+    plain, scripted = rows[PLAIN], rows["scripted"]
+    # an answer of 10 tokens: plain decoding takes 4 + 9 · 2.5 s; scripted 1 + 3 + 2 + 1 + (2 of) 3 tokens in 5 steps
+    assert plain.tokens_per_second == pytest.approx(10 / 26.5)
+    assert scripted.tokens_per_second == pytest.approx(10 / (4 + 5 * 3.5))
+    assert scripted.speedup == pytest.approx(26.5 / 21.5)
+    assert scripted.speedup_interval == pytest.approx((26.5 / 21.5, 26.5 / 21.5))
+    assert scripted.decode_speedup == pytest.approx(22.5 / 17.5)
+    assert scripted.tokens_per_step == pytest.approx(9 / 5)
+    assert scripted.accepted_per_step == pytest.approx(4 / 5)
+    assert scripted.overhead == pytest.approx(3.5 / 2.5), "acceleration rate / overhead = speed-up"
+    assert scripted.steps_by_tokens == [2 * 6, 2 * 6, 1 * 6], "the last answer token ends the last step early"
+    assert scripted.acceptance_by_depth == pytest.approx([3 / 5, 2 / 5])
+    assert (scripted.draft_milliseconds, scripted.verify_milliseconds, scripted.rest_milliseconds) == (1e3, 2e3, 5e2)
+    assert plain.first_token_milliseconds == scripted.first_token_milliseconds == 4e3
+    assert scripted.latency_seconds["50"] == pytest.approx(21.5)
+    assert (plain.speedup, plain.decode_speedup, plain.overhead, plain.tokens_per_step) == (1, 1, 1, 1)
+    assert (plain.num_different, scripted.num_different, scripted.num_answers) == (0, 0, 6)
 
 
-def test_siblings_of_a_drawn_tree_are_numbered_in_order():
-    tree = Tree.from_paths([(1,), (4,), (1, 3), (4, 0), (4, 2)])
-    assert numbered(tree) == Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
-    assert numbered(Tree.cartesian([3, 2])) == Tree.cartesian([3, 2])
-
-
-def test_rows_describe_the_drafters(compared: tuple[Bench, list[Row]]):
-    one, rows = compared
-    for contender, row in zip(one.contenders, rows, strict=True):
+def test_tokens_per_step_are_those_of_decoding(model: TargetModel, tmp_path: Path):
+    one = bench(model, tmp_path)
+    rows = named(one.run())
+    assert list(rows) == [PLAIN, "medusa", "hydra", "draft-model", "prompt-lookup"]
+    for contender in one.contenders:
+        row = rows[contender.name]
+        (variant,) = one.settings.variants(0.0)
+        chosen = one.trees.find(contender, variant)
+        assert chosen is not None
+        results = Engine(model, contender.drafter, shape=chosen.shape).generate(PROMPTS, max_new_tokens=10)
+        tokens, steps = sum(len(r.token_ids) - 1 for r in results), sum(r.num_steps for r in results)
+        assert row.tokens_per_step == pytest.approx(tokens / steps), contender.name
         assert row.num_different == 0, "fp32"
-        assert row.over_first == pytest.approx(row.tokens_per_step / rows[0].tokens_per_step)
-        assert 0 < row.draft_milliseconds < row.step_milliseconds
-        assert row.tokens_per_second > 0
         assert (row.predicted_tokens_per_step is not None) == isinstance(contender.drafter, DraftHead)
-    assert rows[0].over_first_error == 0
-    assert rows[1].over_first_error
-    assert [row.tree for row in rows[2:]] == ["growing, 6", "its own, up to 9"]
+    assert [row.tree for row in rows.values()][-2:] == ["growing, 6", "its own, up to 9"]
 
 
-def test_drafters_are_also_timed_as_they_are_loaded(
-    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    usual = Engine(model, PromptLookup())
-    each = [Contender("lookup", PromptLookup(), "lookup", defaults=usual), Contender("other", PromptLookup(), "other")]
-    monkeypatch.setattr(compare, "over_plain", lambda engines, _: dict.fromkeys(engines, (1.5, 0.25)))
-    lookup, other = bench(model, tmp_path, each, replace(SETTINGS, temperature=0.0)).run()
-    assert (lookup.default_speedup, lookup.default_speedup_error) == (1.5, 0.25)
-    assert other.default_speedup is None
+@pytest.mark.parametrize("rule", ["exact", "typical", "rejection", "block"])
+def test_each_acceptance_rule_is_timed_at_a_temperature(model: TargetModel, tmp_path: Path, rule: str):
+    settings = replace(SETTINGS, temperatures=(0.7,), acceptance=(rule,), epsilons=(0.2,))
+    each = contenders(model)[1:]
+    if rule in ("rejection", "block"):
+        with pytest.raises(InvalidSettings, match="prompt-lookup cannot draft trees of the kind best: leave it out"):
+            bench(model, tmp_path, each, settings).run()
+        each = each[:2]
+    one = bench(model, tmp_path, each, settings)
+    rows = named(one.run())
+    plain = {line["question_id"]: line["token_ids"] for line in one.lines if line["way"] == PLAIN}
+    for contender in each:
+        row = rows[contender.name]
+        assert (row.settings["temperature"], row.settings["acceptance"]) == (0.7, rule)
+        assert row.settings["epsilon"] == (0.2 if rule == "typical" else None)
+        assert row.speedup > 0
+    own = {line["question_id"]: line["token_ids"] for line in one.lines if line["way"] == "hydra"}
+    if rule == "exact":
+        assert own == plain, "the same seeds, and a rule that changes nothing"
+    (variant,) = one.settings.variants(0.7)
+    assert one.settings.sampling(next(one.settings.points()), variant).acceptance == rule
 
 
-def test_answers_that_differ_from_plain_decoding_s_are_counted(model: TargetModel, tmp_path: Path):
-    one = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "lookup")], replace(SETTINGS, temperature=0.0))
-    one.run()
-    (path,) = tmp_path.glob("greedy-lookup-*.json")
-    saved = json.loads(path.read_text())
-    saved["token_ids"][4:] = [[1], [2, 3]]
-    path.write_text(json.dumps(saved))
-    assert one.run()[0].num_different == 2
+def test_every_combination_of_settings_has_its_rows(model: TargetModel, tmp_path: Path):
+    settings = replace(
+        SETTINGS, trees=("best", "chain"), num_nodes=(3, 5), batch_sizes=(1, 2), temperatures=(0.0, 0.8),
+        acceptance=("exact", "typical"), epsilons=(0.1, 0.3), max_new_tokens=4,
+    )  # fmt: skip
+    rows = bench(model, tmp_path, contenders(model)[:1], settings).run()
+    found = [
+        (row.name, *(row.settings.get(name) for name in ("batch_size", "temperature", "tree", "num_nodes", "epsilon")))
+        for row in rows
+    ]
+    expected = []
+    for size in (1, 2):
+        for temperature in (0.0, 0.8):
+            expected.append((PLAIN, size, temperature, None, None, None))
+            epsilons = (None, 0.1, 0.3) if temperature else (None,)
+            trees = [(tree, nodes) for tree in ("best", "chain") for nodes in (3, 5)]
+            expected += [("medusa", size, temperature, *tree, epsilon) for tree in trees for epsilon in epsilons]
+    assert found == expected
 
 
-def test_without_a_temperature_nothing_is_sampled(model: TargetModel, tmp_path: Path):
-    (row,) = bench(model, tmp_path, contenders(model)[:1], replace(SETTINGS, temperature=0.0)).run()
-    assert {getattr(row, field) for fields in SAMPLED_FIELDS.values() for field in fields} == {None}
-    assert not list(tmp_path.glob("*-at-*"))
+def test_transformers_is_timed_one_prompt_at_a_time(model: TargetModel, tmp_path: Path):
+    settings = replace(SETTINGS, batch_sizes=(1, 2))
+    rows = bench(model, tmp_path, contenders(model)[:1], settings, stock=model).run()
+    stock = [row for row in rows if row.name == STOCK]
+    assert [row.settings["batch_size"] for row in stock] == [1]
+    assert stock[0].num_different == 0
+    assert [row.speedup_over_transformers is not None for row in rows] == [True] * 3 + [False] * 2
 
 
-# --- trees ---
+def test_drafters_are_also_timed_as_they_are_loaded(model: TargetModel, tmp_path: Path):
+    usual = Engine(model, PromptLookup(num_tokens=2), max_batch_size=7)
+    each = [Contender("lookup", PromptLookup(), "lookup", defaults=usual)]
+    rows = bench(model, tmp_path, each, replace(SETTINGS, trees=("best", "defaults"))).run()
+    assert [(row.name, row.settings.get("tree")) for row in rows] == [
+        (PLAIN, None), ("lookup", "best"), ("lookup", "defaults")
+    ]  # fmt: skip
+    assert usual.max_batch_size == 1
 
 
-@pytest.mark.parametrize("grows", [True, False])
-def test_a_head_drafts_on_the_tree_that_is_predicted_to_be_best(
-    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, grows: bool
-):
-    run = Replay.run
-
-    def changed(self: Replay, answers: Any) -> dict[str, Any]:
-        found = run(self, answers)
-        found["dynamic"]["expected"][-1] = found["static"]["expected"][-1] + (0.1 if grows else -0.1)
-        found["confidence"]["temperatures"] = [1.5, 1.25, 0.75]
-        return found
-
-    monkeypatch.setattr(Replay, "run", changed)
-
-    def prepared() -> Shape | None:
-        one = bench(model, tmp_path, [of_head("hydra", tiny_head("hydra", model), "1")])
-        one._prepare(one.contenders[0])
-        return one._shapes["hydra"]
-
-    shape = prepared()
-    if grows:
-        assert shape == BestFirst(6, top_k=10, beam=6, temperatures=(1.5, 1.25, 0.75))
-    else:
-        assert isinstance(shape, Tree)
-        assert shape.num_nodes == 6
-    monkeypatch.setattr(Replay, "run", None)
-    assert prepared() == shape, "the search is done once"
+# --- questions ---
 
 
-def test_a_shape_of_one_s_own_is_drafted_as_it_is(model: TargetModel, tmp_path: Path):
-    head = tiny_head("mlp-speculator", model)
-    one = bench(model, tmp_path, [Contender("paths", head, "1", BestPaths((3, 2, 2), 2))])
-    (row,) = one.run()
-    assert row.tree == "best 2 of 3x2x2, up to 7"
-    assert row.predicted_tokens_per_step is None
-    assert row.rejection_tokens_per_step is None
-    assert row.tokens_per_step == one_by_one(one._engine(head, BestPaths((3, 2, 2), 2)), PROMPTS)
+def asked(*turns: str, category: str = "", number: int | str | None = None, **more: Any) -> Record:
+    labels = {name: value for name, value in (("category", category), ("question_id", number)) if value}
+    messages = tuple({"role": "user", "content": turn} for turn in turns)
+    return Record(messages, is_text=True, labels=labels, **more)
+
+
+QUESTIONS = [
+    asked("a dog", "and a cat", category="chat", number=81),
+    asked("hello", category="maths", number=82, reference="7"),
+    asked("fog and ice", "why", category="chat", number=83),
+]
+
+
+def test_the_model_s_own_answers_continue_a_conversation(world: Path, tmp_path: Path):
+    engine = draftheads.load(str(world / "model"), precision="fp32", fast=False)
+    settings = replace(SETTINGS, max_new_tokens=6)
+    one = bench(engine.model, tmp_path, [Contender("lookup", PromptLookup(), "1")], settings, QUESTIONS)
+    rows = one.run()
+    second = next(line for line in one.lines if (line["way"], line["question_id"], line["turn"]) == ("lookup", "81", 2))
+    (first,) = engine.generate(["a dog"], max_new_tokens=6)
+    messages = [
+        {"role": "user", "content": "a dog"},
+        {"role": "assistant", "content": first.text.strip()},
+        {"role": "user", "content": "and a cat"},
+    ]
+    (expected,) = engine.generate([messages], max_new_tokens=6)
+    assert tuple(second["token_ids"]) == expected.token_ids
+    parts = list(dict.fromkeys(row.part for row in rows))
+    assert parts == [ALL, "chat", "maths", "turn 1", "turn 2"]
+    counts = {row.part: row.num_answers for row in rows if row.name == "lookup"}
+    assert counts == {ALL: 5, "chat": 4, "maths": 1, "turn 1": 3, "turn 2": 2}
+    assert one.example is not None
+    assert "".join(piece for piece, _ in one.example["pieces"]) == next(
+        line["text"] for line in one.lines if line["way"] == "lookup"
+    )
+
+
+def test_what_is_too_long_is_a_problem_of_its_question(world: Path, tmp_path: Path):
+    model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
+    limit = model.max_positions
+    assert limit is not None
+    long = "a dog " * limit
+    questions = [asked(long, number=1), *QUESTIONS, asked("hello", long, number=9)]
+    one = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "1")], SETTINGS, questions)
+    rows = one.run()
+    assert named(rows)["lookup"].num_answers == 6
+    problems = [(problem["question"], problem["turn"]) for problem in one.problems]
+    assert problems == [("1", 1), ("9", 2), ("9", 2)], "for each way"
+    assert f"takes at most {limit - 1}" in one.problems[0]["problem"]
+    with pytest.raises(DataError, match="the model takes 2 prompts: give at least 3"):
+        bench(model, tmp_path, [], SETTINGS, [*questions[:1], *QUESTIONS[:2]]).run()
+
+
+def test_prompts_can_have_one_length(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lengths = []
+    real = compare.engine_way
+
+    def way(engine: Engine, *arguments: Any) -> Way:
+        decode = real(engine, *arguments)
+        return lambda group, tokens: (lengths.extend(map(len, group)), decode(group, tokens))[1]  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(compare, "engine_way", way)
+    settings = replace(SETTINGS, prompt_tokens=(3, 9), max_new_tokens=3, ignore_eos=True)
+    rows = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "1")], settings).run()
+    assert set(lengths) == {3, 9}
+    assert [row.settings["prompt_tokens"] for row in rows] == [3, 3, 9, 9]
+    assert all(row.num_tokens == 3 * 6 for row in rows), "exactly so many tokens"
+
+
+# --- quality ---
+
+
+def test_quality_is_measured_for_each_way_and_part(world: Path, tmp_path: Path):
+    model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
+    each = [Contender("lookup", PromptLookup(), "1")]
+    one = bench(model, tmp_path, each, SETTINGS, QUESTIONS, measures=("agreement", Gsm8k()))
+    rows = one.run()
+    by_part = {row.part: row.quality for row in rows if row.name == "lookup"}
+    assert by_part[ALL]["agreement"] == by_part["turn 2"]["agreement"] == 100.0
+    assert by_part["maths"].keys() == {"agreement", "common prefix", "gsm8k"}
+    assert "gsm8k" not in by_part["chat"], "no references"
+    reasons = {(problem["question"], problem["problem"]) for problem in one.problems}
+    assert {question for question, _ in reasons} == {"81", "83"}
+    assert all(reason.startswith("gsm8k: ") for _, reason in reasons)
 
 
 # --- what is saved ---
 
 
-class Counter:
-    """Notes how often engines answer prompts, several at a time and timed alone; can stop in the middle."""
+class Stopping:
+    """Counts timed answers, and stops at one of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counted, self.timed = 0, 0
-        self.stop_at: int | None = None
-        real_count, real_way = compare.answers_of, compare.engine_way
+        self.count, self.stop_at = 0, -1
+        real = compare.engine_way
 
-        def count(*arguments: Any) -> Answers:
-            self.counted += 1
-            return real_count(*arguments)
+        def way(engine: Engine, *arguments: Any) -> Way:
+            decode = real(engine, *arguments)
 
-        def way(engine: Engine) -> Way:
-            real = real_way(engine)
-
-            def decode(group: Any, max_new_tokens: int) -> Answers:
-                self.timed += max_new_tokens == SETTINGS.max_new_tokens
-                if self.stop_at is not None and self.timed > self.stop_at:
+            def counted(group: Any, max_new_tokens: int) -> Any:
+                self.count += max_new_tokens == SETTINGS.max_new_tokens
+                if self.count == self.stop_at:
                     raise KeyboardInterrupt
-                return real(group, max_new_tokens)
+                return decode(group, max_new_tokens)
 
-            return decode
+            return counted
 
-        monkeypatch.setattr(compare, "answers_of", count)
         monkeypatch.setattr(compare, "engine_way", way)
 
-    def of(self, one: Bench) -> tuple[int, int]:
-        """Countings and timed answers of a run."""
-        self.counted = self.timed = 0
-        one.run()
-        return self.counted, self.timed
 
-
-def test_what_was_counted_is_saved_and_what_was_timed_is_not(
-    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    counter = Counter(monkeypatch)
+def test_a_comparison_that_was_stopped_continues(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stopping = Stopping(monkeypatch)
     two = contenders(model)[:2]
-    counter.stop_at = 4  # in the second prompt
+    stopping.stop_at = 3 * 4 + 2  # in the fifth prompt
     with pytest.raises(KeyboardInterrupt):
         bench(model, tmp_path, two).run()
-    assert counter.counted == 2 * 5 + 1
-    counter.stop_at = None
-    assert counter.of(bench(model, tmp_path, two)) == (0, 3 * 2), "the first prompt was timed before"
-    assert counter.of(bench(model, tmp_path)) == (5 + 3, 5 * 3), "only the new drafters are counted"
-    assert counter.of(bench(model, tmp_path)) == (0, 5 * 3), "speeds are measured each time"
-    other = replace(SETTINGS, num_sampled_prompts=5)
-    assert counter.of(bench(model, tmp_path, two, other)) == (2 * 4, 3 * 3), "sampled answers to other prompts"
-
-
-def quick(**changes: Any) -> BenchSettings:
-    sizes = {"num_nodes": 4, "max_new_tokens": 6, "num_speed_prompts": 3, "num_calibration_prompts": 2}
-    return BenchSettings(**{"temperature": 0.0, **sizes, **changes})
+    stopping.count, stopping.stop_at = 0, -1
+    rows = bench(model, tmp_path, two).run()
+    assert stopping.count == 2 * 3, "four prompts were answered before"
+    assert {row.num_answers for row in rows} == {6}
+    stopping.count = 0
+    bench(model, tmp_path, two).run()
+    assert stopping.count == 6 * 3, "times are measured anew"
 
 
 @pytest.fixture
-def counted(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stages that the engines really computed."""
+def found_trees(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Heads whose tree was searched for."""
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(world)
-    found: list[str] = []
-    real = compare.answers_of
+    names: list[str] = []
+    real = compare.TreeFinder._replay
 
-    def noted(engine: Engine, *arguments: Any) -> Answers:
-        found.append(type(engine.drafter).__name__)
-        return real(engine, *arguments)
+    def noted(self: Any, name: str, head: DraftHead, nodes: int) -> Any:
+        names.append(name)
+        return real(self, name, head, nodes)
 
-    monkeypatch.setattr(compare, "answers_of", noted)
-    return found
+    monkeypatch.setattr(compare.TreeFinder, "_replay", noted)
+    return names
 
 
 ASKED = ["a dog", "hello", "fog and ice"]
+QUICK = BenchSettings(trees=("best",), num_nodes=(4,), max_new_tokens=6, num_calibration_prompts=2)
 
 
-def test_the_function_returns_rows_and_uses_what_was_saved(counted: list[str]):
-    def rows(**options: Any) -> list[Row]:
-        return draftheads.compare_heads("./model", ["./hydra", "lookahead"], ASKED, settings=quick(), **options).rows
+def test_the_function_returns_rows_and_uses_trees_that_were_saved(found_trees: list[str], tmp_path: Path):
+    def rows(head: Any = "./hydra", model: Any = "./model", **options: Any) -> list[Row]:
+        return draftheads.compare_heads(
+            model, [head, "lookahead"], ASKED, settings=QUICK, precision="fp32", **options
+        ).rows
 
-    found = rows(precision="fp32")
-    assert [row.name for row in found] == ["hydra", "lookahead"]
-    assert counted == ["NoDraft", "HydraHead", "Lookahead"]
-    again = rows(precision="fp32")
-    assert len(counted) == 3
-    assert [row.tokens_per_step for row in again] == [row.tokens_per_step for row in found]
-    rows(precision="fp32", fresh=True)
-    assert len(counted) == 6, "fresh ignores what was saved"
-
-
-def test_other_settings_and_another_configuration_are_counted_anew(counted: list[str], tmp_path: Path):
-    draftheads.compare_heads("./model", ["./hydra"], ASKED, settings=quick())
-    draftheads.compare_heads("./model", ["./hydra"], ASKED, settings=quick(num_nodes=5))
-    assert len(counted) == 4
-    base = load_target("model")
-    other = tiny_head("hydra", base, embedding_scale=1.25)
-    save_head(other, tmp_path / "other" / "hydra", base=base)
-    draftheads.compare_heads("./model", [str(tmp_path / "other" / "hydra")], ASKED, settings=quick())
-    assert len(counted) == 5
-
-
-def test_changed_weights_in_the_same_folder_are_counted_anew(counted: list[str], tmp_path: Path):
-    def computed() -> list[str]:
-        """What is computed for a head and a drafter without one, on a model in the same folders each time."""
-        counted.clear()
-        draftheads.compare_heads(model, [head, "lookahead"], ASKED, settings=quick(), precision="fp32")
-        return counted
-
-    model, head = tmp_path / "model", tmp_path / "hydra"
-    shutil.copytree("model", model)
-    base = load_target(str(model), precision="fp32")
-    save_head(tiny_head("hydra", base), head, base=base)
-    assert computed() == ["NoDraft", "HydraHead", "Lookahead"]
-    assert computed() == []
-    save_head(tiny_head("hydra", base, seed=1), head, base=base)
-    assert computed() == ["HydraHead"], "other weights of the head"
-    weights = load_file(model / "model.safetensors")
+    assert [row.name for row in rows()] == [PLAIN, "hydra", "lookahead"]
+    rows()
+    assert len(found_trees) == 1
+    rows(fresh=True)
+    assert len(found_trees) == 2, "fresh ignores what was saved"
+    base = draftheads.load("./model", precision="fp32").model
+    other = tmp_path / "other" / "hydra"
+    save_head(tiny_head("hydra", base, embedding_scale=1.25), other, base=base)
+    rows(other)
+    assert len(found_trees) == 3, "another configuration"
+    save_head(tiny_head("hydra", base, seed=1), other, base=base)
+    rows(other)
+    assert len(found_trees) == 4, "other weights"
+    shutil.copytree("model", tmp_path / "model")
+    weights = load_file("model/model.safetensors")
     changed = "model.layers.0.mlp.down_proj.weight"  # not in the fingerprints by which a head knows its base model
-    save_file({**weights, changed: 1.5 * weights[changed]}, model / "model.safetensors", metadata={"format": "pt"})
-    assert computed() == ["NoDraft", "HydraHead", "Lookahead"], "other weights of the model"
+    path = tmp_path / "model" / "model.safetensors"
+    save_file({**weights, changed: 1.5 * weights[changed]}, path, metadata={"format": "pt"})
+    rows(other, tmp_path / "model")
+    assert len(found_trees) == 5, "other weights of the model"
+
+
+def test_the_record_has_every_number(found_trees: list[str]):
+    comparison = draftheads.compare_heads("./model", ["./hydra"], ASKED, settings=QUICK, transformers=True)
+    record = json.loads(json.dumps(comparison.record))
+    assert [row["name"] for row in record["rows"]] == [PLAIN, STOCK, "hydra"]
+    assert BenchSettings(**record["settings"]) == QUICK, "settings are read back"
+    assert record["drafting"]["hydra"]["heads"]
+    assert record["peak_bytes"] > 1e6
+    assert record["problems"] == []
+    assert len(comparison.answers) == 3 * 3
+    assert [Row(**row) for row in record["rows"]][2].speedup == comparison.rows[2].speedup
 
 
 # --- what cannot be compared ---
@@ -343,11 +447,14 @@ def test_changed_weights_in_the_same_folder_are_counted_anew(counted: list[str],
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_nodes": 1}, "--num-nodes is 1: must be at least 2"),
-        ({"temperature": -0.5}, "temperature is -0.5"),
-        ({"temperature": math.nan}, "temperature is nan"),
-        ({"num_speed_prompts": 2}, "--num-speed-prompts is 2: must be at least 3"),
-        ({"num_sampled_prompts": 0}, "--num-sampled-prompts is 0: must be at least 3"),
+        ({"num_nodes": 1}, r"--num-nodes is \(1,\): must be at least 2"),
+        ({"num_nodes": (4, 4)}, "each value once"),
+        ({"trees": ()}, "give at least one value"),
+        ({"trees": ("wide",)}, r"--trees is \('wide',\): choose among best"),
+        ({"batch_sizes": [0]}, "must be at least 1"),
+        ({"temperatures": -0.5}, "temperature is -0.5"),
+        ({"temperatures": (0.7,), "epsilons": 2.0}, "typical_epsilon is 2.0"),
+        ({"acceptance": "typical"}, "greedy answers need no rule: add --temperatures 0.7"),
     ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, Any], words: str):

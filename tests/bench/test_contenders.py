@@ -9,12 +9,10 @@ from draftheads.bench.contenders import heads_for, load_contenders, names_of
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.corpus import index_texts
-from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.loading import UNTRAINED, load_target
 from draftheads.models.model import TargetModel
-from draftheads.speculation.shapes import BestFirst
 from families import TREES, tiny_head, tiny_profile
 
 
@@ -43,19 +41,14 @@ def test_by_default_all_heads_of_the_model_and_the_untrained_drafters_are_compar
     assert heads_for("elsewhere") == tuple(UNTRAINED)
 
 
-@pytest.mark.parametrize(("num_nodes", "paths"), [(12, ["best 2 of 6x3x2x1"]), (4, [])])
-def test_the_paths_of_an_mlp_speculator_keep_to_the_number_of_nodes(
-    world: Path, target: TargetModel, tmp_path: Path, num_nodes: int, paths: list[str]
-):
-    save_head(tiny_head("mlp-speculator", target, num_heads=4), tmp_path / "mlp", base=target)
-    named = {"mlp": str(tmp_path / "mlp"), "lookup": "prompt-lookup", "lookahead": "lookahead"}
-    found = list(load_contenders(named, str(world / "model"), target, num_nodes=num_nodes))
-    shapes = [one.shape for one in found if one.name == "mlp, paths"]
-    assert [f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}" for shape in shapes] == paths  # type: ignore[union-attr]
-    lookup, lookahead = (one.drafter for one in found[-2:])
-    assert isinstance(lookup, PromptLookup)
-    assert lookup.num_tokens <= num_nodes - 1
-    assert isinstance(lookahead, Lookahead)
+def test_untrained_drafters_keep_to_a_number_of_nodes(world: Path, target: TargetModel):
+    named = {"lookup": "prompt-lookup", "lookahead": "lookahead"}
+    for found in load_contenders(named, str(world / "model"), target):
+        assert found.within is not None
+        for num_nodes in (4, 6, 24):
+            drafter = found.within(num_nodes)
+            assert type(drafter) is type(found.drafter)
+            assert drafter.most_nodes <= max(num_nodes, 6), "lookahead has at least six"
 
 
 @pytest.mark.usefixtures("cheap_nodes")
@@ -65,7 +58,7 @@ def test_drafters_come_with_the_engine_that_users_have(world: Path, target: Targ
     shutil.copytree(tmp_path / "hydra", tmp_path / "broken")
     (tmp_path / "broken" / "acceptance.json").write_text("{}")
     named = {"hydra": str(tmp_path / "hydra"), "lookup": "prompt-lookup", "broken": str(tmp_path / "broken")}
-    hydra, lookup, broken = load_contenders(named, str(world / "model"), target, num_nodes=6)
+    hydra, lookup, broken = load_contenders(named, str(world / "model"), target)
     assert hydra.defaults is not None
     assert (hydra.defaults.profile, type(hydra.defaults.drafter)) == (profile, Copying)
     assert lookup.defaults is not None
@@ -76,11 +69,10 @@ def test_drafters_come_with_the_engine_that_users_have(world: Path, target: Targ
 def test_with_a_corpus_each_head_has_rows_with_copies(world: Path, target: TargetModel):
     named = {"hydra": str(world / "hydra"), "lookup": "prompt-lookup"}
     corpus = index_texts([[5, 6, 7]])
-    found = list(load_contenders(named, str(world / "model"), target, num_nodes=6, corpus=corpus))
+    found = list(load_contenders(named, str(world / "model"), target, corpus=corpus))
     assert [one.name for one in found] == ["hydra", "hydra + copies", "hydra + corpus", "lookup"]
     copies, with_corpus = found[1:3]
-    assert copies.shape == with_corpus.shape == BestFirst(6)
     assert (copies.drafter.corpus, with_corpus.drafter.corpus) == (None, corpus)  # type: ignore[attr-defined]
     assert len({one.identity for one in found}) == len(found)
-    other = list(load_contenders(named, str(world / "model"), target, num_nodes=6, corpus=index_texts([[5, 6, 8]])))
+    other = list(load_contenders(named, str(world / "model"), target, corpus=index_texts([[5, 6, 8]])))
     assert other[2].identity != with_corpus.identity

@@ -1,93 +1,153 @@
 """Rows and columns of a comparison, from answers whose times are known."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import SPEED_COLUMNS, Row, columns, markdown, timed_row
+from draftheads.bench.table import (
+    ALL,
+    SPEED_COLUMNS,
+    Row,
+    by_part,
+    columns,
+    markdown,
+    parts_of,
+    remarks,
+    timed_row,
+    verdict,
+)
 from draftheads.bench.timing import Answers
-
-SETTINGS = BenchSettings(num_sampled_prompts=4, num_speed_prompts=3)
 
 
 def answers(*each: tuple[int, int, float]) -> list[Answers]:
-    """Single answers: tokens, steps, seconds."""
-    return [Answers(((7,) * tokens,), (steps,), seconds) for tokens, steps, seconds in each]
+    """Single answers: tokens, steps, seconds, of which half a second reads the prompt."""
+    return [
+        Answers(((7,) * tokens,), (steps,), seconds, 0.5, questions=(group,), group=group)
+        for group, (tokens, steps, seconds) in enumerate(each)
+    ]
 
 
-PLAIN = answers((5, 4, 1.0), (3, 2, 1.0), (8, 7, 2.0))  # 16 tokens in 4 s
-FAST = answers((5, 2, 0.25), (3, 1, 0.5), (8, 4, 1.25))  # 16 tokens in 2 s
-STOCK = answers((5, 4, 2.0), (3, 2, 2.0), (8, 7, 1.0))  # 16 tokens in 5 s
+PLAIN = answers((5, 4, 1.0), (3, 2, 1.0), (8, 7, 2.0))
+FAST = answers((5, 2, 0.75), (3, 1, 0.6), (8, 4, 1.25))
+STOCK = answers((5, 4, 2.0), (3, 2, 2.0), (8, 7, 1.0))
 ROW = Row(
-    name="medusa", tree="static, 6", tokens_per_step=1.5, tokens_per_step_error=0.25, over_first=1.0,
-    over_first_error=0.0, tokens_per_second=20.0, speedup=1.25, speedup_error=0.125, sampled_tokens_per_step=1.375,
-    sampled_error=0.0625,
+    name="medusa", tree="static, 6", tokens_per_step=1.5, tokens_per_step_interval=(1.25, 1.75), num_answers=6,
+    tokens_per_second=20.0, speedup=1.25, speedup_interval=(1.0, 1.5), speedup_error=0.125,
+    settings={"tree": "best", "temperature": 0.0, "batch_size": 1},
 )  # fmt: skip
 
 
 def test_a_row_has_speed_and_tokens_per_step():
     row = timed_row("medusa", FAST, PLAIN, STOCK)
-    assert row.tokens_per_second == 8.0
-    assert row.speedup == 2.0
-    assert row.speedup_error > 0
-    assert row.speedup_over_transformers == 2.5
-    assert row.tokens_per_step == 13 / 7
+    # tokens per second, answer by answer: 5 / 0.75, 3 / 0.6, 8 / 1.25 beside 5, 3, 4 and 2.5, 1.5, 8
+    speed = (5 / 0.75 + 3 / 0.6 + 8 / 1.25) / 3
+    assert row.tokens_per_second == pytest.approx(speed)
+    assert row.speedup == pytest.approx(speed / 4), "Spec-Bench: mean over items, divided by plain decoding's mean"
+    assert row.speedup_over_transformers == pytest.approx(speed / 4)
+    assert row.decode_speedup == pytest.approx((13 / 1.1) / (13 / 2.5))
+    assert row.tokens_per_step == pytest.approx(13 / 7)
+    assert row.accepted_per_step == pytest.approx(6 / 7)
+    assert row.overhead == pytest.approx((1.1 / 7) / (2.5 / 13)), "time of a step over plain decoding's"
     assert row.num_tokens == 16
-    # prompt by prompt medusa is 4, 2 and 1.6 times as fast as plain decoding
-    assert row.speedup_quartiles == pytest.approx((1.8, 3.0))
+    assert row.speedup_interval is not None
+    low, high = row.speedup_interval
+    assert 4 / 3 <= low < row.speedup < high <= 5 / 3
+    assert 0 < row.speedup_error < 0.2
+    assert row.speedup_quartiles == pytest.approx((1.4666, 1.6333), abs=1e-3)
+
+
+def test_rounds_of_the_same_prompts_are_one_item():
+    twice = timed_row("medusa", FAST + FAST, PLAIN + PLAIN)
+    once = timed_row("medusa", FAST, PLAIN)
+    assert (twice.speedup, twice.speedup_interval) == (
+        pytest.approx(once.speedup),
+        pytest.approx(once.speedup_interval),
+    )
 
 
 def test_plain_decoding_is_compared_with_itself():
     row = timed_row("plain", PLAIN, PLAIN)
     assert (row.speedup, row.speedup_error, row.speedup_quartiles) == (1.0, 0.0, (1.0, 1.0))
-    assert row.tokens_per_step == 1.0
-    assert row.speedup_over_transformers is None
+    assert (row.tokens_per_step, row.overhead, row.speedup_over_transformers) == (1.0, 1.0, None)
 
 
-def test_a_way_that_stops_early_is_not_faster_for_that():
-    row = timed_row("short", answers((1, 0, 0.2), (1, 0, 1 / 3), (1, 0, 0.25)), PLAIN)
-    assert row.speedup_quartiles == pytest.approx((1.0, 1.0))
-    assert row.tokens_per_second == pytest.approx(3 / (0.2 + 1 / 3 + 0.25))
-    assert row.tokens_per_step == 1.0
+def test_categories_and_turns_are_parts_where_prompts_are_answered_alone():
+    one, two, three = PLAIN
+    talk = [one, replace(two, turn=1, questions=(0,), group=0), replace(three, questions=(1,), group=1)]
+    parts = {name: [answer for answer in talk if belongs(answer)] for name, belongs in parts_of(talk, ["a", "b"])}
+    assert parts == {ALL: talk, "a": talk[:2], "b": talk[2:], "turn 1": [talk[0], talk[2]], "turn 2": talk[1:2]}
+    together = replace(one, token_ids=((1,), (2,)))
+    assert [name for name, _ in parts_of([together], ["a", "b"])] == [ALL]
+    assert [name for name, _ in parts_of([one], ["a"])] == [ALL]
 
 
-def test_parts_of_a_step_are_means_over_timed_steps():
-    one = replace(FAST[0], draft_milliseconds=6.0, verify_milliseconds=20.0, rest_milliseconds=1.0, num_timed_steps=2)
-    row = timed_row("medusa", [one, replace(one, num_timed_steps=3)], PLAIN[:2])
-    assert row.parts == {"drafting": 12 / 5, "verification": 8.0, "accept and rest": 0.4}
-    assert row.step_milliseconds == pytest.approx(54 / 5)
+def cells(row: Row, *others: Row, intervals: bool = True) -> dict[str, str]:
+    return {column.heading: column.cell(row) for column in columns([row, *others], intervals=intervals)}
 
 
-def cells(row: Row, *, errors: bool) -> dict[str, str]:
-    return {column.heading: column.cell(row) for column in columns(SETTINGS, first="medusa", errors=errors)}
+def test_cells_show_values_and_intervals_and_nothing_that_was_not_measured():
+    shown = cells(ROW)
+    assert shown["tokens/step"] == "1.50 (1.25-1.75)"
+    assert shown["× plain"] == "1.25 (1.00-1.50)"
+    assert not {"first token ms", "overhead", "T", "batch", "peak memory GB", "parameters"} & shown.keys()
+    assert cells(ROW, intervals=False)["tokens/step"] == "1.50"
+    measured = replace(ROW, quality={"gsm8k": 12.5}, quality_intervals={"gsm8k": (0.0, 25.0)})
+    assert cells(measured)["gsm8k"] == "12.50 (0.00-25.00)"
 
 
-def test_cells_show_values_and_their_errors_and_nothing_that_was_not_measured():
-    shown = cells(ROW, errors=True)
-    assert shown["tokens/step"] == "1.50 ± 0.25"
-    assert shown["× medusa"] == "1.00 ± 0.00"
-    assert shown["× plain"] == "1.25 ± 0.12"
-    assert shown["exact T=0.7"] == "1.38 ± 0.06"
-    assert [shown[f"{rule} T=0.7"] for rule in ("typical", "rejection", "block")] == ["", "", ""]
-    assert shown["parameters"] == "none"
-    assert cells(ROW, errors=False)["tokens/step"] == "1.50"
+def test_settings_are_columns_where_they_vary():
+    warm = replace(ROW, settings={"tree": "best", "temperature": 0.7, "acceptance": "typical", "epsilon": 0.09})
+    shown = cells(warm, ROW, replace(warm, settings={**warm.settings, "epsilon": 0.2}))
+    assert [(name, shown[name]) for name in ("T", "ε")] == [("T", "0.7"), ("ε", "0.09")]
+    assert "acceptance" not in shown, "it does not vary"
 
 
-def test_without_a_temperature_there_are_no_columns_for_sampled_answers():
-    greedy = replace(SETTINGS, temperature=0.0)
-    assert not any("T=" in column.heading for column in columns(greedy, first="medusa"))
-    assert list(markdown([ROW], greedy, 6))[-1] == (
-        "Greedy answers to all 6 prompts, speeds on 3. ± is one standard error."
+def test_the_markdown_tables_have_a_line_for_each_way():
+    other = replace(ROW, name="hydra", speedup=2.0)
+    lines = list(markdown([ROW, replace(ROW, part="maths", speedup=3.0), other, replace(other, part="maths")]))
+    assert lines[0].startswith("| drafter | tree | tokens/step | × plain |")
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| medusa", "| hydra"]
+    assert "| medusa | 3.00 | 1.25 |" in lines
+    assert "| hydra | 2.00 | 2.00 |" in lines
+    assert lines[5] == "In brackets: 95 % bootstrap intervals over the prompts."
+    assert by_part([ROW, other]) == ([], [])
+
+
+def test_ways_of_one_name_are_told_apart_by_their_trees():
+    rows = [replace(ROW, part=part, tree=tree) for tree in ("static, 6", "growing, 9") for part in (ALL, "maths")]
+    _, lines = by_part(rows)
+    assert [line[0] for line in lines] == ["medusa, static, 6", "medusa, growing, 9"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "medusa is fastest: 1.25 ± 0.12 × plain decoding (static, 6, with the same text in 6 of 6 answers)."),
+        ({"num_different": 2}, "with the same text in 4 of 6 answers"),
+        ({"settings": {"tree": "best", "temperature": 0.7}}, "× plain decoding (static, 6)."),
+        ({"speedup": 1.0625}, "No drafter is clearly faster than plain decoding: the fastest, medusa, reaches 1.06"),
+        ({"speedup": 0.5}, "No drafter is faster than plain decoding"),
+        (
+            {"settings": {"tree": "defaults"}},
+            "With the defaults on this machine: 1.25 ± 0.12 × plain decoding (medusa).",
+        ),
+    ],
+)
+def test_the_verdict_names_the_fastest_drafter(changes: dict[str, Any], words: str):
+    plain = replace(ROW, name="plain", speedup=9.0)
+    assert words in verdict(
+        [plain, replace(ROW, speedup=0.25), replace(ROW, **changes), replace(ROW, part="maths", speedup=7.0)]
     )
 
 
-def test_the_markdown_table_has_a_line_for_each_row():
-    lines = list(markdown([ROW, replace(ROW, name="hydra")], SETTINGS, 6))
-    assert lines[0].startswith("| drafter | parameters | tree | tokens/step | × medusa |")
-    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| medusa", "| hydra"]
-    assert len({line.count("|") for line in lines[:4]}) == 1
-    assert lines[-1].startswith("Greedy answers to all 6 prompts, sampled ones to 4 of them, speeds on 3. ±")
+def test_remarks_say_what_limits_the_verdict():
+    close = replace(ROW, name="hydra", speedup=1.2, num_different=1)
+    warm = replace(ROW, name="eagle", speedup=0.5, settings={"acceptance": "typical", "temperature": 0.7})
+    sentences = " ".join(remarks([ROW, close, warm]))
+    assert "Within the errors, hydra can be as fast as medusa." in sentences
+    assert "Texts can differ where rounding decides" in sentences
+    assert "Acceptance typical changes the distribution of texts: measure it: `--quality`." in sentences
 
 
 def test_speed_columns_name_texts_that_differ():

@@ -42,9 +42,9 @@ def model() -> TargetModel:
 def recorder(name: str, asked: list[tuple[str, int, int]]) -> Way:
     """A way that notes its name, the prompt and the number of tokens."""
 
-    def decode(group: Group, max_new_tokens: int) -> Answers:
+    def decode(group: Group, max_new_tokens: int) -> list[Answers]:
         asked.append((name, group[0][0], max_new_tokens))
-        return Answers(((group[0][0],),), (1,), 1.0)
+        return [Answers(((group[0][0],),), (1,), 1.0)]
 
     return decode
 
@@ -76,10 +76,10 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
         name = names.get(id(engine), "plain")
         assert (name == "plain") == isinstance(engine.drafter, NoDraft)
 
-        def decode(group: Group, max_new_tokens: int) -> Answers:
+        def decode(group: Group, max_new_tokens: int) -> list[Answers]:
             if max_new_tokens == 64:
                 asked.append((name, group[0][0]))
-            return Answers(((1, 2, 3),), (2,), 1.0 if name == "plain" else 0.5)
+            return [Answers(((1, 2, 3),), (2,), 1.0 if name == "plain" else 0.5)]
 
         return decode
 
@@ -120,10 +120,10 @@ class Machine:
         return self.now
 
     def _way(self, reading: float, per_token: float) -> Way:
-        def decode(_: Group, max_new_tokens: int) -> Answers:
+        def decode(_: Group, max_new_tokens: int) -> list[Answers]:
             seconds = reading + per_token * max_new_tokens
             self.now += seconds
-            return Answers(((7,) * max_new_tokens,), (max_new_tokens - 1,), seconds)
+            return [Answers(((7,) * max_new_tokens,), (max_new_tokens - 1,), seconds)]
 
         return decode
 
@@ -176,7 +176,7 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
     engine = Engine(model, Copying(tiny_head("hydra", model), odds=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
     results = engine.generate(group, max_new_tokens=20)
     start = time.perf_counter()
-    found = engine_way(engine)(group, 20)
+    (found,) = engine_way(engine)(group, 20)
     assert 0 < found.seconds <= time.perf_counter() - start
     assert found.token_ids == tuple(result.token_ids for result in results)
     assert found.num_steps == tuple(result.num_steps for result in results)
@@ -189,20 +189,20 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
 
 
 def test_plain_decoding_drafts_nothing(model: TargetModel):
-    found = engine_way(Engine(model))(PROMPTS[:1], 20)
+    (found,) = engine_way(Engine(model))(PROMPTS[:1], 20)
     assert (found.num_drafted, found.num_copied) == (0, 0)
     assert found.step_shares == [(found.num_tokens - 1, found.num_tokens - 1)]
 
 
 def test_transformers_way_stops_at_the_end_of_text():
     stock = tiny_model("llama")
-    free = stock_way(stock)(PROMPTS[:1], 20).token_ids[0]
+    free = stock_way(stock)(PROMPTS[:1], 20)[0].token_ids[0]
     place = next(place for place in range(3, 20) if free[place] not in free[:place])
     stock.model.generation_config.eos_token_id = [free[place]]
     again = TargetModel(stock.model, stock.tokenizer, "again")
-    found = stock_way(again)(PROMPTS[:1], 20)
+    (found,) = stock_way(again)(PROMPTS[:1], 20)
     assert found.token_ids == (free[: place + 1],)
-    assert found.token_ids == engine_way(Engine(again))(PROMPTS[:1], 20).token_ids
+    assert found.token_ids == engine_way(Engine(again))(PROMPTS[:1], 20)[0].token_ids
     assert found.num_steps == (place,)
 
 
@@ -240,7 +240,7 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
         return propose(self, *arguments)
 
     monkeypatch.setattr(HeadSession, "propose", drafting)
-    found = engine_way(Engine(model, head))(PROMPTS[:1], 10)
+    (found,) = engine_way(Engine(model, head))(PROMPTS[:1], 10)
     steps = found.num_steps[0] - 1
     assert 2 <= steps <= 8
     assert found.num_timed_steps == steps
@@ -260,10 +260,10 @@ def test_learning_from_a_step_counts_as_drafting(
         watch(self, draft, logits)
 
     monkeypatch.setattr(LookaheadSession, "on_verify", learning)
-    found = engine_way(Engine(model, Lookahead()))(PROMPTS[:1], 10)
+    (found,) = engine_way(Engine(model, Lookahead()))(PROMPTS[:1], 10)
     assert found.draft_milliseconds == 1e3 * found.num_timed_steps > 1e3
 
 
 def test_an_answer_without_a_step_has_no_parts(model: TargetModel):
-    found = engine_way(Engine(model))(PROMPTS[:1], 1)
+    (found,) = engine_way(Engine(model))(PROMPTS[:1], 1)
     assert (found.num_timed_steps, found.verify_milliseconds) == (0, 0.0)

@@ -1,20 +1,21 @@
 """``draftheads bench``: what it writes and prints, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
 
 from cli_world import Run
-from draftheads.bench import compare
+from draftheads.bench.settings import BenchSettings
 from draftheads.checkpoints.checkpoint import read_head
-from draftheads.cli.main import main
+from draftheads.cli import bench
+from draftheads.cli.options.bench import BenchOptions
 from draftheads.models.model import TargetModel
 
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill"]
-QUICK = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--num-speed-prompts", "3"]
+QUICK = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--precision", "fp32"]
 BENCH = ["bench", "./model", *QUICK, "--prompts", "four.jsonl", "--limit", "3"]
 
 
@@ -25,52 +26,67 @@ def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (here / "one.jsonl").write_text(json.dumps({"prompt": "mom"}))
 
 
-def test_it_writes_a_record_a_table_and_a_page(here: Path, tmp_path: Path, run: Run) -> None:
+def test_it_writes_a_record_tables_answers_and_a_page(here: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
-    heads = ["--heads", "./hydra", "lookahead", "--draft-model", "./model"]
+    heads = ["--heads", "./hydra", "lookahead", "--draft-model", "./model", "--transformers", "--quality", "agreement"]
     shown = run([*BENCH, *heads, "--out", str(out), "--json", str(tmp_path / "all.json")]).out
     record = json.loads((out / "bench.json").read_text())
     assert json.loads((tmp_path / "all.json").read_text()) == record
     assert "{" not in shown, "JSON only where it was asked for"
+    assert [(row["name"], row["settings"].get("tree")) for row in record["rows"]] == [
+        ("plain", None), ("transformers", None), ("hydra", "best"), ("hydra", "defaults"), ("lookahead", "best"),
+        ("lookahead", "defaults"), ("draft-model", "best"),
+    ]  # fmt: skip
     first, _, third, *_ = (out / "bench.md").read_text().splitlines()
-    assert 0 < shown.index(first) < shown.index("parameters")
-    best = max(record["rows"][:2], key=lambda row: row["default_speedup"])
-    speed = f"{best['default_speedup']:.2f} ± {best['default_speedup_error']:.2f}"
-    assert first == f"With the defaults on this machine: {speed} × plain decoding ({best['name']})."
-    assert record["rows"][2]["default_speedup"] is None, "a draft model is no head"
+    assert first in " ".join(shown.split())
+    best = max(record["rows"][2:], key=lambda row: row["speedup"])
+    assert f"{best['speedup']:.2f} ± {best['speedup_error']:.2f} ×" in first
     assert third.startswith("| drafter |")
     assert f"wrote {out / 'bench.html'}" in shown
     assert all(len(line) <= 80 for line in shown.splitlines() if "wrote" not in line)
-    assert [row["name"] for row in record["rows"]] == ["hydra", "lookahead", "draft-model"]
-    assert (record["num_prompts"], record["prompts"], record["settings"]["num_nodes"]) == (3, "four.jsonl", 5)
-    assert record["rows"][2]["tokens_per_step"] > 2, "it drafts for itself"
-    assert record["rows"][1]["tree"] == "its own, up to 6", "as few as possible"
-    numbers = [row["num_parameters"] for row in record["rows"]]
+    assert (record["num_prompts"], record["prompts"], record["settings"]["num_nodes"]) == (3, "four.jsonl", [5])
+    assert record["rows"][-1]["tokens_per_step"] > 2, "it drafts for itself"
+    assert record["rows"][4]["tree"] == "its own, up to 6", "as few as possible"
+    assert {row["quality"]["agreement"] for row in record["rows"]} == {100.0}
+    numbers = [row["num_parameters"] for row in record["rows"][2::2]]
     base = LlamaForCausalLM.from_pretrained(here / "model").num_parameters()
     assert numbers == [read_head(here / "hydra").num_parameters, 0, base], "also where weights are packed"
     assert record["drafters"].keys() == {"hydra", "lookahead", "draft-model"}
     assert read_head(here / "hydra").digest in record["drafters"]["hydra"]
+    lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 7
+    assert all(sum(line["step_tokens"]) == len(line["token_ids"]) - 1 for line in lines)
 
 
-def test_fresh_ignores_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[str] = []
-    real = compare.answers_of
+def test_questions_are_chosen_by_category(here: Path, tmp_path: Path, run: Run) -> None:
+    kinds = ["maths", "chat"] * 4
+    questions = [{"turns": [prompt, "why"], "category": kind} for prompt, kind in zip(PROMPTS * 2, kinds, strict=True)]
+    (here / "eight.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    arguments = ["bench", "./model", *QUICK, "--heads", "prompt-lookup", "--trees", "best", "--prompts", "eight.jsonl"]
+    record = json.loads(run([*arguments, "--limit", "2", "--json", "-"]).out.splitlines()[-1])
+    assert [row["part"] for row in record["rows"] if row["name"] == "plain"] == [
+        "all", "maths", "chat", "turn 1", "turn 2"
+    ]  # fmt: skip
+    assert record["num_prompts"] == 4
+    record = json.loads(run([*arguments, "--category", "chat", "--json", "-"]).out.splitlines()[-1])
+    assert {row["part"] for row in record["rows"]} == {"all", "turn 1", "turn 2"}
 
-    def noted(engine: Any, *arguments: Any) -> Any:
-        counted.append(type(engine.drafter).__name__)
-        return real(engine, *arguments)
 
-    monkeypatch.setattr(compare, "answers_of", noted)
-    arguments = [*BENCH, "--heads", "lookahead", "--temperature", "0"]
-    for more, times in (([], 1), ([], 1), (["--fresh"], 2)):
-        assert main([*arguments, *more]) == 0
-        assert counted.count("Lookahead") == times
+def test_quick_makes_small_what_is_not_given() -> None:
+    small = bench.quick(BenchOptions(quick=True))
+    assert (small.limit, small.settings.max_new_tokens, small.settings.trees) == (1, 64, ("defaults",))
+    given = BenchOptions(quick=True, limit=5, settings=BenchSettings(max_new_tokens=9, trees=("chain",)))
+    assert bench.quick(given).settings == replace(given.settings, num_calibration_prompts=16)
+    assert bench.quick(given).limit == 5
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("./model --heads ./hydra --limit 2", "--limit is 2; it must be at least 3"),
+        ("./model --heads ./hydra --limit 0", "--limit is 0; it must be at least 1"),
+        ("./model --heads ./hydra --prompts four.jsonl --limit 2", "2 prompts: give at least 3"),
+        ("./model --heads ./hydra --category poetry", "no question has the category 'poetry'"),
+        ("./model --heads ./hydra --quality judge", "--quality judge needs an endpoint: --judge URL"),
         ("./model --heads ./hydra --prompts one.jsonl", "1 prompt: give at least 3"),
         ("./model --heads ./hydra ./hydra", "each must have a name of its own"),
         ("./model --heads nowhere", "no head 'nowhere'"),

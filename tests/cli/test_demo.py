@@ -15,7 +15,7 @@ from draftheads.decode.engine import Engine
 from draftheads.heads.base import DraftHead
 from families import needs_library
 
-HEADINGS = "method tokens /s tokens /step speed-up (quartiles) × trans- formers same text worst margin"
+HEADINGS = "method tokens/ s tokens/ step speed-up (quartiles) × trans- formers same text worst margin"
 DEMO = ["demo", "--model", "model", "--max-new-tokens", "3", "--no-stream"]
 COLUMNS = {"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
 

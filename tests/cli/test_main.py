@@ -32,7 +32,7 @@ def test_help_lists_the_commands(arguments: list[str], run: Run):
     assert not err
     assert out.startswith("usage: draftheads COMMAND")
     for name, command in COMMANDS.items():
-        assert any(line.split(maxsplit=1) == [name, command.summary] for line in out.splitlines())
+        assert f"  {name:<12} {command.summary}" in out.splitlines()
 
 
 def test_help_and_version_are_fast():

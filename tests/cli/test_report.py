@@ -23,6 +23,13 @@ def test_the_command_writes_pages_and_prints_their_paths(folder: Path, run: Run)
     assert (folder / "tune.html").is_file()
 
 
+def test_plots_are_written_on_request(folder: Path, run: Run) -> None:
+    first, *others = run(["report", str(folder), "--figures"]).out.splitlines()
+    assert first == str(folder / "tune.html")
+    assert sorted(others) == sorted(str(path) for path in (folder / "figures").iterdir())
+    assert str(folder / "figures" / "sizes.png") in others
+
+
 def test_a_folder_without_records_is_an_error(tmp_path: Path, run: Run) -> None:
     err = run(["report", str(tmp_path)], code=1).err
     assert f"error: {tmp_path}: not an output folder of train, tune or bench" in err

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import SPEED_COLUMNS, Row
 from draftheads.cli import show_comparison
 from draftheads.cli.bench import show
@@ -96,27 +95,33 @@ def test_the_widest_parts_of_a_step_fit_80_columns(capsys: pytest.CaptureFixture
 
 
 def test_the_tables_of_bench_fit_80_columns(capsys: pytest.CaptureFixture[str], narrow: Console):
-    names = ["mlp-speculator", "mlp-speculator, paths", "prompt-lookup", "x" * 40]
+    names = ["mlp-speculator", "hydra", "prompt-lookup", "x" * 40]
     trees = ["static, 24", "best 8 of 6x3x2, up to 23", "its own, up to 9", "growing, 24"]
-    sampled = dict.fromkeys(("sampled", "typical", "rejection", "block"), 2.25)
-    fields = {f"{name}_tokens_per_step": value for name, value in sampled.items()}
-    rows = [row_of(name, tree=tree, over_first=1.25, **fields) for name, tree in zip(names, trees, strict=True)]
-    show(narrow, rows, BenchSettings(), 3)
+    more = {"decode_speedup": 1.75, "overhead": 1.25, "first_token_milliseconds": 1234.0, "step_milliseconds": 123.4,
+            "latency_seconds": {"50": 10.25, "90": 20.5, "99": 30.75}, "num_parameters": 12_300_000,
+            "quality": {"agreement": 100.0, "common prefix": 50.0, "ROUGE-1": 30.25}}  # fmt: skip
+    varied = ((0.0, 1), (0.7, 16), (1.0, 1), (1.0, 8))
+    settings = [{"temperature": t, "acceptance": "typical", "batch_size": size} for t, size in varied]
+    rows = [
+        row_of(name, tree=tree, settings=one, part=part, **more)
+        for part in ("all", "retrieval", "question_answering", "turn 1", "turn 2")
+        for name, tree, one in zip(names, trees, settings, strict=True)
+    ]
+    show(narrow, rows)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     for name in names[:-1]:
-        found = [
-            line.removeprefix(name).split() for line in lines if line.startswith(f"{name} ") and "fastest" not in line
-        ]
-        assert len(found) == 3, "a table each for greedy answers, sampled answers and speeds"
-        assert found[0][-2:] == ["1.50", "1.25"], "on the line of the name"
-        assert found[1] == ["2.25"] * 4
-    assert sum("x" * 24 in line for line in lines) == 3
+        found = [line for line in lines if line.startswith(f"{name} ") and "fastest" not in line]
+        assert len(found) >= 5, "speed, times, quality, and by part speed-up and tokens per step"
+    cells = next(line for line in lines if line.startswith("mlp-speculator ")).split()
+    assert cells[:4] == ["mlp-speculator", "1", "0", "static,"], "on the line of the name"
+    assert "…" not in "".join(lines)
+    assert sum("x" * 24 in line for line in lines) == len(found)
 
 
 def test_answers_that_differ_are_named(capsys: pytest.CaptureFixture[str], narrow: Console):
-    show(narrow, [row_of("hydra", over_first=1.0, num_different=2)], BenchSettings(temperature=0.0), 3)
+    show(narrow, [row_of("hydra", num_answers=3, num_different=2)])
     words = " ".join(capsys.readouterr().out.split())
     assert "answers that differ from plain decoding: hydra 2" in words
-    assert "hydra is fastest: 1.50 ± 0.00 × plain decoding, with the same text in 1 of 3 answers." in words
+    assert "hydra is fastest: 1.50 ± 0.00 × plain decoding (with the same text in 1 of 3 answers)." in words
     assert "Texts can differ where rounding decides" in words

@@ -31,6 +31,39 @@ def test_an_array_is_read_as_lines_are(tmp_path: Path, text: str, lines: list[in
     assert list(read_json_lines(path)) == list(zip(lines, RECORDS, strict=True))
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_read_in_pieces_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None):
+    values = [{"a": "x" * n, "b": [n, {"c": "],[\n"}]} for n in range(30)] + [
+        12345,
+        -6.5e-3,
+        6.5,
+        6e-1,
+        "é\U0001f600",
+        [],
+        None,
+    ]
+    (tmp_path / "chats.json").write_text(json.dumps(values, indent=indent), encoding="utf-8")
+    lines = list(read_json_lines(tmp_path / "chats.json"))
+    for size in (1, 2, 3, 5, 7, 64):
+        monkeypatch.setattr(json_lines, "_PIECE", size)
+        assert list(read_json_lines(tmp_path / "chats.json")) == lines
+    assert [value for _, value in lines] == values
+
+
+def test_a_number_may_lie_in_two_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(json_lines, "_PIECE", 2)
+    (tmp_path / "chats.json").write_text("[\n6.5]")  # read as "[\n", "6.", "5]"
+    assert list(read_json_lines(tmp_path / "chats.json")) == [(2, 6.5)]
+
+
+def test_an_array_may_be_longer_than_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(json_lines, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(json_lines, "_PIECE", 100)
+    values = [{"a": "x" * 500}] * 20
+    (tmp_path / "chats.json").write_text(json.dumps(values))
+    assert [value for _, value in read_json_lines(tmp_path / "chats.json")] == values
+
+
 @pytest.mark.parametrize("text", ['{"a": 1}\n', '[{"a": 1}]'])
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, text: str):
     path = tmp_path / "a.jsonl"
@@ -48,6 +81,8 @@ def test_there_may_be_nothing_in_it(tmp_path: Path, text: str):
     ("text", "message"),
     [
         ('[\n{"a": 1}\n{"b": 2}\n]', "line 3: not JSON: Expecting ',' delimiter at character 1; a file that begins"),
+        ('[{"a": 1} {"b": 2}]', "line 1: not JSON: Expecting ',' delimiter at character 11; a file that begins"),
+        ('[\n{"a": 1}, {"b": 2}}]', "line 2: not JSON: Expecting ',' delimiter at character 19; a file that begins"),
         ('[{"a": 1}]\n[{"a": 2}]', r"line 2: not JSON: Extra data at character 1; a file that begins with \[ must be"),
         ('[\n{"a": 1},', "line 2: not JSON: .*; a file that begins with"),
         ("[" * 100_000, "line 1: nested too deeply"),
@@ -63,7 +98,7 @@ def test_an_error_names_the_line(tmp_path: Path, text: str, message: str):
 
 
 @pytest.mark.parametrize(
-    ("start", "what"), [(b'{"a": 1}\n{"a": "', "line 2: the line"), (b'["', "line 1: the JSON array")]
+    ("start", "what"), [(b'{"a": 1}\n{"a": "', "line 2: the line"), (b'["', "line 1: an element of the JSON array")]
 )
 def test_an_endless_line_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes, what: str

@@ -33,6 +33,9 @@ SERVER = {"endpoint": "http://x/v1", "endpoint_model": "x"}
         ({**SERVER, "documents": (Path("book.jsonl"),)}, r"--documents is .*book\.jsonl.* not used with --endpoint"),
         ({**SERVER, "head": "hydra"}, "--head is 'hydra'"),
         ({**SERVER, "num_self_talk": 2}, "--num-self-talk is 2"),
+        ({**SERVER, "turns": 2}, "--turns is 2: not used with --endpoint"),
+        ({"turns": 0}, "--turns is 0: must be at least 1"),
+        ({"turns": 2, "prompts": (), "num_self_talk": 1}, "--turns is 2: give --prompts, too"),
     ],
 )
 def test_impossible_options_name_the_flag_and_the_fix(changes: dict[str, Any], words: str):

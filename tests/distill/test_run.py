@@ -10,11 +10,11 @@ import pytest
 
 from distill_world import RECORDS, manifest, options, records, run, write_prompts
 from draftheads.data.compute_features import load_texts
-from draftheads.data.records import read_chats
+from draftheads.data.records import read_chats, read_prompts
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.distill.conversation import Dialogue
-from draftheads.distill.local import _add_result
+from draftheads.distill.local import _add_result, user_turn_opening
 from draftheads.distill.prompts import SELF_TALK, Prompt
 from draftheads.distill.run import distill
 from draftheads.errors import DataError, StorageError, UnsupportedModel
@@ -178,6 +178,61 @@ def test_self_talk_has_the_given_number_of_turns(target: TargetModel, tmp_path: 
     short = [record for record in found if len(user_turns(record)) == 1 and record["finished"]]
     assert outcome.counts.num_shortened == len(short)
     assert all(question.strip() for record in found for question in user_turns(record))
+
+
+def test_self_talk_can_begin_with_the_first_turns_of_prompts(target: TargetModel, tmp_path: Path):
+    sizes = {"turns": 2, "max_new_tokens": 60, "max_question_tokens": 60, "temperature": (1.0,)}
+    chosen = options(tmp_path, **sizes)
+    write_prompts(chosen.prompts[0], RECORDS[11:15])
+    outcome = run(target, chosen)
+    found = records(chosen)
+    first_turns = [record.user_turns[0] for record in read_prompts(*chosen.prompts)]
+    engine = Engine(target)
+    for record in found:
+        assert user_turns(record)[0] == first_turns[record["index"]]
+        assert record["source"] == f"prompts.jsonl:{record['index'] + 1}"
+        dialogue = Dialogue(Prompt(("w1",), None, "x"), index=record["index"], options=chosen)
+        first = roles(record).index("user")
+        for place, message in list(enumerate(record["messages"]))[first + 1 :]:
+            dialogue.messages = record["messages"][:place]
+            is_answer = message["role"] == "assistant"
+            prompt = dialogue.messages if is_answer else user_turn_opening(target, dialogue.messages)
+            settings = SamplingSettings(max_new_tokens=60, temperature=1.0, seed=dialogue.next_seed)
+            text = engine.generate([prompt], settings)[0].text
+            assert message["content"] == (text if is_answer else text.strip())
+    assert roles(found[2])[:3] == ["system", "user", "assistant"]
+    assert {len(user_turns(record)) for record in found} == {1, 2}
+    short = [record for record in found if len(user_turns(record)) < 2 and record["finished"]]
+    assert outcome.counts.num_shortened == len(short)
+
+
+def test_self_talk_of_one_turn_asks_the_first_turns_only_and_needs_no_user_turn_in_the_template(tmp_path: Path):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    target = TargetModel(chat_model(seed=3).model, chat_tokenizer(template), "tiny")
+    chosen = options(tmp_path, turns=1)
+    run(target, chosen)
+    first_turns = [record.user_turns[0] for record in read_prompts(*chosen.prompts)]
+    assert [user_turns(record) for record in records(chosen)] == [[first_turns[i["index"]]] for i in records(chosen)]
+    with pytest.raises(UnsupportedModel, match="nothing after a user's words"):
+        run(target, replace(chosen, turns=2, out=tmp_path / "other.jsonl"))
+
+
+def test_self_talk_from_prompts_does_not_continue_documents(target: TargetModel, tmp_path: Path):
+    (tmp_path / "book.txt").write_text("w1 w2 w3")
+    chosen = options(tmp_path, turns=2, documents=(tmp_path / "book.txt",))
+    run(target, chosen)
+    assert records(chosen)[-1]["prompt"] == "w1 w2 w3"
+
+
+def test_published_prompts_are_answered(target: TargetModel, tmp_path: Path):
+    chosen = options(tmp_path)
+    lines = [{"instruction": "w1", "input": "w2", "output": "never"}, {"question": "w3", "answer": "never #### 4"}]
+    share_gpt = [{"from": "human", "value": "w5"}, {"from": "gpt", "value": "never"}, {"from": "human", "value": "w6"}]
+    write_prompts(chosen.prompts[0], [*lines, {"conversations": share_gpt}, {"conversations": []}])
+    run(target, chosen)
+    found = records(chosen)
+    assert [user_turns(record)[0] for record in found] == ["w1\n\nw2", "w3", "w5"]
+    assert "never" not in chosen.out.read_text()
 
 
 @pytest.mark.parametrize(("text", "reason"), [(" \n", "stop"), ("w1 w2", "length")])

@@ -1,13 +1,14 @@
 """Facts of a comparison on its page."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from draftheads.bench.table import Row
 from draftheads.reports.bench_page import bench_page
-from report_records import BENCH, bench_row
+from draftheads.reports.page import Page, Piece, Table
+from report_records import BENCH, GROWING, POINT, bench_record, bench_row, plain_row
 
 
 def words(text: str) -> str:
@@ -15,85 +16,173 @@ def words(text: str) -> str:
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def record(*rows: Row) -> dict[str, Any]:
-    return {**BENCH, "rows": [asdict(row) for row in rows]}
+def page_of(*rows: Row, **changes: Any) -> Page:
+    return bench_page(bench_record(*rows, **changes))
+
+
+def drawings(page: Page) -> dict[str, Any]:
+    return {figure.name: figure for figure in page.figures}
+
+
+def drawn(page: Page, name: str) -> dict[str, Any]:
+    """What a plot draws."""
+    values: dict[str, Any] = drawings(page)[name].draw.keywords
+    return values
+
+
+def cells(table: Table) -> list[dict[str, str]]:
+    return [dict(zip(table.columns, map(words, row), strict=True)) for row in table.rows]
 
 
 def test_the_verdict_names_the_fastest_drafter_and_counts_equal_answers():
-    assert words(bench_page(BENCH).verdict) == (
-        "With trees of 24 nodes, hydra is fastest: 1.75 ± 0.12 × plain decoding, with the same text in 6 of 6 answers."
-    )
-
-
-@pytest.mark.parametrize(("speedup", "start"), [(0.9, "no drafter is faster"), (1.1, "no drafter is clearly faster")])
-def test_the_verdict_says_where_no_drafter_is_faster(speedup: float, start: str):
-    page = bench_page(record(replace(bench_row("medusa", speedup=speedup), num_different=2)))
+    page = bench_page(BENCH)
     assert words(page.verdict) == (
-        f"With trees of 24 nodes, {start} than plain decoding: the fastest, medusa, reaches {speedup:.2f} ± 0.12 × "
-        "its speed, with the same text in 4 of 6 answers."
+        "hydra is fastest: 1.75 ± 0.12 × plain decoding (growing, 24, with the same text in 6 of 6 answers)."
     )
-    assert "Trees of 24 nodes may be too large" in page.note
-    assert "Texts can differ where rounding decides" in page.note
+    assert page.note == "Every way answers 6 prompts in turn, with at most 128 tokens."
+    assert [value for value, _ in page.numbers] == ["1.75", "2.50", "70.0", "6"]
 
 
-def test_the_speed_with_the_defaults_comes_first():
-    usual = [
-        replace(bench_row("medusa", speedup=1.5), default_speedup=1.25, default_speedup_error=0.0625),
-        replace(bench_row("hydra", speedup=1.75), default_speedup=1.125, default_speedup_error=0.0625),
-        bench_row("copies", speedup=2.0),
-    ]
-    page = bench_page(record(*usual))
-    assert words(page.verdict) == "With the defaults on this machine: 1.25 ± 0.06 × plain decoding (medusa)."
-    assert words(page.note).startswith("With trees of 24 nodes, copies is fastest: 2.00")
-    assert page.numbers[0] == ("1.25", "× plain with the defaults, medusa")
-    assert page.tables[0].columns[:3] == ["drafter", "× plain, defaults", "× plain"]
-    assert [words(row[1]) for row in page.tables[0].rows] == ["", "1.12 ± 0.06", "1.25 ± 0.06"]
-    assert "Defaults choose the size of each draft for this machine." in page.note
+def test_remarks_limit_the_verdict():
+    page = page_of(bench_row("close", speedup=1.51), bench_row("hydra", speedup=1.75, num_different=2))
+    assert "Within the errors, close can be as fast as hydra. Texts can differ" in page.note
 
 
-def test_drafters_within_the_errors_of_the_fastest_are_named():
-    close, far = bench_row("close", speedup=1.51), bench_row("far", speedup=1.49)
-    page = bench_page(record(close, far, bench_row("hydra", speedup=1.75)))
-    assert "Within the errors, close can be as fast as hydra." in page.note
-    assert "errors" not in bench_page(record(far, bench_row("hydra", speedup=1.75))).note
+def test_a_record_of_plain_decoding_alone_has_a_page():
+    page = page_of(plain_row())
+    assert page.verdict == "There is no drafter to compare."
+    assert list(drawings(page)) == ["speed-and-tokens", "drafting"]
 
 
-def test_each_drafter_has_a_row_with_its_errors_fastest_first():
-    greedy, sampled = bench_page(BENCH).tables
-    hydra, medusa = (dict(zip(greedy.columns, row, strict=True)) for row in greedy.rows)
-    assert (medusa["drafter"], hydra["drafter"]) == ("medusa", "hydra")
-    assert greedy.best == 0
-    assert hydra["× plain"] == "1.75\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}0.12", "numbers stay in one piece"
-    assert hydra["tokens/s"] == "70.0"
-    assert words(hydra["same text"]) == "6 of 6"
-    assert "× medusa" in greedy.columns, "the first drafter of the record"
-    assert greedy.columns[:4] == ["drafter", "× plain", "tokens/s", "tokens/step"]
-    assert sampled.columns[1:3] == ["exact T=0.7", "typical T=0.7"]
-    assert [words(cell) for cell in sampled.rows[0][:3]] == ["hydra", "2.25 ± 0.50", "2.38 ± 0.06"]
+def test_each_way_has_a_row_with_its_intervals_fastest_first():
+    (table,) = bench_page(BENCH).tables
+    assert [row[0] for row in table.rows] == ["hydra", "medusa", "plain"]
+    assert table.best == 0
+    hydra, medusa, plain = cells(table)
+    assert hydra["× plain"] == "1.75 (1.50-2.00)"
+    assert medusa["tokens/step"] == "2.50 (2.25-2.75)"
+    assert plain["tokens/s"] == "40.0"
+    assert hydra["draft ms"] == "3.0"
+    assert table.rows[0][table.columns.index("× plain")] == "1.75\N{NO-BREAK SPACE}(1.50-2.00)", "in one piece"
 
 
 def test_prompts_and_how_it_was_made_are_folded():
-    page = bench_page(BENCH)
-    assert page.note.startswith("Greedy answers to all 6 prompts, sampled ones to 4 of them, speeds on 3.")
-    (_, settings), (_, provenance) = page.facts
+    (_, settings), (_, provenance) = bench_page(BENCH).facts
     assert dict(settings)["prompts"] == "6 of some/questions.jsonl"
-    assert dict(settings)["num_nodes"] == 24
+    assert dict(settings)["num_nodes"] == [24]
     assert dict(provenance)["command"] == "draftheads bench <tiny>"
 
 
-def test_plots_show_speed_and_every_way_of_accepting():
-    speed, tokens = bench_page(BENCH).figures
-    assert ">hydra</text>" in speed.svg
-    assert speed.alt == "Bars, speed: hydra 1.75, medusa 1.50."
-    assert all(f">{way}</text>" in tokens.svg for way in ("greedy", "exact, T=0.7", "typical, T=0.7"))
+def test_an_answer_has_its_draft_tokens_in_colour():
+    example = {"way": "hydra", "question": "Why?", "pieces": [["Because", False], [" of", True]]}
+    (text,) = page_of(bench_row("hydra", speedup=1.5), example=example).texts
+    assert text.title == "An answer of hydra: its accepted draft tokens are green"
+    assert text.pieces == [Piece("Why?\n\n"), Piece("Because", "answer"), Piece(" of", "drafted")]
+    assert bench_page(BENCH).texts == [], "older records have none"
 
 
-def test_without_a_temperature_only_greedy_tokens_are_shown():
-    page = bench_page({**BENCH, "settings": {**BENCH["settings"], "temperature": 0.0}})
-    assert "typical" not in page.figures[1].svg
-    assert len(page.tables) == 1
+def test_problems_and_quality_have_tables_of_their_own():
+    row = bench_row("hydra", speedup=1.5, quality={"rouge": 0.5}, quality_intervals={"rouge": [0.25, 0.75]})
+    problem = {"question": "q7", "turn": 2, "problem": "hydra: the conversation became too long"}
+    _, quality, problems = page_of(plain_row(), row, problems=[problem]).tables
+    assert quality.columns == ["drafter", "rouge"]
+    assert cells(quality)[0] == {"drafter": "hydra", "rouge": "0.500 (0.250-0.750)"}
+    assert problems.rows == [["q7", 2, "hydra: the conversation became too long"]]
+
+
+PARTS = {"chat": 1.25, "code": 2.25, "turn 1": 1.5, "turn 2": 2.0}
+
+
+def with_parts(name: str, speedup: float) -> list[Row]:
+    row = bench_row(name, speedup=speedup)
+    return [row, *(replace(row, part=part, speedup=speedup * value) for part, value in PARTS.items())]
+
+
+def test_categories_have_grouped_bars_and_tables_with_turns():
+    page = page_of(plain_row(), *with_parts("medusa", 1.0), *with_parts("hydra", 2.0))
+    groups = drawn(page, "speed")
+    assert groups["groups"] == ["chat", "code", "all"], "in the order of the record; turns are in the table"
+    assert groups["series"] == {"hydra": [2.5, 4.5, 2.0], "medusa": [1.25, 2.25, 1.0]}
+    assert drawings(page)["speed"].alt.startswith("hydra chat 2.50, code 4.50, all 2.00;")
+    overall, speedups, tokens = page.tables
+    assert len(overall.rows) == 3
+    assert speedups.columns == ["drafter", "chat", "code", "turn 1", "turn 2", "all"]
+    assert speedups.rows[0] == ["hydra", "2.50", "4.50", "3.00", "4.00", "2.00"]
+    assert tokens.title == "Tokens per step by category and turn"
+
+
+def test_plots_of_one_category_and_one_point():
+    page = bench_page(BENCH)
+    assert list(drawings(page)) == ["speed", "speed-and-tokens", "lengths", "depths", "parts", "drafting"]
+    assert drawn(page, "speed") == {
+        "names": ["hydra", "medusa"],
+        "values": [1.75, 1.5],
+        "errors": [0.125, 0.125],
+        "label": "× plain decoding",
+    }
+    assert drawn(page, "speed-and-tokens")["points"] == {"hydra": (2.5, 70), "medusa": (2.5, 60), "plain": (1, 40)}
+    assert drawn(page, "lengths")["panels"]["steps, %"]["hydra"] == [(1, 12.5), (2, 25), (3, 62.5)]
+    assert drawn(page, "depths")["panels"]["accepted, %"]["hydra"] == [(1, 75), (2, 50)]
+    assert drawn(page, "parts")["names"] == ["hydra", "medusa"], "no parts of plain decoding were measured"
+    assert drawn(page, "parts")["parts"]["verification"] == [27, 27]
+    assert drawn(page, "drafting")["names"] == ["medusa", "hydra"]
+    assert drawn(page, "drafting")["parts"] == {"prefix": [0, 0.5], "head 1": [1, 1], "head 2": [0, 0.25]}
+    assert ">hydra</text>" in drawings(page)["speed"].svg
+    assert not any("Shown" in figure.caption or "Measured" in figure.caption for figure in page.figures)
+
+
+def test_without_drafting_costs_there_is_no_plot_of_them():
+    assert "drafting" not in drawings(page_of(bench_row("hydra", speedup=1.5), drafting={}))
+
+
+def test_batch_sizes_have_curves_of_speed_and_latency():
+    rows = []
+    for size, speedup in ((4, 0.75), (1, 1.5)):
+        rows.append(plain_row(settings={**POINT, "batch_size": size}, tokens_per_second=40.0 * size))
+        for nodes in (8, 24):
+            settings = {**GROWING, "batch_size": size, "num_nodes": nodes}
+            latency = {"50": size / 2}
+            rows.append(bench_row("hydra", speedup=speedup + nodes / 100, settings=settings, latency_seconds=latency))
+    page = page_of(*rows)
+    curves = drawn(page, "batch_size")["panels"]
+    assert curves["tokens/s"] == {
+        "hydra": [(1, pytest.approx(69.6)), (4, pytest.approx(39.6))],
+        "plain": [(1, 40), (4, 160)],
+    }
+    assert curves["median answer, s"] == {"hydra": [(1, 0.5), (4, 2.0)]}
+    assert drawings(page)["batch_size"].caption.endswith("Shown: the fastest row of each drafter.")
+    nodes = drawn(page, "num_nodes")["panels"]["× plain decoding"]
+    assert nodes == {"hydra": [(8, pytest.approx(1.58)), (24, pytest.approx(1.74))]}
+    assert words(drawings(page)["num_nodes"].caption).endswith("Measured at batch size 1 and temperature 0.")
+    assert drawn(page, "speed")["values"] == [pytest.approx(1.74)]
+    assert words(drawings(page)["speed"].caption).endswith(
+        "Shown: the fastest row of each drafter. Measured at batch size 1 and temperature 0."
+    )
+
+
+def test_thresholds_have_curves_of_tokens_and_quality():
+    rows = [bench_row("hydra", speedup=1.0), plain_row()]
+    for epsilon, tokens in ((0.25, 2.0), (0.125, 3.0)):
+        settings = {**GROWING, "temperature": 0.5, "acceptance": "typical", "epsilon": epsilon}
+        row = bench_row("hydra", speedup=1.5, settings=settings, tokens_per_step=tokens, quality={"rouge": epsilon})
+        rows.append(row)
+    panels = drawn(page_of(*rows), "epsilon")["panels"]
+    assert panels == {
+        "tokens/step": {"hydra": [(0.125, 3.0), (0.25, 2.0)]},
+        "rouge": {"hydra": [(0.125, 0.125), (0.25, 0.25)]},
+    }
+    without = page_of(*(replace(row, quality={}) for row in rows))
+    assert "epsilon" not in drawings(without), "there is nothing to choose by"
+
+
+def test_plots_with_many_drafters_show_the_fastest_ones():
+    rows = [bench_row(f"head {number}", speedup=2 - number / 10) for number in range(9)]
+    page = page_of(plain_row(), *rows)
+    assert drawn(page, "speed")["names"] == [f"head {number}" for number in range(7)]
+    assert drawings(page)["speed"].caption.endswith("Shown: the 7 fastest drafters.")
+    assert len(drawn(page, "speed-and-tokens")["points"]) == 10, "plain decoding, too"
 
 
 def test_names_of_heads_are_not_formulas():
-    speed, _ = bench_page(record(bench_row("$a$ <b>", speedup=1.5))).figures
-    assert ">$a$ &lt;b&gt;</text>" in speed.svg
+    page = page_of(bench_row("$a$ <b>", speedup=1.5))
+    assert ">$a$ &lt;b&gt;</text>" in drawings(page)["speed"].svg

@@ -1,13 +1,17 @@
 """Plots hold the values that they were given."""
 
+import io
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.text import Text
 
 from draftheads.reports import plots
 from report_records import LOG, VALIDATION
@@ -113,23 +117,67 @@ def test_calibration_has_dots_in_percent_and_bars_of_counts():
     assert bars[0].get_facecolor() == bars[2].get_facecolor() != bars[1].get_facecolor()
 
 
-def test_bars_hold_values_and_errors_of_every_series():
-    series = [("greedy", [1.5, 2.0], [0.25, 0.5]), ("sampled", [1.25, 1.75], [0.0, 0.125])]
-    ax = drawn(plots.draw_bars, ["a", "b"], series, label="speed")
-    bars = [container for container in ax.containers if hasattr(container, "patches")]
-    assert [[bar.get_width() for bar in container] for container in bars] == [[1.5, 2.0], [1.25, 1.75]]
-    spans = [container.errorbar[2][0].get_segments() for container in bars]
-    assert [[(left[0], right[0]) for left, right in of_series] for of_series in spans] == [
-        [(1.25, 1.75), (1.5, 2.5)],
-        [(1.25, 1.25), (1.625, 1.875)],
-    ]
+def test_bars_have_errors_and_their_numbers_and_are_grey_below_1():
+    ax = drawn(plots.draw_bars, ["a", "b"], [1.5, 0.75], [0.25, 0.125], label="speed")
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
+    errors, (fast, slow) = ax.containers
+    assert [fast.get_width(), slow.get_width()] == [1.5, 0.75]
+    spans = errors[2][0].get_segments()
+    assert [(left[0], right[0]) for left, right in spans] == [(1.25, 1.75), (0.625, 0.875)]
+    assert [text.get_text() for text in ax.texts] == ["1.50 ± 0.25", "0.75 ± 0.12"]
+    assert fast.get_facecolor() != slow.get_facecolor()
+    assert ax.get_xlim()[1] > 1.75 + 0.5, "room for the numbers"
+
+
+def test_stacks_have_parts_side_by_side_and_their_sum():
+    ax = drawn(plots.draw_stacks, ["a", "b"], {"draft": [2.0, 3.0], "verify": [10.0, 20.0]}, label="ms")
+    draft, verify = ax.containers
+    assert [(bar.get_x(), bar.get_width()) for bar in (*draft, *verify)] == [(0, 2), (0, 3), (2, 10), (3, 20)]
+    assert [text.get_text() for text in ax.texts] == ["12.0", "23.0"]
+    assert ax.get_xlim()[1] > 23
+
+
+def test_groups_have_a_bar_of_each_series_and_a_line_at_1():
+    ax = drawn(plots.draw_groups, ["chat", "code"], {"a": [1.5, None], "b": [0.5, 2.0]}, label="speed")
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["chat", "code"]
+    assert [[bar.get_height() for bar in bars] for bars in ax.containers] == [[1.5, 0], [0.5, 2]]
+    centres = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in ax.containers]
+    assert centres == [pytest.approx([-0.2, 0.8]), pytest.approx([0.2, 1.2])]
+    assert points(ax.lines[0]) == [(0, 1), (1, 1)]
+
+
+def test_curves_lie_in_panels_and_have_a_tick_at_each_value():
+    figure = Figure()
+    panels = {"speed": {"a": [(1, 2.0), (4, 8.0)], "b": [(2, 3.0)]}, "seconds": {"a": [(1, 0.5)]}}
+    plots.draw_curves(figure, panels, label="batch size", log=True)
+    above, below = figure.axes
+    assert lines(above) == {"a": [(1, 2), (4, 8)], "b": [(2, 3)]}
+    assert lines(below) == {"a": [(1, 0.5)]}
+    assert [ax.get_ylabel() for ax in figure.axes] == ["speed", "seconds"]
+    assert above.get_ylim() == (0, pytest.approx(8.64))
+    assert below.get_xlabel() == "batch size"
+    assert [label.get_text() for label in below.get_xticklabels()] == ["1", "2", "4"]
+    assert len(figure.legends) == 1
+
+
+def test_names_of_dots_cover_neither_dots_nor_each_other():
+    spots = {f"drafter {number}": (1 + number / 100, 40 + number / 5) for number in range(11)}
+    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+    plots.draw_scatter(figure, spots, x_label="tokens", y_label="speed")
+    figure.draw_without_rendering()
+    (ax,) = figure.axes
+    assert [points(line) for line in ax.lines] == [[spot] for spot in spots.values()]
+    assert [text.get_text() for text in ax.texts] == list(spots)
+    boxes = [Text.get_window_extent(text) for text in ax.texts]
+    dots = ax.transData.transform(list(spots.values()))
+    assert all(one.count_overlaps(boxes) == 1 for one in boxes)
+    assert not any(box.contains(*dot) for box in boxes for dot in dots)
+    assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
 
 
 def test_a_legend_of_long_labels_lies_within_the_figure():
-    figure = Figure(figsize=(6, 3.4), layout="constrained")
-    rules = ("greedy", "exact, T=0.7", "typical, T=0.7", "rejection, T=0.7", "block, T=0.7")
-    plots.draw_bars(figure, ["a"], [(rule, [1.0], [0.0]) for rule in rules], label="speed")
+    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    plots.draw_groups(figure, ["all"], {f"a long name {number}": [1.0] for number in range(7)}, label="speed")
     figure.draw_without_rendering()
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
@@ -144,15 +192,19 @@ def test_a_legend_of_long_labels_lies_within_the_figure():
         partial(plots.draw_tree_sizes, trees=[("static", [1.0], [0.0])]),
         partial(plots.draw_speedups, curves=[], chosen=[]),
         partial(plots.draw_calibration, stages=[("before", [])], min_count=30),
+        partial(plots.draw_curves, panels={"speed": {}}, label="nodes"),
+        partial(plots.draw_groups, groups=[], series={}, label="speed"),
+        partial(plots.draw_scatter, points={}, x_label="tokens", y_label="speed"),
+        partial(plots.draw_stacks, names=[], parts={"drafting": []}, label="ms"),
     ],
 )
 def test_a_plot_of_nothing_is_still_a_plot(draw: Callable[[Any], None]):
-    assert plots.as_svg(draw, name="plot").startswith("<svg")
+    assert plot_of(draw).svg.startswith("<svg")
 
 
 def test_bars_with_long_names_leave_room_for_the_bars():
     figure = Figure(figsize=(5.2, 2), layout="constrained")
-    plots.draw_bars(figure, ["head-" * 20 + "last", "hydra"], [("speed", [1.5, 1.0], [0.0, 0.0])], label="speed")
+    plots.draw_bars(figure, ["head-" * 20 + "last", "hydra"], [1.5, 1.0], [0.0, 0.0], label="speed")
     figure.draw_without_rendering()  # fails with a warning where there is no room
     first, second = (label.get_text() for label in figure.axes[0].get_yticklabels())
     assert first.startswith("…")
@@ -168,29 +220,40 @@ def test_steps_are_whole_numbers():
         assert all(float(tick).is_integer() for tick in ticks)
 
 
-def test_bars_of_one_series_have_their_numbers_and_are_grey_below_1():
-    ax = drawn(plots.draw_bars, ["a", "b"], [("speed", [1.5, 0.75], [0.25, 0.125])], label="speed")
-    assert [text.get_text() for text in ax.texts] == ["1.50 ± 0.25", "0.75 ± 0.12"]
-    fast, slow = ax.containers[1].patches
-    assert fast.get_facecolor() != slow.get_facecolor()
-    assert ax.get_xlim()[1] > 1.75 + 0.5, "room for the numbers"
+def plot_of(draw: Callable[[Any], None], name: str = "plot") -> plots.Figure:
+    return plots.Figure("Title", draw, "Caption.", "Words.", name)
 
 
 def test_an_svg_is_the_same_each_time_has_searchable_words_and_the_colour_of_the_page():
-    draw = partial(plots.draw_acceptance, validation=VALIDATION)
-    svg = plots.as_svg(draw, name="plot")
-    assert svg == plots.as_svg(draw, name="plot")
-    assert ">head 1</text>" in svg
-    assert "currentColor" in svg
-    assert "#000000" not in svg
-    assert not re.search("fill: (#ffffff|white)", svg), "the background is that of the page"
+    plot = plot_of(partial(plots.draw_acceptance, validation=VALIDATION))
+    assert plot.svg == plot.svg
+    assert ">head 1</text>" in plot.svg
+    assert "currentColor" in plot.svg
+    assert "#000000" not in plot.svg
+    assert not re.search("fill: (#ffffff|white)", plot.svg), "the background is that of the page"
 
 
 def test_ids_in_svgs_of_other_names_are_others():
     draw = partial(plots.draw_acceptance, validation=VALIDATION)
-    one, other = (set(re.findall(r'id="([^"]*)"', plots.as_svg(draw, name=name))) for name in ("one", "other"))
+    one, other = (set(re.findall(r'id="([^"]*)"', plot_of(draw, name).svg)) for name in ("one", "other"))
     assert one
     assert not one & other
+
+
+def test_files_of_a_plot_stand_alone_and_are_black_on_white():
+    plot = plot_of(partial(plots.draw_acceptance, validation=VALIDATION))
+    files = plot.files()
+    assert files == plot.files(), "the same bytes each time"
+    svg = files["plot.svg"].decode()
+    assert ET.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 - our own
+    assert ">head 1</text>" in svg
+    assert "fill: #ffffff" in svg
+    assert "#000000" in svg
+    assert "currentColor" not in svg
+    image = imread(io.BytesIO(files["plot.png"]))
+    assert image.shape[:2] == (640, 1040), "200 dots per inch"
+    assert image[0, 0].tolist() == [1, 1, 1, 1]
+    assert image[..., :3].min() < 0.05
 
 
 def test_colours_are_readable_on_light_and_dark_cards():

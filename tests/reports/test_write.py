@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from draftheads.errors import DataError, MissingDependency
+from draftheads.reports.bench_page import bench_page
+from draftheads.reports.training_page import training_page
+from draftheads.reports.tune_page import tune_page
 from draftheads.reports.write import write_report
 from html_pages import check_page
-from report_records import BENCH, TUNE, write_training_run
+from report_records import BENCH, METRICS, TUNE, write_training_run
 
 
 def folder_with(tmp_path: Path, record: str) -> Path:
@@ -52,12 +55,27 @@ def test_everything_from_files_is_escaped(tmp_path: Path, record: str):
 
 
 def with_words(value: Any, words: str) -> Any:
-    """The record with these words before all its texts but the names of kinds of trees."""
+    """The record with these words before all its texts but the names of kinds of trees and of parts of questions."""
     if isinstance(value, dict):
-        return {name: part if name == "kind" else with_words(part, words) for name, part in value.items()}
+        return {name: part if name in ("kind", "part") else with_words(part, words) for name, part in value.items()}
     if isinstance(value, list):
         return [with_words(part, words) for part in value]
     return f"{words}{value}" if isinstance(value, str) else value
+
+
+def test_plots_are_written_as_files_for_papers(tmp_path: Path):
+    page, *written = write_report(folder_with(tmp_path, "tune.json"), figures=True)
+    assert page == tmp_path / "tune.html"
+    assert [path.relative_to(tmp_path / "figures").name for path in written] == [
+        f"{name}.{form}" for name in ("speedups", "sizes", "calibration") for form in ("svg", "png")
+    ]
+    assert all(path.read_bytes()[:5] == (b"<?xml" if path.suffix == ".svg" else b"\x89PNG\r") for path in written)
+
+
+def test_plots_of_a_folder_have_names_of_their_own(tmp_path: Path):
+    pages = [training_page(METRICS, write_training_run(tmp_path)), tune_page(TUNE), bench_page(BENCH)]
+    names = [figure.name for page in pages for figure in page.figures]
+    assert len(set(names)) == len(names) > 10
 
 
 def test_a_folder_with_several_records_gets_the_wanted_pages(tmp_path: Path):
@@ -94,6 +112,15 @@ def test_a_damaged_record_is_named(tmp_path: Path, record: str, content: str):
 def test_a_record_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, Any]):
     (tmp_path / "tune.json").write_text(json.dumps({**TUNE, **damage}))
     with pytest.raises(DataError, match="this tune result cannot be read"):
+        write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"format_version": 1}, {"rows": []}, {"rows": [{"name": "hydra"}]}, {"drafting": {"hydra": {}}}]
+)
+def test_a_comparison_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, Any]):
+    (tmp_path / "bench.json").write_text(json.dumps({**BENCH, **damage}))
+    with pytest.raises(DataError, match="this comparison cannot be read"):
         write_report(tmp_path)
 
 

@@ -1,70 +1,72 @@
-"""Drafters side by side with one engine: tokens per step on all prompts, speed on some of them.
+"""Drafters side by side with one engine: every way of decoding answers the same questions in turn, and is timed.
 
-Each head drafts on its best tree of a given number of nodes, found on other prompts. Tokens per step do
-not depend on the clock: they are counted with several prompts at a time. Speeds are measured with one prompt at a time,
-the drafters in turn; on a few prompts also with each drafter as ``draftheads.load`` makes it.
+Heads draft on trees of the same size, found on other prompts, and as :func:`draftheads.load` makes them. The answers
+are the one record of a comparison: all numbers follow from them.
 """
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import psutil
 import torch
 
 from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_contenders, names_of
-from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import DEFAULT_FIELDS, SAMPLED_FIELDS, Row, timed_row
-from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, over_plain, spread, take_turns
+from draftheads.bench.conversations import Conversations, Question
+from draftheads.bench.drafting import drafting_cost
+from draftheads.bench.quality import Agreement, Item, Measure, Perplexity, Scores
+from draftheads.bench.settings import DRAWN, BenchSettings, Point, Variant
+from draftheads.bench.table import ALL, Row, heads_only, parts_of, timed_row
+from draftheads.bench.timing import PLAIN, STOCK, Answers, engine_way, stock_way, take_turns
+from draftheads.bench.trees import TreeFinder
 from draftheads.checkpoints.registry import head_name
 from draftheads.data.corpus_files import load_corpus
-from draftheads.data.records import own_prompts, prompts_in
+from draftheads.data.records import Record, own_prompts, prompts_in, read_prompts
 from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Engine, Prompt, prompt_list
-from draftheads.errors import DataError, InvalidSettings
-from draftheads.heads.base import DraftHead
+from draftheads.decode.text import TextStream, pieces_of
+from draftheads.errors import DataError, InvalidPrompt, InvalidSettings
 from draftheads.loading import find_template, load_target
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import model_name
-from draftheads.search.replay import Replay, encoded, own_answers
-from draftheads.settings import Precision, SamplingSettings
-from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import BestFirst, Sampled, Shape, in_words
-from draftheads.speculation.tree import Path as RankPath
-from draftheads.speculation.tree import Tree
+from draftheads.search.replay import encoded
+from draftheads.settings import Precision
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import counted
-from draftheads.utils.estimates import ratio_with_error
 from draftheads.utils.files import locked
 from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.progress import Progress, counted_stage, shown
 from draftheads.utils.provenance import provenance
 
-MIN_PROMPTS = 3  # for a standard error
-_SEED = 1 << 30  # of the first sampled answer
+MIN_PROMPTS = 3  # for an interval
+_QUEUE = 4  # prompts in a group for each one that is at work: the next one takes the place of one that is answered
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A finished comparison."""
 
-    rows: list[Row]  # one for each drafter; their tokens per step are compared with those of the first one
+    rows: list[Row]  # over all questions, and by category and turn
     record: dict[str, Any]  # as in ``bench.json``
+    answers: list[dict[str, Any]]  # as the lines of ``answers.jsonl``
 
 
 def compare_heads(
     model: str | PathLike[str] = "smollm2-135m",
     heads: Sequence[str | PathLike[str]] = (),
-    prompts: Sequence[Prompt] | None = None,
+    prompts: Sequence[Prompt | Record] | None = None,
     *,
     chat_template: str | PathLike[str] | None = None,
     draft_model: str | PathLike[str] | None = None,
     corpus: str | PathLike[str] | None = None,
     settings: BenchSettings | None = None,
+    quality: Sequence[Measure | Literal["agreement", "perplexity"]] = (),
+    original_model: str | PathLike[str] | None = None,
+    transformers: bool = False,
     precision: Precision = "auto",
     fresh: bool = False,
     progress: Progress | bool = True,
@@ -72,18 +74,23 @@ def compare_heads(
 ) -> Comparison:
     """Compares draft heads, and drafters without a head, on the same prompts; what ``draftheads bench`` does.
 
-    Tokens per step are saved in the user's cache by model, drafter, settings, machine and versions. So a comparison
-    that was stopped continues, and another drafter can be added later. Speeds are measured each time.
+    Finished answers are saved in the user's cache until the comparison ends. So one that was stopped or killed
+    continues with the same arguments.
 
     Args:
         model: ``smollm2-135m``, a folder, or a Hugging Face id.
         heads: bundled heads' names, folders or Hugging Face ids; also ``prompt-lookup`` and ``lookahead``. When left
             out, these two and all bundled heads of the model.
-        prompts: at least 3, better 80; six built-in ones when left out.
+        prompts: at least 3, better 80; six built-in ones when left out. Records of
+            :func:`draftheads.data.suites.read_suite` have all turns and categories.
         chat_template: as for :func:`draftheads.load`.
         draft_model: a smaller model of the same tokenizer, compared as well.
         corpus: as for :func:`draftheads.load`; each head is also compared with copies, without and with the corpus.
         settings: what is measured, and on how much.
+        quality: measures of the answers. ``"agreement"`` compares them with plain decoding's, ``"perplexity"`` is under
+            the original model.
+        original_model: what the model was tuned from, for the perplexity; the model itself when left out.
+        transformers: also time transformers' own ``generate``, one prompt at a time.
         precision: as for :func:`draftheads.load`.
         fresh: ignore what was saved.
         progress: True shows bars in a notebook or on a terminal; or receives each stage.
@@ -91,54 +98,81 @@ def compare_heads(
 
     Raises:
         ModelNotFound, CheckpointError: the model or a head cannot be loaded.
-        DataError: fewer than 3 prompts, or the corpus cannot be read.
-        InvalidSettings: two drafters have the same name.
+        DataError: fewer than 3 prompts that the model takes, or the corpus cannot be read.
+        InvalidSettings: two drafters have the same name, or a drafter can draft none of these trees.
         StorageError: another process makes the same comparison.
     """
     model, settings, progress = model_name(model), settings or BenchSettings(), shown(progress)
-    prompts = prompts_in(own_prompts("demo")) if prompts is None else prompt_list(prompts)
-    if len(prompts) < MIN_PROMPTS:
-        raise DataError(f"{counted(len(prompts), 'prompt')}: give at least {MIN_PROMPTS}, better 80")
+    records = _records(list(read_prompts(own_prompts("demo"))) if prompts is None else prompts)
+    if len(records) < MIN_PROMPTS:
+        raise DataError(f"{counted(len(records), 'prompt')}: give at least {MIN_PROMPTS}, better 80")
     if isinstance(heads, str | PathLike) or not isinstance(heads, Sequence):
         raise InvalidSettings(f"heads is {heads!r}; give a list, such as ['medusa']")
     names = [head_name(head) for head in heads] or heads_for(model)
-    named = names_of(names, taken=(PLAIN, DRAFT_MODEL) if draft_model else (PLAIN,))
+    named = names_of(names, taken=(PLAIN, STOCK, DRAFT_MODEL) if draft_model else (PLAIN, STOCK))
     template = find_template(chat_template, named.values(), model)  # raises before the model is loaded
     target = load_target(model, chat_template=template, precision=precision, **load_options)
+    stock = None
+    if transformers:
+        exact = {"precision": "auto" if precision == "int8" else precision, **load_options, "fast": False}
+        stock = load_target(model, chat_template=template, **exact)
+    original = target
+    if original_model is not None and "perplexity" in quality:
+        original = load_target(original_model, chat_template=template, precision=precision, **load_options)
+    measures = [Perplexity(original) if measure == "perplexity" else measure for measure in quality]
     texts = None
     if corpus is not None:
         texts = load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size, progress=progress)
     more: dict[str, Any] = {"draft_model": draft_model, "corpus": texts, "precision": precision, **load_options}
-    contenders = list(load_contenders(named, model, target, num_nodes=settings.num_nodes, **more))
-    calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay)
+    contenders = list(load_contenders(named, model, target, **more))
+    calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay(2))
     identity = {
         "model": [target.model_id, target.weights_fingerprint],
-        "settings": settings.identity,
         "machine": machine_of(target),
+        "calibration": [calibration, settings.max_new_tokens],
         **({"load": {name: str(value) for name, value in load_options.items()}} if load_options else {}),
-        "calibration": calibration,
     }
     with tempfile.TemporaryDirectory() as temporary:
         folder = _saved_folder(identity) or Path(temporary)
         with locked(folder, "set DRAFTHEADS_CACHE"):
             if fresh:
                 shutil.rmtree(folder / "found", ignore_errors=True)
-            ids = [Engine(target).encode(prompt) for prompt in prompts]
-            bench = Bench(target, contenders, ids, calibration, settings, folder=folder / "found", progress=progress)
+            bench = Bench(
+                target,
+                contenders,
+                records,
+                calibration,
+                settings,
+                stock=stock,
+                measures=measures,
+                folder=folder / "found",
+                progress=progress,
+            )
             rows = bench.run()
     record = {
-        "format_version": 1,
+        "format_version": 2,
         "model": model,
         "precision": target.precision,
         "threads": torch.get_num_threads(),
-        "num_prompts": len(prompts),
+        "num_prompts": len(records) - len({problem["question"] for problem in bench.problems if problem["turn"] == 1}),
         "prompts": None,  # their file, which only the command knows
         "settings": asdict(settings),
         "drafters": {contender.name: contender.identity for contender in contenders},
+        "drafting": bench.drafting,
+        "peak_bytes": psutil.Process().memory_info().rss,
+        "problems": bench.problems,
+        "example": bench.example,
         "rows": [asdict(row) for row in rows],
         "provenance": provenance(),
     }
-    return Comparison(rows, record)
+    return Comparison(rows, record, bench.lines)
+
+
+def _records(prompts: Sequence[Prompt | Record]) -> list[Prompt | Record]:
+    """Checked prompts, and records as they are."""
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str):
+        return [one if isinstance(one, Record) else prompt_list([one])[0] for one in prompts]
+    return list(prompt_list(prompts))
 
 
 def _saved_folder(identity: dict[str, Any]) -> Path | None:
@@ -149,15 +183,30 @@ def _saved_folder(identity: dict[str, Any]) -> Path | None:
         return None
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A way of decoding at a point, before it is measured."""
+
+    name: str
+    settings: dict[str, Any]
+    decode: Any
+    identity: Any = None
+    num_parameters: int = 0
+    tree: str = ""
+    predicted: float | None = None
+
+
 class Bench:
     """A comparison of drafters for one model.
 
     Args:
         target: the model.
-        contenders: each with a name of its own; tokens per step are compared with the first one's.
-        prompts: to answer, as token ids.
-        calibration: other prompts, on which trees are found.
+        contenders: each with a name of its own.
+        prompts: to answer.
+        calibration: other prompts, as token ids, on which trees are found.
         settings: what is compared.
+        stock: transformers' own model, timed as well.
+        measures: of the answers' quality.
         folder: where findings are saved; they are used again.
         progress: receives each stage.
     """
@@ -166,186 +215,299 @@ class Bench:
         self,
         target: TargetModel,
         contenders: Sequence[Contender],
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt | Record],
         calibration: Sequence[list[int]],
         settings: BenchSettings,
         *,
+        stock: TargetModel | None = None,
+        measures: Sequence[Measure | Literal["agreement", "perplexity"]] = (),
         folder: Path,
         progress: Progress,
     ) -> None:
-        self.target, self.contenders, self.settings = target, contenders, settings
-        self.prompts, self.calibration = prompts, calibration
-        self.folder, self.progress = folder, progress
-        self._shapes: dict[str, Shape | None] = {}  # what each contender drafts, by its name
+        self.target, self.contenders, self.settings, self.stock = target, contenders, settings, stock
+        self.measures, self.folder, self.progress = measures, folder, progress
+        self.questions = [question_of(number, prompt) for number, prompt in enumerate(prompts)]
+        records = [prompt if isinstance(prompt, Record) else Record(()) for prompt in prompts]
+        self.categories = [str(record.labels.get("category") or "") for record in records]
+        labels = ("question_id", "id")
+        numbers = [str(number + 1) for number in range(len(records))]
+        ids = [
+            next((str(record.labels[label]) for label in labels if label in record.labels), number)
+            for number, record in zip(numbers, records, strict=True)
+        ]
+        self.ids = ids if len(set(ids)) == len(ids) else numbers
+        self.references = [record.reference for record in records]
+        self.trees = TreeFinder(target, calibration, settings, folder=folder, progress=progress)
+        self.lines: list[dict[str, Any]] = []  # every answer
+        self.problems: list[dict[str, Any]] = []  # what was not answered or measured, and why
+        self.drafting: dict[str, Any] = {}  # milliseconds of each head's parts
+        self._scored: list[tuple[Any, Any, list[Scores]]] = []  # measures, texts and their scores
+        self.example: dict[str, Any] | None = None  # an answer in pieces, accepted draft tokens marked
 
     def run(self) -> list[Row]:
-        """The table, a row for each drafter."""
-        trees = {contender.name: self._prepare(contender) for contender in self.contenders}
-        plain = self._count(f"{PLAIN}: greedy answers", f"greedy-{PLAIN}", self._engine(None), self.prompts)
-        greedy = {contender.name: self._greedy(contender) for contender in self.contenders}
-        sampled = {contender.name: self._sampled(contender, trees[contender.name]) for contender in self.contenders}
-        timed, defaults = self._timed(), self._with_defaults()
-        first = greedy[self.contenders[0].name].step_shares
-        rows = []
+        """The table: for each combination of settings a row for each way, over all questions and by part."""
+        self.progress.stage("timing the drafting of each head")
         for contender in self.contenders:
-            name = contender.name
-            answers = greedy[name]
-            tokens_per_step, error = ratio_with_error(answers.step_shares)
-            over_first, over_first_error = ratio_with_error(answers.step_shares, first)
-            rows.append(
-                replace(
-                    timed_row(name, timed[name], timed[PLAIN]),
-                    **defaults.get(name, {}),
-                    num_parameters=contender.num_parameters,
-                    tree=trees[name]["words"],
-                    tokens_per_step=tokens_per_step,
-                    tokens_per_step_error=error,
-                    over_first=over_first,
-                    over_first_error=over_first_error,
-                    predicted_tokens_per_step=trees[name]["predicted"],
-                    num_different=sum(a != b for a, b in zip(answers.token_ids, plain.token_ids, strict=True)),
-                    **sampled[name],
-                )
-            )
+            if contender.head is not None:
+                self.drafting[contender.name] = drafting_cost(self.target, contender.head).record
+        rows = [row for point in self.settings.points() for row in self._rows(point)]
+        self._show_best(rows)
         return rows
 
-    # --- what each drafts on ---
+    # --- ways of decoding ---
 
-    def _prepare(self, contender: Contender) -> dict[str, Any]:
-        """Decides on a drafter's shape. Returns it in words, and what the search for the tree predicts."""
-        head, nodes = contender.head, self.settings.num_nodes
-        self._shapes[contender.name] = contender.shape
-        if contender.shape is not None:
-            return {"words": in_words(contender.shape), "predicted": None}
-        if head is None:
-            return {"words": f"its own, up to {contender.drafter.most_nodes}", "predicted": None}
-        find = partial(self._tree, contender.name, head)
-        tree: dict[str, Any] = saved_json(self._path(f"tree-{contender.identity}"), find)
-        beam, confidence = self.settings.replay.beam, tuple(tree["confidence"])
-        self._shapes[contender.name] = (
-            BestFirst(nodes, top_k=tree["top_k"], beam=beam, temperatures=confidence)
-            if tree["grows"]
-            else Tree.from_paths(tree["paths"])
-        )
-        return tree
-
-    def _tree(self, name: str, head: DraftHead) -> dict[str, Any]:
-        """The better one of a growing and a static tree."""
-        settings = self.settings.replay
-        answers = own_answers(
-            self.target, self.calibration, settings, folder=self.folder / "answers", progress=self.progress
-        )
-        self.progress.stage(f"{name}: finding its tree")
-        replay = Replay(self.target, head, settings, progress=self.progress)
-        replayed = replay.run(answers)
-        static, dynamic = replayed["static"]["expected"], replayed["dynamic"]["expected"]
-        grows = dynamic[-1] >= static[-1]
-        return {
-            "confidence": replayed["confidence"]["temperatures"],
-            "top_k": replay.top_k,
-            "grows": grows,
-            "paths": replayed["static"]["paths"],
-            "words": f"{'growing' if grows else 'static'}, {len(dynamic) if grows else len(static)}",
-            "predicted": (dynamic if grows else static)[-1],
-        }
-
-    # --- tokens per step ---
-
-    def _engine(self, drafter: Drafter | None, shape: Shape | None = None, *, batch_size: int | None = None) -> Engine:
-        """An engine whose drafter drafts that shape."""
-        return Engine(self.target, drafter, shape=shape, max_batch_size=batch_size or self.settings.batch_size)
-
-    def _greedy(self, contender: Contender) -> Answers:
-        engine = self._engine(contender.drafter, self._shapes[contender.name])
-        return self._count(f"{contender.name}: greedy answers", f"greedy-{contender.identity}", engine, self.prompts)
-
-    def _sampled(self, contender: Contender, best_tree: dict[str, Any]) -> dict[str, Any]:
-        """Tokens per step at the temperature, by acceptance rule, as fields of a row."""
-        temperature = self.settings.temperature
-        shape = self._shapes[contender.name]
-        shapes = {"exact": shape, "typical": shape, **self._drawn(contender, best_tree)}
-        fields: dict[str, Any] = {}
-        for rule, shape in shapes.items() if temperature else ():
-            answers = self._count(
-                f"{contender.name}: {rule} acceptance, answers at temperature {temperature:g}",
-                f"{rule}-acceptance-at-{temperature:g}-{contender.identity}",
-                self._engine(contender.drafter, shape),
-                spread(self.prompts, self.settings.num_sampled_prompts),
-                temperature=temperature,
-                acceptance=rule,
-            )
-            fields.update(zip(SAMPLED_FIELDS[rule], ratio_with_error(answers.step_shares), strict=True))
-        return fields
-
-    def _drawn(self, contender: Contender, best_tree: dict[str, Any]) -> dict[str, Shape]:
-        """The shapes of drawn drafts, by acceptance rule; none for drafters that do not draw.
-
-        Rejection sampling has the head's static tree (a draft model: a chain), block verification a chain.
-        """
-        if not contender.draws:
-            return {}
-        chain = Tree.chain(min(contender.drafter.max_depth, self.settings.num_nodes - 1))
-        tree = numbered(Tree.from_paths(best_tree["paths"])) if "paths" in best_tree else chain
-        return {"rejection": Sampled(tree), "block": Sampled(chain)}
-
-    def _count(self, stage: str, name: str, engine: Engine, prompts: Sequence[list[int]], **sampling: Any) -> Answers:
-        """Answers to prompts, several at a time, saved."""
-
-        def find() -> dict[str, Any]:
-            first = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, seed=_SEED, **sampling)
-            each = [replace(first, seed=_SEED + number) for number in range(len(prompts))]
-            return asdict(answers_of(engine, prompts, each))
-
-        self.progress.stage(f"{stage} to {counted(len(prompts), 'prompt')}")
-        return Answers.from_json(saved_json(self._path(f"{name}-{identity_digest(prompts)}"), find))
-
-    # --- speed ---
-
-    def _timed(self) -> dict[str, list[Answers]]:
-        """Answers of plain decoding and of all contenders to each prompt that is timed."""
-        prompts = spread(self.prompts, self.settings.num_speed_prompts)
-        engines = {PLAIN: self._engine(None, batch_size=1)}
+    def _ways(self, point: Point) -> dict[str, _Way]:
+        """All ways at a point by what tells them apart; plain decoding first."""
+        common = asdict(point)
+        variant = Variant("best")
+        plain = Engine(self.target, max_batch_size=point.batch_size)
+        ways = [_Way(PLAIN, common, engine_way(plain, self.settings.sampling(point, variant)))]
+        if self.stock is not None and point.batch_size == 1:
+            ways.append(_Way(STOCK, common, stock_way(self.stock, self.settings.sampling(point, variant))))
         for contender in self.contenders:
-            engines[contender.name] = self._engine(contender.drafter, self._shapes[contender.name], batch_size=1)
-        ways = {name: engine_way(engine) for name, engine in engines.items()}
-        key = identity_digest([prompts, [contender.identity for contender in self.contenders]])
-        stage = f"timing {len(ways)} ways on {counted(len(prompts), 'prompt')}"
-        advance = counted_stage(self.progress, stage, len(prompts))
+            found = [
+                way
+                for variant in self.settings.variants(point.temperature)
+                if (way := self._way(contender, point, variant)) is not None
+            ]
+            if not found:
+                kinds = ", ".join(self.settings.trees)
+                raise InvalidSettings(f"{contender.name} cannot draft trees of the kind {kinds}: leave it out")
+            ways += found
+        return {identity_digest([way.name, way.settings]): way for way in ways}
+
+    def _way(self, contender: Contender, point: Point, variant: Variant) -> _Way | None:
+        """A drafter's way; None if it cannot draft like this."""
+        tree, predicted = "by itself", None
+        if variant.tree == "defaults":
+            if contender.defaults is None or variant.acceptance in DRAWN:
+                return None
+            engine = contender.defaults
+            engine.max_batch_size = point.batch_size
+        else:
+            chosen = self.trees.find(contender, variant)
+            if chosen is None:
+                return None
+            tree, predicted = chosen.words, chosen.predicted
+            drafter = contender.drafter if contender.within is None else contender.within(variant.num_nodes or 0)
+            engine = Engine(self.target, drafter, shape=chosen.shape, max_batch_size=point.batch_size)
+        return _Way(
+            contender.name,
+            {**asdict(point), **asdict(variant)},
+            engine_way(engine, self.settings.sampling(point, variant)),
+            contender.identity,
+            contender.num_parameters,
+            tree,
+            predicted,
+        )
+
+    # --- what they do ---
+
+    def _rows(self, point: Point) -> Iterator[Row]:
+        ways = self._ways(point)
+        found = self._timed(point, ways)
+        plain, *_ = found.values()
+        stock = next((found[key] for key, way in ways.items() if way.name == STOCK), None)
+        plain_texts = _texts(plain)
+        for key, way in ways.items():
+            own = found[key]
+            self._note(way, point, own)
+            scores = self._scores(point, own, plain)
+            for part, belongs in parts_of(plain, self.categories):
+                chosen, of_plain, of_stock = (list(filter(belongs, each or ())) for each in (own, plain, stock))
+                if not (chosen and of_plain):
+                    continue
+                yield replace(
+                    timed_row(way.name, chosen, of_plain, of_stock or None),
+                    part=part,
+                    settings=way.settings,
+                    num_parameters=way.num_parameters,
+                    tree=way.tree,
+                    predicted_tokens_per_step=way.predicted if part == ALL and not point.temperature else None,
+                    num_different=sum(text != plain_texts.get(place) for place, text in _texts(chosen).items()),
+                    **self._quality(scores, {number for answer in chosen for number in answer.questions}),
+                )
+
+    def _timed(self, point: Point, ways: dict[str, _Way]) -> dict[str, list[Answers]]:
+        """All ways' answers to all questions that the model takes, in turn."""
+        talks = Conversations(self.target, point.prompt_tokens)
+        questions = []
+        for question in self.questions:
+            try:
+                talks.ids(question)
+                questions.append(question)
+            except InvalidPrompt as error:
+                self._problem(question.number, 1, str(error))
+        if len(questions) < MIN_PROMPTS:
+            raise DataError(f"the model takes {counted(len(questions), 'prompt')}: give at least {MIN_PROMPTS}")
+        size = 1 if point.batch_size == 1 else min(len(questions), _QUEUE * point.batch_size)
+        groups = [questions[start : start + size] for start in range(0, len(questions) - size + 1, size)]
+        key = identity_digest(
+            [
+                [asdict(question) for group in groups for question in group],
+                [[key, way.identity] for key, way in ways.items()],
+                asdict(self.settings),
+                self.stock is not None,
+            ]
+        )
+        where = "" if len(list(self.settings.points())) == 1 else f" at {in_words(point)}"
+        stage = f"timing {len(ways)} ways on {counted(len(questions), 'prompt')}{where}"
+        advance = counted_stage(self.progress, stage, len(groups) * self.settings.rounds)
 
         def saved(number: int, find: Callable[[], Any]) -> Any:
-            answers = saved_json(self._path(f"timed-{key}-{number}"), find)
+            answers = saved_json(self.folder / f"timed-{key}-{number}.json", find)
             advance()
             return answers
 
-        groups = [[prompt] for prompt in prompts]
-        timings = take_turns(ways, groups, max_new_tokens=self.settings.max_new_tokens, saved=saved)
-        for number in range(len(prompts)):
-            self._path(f"timed-{key}-{number}").unlink()  # measured anew by the next comparison
+        timings = take_turns(
+            {key: talks.way(way.decode) for key, way in ways.items()},
+            groups,
+            max_new_tokens=self.settings.max_new_tokens,
+            rounds=self.settings.rounds,
+            saved=saved,
+        )
+        for path in self.folder.glob(f"timed-{key}-*.json"):
+            path.unlink()  # measured anew by the next comparison
         return timings.answers
 
-    def _with_defaults(self) -> dict[str, dict[str, Any]]:
-        """By drafter the speed of an engine as users have it, as fields of a row."""
-        engines = {each.name: each.defaults for each in self.contenders if each.defaults is not None}
-        if not engines:
-            return {}
-        self.progress.stage(f"timing {counted(len(engines), 'drafter')} with the defaults")
-        speeds = over_plain(engines, self.prompts)
-        return {name: dict(zip(DEFAULT_FIELDS, measured, strict=True)) for name, measured in speeds.items()}
+    def _note(self, way: _Way, point: Point, own: Sequence[Answers]) -> None:
+        """Notes every answer, and each turn without one."""
+        for answers in own:
+            for place, number in enumerate(answers.questions):
+                ids = answers.token_ids[place]
+                self.lines.append(
+                    {
+                        "way": way.name,
+                        "settings": way.settings,
+                        "question_id": self.ids[number],
+                        "category": self.categories[number],
+                        "turn": answers.turn + 1,
+                        "text": self._text(ids),
+                        "token_ids": ids,
+                        "step_tokens": answers.step_tokens[place],
+                        "seconds": answers.seconds if len(answers.token_ids) == 1 else None,
+                        "first_seconds": answers.first_seconds[place],
+                        "last_seconds": answers.last_seconds[place],
+                    }
+                )
+        texts = _texts(own)
+        for question in self.questions:
+            turns = [turn for turn in range(len(question.turns)) if (question.number, turn) in texts]
+            said = [self._text(texts[question.number, turn]) for turn in turns]
+            if 0 < len(said) < len(question.turns):
+                try:
+                    Conversations(self.target, point.prompt_tokens).ids(question, said)
+                except InvalidPrompt as error:
+                    self._problem(question.number, len(said) + 1, f"{way.name}: {error}")
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+    def _show_best(self, rows: Sequence[Row]) -> None:
+        """Keeps the fastest drafter's answer to the first question as the example."""
+        best = max(heads_only(rows), key=lambda row: row.speedup, default=None)
+        for line in self.lines:
+            if best is not None and (line["way"], line["settings"]) == (best.name, best.settings):
+                ids, steps = line["token_ids"], line["step_tokens"]
+                pieces = pieces_of(line["text"], ids, TextStream(self.target.tokenizer))
+                drafted = [False, *(place < count - 1 for count in steps for place in range(count))]
+                question = self.questions[self.ids.index(line["question_id"])].turns[0]
+                marked = [[piece, mark] for piece, mark in zip(pieces, drafted, strict=False)]
+                self.example = {"way": best.name, "question": question, "pieces": marked}
+                return
+
+    def _problem(self, number: int, turn: int, reason: str) -> None:
+        problem = {"question": self.ids[number], "turn": turn, "problem": reason}
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self.target.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    # --- quality ---
+
+    def _items(self, point: Point, own: Sequence[Answers]) -> list[Item]:
+        """The answers question by question; with several rounds, of the first one."""
+        talks, texts = Conversations(self.target, point.prompt_tokens), _texts(own)
+        items = []
+        for question in self.questions:
+            number, turns = question.number, range(len(question.turns))
+            ids = [texts[number, turn] for turn in turns if (number, turn) in texts]
+            answers = [self._text(each) for each in ids]
+            if ids:
+                items.append(
+                    Item(
+                        self.ids[number],
+                        self.categories[number],
+                        question.turns[: len(ids)],
+                        tuple(answers),
+                        self.references[number],
+                        tuple(tuple(talks.ids(question, answers[:turn])) for turn in range(len(ids))),
+                        tuple(ids),
+                    )
+                )
+        return items
+
+    def _scores(self, point: Point, own: Sequence[Answers], plain: Sequence[Answers]) -> list[Scores]:
+        if not self.measures:
+            return []
+        items, plain_items, scores = self._items(point, own), self._items(point, plain), []
+        texts = [item.answer_ids for item in items]
+        for measure in self.measures:
+            known = [found for name, seen, found in self._scored if name is measure and seen == texts]
+            if not known:  # exact drafters have the same texts
+                one = Agreement(plain_items) if isinstance(measure, str) else measure
+                known = [one(items, self.progress)]
+                if not isinstance(measure, str):
+                    self._scored.append((measure, texts, known[0]))
+            scores += known[0]
+        numbers = {self.ids[number]: number for number in range(len(self.ids))}
+        for score in scores:
+            for question_id, reason in score.problems.items():
+                self._problem(numbers[question_id], 1, f"{score.measure}: {reason}")
+        return scores
+
+    def _quality(self, scores: Sequence[Scores], numbers: set[int]) -> dict[str, Any]:
+        """Means with intervals over these questions, as fields of a row."""
+        ids = {self.ids[number] for number in numbers}
+        means = {}
+        for score in scores:
+            some = replace(score, values={key: value for key, value in score.values.items() if key in ids})
+            if (mean := some.estimate()) is not None:
+                means[score.measure] = mean
+        return {
+            "quality": {name: mean.value for name, mean in means.items()},
+            "quality_intervals": {name: (mean.low, mean.high) for name, mean in means.items()},
+        }
 
 
-def numbered(tree: Tree) -> Tree:
-    """The tree in which the children of each node have the ranks 0, 1, 2 …, as drawn siblings have.
+def question_of(number: int, prompt: Prompt | Record) -> Question:
+    """The question of a prompt or a record."""
+    if isinstance(prompt, Record) and prompt.is_text:
+        return Question(number, prompt.user_turns)
+    messages = list(prompt.messages) if isinstance(prompt, Record) else prompt
+    if isinstance(messages, str):
+        return Question(number, (messages,))
+    if isinstance(messages[0], int):
+        return Question(number, ("",), is_ids=tuple(messages))  # type: ignore[arg-type]
+    *before, last = messages
+    return Question(number, (last["content"],), tuple(before), role=last["role"])  # type: ignore[index,arg-type]
 
-    >>> numbered(Tree.from_paths([(0,), (2,), (2, 1)])).paths
-    ((), (0,), (1,), (1, 0))
+
+def _texts(own: Sequence[Answers]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The token ids of each question's answer to each turn; of the first round."""
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for answers in own:
+        for number, ids in zip(answers.questions, answers.token_ids, strict=True):
+            found.setdefault((number, answers.turn), ids)
+    return found
+
+
+def in_words(point: Point) -> str:
+    """What all ways have in common, for a stage of progress.
+
+    >>> in_words(Point(4, 0.7))
+    'batch size 4, temperature 0.7'
     """
-    new: dict[RankPath, RankPath] = {(): ()}
-    num_children: dict[RankPath, int] = {}
-    for path in tree.paths[1:]:  # parents come first, siblings by rank
-        parent = path[:-1]
-        rank = num_children[parent] = num_children.get(parent, -1) + 1
-        new[path] = (*new[parent], rank)
-    return Tree.from_paths(list(new.values())[1:])
+    words = [f"batch size {point.batch_size}", f"temperature {point.temperature:g}"]
+    if point.prompt_tokens is not None:
+        words.append(f"prompts of {point.prompt_tokens} tokens")
+    return ", ".join(words)

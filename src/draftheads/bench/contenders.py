@@ -23,7 +23,6 @@ from draftheads.loading import UNTRAINED, engine_on, head_engine, load_drafter, 
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.utils.identity import identity_digest
 
 DRAFT_MODEL = "draft-model"
@@ -41,11 +40,11 @@ class Contender:
     name: str
     drafter: Drafter
     identity: str  # differs for other weights, another drafter, or another way of drafting
-    shape: Shape | None = None  # what it always drafts; for a head without one the best tree is found
     num_parameters: int = 0  # of the drafter
     defaults: Engine | None = None  # as ``draftheads.load`` makes it, where that is possible
     head: DraftHead | None = None  # the drafter, where its best tree is to be found
-    draws: bool = False  # whether drawn drafts are counted, too
+    draws: bool = False  # whether drafts can be drawn from it
+    within: Callable[[int], Drafter] | None = None  # the drafter with trees of its own of at most so many nodes
 
 
 def heads_for(model: str) -> tuple[str, ...]:
@@ -84,7 +83,6 @@ def load_contenders(
     model: str,
     target: TargetModel,
     *,
-    num_nodes: int,
     draft_model: str | PathLike[str] | None = None,
     corpus: Corpus | None = None,
     precision: Precision = "auto",
@@ -96,7 +94,6 @@ def load_contenders(
         named: heads by their names in the table.
         model: the name of the target.
         target: the target.
-        num_nodes: of the trees, root included; drafters that fill no tree keep to it, too.
         draft_model: a smaller model that drafts as well.
         corpus: each head also drafts with copies, on growing trees, without and with the corpus.
         precision: of the draft model.
@@ -105,7 +102,8 @@ def load_contenders(
     for name, head_name in named.items():
         if head_name in UNTRAINED:
             usual = engine_on(target, head_name, model=model, max_batch_size=1)
-            yield Contender(name, _WITHIN[head_name](num_nodes), f"{head_name}-{num_nodes}", defaults=usual)
+            within = _WITHIN[head_name]
+            yield Contender(name, usual.drafter, head_name, defaults=usual, within=within)
             continue
         saved = read_head(find_head(head_name, model), ignore_profile=True)
         head = load_drafter(head_name, model, target, fast=load_options.get("fast", True), ignore_profile=True)
@@ -115,21 +113,15 @@ def load_contenders(
         except (CheckpointError, InvalidTree):  # its profile cannot be read, and loading would fail
             defaults = None
         size = saved.num_parameters
-        yield Contender(name, head, identity, num_parameters=size, defaults=defaults, head=head, draws=True)
+        yield Contender(name, head, identity, size, defaults=defaults, head=head, draws=True)
         if corpus is not None:
             for what, texts in (("copies", None), (f"corpus-{corpus.digest}", corpus)):
                 copying = Copying(head, corpus=texts)
                 row = f"{name} + {what.partition('-')[0]}"
-                yield Contender(row, copying, f"{identity}-{what}", BestFirst(num_nodes), size)
-        if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # as in its paper, too
-            widths = BestPaths().widths
-            widths += (1,) * (head.config.num_heads - len(widths))
-            paths = BestPaths.within(num_nodes, widths)
-            if paths.most_nodes <= num_nodes:
-                yield Contender(f"{name}, paths", head, f"{identity}-paths", paths, size)
+                yield Contender(row, copying, f"{identity}-{what}", size)
     if draft_model is not None:
         small = load_target(draft_model, precision=precision, **load_options)
         with torch.device("meta"):  # the loaded layers hold packed weights, not parameters
             count = type(small.model)(small.config).num_parameters()
         identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"
-        yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, BestFirst(num_nodes), count, draws=True)
+        yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, count, draws=True)

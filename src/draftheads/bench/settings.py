@@ -1,47 +1,116 @@
-"""What a comparison of drafters measures, and on how much."""
+"""What a comparison of drafters measures: lists of settings, of which every combination is measured."""
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Annotated, Literal, get_origin
 
+from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
-from draftheads.settings import SamplingSettings
+from draftheads.settings import AcceptanceRule, SamplingSettings
 from draftheads.utils.option_group import FROM_1, OptionGroup, at_least
+
+TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths"]
+DRAWN: tuple[AcceptanceRule, ...] = ("rejection", "block")  # rules for drafts of drawn tokens
+
+
+@dataclass(frozen=True)
+class Point:
+    """What all ways have in common that are timed in turn."""
+
+    batch_size: int = 1
+    temperature: float = 0.0
+    prompt_tokens: int | None = None  # of every prompt; None: as they are
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a drafter drafts, and what is accepted."""
+
+    tree: TreeKind = "best"
+    num_nodes: int | None = None  # None where the drafter decides
+    acceptance: AcceptanceRule = "exact"
+    epsilon: float | None = None  # of typical acceptance
 
 
 @dataclass(frozen=True)
 class BenchSettings(OptionGroup):
-    """What is compared, and on how much."""
+    """What is compared, and on how much. Several values of a setting: each is measured."""
 
-    num_nodes: Annotated[int, at_least(2)] = 24
+    trees: tuple[TreeKind, ...] = ("best", "defaults")
+    """Kinds of trees: best is a head's better one of static (of the most frequent paths) and growing (by confidence).
+    product is Medusa's static tree, by independent accuracies of the heads; dense is a full tree of random widths;
+    chain; paths are the n most probable paths (MLP Speculator, n in place of nodes). defaults drafts as
+    `draftheads.load` does, which decides on the size by itself."""
+    num_nodes: tuple[int, ...] = (24,)
     """Nodes of every head's tree, root included."""
+    batch_sizes: tuple[int, ...] = (1,)
+    """Prompts that are decoded together."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Temperatures; 0 is greedy."""
+    acceptance: tuple[AcceptanceRule, ...] = ("exact",)
+    """Acceptance rules at temperatures above 0. rejection draws drafts from the head, on a static tree; block draws a
+    chain; typical changes the distribution."""
+    epsilons: tuple[float, ...] = (0.09,)
+    """Thresholds ε of typical acceptance."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Cut or repeat every prompt to so many tokens. Default: prompts as they are."""
     max_new_tokens: Annotated[int, at_least(2)] = 128
     """Tokens of each answer."""
-    temperature: float = 0.7
-    """Also count tokens per step at this temperature; 0: not. By acceptance rule: exact; typical (changes the
-    distribution); rejection (drafts drawn from the head on a static tree, speculative sampling of the papers); block (a
-    drawn chain, block verification)."""
-    num_speed_prompts: Annotated[int, at_least(3)] = 16
-    """Prompts that are timed, spread over all prompts."""
-    num_sampled_prompts: Annotated[int, at_least(3)] = 40
-    """Prompts that are answered at the temperature, spread over all."""
-    batch_size: Annotated[int, FROM_1] = 8
-    """Prompts that are answered together. While tokens per step are counted."""
+    ignore_eos: bool = False
+    """Every answer has exactly so many tokens."""
+    rounds: Annotated[int, FROM_1] = 1
+    """How often each way answers all prompts."""
     num_calibration_prompts: Annotated[int, at_least(2)] = 64
     """Built-in prompts on which the heads' trees are found."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):  # from JSON, or a single value
+            value = getattr(self, field.name)
+            if get_origin(field.type) is tuple and not isinstance(value, tuple):
+                object.__setattr__(self, field.name, tuple(value) if isinstance(value, list) else (value,))
         super().__post_init__()
-        SamplingSettings(temperature=self.temperature)  # raises where it is impossible
+        for name in ("trees", "num_nodes", "batch_sizes", "temperatures", "acceptance", "epsilons"):
+            values = getattr(self, name)
+            self._require(name, fine=len(values) > 0, fix="give at least one value")
+            self._require(name, fine=len(set(values)) == len(values), fix="each value once")
+        self._require("num_nodes", fine=min(self.num_nodes) >= 2, fix="must be at least 2")
+        self._require("batch_sizes", fine=min(self.batch_sizes) >= 1, fix="must be at least 1")
+        self._require("prompt_tokens", fine=min(self.prompt_tokens, default=1) >= 1, fix="must be at least 1")
+        for point, epsilon in product(self.points(), self.epsilons):
+            SamplingSettings(temperature=point.temperature, typical_epsilon=epsilon)  # raises what is impossible
+        if self.temperatures == (0.0,) and self.acceptance != ("exact",):
+            raise InvalidSettings(
+                f"--acceptance is {' '.join(self.acceptance)}, but greedy answers need no rule: add --temperatures 0.7"
+            )
 
-    @property
-    def replay(self) -> ReplaySettings:
+    def points(self) -> Iterator[Point]:
+        """Each combination of what all ways have in common."""
+        for values in product(self.batch_sizes, self.temperatures, self.prompt_tokens or (None,)):
+            yield Point(*values)
+
+    def variants(self, temperature: float) -> Iterator[Variant]:
+        """Each combination of what ways can differ in, at a temperature."""
+        for tree in self.trees:
+            for nodes in (None,) if tree == "defaults" else self.num_nodes:
+                for rule in self.acceptance if temperature else ("exact",):
+                    for epsilon in self.epsilons if rule == "typical" else (None,):
+                        yield Variant(tree, nodes, rule, epsilon)
+
+    def sampling(self, point: Point, variant: Variant) -> SamplingSettings:
+        """The settings of a request; the seed is added for each prompt."""
+        settings = SamplingSettings(
+            max_new_tokens=self.max_new_tokens,
+            temperature=point.temperature,
+            acceptance=variant.acceptance,
+            ignore_eos=self.ignore_eos,
+        )
+        return settings if variant.epsilon is None else replace(settings, typical_epsilon=variant.epsilon)
+
+    def replay(self, num_nodes: int) -> ReplaySettings:
         """Settings of the search for trees."""
         return ReplaySettings(
-            num_prompts=self.num_calibration_prompts, max_new_tokens=self.max_new_tokens, max_nodes=self.num_nodes
+            num_prompts=self.num_calibration_prompts,
+            max_new_tokens=min(self.max_new_tokens, 128),
+            max_nodes=num_nodes,
         )
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Settings that all findings depend on. Findings' names hold temperature and prompts, where they matter."""
-        of_some = ("num_speed_prompts", "num_sampled_prompts", "temperature")
-        return {name: value for name, value in asdict(self).items() if name not in of_some}

@@ -1,65 +1,64 @@
 """The table of a comparison: a row for each way of decoding, the columns, and what it says in sentences.
 
-To add a column: a field of :class:`Row`, a line in :func:`columns`, and where it is measured (``bench/compare.py``).
+To add a column: a field of :class:`Row`, a line in :func:`columns`, and where it is computed (:func:`timed_row`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from draftheads.bench.settings import BenchSettings
-from draftheads.bench.timing import Answers
+import numpy as np
+
+from draftheads.bench.timing import PLAIN, STOCK, Answers
 from draftheads.utils.counts import counted, short_count
-from draftheads.utils.estimates import quartiles, ratio_with_error
+from draftheads.utils.estimates import bootstrap, quartiles
 
-DEFAULTS = "× plain, defaults"  # heading of the speed of drafters as they are loaded …
-DEFAULT_FIELDS = ("default_speedup", "default_speedup_error")  # … and the fields of a row
 PARTS = ("drafting", "verification", "accept and rest")  # of a step
-# acceptance rules at the temperature, and the fields of a row with tokens per step and one standard error
-SAMPLED_FIELDS = {
-    "exact": ("sampled_tokens_per_step", "sampled_error"),
-    "typical": ("typical_tokens_per_step", "typical_error"),
-    "rejection": ("rejection_tokens_per_step", "rejection_error"),
-    "block": ("block_tokens_per_step", "block_error"),
-}
+ALL = "all"  # rows over all questions
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a way of decoding did over all prompts. Errors are one standard error. None: was not measured."""
+    """What a way of decoding did over some prompts. Intervals are 95 % bootstrap intervals. None: was not measured."""
 
     name: str
+    part: str = ALL  # of the questions: all, a category, or "turn 1", "turn 2" …
+    settings: Mapping[str, Any] = field(default_factory=dict)  # batch_size, temperature, tree, num_nodes …
+    num_answers: int = 0
     num_parameters: int = 0  # of the drafter
     tree: str = ""  # the tree that is drafted, in words
-    tokens_per_step: float
-    tokens_per_step_error: float = 0.0
-    over_first: float | None = None  # tokens per step over those of the first drafter in the table
-    over_first_error: float | None = None
-    tokens_per_second: float
-    speedup: float  # over plain decoding: ratio of tokens per second
-    speedup_error: float = 0.0
-    default_speedup: float | None = None  # over plain decoding, of an engine as ``draftheads.load`` makes it
-    default_speedup_error: float = 0.0
-    speedup_quartiles: tuple[float, float] | None = None  # of the ratio prompt by prompt
+    predicted_tokens_per_step: float | None = None  # by the search for its tree, on other prompts
+    tokens_per_step: float  # the token after the accepted ones counts
+    tokens_per_step_interval: Interval | None = None
+    accepted_per_step: float = 0.0  # without it
+    tokens_per_second: float  # mean over prompts (with several at a time, over groups), reading prompts included
+    speedup: float  # over plain decoding: ratio of these means, as in Spec-Bench
+    speedup_interval: Interval | None = None
+    speedup_error: float = 0.0  # one standard error
+    speedup_quartiles: Interval | None = None  # of the ratio prompt by prompt
+    decode_speedup: float | None = None  # without the time in which prompts are read: ratio of sums
+    decode_speedup_interval: Interval | None = None
+    overhead: float | None = None  # time of a step over that of plain decoding; tokens per step / it = decode_speedup
     speedup_over_transformers: float | None = None
     draft_milliseconds: float = 0.0  # of a step
     verify_milliseconds: float = 0.0
     rest_milliseconds: float = 0.0
     step_milliseconds: float = 0.0
-    predicted_tokens_per_step: float | None = None  # by the search for its tree, on other prompts
-    sampled_tokens_per_step: float | None = None  # at the temperature, exact acceptance
-    sampled_error: float | None = None
-    typical_tokens_per_step: float | None = None  # the same, typical acceptance
-    typical_error: float | None = None
-    rejection_tokens_per_step: float | None = None  # drafts drawn on the static tree, rejection sampling
-    rejection_error: float | None = None
-    block_tokens_per_step: float | None = None  # a drawn chain, block verification
-    block_error: float | None = None
+    first_token_milliseconds: float | None = None  # median over answers, waiting in the group included
+    latency_seconds: Mapping[str, float] = field(default_factory=dict)  # percentiles of answers: "50", "90", "99"
+    acceptance_by_depth: Sequence[float] = ()  # share of the draft tokens at depth 1, 2, … that were accepted
+    steps_by_tokens: Sequence[int] = ()  # how many steps gave 1, 2, … tokens
+    peak_bytes: int = 0  # of an accelerator's memory
     num_different: int = 0  # answers that are not the reference's
     worst_margin: float | None = None  # largest gap between the best logit and an emitted token's, re-scored in fp32
     num_tokens: int = 0  # of all timed answers
     num_drafted: int = 0  # accepted draft tokens
     num_copied: int = 0  # those of them that only a copy from the text brought
+    quality: Mapping[str, float] = field(default_factory=dict)  # by measure
+    quality_intervals: Mapping[str, Interval] = field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -68,36 +67,128 @@ class Row:
         return dict(zip(PARTS, milliseconds, strict=True))
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the answers to each group of prompts; each array is (groups,)."""
+
+    tokens: np.ndarray
+    seconds: np.ndarray
+    decode_tokens: np.ndarray  # without first tokens
+    decode_seconds: np.ndarray
+    steps: np.ndarray
+
+    @classmethod
+    def of(cls, answers: Sequence[Answers]) -> "_Sums":
+        sums: dict[int, np.ndarray] = {}
+        for one in answers:
+            steps, firsts = sum(one.num_steps), len(one.token_ids)
+            values = (one.num_tokens, one.seconds, one.num_tokens - firsts, one.seconds - one.prompt_seconds, steps)
+            sums[one.group] = sums.get(one.group, np.zeros(5)) + values
+        return cls(*np.array([sums[group] for group in sorted(sums)]).T)
+
+    def speed(self, chosen: np.ndarray) -> np.ndarray:
+        """Mean tokens per second of the chosen groups."""
+        speeds: np.ndarray = (self.tokens / self.seconds)[chosen].mean(1)
+        return speeds
+
+    def decode_speed(self, chosen: np.ndarray) -> np.ndarray:
+        """Tokens after the first ones per second after prompts were read."""
+        return _ratio(self.decode_tokens[chosen].sum(1), self.decode_seconds[chosen].sum(1))
+
+    def tokens_per_step(self, chosen: np.ndarray) -> np.ndarray:
+        """1 where there was no step."""
+        return _ratio(self.decode_tokens[chosen].sum(1), self.steps[chosen].sum(1))
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    ratios: np.ndarray = np.divide(above, below, out=np.ones_like(above), where=below > 0)
+    return ratios
+
+
 def timed_row(
     name: str, own: Sequence[Answers], plain: Sequence[Answers], stock: Sequence[Answers] | None = None
 ) -> Row:
     """The row of a way, from its own answers to each group of prompts, plain decoding's, and those of transformers."""
-    speeds, of_plain, of_stock = ([answer.speed_share for answer in each or ()] for each in (own, plain, stock))
-    speedup, speedup_error = ratio_with_error(speeds, of_plain)
-    by_prompt = [ratio_with_error([a], [b])[0] for a, b in zip(speeds, of_plain, strict=True)]
-    low, _, high = quartiles(by_prompt)
-    per_step, per_step_error = ratio_with_error([share for answer in own for share in answer.step_shares])
+    sums, of_plain = _Sums.of(own), _Sums.of(plain)
+    count = len(sums.tokens)
+    speed = bootstrap(lambda chosen: sums.speed(chosen) / of_plain.speed(chosen), count)
+    decode = bootstrap(lambda chosen: sums.decode_speed(chosen) / of_plain.decode_speed(chosen), count)
+    per_step = bootstrap(sums.tokens_per_step, count)
+    everything = np.arange(count)[None]
+    low, _, high = quartiles((sums.tokens / sums.seconds / (of_plain.tokens / of_plain.seconds)).tolist())
     steps = max(1, sum(answer.num_timed_steps for answer in own))
     draft, verify, rest = (
         sum(getattr(answer, f"{part}_milliseconds") for answer in own) / steps for part in ("draft", "verify", "rest")
     )
+    tokens_per_second = float(sums.speed(everything)[0])
     return Row(
         name=name,
-        tokens_per_step=per_step,
-        tokens_per_step_error=per_step_error,
-        tokens_per_second=ratio_with_error(speeds)[0],
-        speedup=speedup,
-        speedup_error=speedup_error,
+        num_answers=sum(len(answer.token_ids) for answer in own),
+        tokens_per_step=per_step.value,
+        tokens_per_step_interval=per_step[1:3],
+        accepted_per_step=per_step.value - 1,
+        tokens_per_second=tokens_per_second,
+        speedup=speed.value,
+        speedup_interval=speed[1:3],
+        speedup_error=speed.error,
         speedup_quartiles=(low, high),
-        speedup_over_transformers=ratio_with_error(speeds, of_stock)[0] if stock else None,
+        decode_speedup=decode.value,
+        decode_speedup_interval=decode[1:3],
+        overhead=per_step.value / decode.value,
+        speedup_over_transformers=tokens_per_second / float(_Sums.of(stock).speed(everything)[0]) if stock else None,
         draft_milliseconds=draft,
         verify_milliseconds=verify,
         rest_milliseconds=rest,
         step_milliseconds=draft + verify + rest,
+        **_latencies(own),
+        acceptance_by_depth=_acceptance(own),
+        steps_by_tokens=_histogram(own),
+        peak_bytes=max(answer.peak_bytes for answer in own),
         num_tokens=sum(answer.num_tokens for answer in own),
         num_drafted=sum(answer.num_drafted for answer in own),
         num_copied=sum(answer.num_copied for answer in own),
     )
+
+
+def _latencies(own: Sequence[Answers]) -> dict[str, Any]:
+    firsts = [seconds for answer in own for seconds in answer.first_seconds]
+    lasts = [seconds for answer in own for seconds in answer.last_seconds]
+    if not firsts:
+        return {}
+    percentiles = zip(("50", "90", "99"), np.percentile(lasts, (50, 90, 99)).tolist(), strict=True)
+    return {"first_token_milliseconds": 1e3 * float(np.median(firsts)), "latency_seconds": dict(percentiles)}
+
+
+def _acceptance(own: Sequence[Answers]) -> list[float]:
+    deepest = max(len(answer.drafted_by_depth) for answer in own)
+    drafted, accepted = (
+        np.sum([np.pad(getattr(answer, counts), (0, deepest - len(getattr(answer, counts)))) for answer in own], 0)
+        for counts in ("drafted_by_depth", "accepted_by_depth")
+    )
+    shares: list[float] = (accepted / np.maximum(1, drafted)).tolist()
+    return shares
+
+
+def _histogram(own: Sequence[Answers]) -> list[int]:
+    counts = Counter(tokens for answer in own for steps in answer.step_tokens for tokens in steps)
+    return [counts[tokens] for tokens in range(1, max(counts, default=0) + 1)]
+
+
+def parts_of(answers: Sequence[Answers], categories: Sequence[str]) -> Iterator[tuple[str, Callable[[Answers], bool]]]:
+    """The parts of the questions that have a row, with what tells whether answers belong to a part.
+
+    Single categories and turns have rows where prompts are answered one at a time: groups mix them.
+    ``categories`` are of the questions, by their number.
+    """
+    yield ALL, lambda _: True
+    if any(len(answer.token_ids) > 1 for answer in answers):
+        return
+    if len(names := dict.fromkeys(filter(None, categories))) > 1:
+        for name in names:
+            yield name, lambda answer, name=name: categories[answer.questions[0]] == name  # type: ignore[misc]
+    if (turns := max(answer.turn for answer in answers)) > 0:
+        for turn in range(turns + 1):
+            yield f"turn {turn + 1}", lambda answer, turn=turn: answer.turn == turn  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -106,38 +197,72 @@ class Column:
 
     heading: str
     cell: Callable[[Row], str]
-    kind: str = "greedy"  # or "sampled" or "speed": terminals show a table for each
+    kind: str = "speed"  # or "time" or "quality": terminals show a table for each
 
 
-def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list[Column]:
-    """All columns, the drafter's name first; with ``errors``, cells show one standard error.
+def _shown(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
 
-    ``first`` is the name of the first drafter, that others' tokens per step are compared with.
-    """
 
-    def number(row: Row, field: str, error: str) -> str:
-        value, deviation = getattr(row, field), getattr(row, error)
-        if value is None:
-            return ""
-        return f"{value:.2f}" + (f" ± {deviation:.2f}" if errors and deviation is not None else "")
+def _between(value: float | None, interval: Interval | None, form: str = ".2f") -> str:
+    if value is None:
+        return ""
+    return _shown(value, form) + ("" if interval is None else f" ({_numbers(*interval, form=form)})")
 
+
+def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
+    """All columns with a number in these rows, the name first; with ``intervals``, cells show them."""
+
+    def number(row: Row, name: str) -> str:
+        return _between(getattr(row, name), getattr(row, f"{name}_interval") if intervals else None)
+
+    def quality(row: Row, measure: str) -> str:
+        interval = row.quality_intervals.get(measure) if intervals else None
+        return _between(row.quality.get(measure), interval)
+
+    def latency(row: Row, share: str) -> str:
+        return _shown(row.latency_seconds.get(share))
+
+    def milliseconds(row: Row, part: str) -> str:
+        return f"{getattr(row, f'{part}_milliseconds'):.1f}" if row.step_milliseconds else ""
+
+    varied = [name for name in _SETTINGS if len({row.settings.get(name) for row in rows} - {None}) > 1]
+    measures = dict.fromkeys(measure for row in rows for measure in row.quality)
     shown = [
         Column("drafter", lambda row: row.name),
-        Column("parameters", lambda row: short_count(row.num_parameters) if row.num_parameters else "none", "speed"),
+        *(Column(_SETTINGS[name], partial(_setting, name=name), "settings") for name in varied),
         Column("tree", lambda row: row.tree),
-        Column("tokens/step", partial(number, field="tokens_per_step", error="tokens_per_step_error")),
-        Column(f"× {first}", partial(number, field="over_first", error="over_first_error")),
-        Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}", "speed"),
-        Column(DEFAULTS, partial(number, field=DEFAULT_FIELDS[0], error=DEFAULT_FIELDS[1]), "speed"),
-        Column("× plain", partial(number, field="speedup", error="speedup_error"), "speed"),
-        Column("draft ms/step", lambda row: f"{row.draft_milliseconds:.1f}", "speed"),
-        Column("step ms", lambda row: f"{row.step_milliseconds:.1f}", "speed"),
+        Column("tokens/step", partial(number, name="tokens_per_step")),
+        Column("× plain", partial(number, name="speedup")),
+        Column("× plain, decode", partial(number, name="decode_speedup")),
+        Column("overhead", lambda row: _shown(row.overhead)),
+        Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
+        Column("first token ms", lambda row: _shown(row.first_token_milliseconds, ".0f"), "time"),
+        Column("draft ms", partial(milliseconds, part="draft"), "time"),
+        Column("verify ms", partial(milliseconds, part="verify"), "time"),
+        Column("rest ms", partial(milliseconds, part="rest"), "time"),
+        Column("step ms", partial(milliseconds, part="step"), "time"),
+        *(Column(f"p{share} s", partial(latency, share=share), "time") for share in ("50", "90", "99")),
+        Column("peak memory GB", lambda row: f"{row.peak_bytes / 1e9:.2f}" if row.peak_bytes else "", "time"),
+        Column("parameters", lambda row: short_count(row.num_parameters) if row.num_parameters else "", "time"),
+        *(Column(measure, partial(quality, measure=measure), "quality") for measure in measures),
     ]
-    if settings.temperature:
-        for acceptance, (field, error) in SAMPLED_FIELDS.items():
-            heading = f"{acceptance} T={settings.temperature:g}"
-            shown.append(Column(heading, partial(number, field=field, error=error), "sampled"))
-    return shown
+    return [column for column in shown if any(map(column.cell, rows))]
+
+
+# settings of a row that are shown where they vary, and their headings
+_SETTINGS = {
+    "batch_size": "batch",
+    "prompt_tokens": "prompt",
+    "temperature": "T",
+    "acceptance": "acceptance",
+    "epsilon": "ε",
+}
+
+
+def _setting(row: Row, name: str) -> str:
+    value = row.settings.get(name)
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _numbers(*values: float | None, form: str = ".2f") -> str:
@@ -147,8 +272,8 @@ def _numbers(*values: float | None, form: str = ".2f") -> str:
 # of ways of decoding as users have them, beside transformers
 SPEED_COLUMNS = [
     Column("method", lambda row: row.name),
-    Column("tokens /s", lambda row: f"{row.tokens_per_second:.1f}"),
-    Column("tokens /step", lambda row: f"{row.tokens_per_step:.2f}"),
+    Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
+    Column("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
     Column("speed-up (quartiles)", lambda row: f"{row.speedup:.2f} ({_numbers(*row.speedup_quartiles or ())})"),
     Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _numbers(row.speedup_over_transformers)),
     Column("same text", lambda row: "yes" if row.num_different == 0 else f"no ({row.num_different})"),
@@ -156,24 +281,50 @@ SPEED_COLUMNS = [
 ]
 
 
-def prompts_in_words(num_prompts: int, settings: BenchSettings) -> str:
-    """On which prompts the columns are measured."""
-    speeds = f"speeds on {min(num_prompts, settings.num_speed_prompts)}"
-    greedy = f"Greedy answers to {'all ' * (num_prompts > 1)}{counted(num_prompts, 'prompt')}"
-    if not settings.temperature:
-        return f"{greedy}, {speeds}."
-    return f"{greedy}, sampled ones to {min(num_prompts, settings.num_sampled_prompts)} of them, {speeds}."
+def by_part(rows: Sequence[Row], value: str = "speedup") -> tuple[list[str], list[list[str]]]:
+    """A table of one number by part of the questions: headings, and a line for each way. Empty without parts.
 
-
-def markdown(rows: Sequence[Row], settings: BenchSettings, num_prompts: int) -> Iterator[str]:
-    """The lines of the table in Markdown."""
-    shown = columns(settings, first=rows[0].name)
-    yield f"| {' | '.join(column.heading for column in shown)} |"
-    yield "|" + " --- |" * len(shown)
+    ``value`` is a field of the rows.
+    """
+    parts = list(dict.fromkeys(row.part for row in rows))
+    if len(parts) < 2:
+        return [], []
+    lines: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in rows:
-        yield f"| {' | '.join(column.cell(row) for column in shown)} |"
+        key = (row.name, row.tree, *(row.settings.get(name) for name in _SETTINGS))
+        lines.setdefault(key, {})[row.part] = _shown(getattr(row, value))
+    others = [part for part in parts if part != ALL]
+    named = Counter(key[0] for key in lines)
+    return (
+        ["drafter", *others, ALL],
+        [
+            [key[0] if named[key[0]] == 1 else f"{key[0]}, {key[1]}", *(cells.get(part, "") for part in (*others, ALL))]
+            for key, cells in lines.items()
+        ],
+    )
+
+
+def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    yield f"| {' | '.join(headings)} |"
+    yield "|" + " --- |" * len(headings)
+    for cells in lines:
+        yield f"| {' | '.join(cells)} |"
+
+
+def markdown(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines of the tables in Markdown: all numbers, and speed and tokens per step by part."""
+    overall = [row for row in rows if row.part == ALL]
+    shown = columns(overall)
+    yield from markdown_table(
+        [column.heading for column in shown], ([column.cell(row) for column in shown] for row in overall)
+    )
     yield ""
-    yield f"{prompts_in_words(num_prompts, settings)} ± is one standard error."
+    yield "In brackets: 95 % bootstrap intervals over the prompts."
+    for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):
+        headings, lines = by_part(rows, value)
+        if headings:
+            yield from ("", f"{title}, by category and turn:", "", *markdown_table(headings, lines))
 
 
 # --- what the table says, in sentences: the same on a terminal and on the page ---
@@ -188,45 +339,52 @@ def speed_sentence(name: str, speedup: float, error: float, *, given: str = "the
     return f"With {given} on this machine: {speedup:.2f} ± {error:.2f} × plain decoding ({name})."
 
 
-def fastest_with_defaults(rows: Iterable[Row]) -> Row | None:
-    """The row of the drafter that is fastest as it is loaded; None if that was not measured."""
-    measured = (row for row in rows if row.default_speedup is not None)
-    return max(measured, key=lambda row: row.default_speedup or 0.0, default=None)
+def heads_only(rows: Iterable[Row]) -> list[Row]:
+    """Rows over all questions without those of plain decoding and transformers."""
+    return [row for row in rows if row.part == ALL and row.name not in (PLAIN, STOCK)]
 
 
-def defaults_sentence(rows: Iterable[Row]) -> str | None:
-    """:func:`speed_sentence` of the drafter that is fastest as it is loaded; None if that was not measured."""
-    best = fastest_with_defaults(rows)
-    return None if best is None else speed_sentence(best.name, best.default_speedup or 0.0, best.default_speedup_error)
-
-
-def verdict(rows: Iterable[Row], settings: BenchSettings, num_prompts: int) -> str:
-    """One sentence on the drafter that is fastest with trees of one size, with its standard error."""
-    trees = f"With trees of {counted(settings.num_nodes, 'node')}"
-    best = max(rows, key=lambda row: row.speedup)
-    speed = f"{best.speedup:.2f} ± {best.speedup_error:.2f} ×"
-    same_text = f"with the same text in {num_prompts - best.num_different} of {counted(num_prompts, 'answer')}"
+def verdict(rows: Iterable[Row]) -> str:
+    """One sentence on the fastest drafter, with its standard error."""
+    if not (drafters := heads_only(rows)):
+        return "There is no drafter to compare."
+    best = max(drafters, key=lambda row: row.speedup)
+    if best.settings.get("tree") == "defaults":
+        return speed_sentence(best.name, best.speedup, best.speedup_error)
+    facts = [best.tree]
+    if not best.settings.get("temperature"):
+        same = best.num_answers - best.num_different
+        facts.append(f"with the same text in {same} of {counted(best.num_answers, 'answer')}")
+    speed, end = f"{best.speedup:.2f} ± {best.speedup_error:.2f} ×", ", ".join(filter(None, facts))
     if best.speedup - best.speedup_error > 1:
-        return f"{trees}, {best.name} is fastest: {speed} plain decoding, {same_text}."
+        return f"{best.name} is fastest: {speed} plain decoding ({end})."
     clearly = "clearly " if best.speedup > 1 else ""
-    return (
-        f"{trees}, no drafter is {clearly}faster than plain decoding: the fastest, {best.name}, reaches {speed} its "
-        f"speed, {same_text}."
-    )
+    start = f"No drafter is {clearly}faster than plain decoding"
+    return f"{start}: the fastest, {best.name}, reaches {speed} its speed ({end})."
 
 
-def remarks(rows: Iterable[Row], settings: BenchSettings) -> list[str]:
+def remarks(rows: Iterable[Row]) -> list[str]:
     """Sentences on what limits the verdict."""
-    best, *others = sorted(rows, key=lambda row: -row.speedup)
-    close = [row.name for row in others if best.speedup - row.speedup < best.speedup_error + row.speedup_error]
+    best, *others = sorted(heads_only(rows), key=lambda row: -row.speedup)
+    close = dict.fromkeys(
+        row.name
+        for row in others
+        if row.name != best.name and best.speedup - row.speedup < best.speedup_error + row.speedup_error
+    )
     sentences = []
-    if any(row.default_speedup is not None for row in (best, *others)):
+    if any(row.settings.get("tree") == "defaults" for row in (best, *others)):
         sentences.append("Defaults choose the size of each draft for this machine.")
     if close:
         sentences.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
     if best.speedup - best.speedup_error <= 1:
-        trees = f"Trees of {counted(settings.num_nodes, 'node')}"
-        sentences.append(f"{trees} may be too large for this machine: try a smaller `--num-nodes`.")
+        sentences.append("Trees may be too large for this machine: try a smaller `--num-nodes`.")
     if any(row.num_different for row in (best, *others)):
         sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")
+    if rules := {str(row.settings["acceptance"]) for row in (best, *others) if _changes_texts(row)}:
+        measured = "see its quality beside its speed" if best.quality else "measure it: `--quality`"
+        sentences.append(f"Acceptance {' and '.join(sorted(rules))} changes the distribution of texts: {measured}.")
     return sentences
+
+
+def _changes_texts(row: Row) -> bool:
+    return str(row.settings.get("acceptance", "")).startswith("typical")

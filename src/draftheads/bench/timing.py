@@ -7,7 +7,8 @@ prompt before the next prompt begins, and who goes first changes. Times include 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from draftheads.decode.step_timer import wait_for
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.utils.estimates import Share, ratio_with_error
+from draftheads.utils.identity import identity_digest
 
 PLAIN = "plain"
 STOCK = "transformers"
@@ -36,6 +38,12 @@ class Answers:
     token_ids: tuple[tuple[int, ...], ...]
     num_steps: tuple[int, ...]  # of each answer: passes of the target after its prompt was read
     seconds: float  # wall time of the group, prompts included
+    prompt_seconds: float = 0.0  # of them until all prompts were read, their first tokens included
+    first_seconds: tuple[float, ...] = ()  # of each answer: until its first token, from the group's start
+    last_seconds: tuple[float, ...] = ()  # the same, until its last token
+    step_tokens: tuple[tuple[int, ...], ...] = ()  # of each answer: the new tokens of every step
+    drafted_by_depth: tuple[int, ...] = ()  # draft tokens at depth 1, 2, … of all answers
+    accepted_by_depth: tuple[int, ...] = ()  # how many of them were accepted
     num_drafted: int = 0  # accepted draft tokens
     num_copied: int = 0  # those of them that only a copy from the text brought
     # milliseconds of each part of a step, summed over ``num_timed_steps`` steps of the whole group
@@ -43,13 +51,15 @@ class Answers:
     verify_milliseconds: float = 0.0
     rest_milliseconds: float = 0.0
     num_timed_steps: int = 0  # without steps right after a prompt was read, in which a drafter reads it, too
+    peak_bytes: int = 0  # of an accelerator's memory
+    questions: tuple[int, ...] = ()  # the question of each answer, by its number among all
+    turn: int = 0  # of the conversations, counted from 0
+    group: int = 0  # the number of the group
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """The record that ``asdict`` and JSON made of one."""
-        return cls(
-            **{**value, "token_ids": tuple(map(tuple, value["token_ids"])), "num_steps": tuple(value["num_steps"])}
-        )
+        return cls(**{name: _as_tuple(each) for name, each in value.items()})
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +77,13 @@ class Answers:
         return [(len(ids) - 1, steps) for ids, steps in zip(self.token_ids, self.num_steps, strict=True)]
 
 
-Way = Callable[[Group, int], Answers]  # a way of decoding: prompts, most new tokens of an answer -> answers
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+# a way of decoding: prompts, most new tokens of an answer -> answers; of conversations, to each turn
+Way = Callable[[Any, int], list[Answers]]
+_GREEDY = SamplingSettings()
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,8 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.milliseconds = dict.fromkeys(("draft", "verify", "rest"), 0.0)
+        self.prompt_seconds = 0.0
+        self.prompt_end = 0.0  # when the last prompt was read
         self.num_steps = 0
         self._step = dict(self.milliseconds)
         self._after_prompt = True
@@ -100,6 +118,8 @@ class StepClock:
         now = self.now
         if part == "prompt":
             self._after_prompt = True
+            self.prompt_seconds += now - self._last
+            self.prompt_end = now
         else:
             self._step["draft" if part == "on_verify" else part] += 1e3 * (now - self._last)
         self._last = now
@@ -118,58 +138,121 @@ class StepClock:
         return time.perf_counter()
 
 
-def stock_way(model: TargetModel) -> Way:
-    """Transformers' own ``generate`` on the stock model, one prompt after the other."""
+class _FirstToken:
+    """A streamer of transformers that notes when the first new token came."""
 
-    def answer(prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
+    def __init__(self, clock: StepClock) -> None:
+        self._clock, self._num_calls = clock, 0
+        self.time = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called with the prompt, and then with each token."""
+        self._num_calls += 1
+        if self._num_calls == 2:
+            self.time = self._clock.now
+
+    def end(self) -> None:
+        """Called behind the last token."""
+
+
+def stock_way(model: TargetModel, sampling: SamplingSettings = _GREEDY) -> Way:
+    """Transformers' own ``generate`` on the stock model, one prompt after the other."""
+    no_end = {"eos_token_id": None} if sampling.ignore_eos else {"eos_token_id": sorted(model.eos_ids)}
+    how: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature:
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+
+    def answer(prompt_ids: Sequence[int], max_new_tokens: int, streamer: Any) -> tuple[int, ...]:
         ids = torch.tensor([list(prompt_ids)], device=model.device)
+        torch.manual_seed(_seed_of(prompt_ids))
         output = model.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(model.eos_ids),
             pad_token_id=min(model.eos_ids, default=0),
+            streamer=streamer,
+            **how,
+            **no_end,
         )
         return tuple(output[0, len(prompt_ids) :].tolist())
 
-    def decode(group: Group, max_new_tokens: int) -> Answers:
+    def decode(group: Group, max_new_tokens: int) -> list[Answers]:
         clock = StepClock(model.device)
-        start = clock.now
-        texts = tuple(answer(prompt_ids, max_new_tokens) for prompt_ids in group)
-        return Answers(texts, tuple(len(text) - 1 for text in texts), clock.now - start)
+        start = last = clock.now
+        texts, firsts, lasts, reading = [], [], [], 0.0
+        for prompt_ids in group:
+            streamer = _FirstToken(clock)
+            texts.append(answer(prompt_ids, max_new_tokens, streamer))
+            firsts.append(streamer.time - start)
+            reading += streamer.time - last
+            last = clock.now
+            lasts.append(last - start)
+        num_steps = tuple(len(text) - 1 for text in texts)
+        ones = tuple((1,) * steps for steps in num_steps)
+        times = (last - start, reading, tuple(firsts), tuple(lasts))
+        return [Answers(tuple(texts), num_steps, *times, ones)]
 
     return decode
 
 
-def engine_way(engine: Engine) -> Way:
-    """Greedy decoding by one of our engines."""
+def engine_way(engine: Engine, sampling: SamplingSettings = _GREEDY) -> Way:
+    """Decoding by one of our engines; each prompt has its own seed, the same for all ways."""
 
-    def decode(group: Group, max_new_tokens: int) -> Answers:
-        return answers_of(engine, group, [SamplingSettings(max_new_tokens=max_new_tokens)] * len(group))
+    def decode(group: Group, max_new_tokens: int) -> list[Answers]:
+        each = [replace(sampling, max_new_tokens=max_new_tokens, seed=_seed_of(prompt)) for prompt in group]
+        return [answers_of(engine, group, each)]
 
     return decode
+
+
+def _seed_of(prompt_ids: Sequence[int]) -> int:
+    """A number that differs for other prompts."""
+    return int(identity_digest(list(prompt_ids))[:8], 16)
 
 
 def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings]) -> Answers:
     """An engine's answers to prompts, with settings for each."""
+    is_cuda = engine.model.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(engine.model.device)
     clock = StepClock(engine.model.device)
     start = clock.now
     requests = engine.requests([list(prompt_ids) for prompt_ids in group], settings)
-    num_drafted = sum(event.num_drafted for event in engine.run(requests, on_phase=clock.on_phase))
+    first, last = [0.0] * len(requests), [0.0] * len(requests)
+    steps: list[list[int]] = [[] for _ in requests]
+    num_drafted = 0
+    for event in engine.run(requests, on_phase=clock.on_phase):
+        last[event.index] = time.perf_counter() - start
+        if first[event.index]:
+            steps[event.index].append(len(event.token_ids))
+        else:
+            first[event.index] = clock.prompt_end - start  # its event comes with those of the first step
+        num_drafted += event.num_drafted
     seconds = clock.now - start
     results = [request.result() for request in requests]
     return Answers(
         tuple(result.token_ids for result in results),
         tuple(result.num_steps for result in results),
         seconds,
+        clock.prompt_seconds,
+        tuple(first),
+        tuple(last),
+        tuple(map(tuple, steps)),
+        _summed(result.drafted_by_depth for result in results),
+        _summed(result.accepted_by_depth for result in results),
         num_drafted,
         sum(result.num_copied for result in results),
         draft_milliseconds=clock.milliseconds["draft"],
         verify_milliseconds=clock.milliseconds["verify"],
         rest_milliseconds=clock.milliseconds["rest"],
         num_timed_steps=clock.num_steps,
+        peak_bytes=torch.cuda.max_memory_allocated(engine.model.device) if is_cuda else 0,
     )
+
+
+def _summed(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Sums depth by depth."""
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 def over_plain(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]]) -> dict[str, tuple[float, float]]:
@@ -198,9 +281,10 @@ def spread(prompts: Sequence[Any], most: int) -> list[Any]:
 
 def take_turns(
     ways: Mapping[str, Way],
-    groups: Sequence[Group],
+    groups: Sequence[Any],
     *,
     max_new_tokens: int,
+    rounds: int = 1,
     max_seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
     on_answer: Callable[[], None] = lambda: None,
@@ -210,7 +294,8 @@ def take_turns(
 
     Args:
         ways: what is compared, by name; each is warmed up first.
-        groups: prompts that are answered together. At least one group is answered.
+        groups: prompts, or what else the ways take, that are answered together. At least one group is answered.
+        rounds: how often all groups are answered.
         max_new_tokens: of an answer. In a time box fewer, if else three groups would not be answered; but at least 32.
         max_seconds: the time box of all ways together. No group is begun that would not be answered in time.
         clock: gives seconds.
@@ -228,7 +313,7 @@ def take_turns(
         tokens = affordable_tokens(left, each, num_groups=num_groups, most=max_new_tokens)
     answers: dict[str, list[Answers]] = {name: [] for name in ways}
     longest = 0.0
-    for number, group in enumerate(groups):
+    for number, group in enumerate([*groups] * rounds):
         begun = clock()
         if number and begun + longest - start > max_seconds:
             break
@@ -236,12 +321,13 @@ def take_turns(
         def answered(turn: Iterable[str] = turn_of(list(ways), number), group: Group = group) -> dict[str, Any]:
             values = {}
             for name in turn:
-                values[name] = asdict(ways[name](group, tokens))
+                values[name] = [asdict(each) for each in ways[name](group, tokens)]
                 on_answer()
             return values
 
-        for name, value in (saved(number, answered) if saved else answered()).items():
-            answers[name].append(Answers.from_json(value))
+        for name, values in (saved(number, answered) if saved else answered()).items():
+            found = [Answers.from_json(value) for value in values]
+            answers[name] += [replace(each, group=number % len(groups)) for each in found]
         longest = max(longest, clock() - begun)
     return Timings(answers, tokens, clock() - start)
 
@@ -270,5 +356,5 @@ def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: i
 def _seconds_per_token(decode: Way, group: Group, clock: Callable[[], float]) -> float:
     """Reading the prompts included."""
     start = clock()
-    answers = decode(group, _PROBE_TOKENS)
+    (answers,) = decode(group, _PROBE_TOKENS)
     return (clock() - start) / max(map(len, answers.token_ids))

@@ -2,77 +2,145 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
-from draftheads.bench.compare import MIN_PROMPTS, compare_heads
-from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import Row, columns, defaults_sentence, markdown, remarks, verdict
-from draftheads.cli.options.bench import BenchOptions
+from draftheads.bench.compare import Comparison, compare_heads
+from draftheads.bench.judge import Judge
+from draftheads.bench.quality import Gsm8k, Measure, Rouge
+from draftheads.bench.run_code import PassAt1
+from draftheads.bench.table import ALL, Row, by_part, columns, markdown, remarks, verdict
+from draftheads.cli.options.bench import BenchOptions, MeasureName
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
-from draftheads.cli.show_comparison import print_table
-from draftheads.data.records import own_prompts, prompts_in
+from draftheads.cli.show_comparison import print_lines, print_table
+from draftheads.data.records import Record
+from draftheads.data.suites import read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.files import check_writable, write_atomic
+
+BUILT_IN = "tasks"
+_FEW = 4  # questions of each category
+_MOST_PROBLEMS = 5  # that are printed; all are in the files
 
 
 def run(options: BenchOptions) -> None:
     """Compares and prints."""
     console = Console(highlight=False)
     quiet_transformers()
-    if options.limit is not None and options.limit < MIN_PROMPTS:
-        raise InvalidSettings(f"--limit is {options.limit}; it must be at least {MIN_PROMPTS}")
+    options = quick(options) if options.quick else options
+    if options.limit is not None and options.limit < 1:
+        raise InvalidSettings(f"--limit is {options.limit}; it must be at least 1")
     check_json_path(options.json)
-    prompts = prompts_in(options.prompts or own_prompts("demo"))
+    questions = questions_of(options)
+    measures = [_measure(name, options) for name in options.quality]  # raises now what would fail after an hour
     out = None if options.out is None else check_writable(options.out / "bench.json").parent
     with ProgressDisplay(console) as progress:
         comparison = compare_heads(
             options.model,
             options.heads,
-            prompts[: options.limit],
+            questions,
             draft_model=options.draft_model,
             corpus=options.corpus,
             settings=options.settings,
+            quality=measures,
+            original_model=options.original_model,
+            transformers=options.transformers,
             **options.load.given(),
             fresh=options.fresh,
             progress=progress,
         )
-    show(console, comparison.rows, options.settings, comparison.record["num_prompts"])
-    record = {**comparison.record, "prompts": "/".join(options.prompts.parts[-2:]) if options.prompts else None}
+    show(console, comparison.rows)
+    _show_problems(console, comparison.record["problems"])
+    record = {**comparison.record, "prompts": _source(options)}
     if out is not None:
-        _write(console, out, record, comparison.rows, options.settings)
+        write(console, out, replace(comparison, record=record))
     write_json(options.json, record)
 
 
-def _write(console: Console, out: Path, record: dict[str, Any], rows: Sequence[Row], settings: BenchSettings) -> None:
-    write_atomic(out / "bench.json", json.dumps(record, indent=1).encode())
-    table = out / "bench.md"
-    first = defaults_sentence(rows)
-    lines = [*([] if first is None else [first, ""]), *markdown(rows, settings, record["num_prompts"])]
-    write_atomic(table, "".join(line + "\n" for line in lines).encode())
-    console.print(f"wrote {table}", soft_wrap=True)
+def quick(options: BenchOptions) -> BenchOptions:
+    """The options of a short comparison: what is given counts, what is not gets smaller."""
+    usual, given = BenchOptions().settings, options.settings
+    settings = replace(
+        given,
+        trees=("defaults",) if given.trees == usual.trees else given.trees,
+        max_new_tokens=64 if given.max_new_tokens == usual.max_new_tokens else given.max_new_tokens,
+        num_calibration_prompts=min(16, given.num_calibration_prompts),
+    )
+    return replace(options, settings=settings, limit=1 if options.limit is None else options.limit)
+
+
+def questions_of(options: BenchOptions) -> list[Record]:
+    """The questions that the options choose.
+
+    Raises:
+        DataError: the file has none, or no such category.
+    """
+    limit = _FEW if options.prompts is None and options.limit is None else options.limit
+    return select(read_suite(options.prompts or BUILT_IN), options.category, limit)
+
+
+def _measure(name: MeasureName, options: BenchOptions) -> Measure | Literal["agreement", "perplexity"]:
+    if name == "judge":
+        if options.judge is None:
+            raise InvalidSettings("--quality judge needs an endpoint: --judge URL")
+        return Judge(options.judge, options.judge_model, options.judge_prompts)
+    if name in ("agreement", "perplexity"):
+        return name
+    kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k, "pass@1": PassAt1}
+    return kinds[name]()
+
+
+def _source(options: BenchOptions) -> str | None:
+    """Where the questions are from: the end of a path, without the folders of the user."""
+    if options.prompts is None:
+        return None
+    return "/".join(Path(options.prompts).parts[-2:])
+
+
+def write(console: Console, out: Path, comparison: Comparison) -> None:
+    """Writes the files of a comparison."""
+    write_atomic(out / "bench.json", json.dumps(comparison.record, indent=1).encode())
+    lines = [verdict(comparison.rows), "", *markdown(comparison.rows)]
+    write_atomic(out / "bench.md", "".join(line + "\n" for line in lines).encode())
+    answers = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in comparison.answers)
+    write_atomic(out / "answers.jsonl", answers.encode())
+    console.print(f"wrote {out / 'bench.md'}", soft_wrap=True)
     write_pages(console, out, "bench")
 
 
-def show(console: Console, rows: Sequence[Row], settings: BenchSettings, num_prompts: int) -> None:
-    """The speed with the defaults, a table of each kind of columns, so that they fit a terminal, and the verdict.
-
-    The files have the errors, too.
-    """
-    if (first := defaults_sentence(rows)) is not None:
-        console.print(first, end="\n\n", markup=False)
-    name, *others = columns(settings, first=rows[0].name, errors=False)
-    for kind in ("greedy", "sampled", "speed"):
+def show(console: Console, rows: Sequence[Row]) -> None:
+    """A table of each kind of columns, so that they fit a terminal, and the verdict. The files have intervals, too."""
+    overall = [row for row in rows if row.part == ALL]
+    shown = columns(overall, intervals=False)
+    name, *others = shown
+    settings = [column for column in others if column.kind == "settings"]
+    for kind in ("speed", "time", "quality"):
         if chosen := [column for column in others if column.kind == kind]:
-            print_table(rows, [name, *chosen], console)
+            print_table(overall, [name, *settings, *chosen], console, fixed=1 + len(settings))
             console.print()
-    different = {row.name: row.num_different for row in rows if row.num_different}
+    for value, title in (("speedup", "× plain"), ("tokens_per_step", "tokens/step")):
+        headings, lines = by_part(rows, value)
+        if headings:
+            console.print(f"{title} by category and turn")
+            print_lines(headings, lines, console)
+            console.print()
+    greedy = [row for row in overall if not row.settings.get("temperature")]
+    different = {row.name: row.num_different for row in greedy if row.num_different}
     if different:
         numbers = ", ".join(f"{name} {number}" for name, number in different.items())
         console.print(f"answers that differ from plain decoding: {numbers}")
-    for sentence in (verdict(rows, settings, num_prompts), *remarks(rows, settings)):
+    for sentence in (verdict(rows), *remarks(rows)):
         console.print(sentence.replace("`", ""), markup=False)
+
+
+def _show_problems(console: Console, problems: Sequence[dict[str, Any]]) -> None:
+    for problem in problems[:_MOST_PROBLEMS]:
+        where = f"question {problem['question']}, turn {problem['turn']}"
+        console.print(f"{where}: {problem['problem']}", markup=False, style="yellow")
+    if len(problems) > _MOST_PROBLEMS:
+        console.print(f"… and {len(problems) - _MOST_PROBLEMS} more; bench.json has all", style="yellow")

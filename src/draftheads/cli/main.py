@@ -17,7 +17,7 @@ from draftheads.errors import DraftHeadsError, DraftHeadsWarning, close_name
 class Command(NamedTuple):
     """A command: draftheads.cli.NAME has its function ``run(options)``, which is imported only when it is called.
 
-    The function may return the process's exit code; None is 0.
+    NAME is the last word of the command. The function may return the process's exit code; None is 0.
     """
 
     summary: str
@@ -30,6 +30,7 @@ COMMANDS = {
         "check whether a server's speculative decoding is lossless", "cli.options.audit.AuditOptions", error_code=2
     ),
     "bench": Command("compare draft heads, and drafters without a head", "cli.options.bench.BenchOptions"),
+    "bench diff": Command("compare two results of bench", "cli.options.diff.DiffOptions"),
     "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
     "chat": Command("chat with a model on the terminal", "cli.options.chat.ChatOptions"),
     "completion": Command("print a script for shell completion", "cli.completion.CompletionOptions"),
@@ -104,6 +105,8 @@ def _command(arguments: list[str]) -> int:
 
         print(version("draftheads"))
         return 0
+    if " ".join(arguments[:2]) in COMMANDS:
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     if arguments[0] not in COMMANDS:
         close = close_name(arguments[0], COMMANDS)
         hint = f"; did you mean {close}?" if close else ""
@@ -156,7 +159,8 @@ def import_quickly(name: str) -> Any:
     """A module of this package; its imports make 600,000 objects that stay, and searching them for garbage is slow."""
     gc.disable()
     try:
-        module = name.replace("-", "_") + "_" * keyword.iskeyword(name)  # import_ for import
+        word = name.rpartition(" ")[2]  # diff for bench diff
+        module = word.replace("-", "_") + "_" * keyword.iskeyword(word)  # import_ for import
         return importlib.import_module(f"draftheads.cli.{module}")
     finally:
         gc.freeze()

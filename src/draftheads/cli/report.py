@@ -10,9 +10,9 @@ from draftheads.reports.write import PageKind, write_report
 
 
 def run(options: ReportOptions) -> None:
-    """Writes the pages and prints their paths."""
-    for page in write_report(options.folder):
-        print(page)
+    """Writes the pages and plots, and prints their paths."""
+    for path in write_report(options.folder, figures=options.figures):
+        print(path)
 
 
 def write_pages(console: Console, folder: Path, kind: PageKind) -> None:

@@ -1,6 +1,8 @@
 """A comparison on a terminal: the table, a bar of the parts of a step, and sentences. Fits 80 columns."""
 
+import re
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -25,22 +27,50 @@ DIFFERENT = "Texts differ. They should be equal in this precision: please report
 _BAR_CELLS = 32
 _NAME_CELLS = 24  # of a table's first column; longer names are folded
 _BAR_NAME_CELLS = 12
+_TREE_CELLS = 14  # of a description of a tree, which is folded
+_BREAKS = re.compile(r"(?<=\S) (?=\S)|(?<=[/_])(?=\w)")  # where a heading goes on in the next line
 # each part has a sign of its own, so that bars can be read without colours
 _SIGNS = dict(zip(PARTS, (("▒", "green"), ("█", "blue"), ("░", "yellow")), strict=True))
 
 
-def print_table(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
-    """A table of at most 80 columns of text: headings break at blanks, and long cells of text are folded."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    name, *others = columns
-    width = min(_NAME_CELLS, max(len(text) for text in (name.heading, *(name.cell(row) for row in rows))))
-    table.add_column(name.heading, overflow="fold", width=width, vertical="bottom")
-    for column in others:
-        heading = column.heading.replace(" ", "\n")
-        table.add_column(heading, justify="right", vertical="bottom", no_wrap=column.heading != "tree")
-    for row in rows:
-        table.add_row(*(Text(column.cell(row)) for column in columns))
-    console.print(table)
+def print_table(rows: Sequence[Row], columns: Sequence[Column], console: Console, *, fixed: int = 1) -> None:
+    """The rows as :func:`print_lines`."""
+    print_lines(
+        [column.heading for column in columns], [[column.cell(row) for column in columns] for row in rows], console
+    )
+
+
+def print_lines(headings: Sequence[str], lines: Sequence[Sequence[str]], console: Console, *, fixed: int = 1) -> None:
+    """Tables of at most 80 columns of text, each with the first ``fixed`` columns and as many of the others as fit.
+
+    Headings break at blanks, and long cells of text are folded.
+    """
+    broken = [_BREAKS.sub("\n", heading) for heading in headings]
+    widths = [
+        max(map(len, "\n".join([heading, *(line[column] for line in lines)]).splitlines()))
+        for column, heading in enumerate(broken)
+    ]
+    widths[0] = min(_NAME_CELLS, widths[0])
+    widths = [
+        min(_TREE_CELLS, width) if heading == "tree" else width for heading, width in zip(headings, widths, strict=True)
+    ]
+    columns = list(range(fixed, len(headings)))
+    while columns:
+        shown = list(range(fixed))
+        room = 80 - sum(2 + widths[column] for column in shown)
+        while columns and (len(shown) == fixed or room >= 2 + widths[columns[0]]):
+            column = columns.pop(0)
+            room -= 2 + widths[column]
+            shown.append(column)
+        table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        for column in shown:
+            justify: Literal["right", "left"] = "right" if column else "left"
+            table.add_column(broken[column], justify=justify, overflow="fold", vertical="bottom", width=widths[column])
+        for line in lines:
+            table.add_row(*(Text(line[column]) for column in shown))
+        console.print(table)
+        if columns:
+            console.print()
 
 
 def print_parts(rows: Sequence[Row], console: Console) -> None:

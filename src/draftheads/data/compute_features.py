@@ -81,6 +81,8 @@ def _encoded(model: ChatReader, chat: Record, max_length: int, own_fingerprint: 
     if chat.tokens is not None:
         chat.tokens.check_tokenizer(own_fingerprint())
         return encode_answer(chat.tokens.prompt_ids, chat.tokens.answer_ids, max_length=max_length)
+    if not chat.messages:
+        return EncodedChat((), ())
     if not chat.is_completion:
         return encode_chat(model, chat.messages, finished=chat.finished, max_length=max_length)
     prompt, completion = (message["content"] for message in chat.messages)

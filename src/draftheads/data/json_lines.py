@@ -8,7 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -16,10 +16,12 @@ from typing import IO, Any
 from draftheads.errors import DataError
 from draftheads.utils.messages import short
 
-MOST_CHARACTERS = 1 << 26  # of a line or of an array; a small zipped file may expand to an endless line
+MOST_CHARACTERS = 1 << 26  # of a line or of an array's element; a small zipped file may expand to an endless line
 
+_PIECE = 1 << 20  # characters of an array that are read at once
 _RULE = "each line must be one JSON object"
 _BEFORE_ELEMENT = re.compile(r"\s*[\[,]\s*(?=[^\s\]])")
+_AFTER_ELEMENT = re.compile(r"\s*[,\]]")
 
 
 def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[int, Any]]:
@@ -28,17 +30,15 @@ def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[
     ``may_be_torn`` also skips a last line without a line break: it may be incomplete.
 
     Raises:
-        DataError: the file cannot be read; or a line is not JSON, nested too deeply, or longer than
-            :data:`MOST_CHARACTERS`, as an array may not be either.
+        DataError: the file cannot be read; or a line, or an element of an array, is not JSON, nested too deeply, or
+            longer than :data:`MOST_CHARACTERS`.
     """
     line_number, is_first = 0, True
     try:
         with _open_text(path) as file:
             for line_number, line in enumerate(iter(partial(file.readline, MOST_CHARACTERS + 1), ""), start=1):
                 if is_first and line.lstrip().startswith("["):
-                    text = line + file.read(MOST_CHARACTERS + 1 - len(line))
-                    _check_length("the JSON array", text, path, line_number)
-                    yield from _elements(text, path, line_number)
+                    yield from _elements(file, line, path, line_number)
                     return
                 _check_length("the line", line, path, line_number)
                 if line.strip() and not (may_be_torn and not line.endswith("\n")):
@@ -67,15 +67,33 @@ def _open_text(path: Path) -> IO[str]:
     return path.open(encoding="utf-8-sig")  # editors of Windows begin files with a byte order mark
 
 
-def _elements(text: str, path: Path, line_number: int) -> Iterator[tuple[int, Any]]:
-    """The elements of an array whose text begins in a line, each with the line in which it begins."""
-    _value(text, path, line_number, rule="a file that begins with [ must be one JSON array")  # all of it is valid
+def _elements(file: IO[str], text: str, path: Path, line_number: int) -> Iterator[tuple[int, Any]]:
+    """The elements of an array that begins with a text in a line, each with the line in which it begins.
+
+    Of a long array only some elements are in memory.
+    """
     decode = json.JSONDecoder().raw_decode
-    end, seen = 0, 0
-    while begin := _BEFORE_ELEMENT.match(text, end):
-        line_number, seen = line_number + text.count("\n", seen, begin.end()), begin.end()
-        value, end = decode(text, begin.end())
-        yield line_number, value
+    place = 0  # in ``text``: what comes before it was read
+    before = ""  # what makes the rest an array, as long as what its first line had before it
+    while True:
+        value, end = None, len(text)  # the element may go on in the rest of the file
+        if begin := _BEFORE_ELEMENT.match(text, place):
+            with suppress(ValueError, RecursionError):
+                value, end = decode(text, begin.end())
+        if begin and _AFTER_ELEMENT.match(text, end):  # without it, "6." may be the beginning of 6.5
+            line_number += text.count("\n", place, begin.end())
+            yield line_number, value
+            line_number += text.count("\n", begin.end(), end)
+            place = end
+            continue
+        _check_length("an element of the JSON array", text[place:], path, line_number)
+        if place:
+            before = "[" + "0".rjust(place - text.rfind("\n", 0, place) - 2)
+        more = file.read(max(_PIECE, len(text) - place))
+        text, place = text[place:] + more, 0
+        if not more:  # what is left is the end of an array, or an error
+            _value(before + text, path, line_number, rule="a file that begins with [ must be one JSON array")
+            return
 
 
 def _value(text: str, path: Path, line_number: int, *, rule: str = _RULE) -> Any:

@@ -10,6 +10,8 @@ A line to learn from is a chat with ``"messages"``, or it has ``"prompt"`` and `
 each other without a chat template, or two lists of messages. Or it was recorded by ``draftheads serve`` and has
 ``"prompt_ids"``, ``"answer_ids"`` and ``"tokenizer"``, the fingerprint of the tokenizer; then these count. Other keys,
 of records and of messages, are ignored. Every error names the file and the line.
+
+Published data sets with other fields are read, too: see :mod:`draftheads.data.forms`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,18 +20,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from draftheads.data.forms import KNOWN_FORMS, own_form
 from draftheads.data.json_lines import at_line, read_json_lines
 from draftheads.errors import DataError, close_name
 from draftheads.utils.messages import Message, message_problem, short
 
+OwnPrompts = Literal["calibration", "demo", "tasks"]
 TextPrompt = str | list[Message]  # a user's text, or a conversation
 _PROMPT_FORMS = ("prompt", "messages", "turns")  # the first one of them that is there counts
 _LABELS = ("id", "question_id", "category")  # kept beside the answer
 _NEEDED = (
     'needs "prompt" (text), "messages" (a list of objects with "role" and "content") or "turns" (a list of texts), '
-    "with something that the user says"
+    f"with something that the user says; {KNOWN_FORMS}"
 )
-_NO_CHAT = 'a chat is an object such as {"messages": [{"role": "user", "content": "…"}, …]}'
+_MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # so begin the texts that SPEED-Bench may not contain
+_NO_CHAT = f'a chat is an object such as {{"messages": [{{"role": "user", "content": "…"}}, …]}}, {KNOWN_FORMS}'
 NO_ANSWER = "no message of role 'assistant', so there is nothing to learn from"
 
 
@@ -61,11 +66,17 @@ class Record:
     finished: bool = True  # False where the last assistant turn was cut off: it has no end-of-turn token
     is_completion: bool = False  # a text of the user and its completion, without a chat template
     tokens: RecordedTokens | None = None  # there are no messages if they are given
+    reference: Any = None  # the right answer, where the line has one: its form is that of the data set
 
     @property
     def prompt(self) -> TextPrompt:
         """What a model is asked: the messages, or the first text."""
         return self.messages[0]["content"] if self.is_text else list(self.messages)
+
+    @property
+    def category(self) -> str:
+        """The kind of question; empty without one."""
+        return str(self.labels.get("category") or "")
 
     @property
     def source(self) -> str:
@@ -79,18 +90,34 @@ class Record:
 
 
 def read_prompts(*paths: Path) -> Iterator[Record]:
-    """The records of all files in any of the three forms; empty lines are skipped.
+    """The records of all files in any of the known forms; empty lines are skipped.
 
     Raises:
         DataError: a file cannot be read, or a line is not JSON or has nothing that a user says.
     """
     for path in paths:
         for line_number, value in read_json_lines(path):
-            with at_line(path, line_number):
-                record = _conversation(value, _PROMPT_FORMS)
-                if record is None or not any(text.strip() for text in record.user_turns):
-                    raise DataError(f"{_misspelt(value, _PROMPT_FORMS)}{_NEEDED}")
-                yield replace(record, path=path, line_number=line_number)
+            if record := prompt_of(value, path, line_number):
+                yield record
+
+
+def prompt_of(value: Any, path: Path, line_number: int) -> Record | None:
+    """What is asked in the JSON value of a line; errors as of :func:`read_prompts`.
+
+    None where a line of another project has no question: published data sets contain such lines.
+    """
+    with at_line(path, line_number):
+        fields = own_form(value)
+        record = _conversation(fields, _PROMPT_FORMS)
+        if record is None or not any(text.strip() for text in record.user_turns):
+            if fields is not value:
+                return None
+            raise DataError(f"{_misspelt(value, _PROMPT_FORMS)}{_NEEDED}")
+        if record.user_turns[0].startswith(_MASKED):
+            raise DataError(
+                "the question is a placeholder: run SPEED-Bench's prepare_data.py, which downloads the text"
+            )
+        return replace(record, path=path, line_number=line_number)
 
 
 def read_chats(*paths: Path) -> Iterator[Record]:
@@ -98,6 +125,7 @@ def read_chats(*paths: Path) -> Iterator[Record]:
 
     ``"finished": false`` in a record says that its last assistant turn, or its completion, was cut off. Empty lines are
     skipped. A folder stands for its files, where an incomplete last line is skipped, too: a server may be writing it.
+    A line of another project's form without an answer gives a record without messages.
 
     Raises:
         DataError: a file cannot be read, or a line is not a chat.
@@ -119,11 +147,12 @@ def prompts_in(path: Path) -> list[TextPrompt]:
     return [record.prompt for record in read_prompts(path)]
 
 
-def own_prompts(name: Literal["calibration", "demo"]) -> Path:
+def own_prompts(name: OwnPrompts) -> Path:
     """The file of our own prompts.
 
     ``calibration``: 64 first turns of chats in eight kinds, which take turns, so that the first few are as fair a
-    sample as all of them. ``demo``: a handful of short ones.
+    sample as all of them. ``demo``: a handful of short ones. ``tasks``: 135 in the six categories of Spec-Bench, some
+    with a second turn or a reference.
     """
     return Path(__file__).parent.parent / "assets" / "prompts" / f"{name}.jsonl"
 
@@ -160,18 +189,22 @@ def check_readable(paths: Iterable[Path]) -> None:
 
 
 def _chat(value: Any) -> Record:
-    fields = value if isinstance(value, dict) else {}
+    ours = own_form(value)
+    fields = ours if isinstance(ours, dict) else {}
     if "prompt_ids" in fields and "answer_ids" in fields:
         return _recorded(fields)
     has_completion = "completion" in fields and fields.get("messages") is None
-    record = _completion(fields) if has_completion else _conversation(value, ("messages",))
+    record = _completion(fields) if has_completion else _conversation(fields, ("messages",))
+    is_answered = record is not None and any(message["role"] == "assistant" for message in record.messages)
+    if ours is not value and not is_answered:
+        return Record(())
     if record is None:
         fix = "; `draftheads distill` answers prompts" if "prompt" in fields or "turns" in fields else ""
         misspelt = _misspelt(value, ("messages", "prompt", "completion"))
         raise DataError(f"{misspelt}{_NO_CHAT}, not {short(repr(value))}{fix}")
     if not isinstance(record.finished, bool):
         raise DataError(f"finished is {record.finished!r}; it must be true or false")
-    if not any(message["role"] == "assistant" for message in record.messages):
+    if not is_answered:
         raise DataError(NO_ANSWER)
     return record
 
@@ -222,6 +255,7 @@ def _conversation(value: Any, forms: Sequence[str]) -> Record | None:
         is_text=is_text,
         labels={name: fields[name] for name in _LABELS if name in fields},
         finished=fields.get("finished", True),
+        reference=fields.get("reference"),
     )
 
 

@@ -99,16 +99,21 @@ class StepTimer:
         return seconds
 
     def _draft(self, part: str, rows: int, nodes: int) -> float:
-        drafter, shape = self._drafter(rows), self._shape(part, nodes)
+        return 1e-3 * self.draft_milliseconds(rows, None if part == "follow" else self._shape(part, nodes))
+
+    @torch.inference_mode()
+    def draft_milliseconds(self, rows: int, shape: Shape | None) -> float:
+        """Of drafting a shape; of None, of reading accepted tokens without drafting."""
+        drafter = self._drafter(rows)
         context = self._context(rows, STEP_TOKENS if self.drafter.needs_history else 1)
         if self.target.device.type == "cpu":  # as in decoding, where the target fills the CPU caches
             self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
         start = self.now
-        if part == "follow":
+        if shape is None:
             drafter.observe(context)
         else:
             drafter.propose(context, shape)
-        return self.now - start
+        return 1e3 * (self.now - start)
 
     def depth_of(self, part: str, nodes: int) -> int | None:
         """How many levels the tree of a part has; None for parts without one."""

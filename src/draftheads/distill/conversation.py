@@ -33,8 +33,11 @@ class Dialogue:
         self.messages: list[dict[str, str]] = []
         if prompt.system is not None:
             self.messages.append({"role": "system", "content": prompt.system})
-        self.is_self_talk = prompt.source == SELF_TALK
-        self.num_turns = options.self_talk_turns if self.is_self_talk else len(prompt.turns)
+        turns = None if prompt.is_document else options.turns
+        if prompt.source == SELF_TALK:
+            turns = options.self_talk_turns
+        self.is_self_talk = turns is not None  # the model writes the user's turns after the first one that is given
+        self.num_turns = turns or len(prompt.turns)
         self.num_answers = 0
         self.num_generations = 0  # answers and self-talk questions, also those that are not kept
         self.num_tokens = 0  # of all generations
@@ -59,8 +62,9 @@ class Dialogue:
 
     def ask_next(self) -> bool:
         """Adds the next question of the prompt; returns False where the model has to write the question."""
-        if not self.awaits_answer and not self.is_self_talk:
-            self.ask(self.prompt.turns[self.num_answers])
+        given = self.prompt.turns[:1] if self.is_self_talk else self.prompt.turns
+        if not self.awaits_answer and self.num_answers < len(given):
+            self.ask(given[self.num_answers])
         return self.awaits_answer
 
     def ask(self, question: str) -> None:

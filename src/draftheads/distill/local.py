@@ -32,7 +32,7 @@ class EngineSource:
                 f"{engine.model.model_id} has no chat template, so its answers cannot be used as chats: "
                 f"choose a chat model, or give --chat-template, a file or {', '.join(BUILT_IN)}"
             )
-        self.question_end = user_turn_end(engine.model) if options.num_self_talk else {}
+        self.question_end = user_turn_end(engine.model) if options.num_self_talk or (options.turns or 1) > 1 else {}
 
     @property
     def identity(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ _SAMPLED = Range(
 _NOT_WITH_ENDPOINT = {
     "head": None,
     "num_self_talk": 0,
+    "turns": None,
     "documents": (),
     "chat_template": None,
     "device": None,
@@ -34,7 +35,8 @@ class DistillOptions(OptionGroup):
     """The file to write. One {"messages": [...]} a line, of documents {"prompt": ..., "completion": ...}, as draftheads
     train --data reads them."""
     prompts: tuple[Path, ...] = ()
-    """Prompt files (.jsonl, .jsonl.gz). "prompt", "messages" or "turns" in each line; their answers are ignored."""
+    """Prompt files (.jsonl, .json, also .gz). "prompt", "messages" or "turns" in each line, or the fields of ShareGPT,
+    Alpaca, GSM8K and others; their answers are ignored."""
     documents: tuple[Path, ...] = ()
     """Text files that the model continues. Each .txt is a text, or each line of a .jsonl with "text". Each is continued
     from its beginning, without a chat template. They come after the prompts."""
@@ -42,6 +44,9 @@ class DistillOptions(OptionGroup):
     """With --documents: how many tokens of each text the model reads. Shorter texts are read whole."""
     num_self_talk: Annotated[int, FROM_0] = 0
     """Conversations in which the model also asks (self-talk). They come after the prompts."""
+    turns: Annotated[int | None, FROM_1] = None
+    """Self-talk that begins with the first turn of each prompt. The model writes the user's next turns, up to this many
+    in all. Default: the turns of the file."""
     model: str = "smollm2-135m"
     """The model that answers. A name, a folder or a Hugging Face id."""
     chat_template: str | None = None
@@ -61,7 +66,7 @@ class DistillOptions(OptionGroup):
     max_new_tokens: Annotated[int, FROM_1] = 256
     """An answer is cut off after this many tokens. The conversation then ends."""
     self_talk_turns: Annotated[int, FROM_1] = 1
-    """Questions in a self-talk conversation."""
+    """Questions in a conversation of --num-self-talk."""
     self_talk_temperature: Annotated[float, _SAMPLED] = 1.0
     """Temperature of self-talk questions. Their answers have --temperature."""
     max_question_tokens: Annotated[int, FROM_1] = 256
@@ -94,6 +99,9 @@ class DistillOptions(OptionGroup):
         super().__post_init__()
         self._require(
             "chain", fine=self.chain is None or self.head is not None, fix="give --head, too, or leave it out"
+        )
+        self._require(
+            "turns", fine=self.turns is None or bool(self.prompts), fix="give --prompts, too, or leave it out"
         )
         self._require("temperature", fine=bool(self.temperature), fix="give at least one value")
         is_possible = all(0 <= t < float("inf") for t in self.temperature)

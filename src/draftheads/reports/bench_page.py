@@ -1,56 +1,52 @@
-"""The page of a comparison of drafters."""
+"""The page of a comparison of drafters: sentences, an answer, and tables of all rows."""
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import (
-    DEFAULTS,
-    SAMPLED_FIELDS,
-    Column,
-    Row,
-    columns,
-    defaults_sentence,
-    fastest_with_defaults,
-    prompts_in_words,
-    remarks,
-    verdict,
-)
-from draftheads.reports.page import Figure, Page, Table, unbroken, unbroken_speed
-from draftheads.reports.plots import as_svg, draw_bars
+from draftheads.bench.table import ALL, Column, Row, by_part, columns, heads_only, remarks, verdict
+from draftheads.reports.bench_figures import at, bench_figures, point, way
+from draftheads.reports.page import Page, Piece, Table, Text, unbroken, unbroken_speed
+from draftheads.utils.counts import counted
 
-_LEADING = (DEFAULTS, "× plain", "tokens/s", "tokens/step")  # columns that a narrow screen shows without scrolling
-_ERROR = "±\N{NO-BREAK SPACE}is one standard error."
+_FORMAT_VERSION = 2
+_INTERVALS = "In brackets: 95 % bootstrap intervals over the prompts."
+
+Record = dict[str, Any]
 
 
-def bench_page(record: dict[str, Any]) -> Page:
-    """The page of a record; the fastest drafter comes first."""
-    settings = BenchSettings(**record["settings"])
-    first = record["rows"][0]["name"]
-    rows = sorted((Row(**row) for row in record["rows"]), key=lambda row: -row.speedup)
-    best = fastest_with_defaults(rows)
-    first_sentence, *others = filter(None, (defaults_sentence(rows), verdict(rows, settings, record["num_prompts"])))
+def bench_page(record: Record) -> Page:
+    """The page of a record.
+
+    Raises:
+        ValueError: the record has another format version.
+    """
+    if record["format_version"] != _FORMAT_VERSION:
+        raise ValueError(f"its format version is {record['format_version']}; this release reads {_FORMAT_VERSION}")
+    rows = [Row(**row) for row in record["rows"]]
+    speeds = {way(row): row.speedup for row in rows if row.part == ALL}
+    rows.sort(key=lambda row: (point(row), -speeds[way(row)]))  # the fastest first; parts stay in their order
+    drafters = heads_only(rows)
+    best = max(drafters or rows, key=lambda row: row.speedup)
     made_with = {
-        "model": record["model"],
-        "precision": record["precision"],
-        "threads": record["threads"],
+        **{name: record[name] for name in ("model", "precision", "threads")},
         "prompts": f"{record['num_prompts']} of {record['prompts'] or 'the built-in ones'}",
         **record["settings"],
     }
+    num_tokens = record["settings"]["max_new_tokens"]
+    asked = f"Every way answers {counted(record['num_prompts'], 'prompt')} in turn, with at most {num_tokens} tokens."
     return Page(
         title=f"Draft heads for {record['model']}, compared",
-        verdict=unbroken_speed(first_sentence),
-        note=" ".join(
-            [*map(unbroken_speed, others), prompts_in_words(record["num_prompts"], settings), *remarks(rows, settings)]
-        ),
+        verdict=unbroken_speed(verdict(rows)),
+        note=" ".join([asked, *(remarks(rows) if drafters else [])]),
         numbers=[
-            *([] if best is None else [(f"{best.default_speedup:.2f}", f"× plain with the defaults, {best.name}")]),
-            (f"{rows[0].tokens_per_step:.2f}", f"tokens per step, {rows[0].name}"),
-            (f"{rows[0].tokens_per_second:.1f}", f"tokens per second, {rows[0].name}"),
+            (f"{best.speedup:.2f}", f"× plain, {best.name}"),
+            (f"{best.tokens_per_step:.2f}", f"tokens per step, {best.name}"),
+            (f"{best.tokens_per_second:.1f}", f"tokens per second, {best.name}"),
             (f"{record['num_prompts']:,}", "prompts"),
         ],
-        figures=[_speed(rows), _tokens_per_step(rows, settings)],
-        tables=_tables(rows, settings, first, record["num_prompts"]),
+        texts=_example(record.get("example")),
+        figures=bench_figures(rows, record.get("drafting") or {}),
+        tables=_tables(rows, best, record["problems"]),
         facts=[
             ("Model, prompts and settings", made_with.items()),
             ("Command and machine", record["provenance"].items()),
@@ -58,69 +54,36 @@ def bench_page(record: dict[str, Any]) -> Page:
     )
 
 
-def _tables(rows: list[Row], settings: BenchSettings, first: str, num_prompts: int) -> list[Table]:
-    """Greedy answers and speeds; and in a second table what is measured at a temperature."""
-    name, *others = columns(settings, first=first)
-    same_text = Column("same text", lambda row: f"{num_prompts - row.num_different} of {num_prompts}")
+def _example(example: Record | None) -> list[Text]:
+    """An answer with its draft tokens in colour."""
+    if not example:
+        return []
+    answer = [Piece(text, "drafted" if is_drafted else "answer") for text, is_drafted in example["pieces"]]
+    title = f"An answer of {example['way']}: its accepted draft tokens are green"
+    return [Text(title, [Piece(f"{example['question']}\n\n"), *answer])]
 
-    def table(title: str, shown: list[Column], note: str) -> Table:
-        cells = [[name.cell(row), *(unbroken(column.cell(row)) for column in shown)] for row in rows]
-        return Table(title, [name.heading, *(column.heading for column in shown)], cells, note, best=0, is_wide=True)
 
-    greedy = [column for column in others if column.kind != "sampled" and any(map(column.cell, rows))]
-    greedy.sort(key=lambda column: (*_LEADING, column.heading).index(column.heading))
-    sampled = [column for column in others if column.kind == "sampled"]
-    tables = [
-        table(
-            "Speed, and tokens per step of greedy answers",
-            [*greedy[: len(_LEADING)], same_text, *greedy[len(_LEADING) :]],
-            f"{_ERROR} Same text: as plain decoding, token by token.",
-        )
-    ]
-    if sampled:
-        title = f"Tokens per step at temperature {settings.temperature:g}, by acceptance rule"
-        tables.append(table(title, sampled, _ERROR))
+def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> list[Table]:
+    overall = [row for row in rows if row.part == ALL]
+    name, *others = columns(overall)
+    settings = [column for column in others if column.kind == "settings"]
+
+    def table(title: str, shown: Sequence[Column], note: str) -> Table:
+        cells = [[name.cell(row), *(unbroken(column.cell(row)) for column in shown)] for row in overall]
+        chosen = next(number for number, row in enumerate(overall) if row is best)
+        return Table(title, [name.heading, *(each.heading for each in shown)], cells, note, chosen, is_wide=True)
+
+    speeds = [column for column in others if column.kind != "quality"]
+    tables = [table("Speed, tokens per step and times", speeds, f"{_INTERVALS} × plain: speed over plain decoding.")]
+    if quality := [column for column in others if column.kind == "quality"]:
+        tables.append(table("Quality of the answers", [*settings, *quality], _INTERVALS))
+    first = [row for row in rows if point(row) == point(rows[0])]
+    for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):
+        headings, lines = by_part(first, value)
+        if headings:
+            note = f"Measured {at(first[0])}."
+            tables.append(Table(f"{title} by category and turn", headings, lines, note, is_wide=True))
+    if problems:
+        lines = [[problem["question"], problem["turn"], problem["problem"]] for problem in problems]
+        tables.append(Table("Problems", ["question", "turn", "problem"], lines, "What was not answered or measured."))
     return tables
-
-
-def _speed(rows: list[Row]) -> Figure:
-    return _bars(
-        rows,
-        {"speed": ("speedup", "speedup_error")},
-        name="speed",
-        label="× plain decoding",
-        title="Speed over plain decoding",
-        caption=f"One prompt at a time. The line is plain decoding; grey is slower. {_ERROR}",
-    )
-
-
-def _tokens_per_step(rows: list[Row], settings: BenchSettings) -> Figure:
-    ways = {"greedy": ("tokens_per_step", "tokens_per_step_error")}
-    if settings.temperature:
-        ways |= {f"{rule}, T={settings.temperature:g}": fields for rule, fields in SAMPLED_FIELDS.items()}
-    return _bars(
-        rows,
-        ways,
-        name="tokens",
-        label="tokens per step",
-        title="Tokens per step",
-        caption="Plain decoding has 1 (the line). Unlike speed, this does not depend on the machine.",
-    )
-
-
-def _bars(
-    rows: list[Row], fields: dict[str, tuple[str, str]], *, name: str, label: str, title: str, caption: str
-) -> Figure:
-    """Bars of the fields with values and with errors, by the label of each series."""
-    names = [row.name for row in rows]
-    series: list[Any] = [
-        (label, *([getattr(row, field) or 0.0 for row in rows] for field in pair)) for label, pair in fields.items()
-    ]
-    draw = partial(draw_bars, names=names, series=series, label=label)
-    greedy = zip(names, series[0][1], strict=True)
-    return Figure(
-        title,
-        as_svg(draw, name=name, height=1.0 + (0.3 + 0.12 * len(series)) * len(rows)),
-        caption,
-        alt=f"Bars, {series[0][0]}: {', '.join(f'{name} {value:.2f}' for name, value in greedy)}.",
-    )

@@ -1,17 +1,20 @@
 """One page of HTML: its parts, and the template that all kinds of pages share.
 
-The page is one file without links to other files. The same content gives the same bytes.
+The page is one file without links to other files. Its only script sorts tables; browsers run no other, as the page's
+policy has its digest. The same content gives the same bytes.
 """
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftheads.errors import MissingDependency
+from draftheads.reports.plots import Figure, missing
 
-_TEMPLATE = Path(__file__).with_name("page.html.j2")
+_TEMPLATE, _SCRIPT = (Path(__file__).with_name(name) for name in ("page.html.j2", "sort.js"))
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,6 @@ class Table:
     note: str = ""
     best: int | None = None  # index of the row in bold
     is_wide: bool = False  # whether it needs the whole width of a large screen
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A plot as SVG, with a title, a sentence on how to read it, and the same facts for people who cannot see it."""
-
-    title: str
-    svg: str
-    caption: str
-    alt: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,9 @@ def render(page: Page) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["plain"] = _plain
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(page=page) + "\n"
+    script = _SCRIPT.read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return template.render(page=page, script=script, script_hash=f"sha256-{digest}") + "\n"
 
 
 def _plain(value: Any) -> str:
@@ -109,8 +104,3 @@ def unbroken(words: str) -> str:
 def unbroken_speed(sentence: str) -> str:
     """The sentence without a line break inside its speed."""
     return re.sub(r"[\d.]+ ± [\d.]+ ×", lambda speed: unbroken(speed[0]), sentence)
-
-
-def missing(error: ImportError) -> MissingDependency:
-    """The error that names the package to install."""
-    return MissingDependency(f"the report needs {error.name}", pip_install="'draftheads[report]'")

@@ -1,64 +1,99 @@
 """All plots of the pages.
 
-Each ``draw_*`` function draws on an empty matplotlib figure.
+Each ``draw_*`` function draws on an empty matplotlib figure. :class:`Figure` makes files and parts of pages of them.
 """
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from draftheads.reports.page import missing
+from draftheads.errors import MissingDependency
 
 _FOREGROUND = "#010203"  # stands for the colour of the page's text, which depends on dark mode
 COLOURS = ("#2f81d6", "#e0672c", "#2b955a", "#b05cc9", "#a87f0e", "#d1466b", "#15919a", "#7f858e")
 _GREY = COLOURS[-1]
+_MARKERS = "osD^vPX*"
 _MOST_SMOOTHING = 20  # log lines in a moving mean
-_LEGEND_CHARACTERS = 52  # in a line of the legend; the sample and the gap of an entry take about 8
+_LEGEND_CHARACTERS = 57  # in a line of the legend; the sample and the gap of an entry take about 7
 _NAME_CHARACTERS = 18  # at a bar
 _ROOM_FOR_NUMBERS = 1.5  # length of the axis over that of the longest bar
+_MOST_TICKS = 12
+_LABEL_DISTANCES = (0, 12, 24, 36, 48)  # points between a dot and its label, where there is no room beside the dot
+
+Curves = Mapping[str, Sequence[tuple[float, float]]]  # points by label
 
 
-def as_svg(draw: Callable[[Any], None], *, name: str, height: float = 3.2) -> str:
-    """The SVG of what ``draw`` puts on a figure 5.2 inches wide and ``height`` inches high, for use inside HTML.
+@dataclass(frozen=True)
+class Figure:
+    """A plot with its title, a sentence on what to read from it, and the same facts for people who cannot see it."""
 
-    The same plot gives the same text. Letters and axes have the colour of the text around the figure, and the
-    background is transparent. Ids in it differ from those of figures with another ``name``.
+    title: str
+    draw: Callable[[Any], None]  # puts the plot on an empty figure of matplotlib
+    caption: str
+    alt: str
+    name: str  # of its files; ids in its SVG differ from those of other names
+    height: float = 3.2  # inches; it is 5.2 inches wide
 
-    Raises:
-        MissingDependency: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - an extra
-        from matplotlib.figure import Figure  # noqa: PLC0415
-        from matplotlib.rcsetup import cycler  # noqa: PLC0415
-    except ImportError as error:
-        raise missing(error) from error
-    style: Any = {  # a dictionary of names that only matplotlib knows
-        "svg.hashsalt": name,
-        "svg.fonttype": "none",
-        "text.parse_math": False,  # names of heads can contain dollar signs
-        "font.size": 11,
-        "axes.prop_cycle": cycler("color", COLOURS),
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "axes.grid": True,
-        "grid.alpha": 0.15,
-        "legend.frameon": False,
-    }
-    style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), _FOREGROUND)
-    style |= dict.fromkeys(("xtick.color", "ytick.color"), _FOREGROUND)
-    with mpl.rc_context(style):
-        figure = Figure(figsize=(5.2, height), layout="constrained")
-        draw(figure)
-        file = io.StringIO()
-        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=no_metadata, transparent=True)
-    svg = file.getvalue()
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :], count=2)  # HTML needs no namespaces
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every figure, and nothing refers to them
-    return svg.replace(_FOREGROUND, "currentColor")
+    @property
+    def svg(self) -> str:
+        """For use inside HTML: the letters have the colour of the text around it, and the background is transparent.
+
+        The same plot gives the same text.
+
+        Raises:
+            MissingDependency: matplotlib is not installed.
+        """
+        svg = self._saved("svg", transparent=True).decode()
+        svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :], count=2)  # HTML needs no namespaces
+        svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every figure, and nothing refers to them
+        return svg.replace(_FOREGROUND, "currentColor")
+
+    def files(self) -> dict[str, bytes]:
+        """Files of the plot, black on white: an SVG that stands alone, and a PNG of 200 dpi.
+
+        Raises:
+            MissingDependency: matplotlib is not installed.
+        """
+        svg = self._saved("svg", facecolor="white").replace(_FOREGROUND.encode(), b"#000000")
+        return {f"{self.name}.svg": svg, f"{self.name}.png": self._saved("png", facecolor="white", dpi=200)}
+
+    def _saved(self, form: str, **options: Any) -> bytes:
+        try:
+            import matplotlib as mpl  # noqa: PLC0415 - an extra
+            from matplotlib import figure as mpl_figure  # noqa: PLC0415
+            from matplotlib.rcsetup import cycler  # noqa: PLC0415
+        except ImportError as error:
+            raise missing(error) from error
+        style: Any = {  # a dictionary of names that only matplotlib knows
+            "svg.hashsalt": self.name,
+            "svg.fonttype": "none",
+            "text.parse_math": False,  # names of heads can contain dollar signs
+            "font.size": 11,
+            "axes.prop_cycle": cycler("color", COLOURS),
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+            "axes.grid": True,
+            "grid.alpha": 0.15,
+            "legend.frameon": False,
+        }
+        style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), _FOREGROUND)
+        style |= dict.fromkeys(("xtick.color", "ytick.color"), _FOREGROUND)
+        with mpl.rc_context(style):
+            figure = mpl_figure.Figure(figsize=(5.2, self.height), layout="constrained")
+            self.draw(figure)
+            file = io.BytesIO()
+            names = ("Date", "Creator", "Format", "Type") if form == "svg" else ("Software",)
+            figure.savefig(file, format=form, metadata=dict.fromkeys(names), **options)  # the same bytes each time
+        return file.getvalue()
+
+
+def missing(error: ImportError) -> MissingDependency:
+    """The error that names the package to install."""
+    return MissingDependency(f"the report needs {error.name}", pip_install="'draftheads[report]'")
 
 
 def smoothing(num_lines: int) -> int:
@@ -176,31 +211,120 @@ def draw_calibration(
 
 
 def draw_bars(
-    figure: Any, names: Sequence[str], series: Sequence[tuple[str, Sequence[float], Sequence[float]]], *, label: str
+    figure: Any, names: Sequence[str], values: Sequence[float], errors: Sequence[float], *, label: str
 ) -> None:
-    """Horizontal bars with standard errors, and a line at 1, the value of plain decoding.
+    """Horizontal bars with standard errors, and a line at 1, the value of plain decoding. Bars below it are grey.
 
-    ``names`` are of the rows, from top to bottom. ``series`` have a label, and for each row its value and its standard
-    error. A single series has its numbers at the bars, and bars below 1 are grey.
+    ``names`` are of the bars, from top to bottom.
     """
     ax = figure.add_subplot(xlabel=label)
-    width = 0.8 / len(series)
-    for number, (of_series, values, errors) in enumerate(series):
-        places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(names))]
-        colours = [_GREY if len(series) == 1 and value < 1 else COLOURS[number] for value in values]
-        errors_of_bars = {"ecolor": _FOREGROUND, "error_kw": {"lw": 1}}
-        ax.barh(places, values, width, xerr=errors, label=of_series, color=colours, **errors_of_bars)
-        if len(series) == 1:
-            end = _ROOM_FOR_NUMBERS * max([1, *map(sum, zip(values, errors, strict=True))])
-            ax.set_xlim(0, end)
-            for place, value, error in zip(places, values, errors, strict=True):
-                ax.text(end, place, f"{value:.2f} ± {error:.2f}", ha="right", va="center")
+    colours = [_GREY if value < 1 else COLOURS[0] for value in values]
+    ax.barh(range(len(names)), values, 0.8, xerr=errors, color=colours, ecolor=_FOREGROUND, error_kw={"lw": 1})
+    end = _ROOM_FOR_NUMBERS * max([1, *map(sum, zip(values, errors, strict=True))])
+    ax.set_xlim(0, end)
+    for place, (value, error) in enumerate(zip(values, errors, strict=True)):
+        ax.text(end, place, f"{value:.2f} ± {error:.2f}", ha="right", va="center")
     ax.axvline(1.0, color=_FOREGROUND, lw=0.8)
+    _name_bars(ax, names)
+
+
+def draw_stacks(figure: Any, names: Sequence[str], parts: Mapping[str, Sequence[float]], *, label: str) -> None:
+    """Horizontal bars, each of parts side by side with their sum at the end.
+
+    ``names`` are of the bars, from top to bottom; ``parts`` have a value for each bar.
+    """
+    ax = figure.add_subplot(xlabel=label)
+    ends = [0.0] * len(names)
+    for number, (part, values) in enumerate(parts.items()):
+        ax.barh(range(len(names)), values, 0.7, left=ends, label=part, color=COLOURS[number % len(COLOURS)])
+        ends = [end + value for end, value in zip(ends, values, strict=True)]
+    for place, end in enumerate(ends):
+        ax.annotate(f"{end:.1f}", (end, place), (4, 0), textcoords="offset points", va="center")
+    ax.set_xlim(0, 1.15 * max(ends, default=0.0) or 1)
+    _name_bars(ax, names)
+    _add_legend(figure, ax)
+
+
+def draw_groups(
+    figure: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], *, label: str
+) -> None:
+    """Vertical bars in groups, and a line at 1, the value of plain decoding.
+
+    ``series`` have a value for each group, or None: no bar.
+    """
+    ax = figure.add_subplot(ylabel=label)
+    width = 0.8 / max(1, len(series))
+    for number, (name, values) in enumerate(series.items()):
+        places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(groups))]
+        heights = [value or 0.0 for value in values]
+        ax.bar(places, heights, width, label=_shortened(name), color=COLOURS[number % len(COLOURS)])
+    ax.axhline(1.0, color=_FOREGROUND, lw=0.8)
+    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, groups), default=0) > 7 else {}
+    ax.set_xticks(range(len(groups)), [_shortened(group) for group in groups], **turned)
+    ax.grid(visible=False, axis="x")
+    _add_legend(figure, ax)
+
+
+def draw_curves(figure: Any, panels: Mapping[str, Curves], *, label: str, log: bool = False) -> None:
+    """Curves with a marker at each point, in panels one below the other.
+
+    ``panels`` have the labels of their vertical axes, which begin at 0. ``label`` is of the horizontal axis, with a
+    tick at each value; ``log`` for values that double from one to the next.
+    """
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    ticks: set[float] = set()
+    for ax, (y_label, curves) in zip(axes, panels.items(), strict=True):
+        for number, (name, points) in enumerate(curves.items()):
+            colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+            ax.plot(*_coordinates(points), f"{marker}-", color=colour, ms=4.5, lw=1.4, label=_shortened(name))
+            ticks |= {x for x, _ in points}
+        ax.set(ylabel=y_label, ylim=(0, 1.08 * max(ax.dataLim.y1, 1e-9)), xscale="log" if log else "linear")
+    if len(ticks) <= _MOST_TICKS:
+        axes[-1].set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
+        axes[-1].minorticks_off()
+    axes[-1].set_xlabel(label)
+    _add_legend(figure, axes[0])
+
+
+def draw_scatter(figure: Any, points: Mapping[str, tuple[float, float]], *, x_label: str, y_label: str) -> None:
+    """A dot for each name, with the name beside it where it covers no other name and no dot."""
+    from matplotlib.text import Text  # noqa: PLC0415 - an extra, as in Figure
+    from matplotlib.transforms import Bbox  # noqa: PLC0415
+
+    ax = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+    for number, point in enumerate(points.values()):
+        ax.plot(*_coordinates([point]), _MARKERS[number % len(_MARKERS)], color=COLOURS[number % len(COLOURS)], ms=6)
+    ax.margins(0.12, 0.15)
+    figure.draw_without_rendering()  # places the axes
+    places = ax.transData.transform(list(points.values())) if points else []
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
+    for name, point in points.items():
+        label = None
+        for distance, side, up in product(_LABEL_DISTANCES, (1, -1), (1, -1)):
+            if label is not None:
+                label.remove()
+            line = {"arrowstyle": "-", "color": _GREY, "lw": 0.6, "shrinkA": 0} if distance else None
+            label = ax.annotate(
+                *(_shortened(name), point, (8 * side, up * distance)),
+                textcoords="offset points",
+                ha="left" if side > 0 else "right",
+                va="center",
+                fontsize=9,
+                arrowprops=line,
+            )
+            label.get_window_extent()  # places the words
+            box = Text.get_window_extent(label)  # without the line
+            is_inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
+            if is_inside and box.count_overlaps(taken) == 0:
+                break
+        taken.append(box)
+
+
+def _name_bars(ax: Any, names: Sequence[str]) -> None:
     ax.locator_params(axis="x", nbins=6)
     ax.set_yticks(range(len(names)), [_shortened(name) for name in names])
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
-    _add_legend(figure, ax)
 
 
 def _loss_curves(
@@ -218,7 +342,7 @@ def _loss_curves(
     ]
 
 
-def _coordinates(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _coordinates(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
@@ -246,9 +370,10 @@ def _add_legend(figure: Any, ax: Any) -> None:
     """Above the axes, where it hides no data; none for a single label."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
-        fitting = _LEGEND_CHARACTERS // (max(map(len, labels)) + 8)
-        columns = max(1, min(len(labels), 4, fitting))
-        figure.legend(handles, labels, loc="outside upper center", ncols=columns, handlelength=1.5)
+        size = 11 if len(labels) < 5 else 9.5
+        fitting = int(_LEGEND_CHARACTERS * 11 / size) // (max(map(len, labels)) + 7)
+        style = {"ncols": max(1, min(len(labels), 4, fitting)), "handlelength": 1.5, "columnspacing": 1.5}
+        figure.legend(handles, labels, loc="outside upper center", fontsize=size, **style)
 
 
 def _smoothed(values: Sequence[float], window: int) -> list[float]:

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftheads.reports.page import Figure, Page, Table
-from draftheads.reports.plots import as_svg, draw_acceptance, draw_losses, draw_tokens_per_step, loss_limit, smoothing
+from draftheads.reports.page import Page, Table
+from draftheads.reports.plots import Figure, draw_acceptance, draw_losses, draw_tokens_per_step, loss_limit, smoothing
 from draftheads.train.summary import verdict_of
 from draftheads.utils.counts import counted
 
@@ -53,9 +53,10 @@ def _losses(log: Lines, validation: Lines) -> Figure:
     ends = ", ".join(f"head {head} {loss:.2f}" for head, loss in enumerate(log[-1]["head_losses"] if log else [], 1))
     return Figure(
         "Loss",
-        as_svg(partial(draw_losses, log=log, validation=validation), name="losses"),
+        partial(draw_losses, log=log, validation=validation),
         " ".join(parts),
         alt=f"Curves of the loss by step. Training loss at the end: {ends or 'none'}.",
+        name="losses",
     )
 
 
@@ -63,9 +64,10 @@ def _acceptance(validation: Lines) -> Figure:
     ends = ", ".join(f"head {head} {share:.1%}" for head, share in enumerate(validation[-1]["top1"], 1))
     return Figure(
         "Top-1 accuracy on held-out text",
-        as_svg(partial(draw_acceptance, validation=validation), name="accuracy"),
+        partial(draw_acceptance, validation=validation),
         "How often the best draft token of a head is the token that follows.",
         alt=f"Curves by step. At the end: {ends}.",
+        name="accuracy",
     )
 
 
@@ -73,12 +75,13 @@ def _tokens_per_step(validation: Lines) -> Figure:
     last = validation[-1]
     return Figure(
         "Tokens per step on held-out text",
-        as_svg(partial(draw_tokens_per_step, validation=validation), name="tokens"),
+        partial(draw_tokens_per_step, validation=validation),
         "Expected during training, on a part of the held-out texts.",
         alt=(
             f"Curves by step. At the end: tree {last['tokens_per_step_tree']:.2f}, "
             f"chain {last['tokens_per_step_chain']:.2f}."
         ),
+        name="tokens",
     )
 
 

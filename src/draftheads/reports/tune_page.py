@@ -6,8 +6,8 @@ from itertools import accumulate
 from typing import Any
 
 from draftheads.bench.table import speed_sentence
-from draftheads.reports.page import Figure, Page, Table, unbroken_speed
-from draftheads.reports.plots import as_svg, draw_calibration, draw_speedups, draw_tree_sizes
+from draftheads.reports.page import Page, Table, unbroken_speed
+from draftheads.reports.plots import Figure, draw_calibration, draw_speedups, draw_tree_sizes
 from draftheads.utils.counts import counted
 
 _FORMAT_VERSION = 2
@@ -124,9 +124,10 @@ def _speedups(record: Record, winners: list[Record]) -> Figure:
     )
     return Figure(
         "Predicted speed by tree size",
-        as_svg(partial(draw_speedups, curves=curves, chosen=chosen), name="speedups"),
+        partial(draw_speedups, curves=curves, chosen=chosen),
         "More nodes gain tokens, but verifying them takes time. Dots: the fastest tree.",
         alt=f"Curves of the speed over plain decoding. Fastest: {fastest}.",
+        name="speedups",
     )
 
 
@@ -135,9 +136,10 @@ def _tree_sizes(record: Record) -> Figure:
     largest = ", ".join(f"{label} {tokens[-1]:.2f} with {counted(len(tokens), 'node')}" for label, tokens, _ in trees)
     return Figure(
         "Tokens per step by tree size",
-        as_svg(partial(draw_tree_sizes, trees=trees), name="sizes"),
+        partial(draw_tree_sizes, trees=trees),
         "Measured on the model's answers. Bands: one standard error.",
         alt=f"Curves of the tokens per step. Largest trees: {largest}.",
+        name="sizes",
     )
 
 
@@ -153,7 +155,9 @@ def _calibration(record: Record) -> Figure:
     small = f" Grey bars: fewer than {_MIN_COUNT} draft tokens, too few for a dot." if num_small else ""
     return Figure(
         "Confidence against acceptance",
-        as_svg(partial(draw_calibration, stages=stages, min_count=_MIN_COUNT), name="calibration", height=3.8),
+        partial(draw_calibration, stages=stages, min_count=_MIN_COUNT),
         f"On the dashed line, the head's confidence is right. Mean difference: {', '.join(gaps)}.{small}",
         alt=f"Dots of the accepted share by confidence. Mean difference: {', '.join(gaps)}.",
+        name="calibration",
+        height=3.8,
     )

@@ -31,11 +31,12 @@ _KINDS: dict[PageKind, _Files] = {
 }
 
 
-def write_report(folder: Path, *kinds: PageKind) -> list[Path]:
+def write_report(folder: Path, *kinds: PageKind, figures: bool = False) -> list[Path]:
     """Writes a page for each record in the folder: training run, tune result, comparison.
 
-    Without ``kinds``, pages of all kinds are written. Returns the pages: ``report.html`` of a training run,
-    ``tune.html`` of a tune result, ``bench.html`` of a comparison.
+    Without ``kinds``, pages of all kinds are written. With ``figures``, each plot is also written to ``figures/``, as
+    PNG and as SVG. Returns what was written: ``report.html`` of a training run, ``tune.html`` of a tune result,
+    ``bench.html`` of a comparison, and the plots.
 
     Raises:
         DataError: the folder holds no record of these kinds, or a record is damaged.
@@ -48,14 +49,18 @@ def write_report(folder: Path, *kinds: PageKind) -> list[Path]:
     if not there:
         names = " or ".join(f"{files.record} ({files.what})" for files in wanted)
         raise DataError(f"{folder}: not an output folder of train, tune or bench: it has no {names}")
-    return [_write(folder, files) for files in there]
+    return [path for files in there for path in _write(folder, files, figures=figures)]
 
 
-def _write(folder: Path, files: _Files) -> Path:
+def _write(folder: Path, files: _Files, *, figures: bool) -> list[Path]:
     path = folder / files.record
     try:
-        html = render(files.make(json.loads(path.read_text(encoding="utf-8")), folder))
+        page = files.make(json.loads(path.read_text(encoding="utf-8")), folder)
+        contents = {folder / files.page: render(page).encode()}
+        for figure in page.figures if figures else ():
+            contents |= {folder / "figures" / name: content for name, content in figure.files().items()}
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise DataError(f"this {files.what} cannot be read: {error!r}", path=path) from error
-    write_atomic(folder / files.page, html.encode())
-    return folder / files.page
+    for place, content in contents.items():
+        write_atomic(place, content)
+    return list(contents)

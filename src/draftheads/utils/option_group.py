@@ -43,8 +43,9 @@ class OptionGroup:
             value, kinds = getattr(self, field.name), get_args(field.type)
             for kind in (field.type, *kinds):
                 if get_origin(kind) is Literal and not (value is None and NoneType in kinds):
-                    choices = get_args(kind)
-                    self._require(field.name, fine=value in choices, fix=f"choose among {', '.join(choices)}")
+                    choices, values = get_args(kind), value if get_origin(field.type) is tuple else (value,)
+                    is_known = all(each in choices for each in values)
+                    self._require(field.name, fine=is_known, fix=f"choose among {', '.join(choices)}")
             for limit in getattr(field.type, "__metadata__", ()):  # of Annotated
                 if value is not None and isinstance(limit, Range):
                     is_whole = kinds[0] in (int, int | None)

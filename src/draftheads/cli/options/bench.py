@@ -2,23 +2,29 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import tyro
 
 from draftheads.bench.settings import BenchSettings
 from draftheads.settings import LoadSettings
 
+MeasureName = Literal["agreement", "perplexity", "rouge", "gsm8k", "pass@1", "judge"]
+
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Compare draft heads, and drafters without a head, on the same prompts with trees of the same size.
+    """Compare draft heads, and drafters without a head, on the same prompts and trees of the same size.
 
-    Each head drafts on the tree of that size with the most tokens per step, found on built-in prompts. An interrupted
-    comparison continues with the same command.
+    Each head drafts on the tree of that size with the most tokens per step, found on built-in prompts, and with the
+    defaults. Options with several values measure each of them. An interrupted comparison continues with the same
+    command.
     """
 
-    BASIC: ClassVar = ("heads", "prompts", "limit", "out", "json", "num_nodes", "max_new_tokens", "precision")
+    BASIC: ClassVar = (
+        *("heads", "prompts", "category", "limit", "quick", "out", "json", "num_nodes", "batch_sizes", "temperatures"),
+        *("max_new_tokens", "quality", "precision"),
+    )
 
     model: tyro.conf.Positional[str] = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
@@ -28,19 +34,38 @@ class BenchOptions:
     draft_model: str | None = None
     """Also compare a smaller model that drafts. With the same tokenizer, on growing trees: a folder or a Hugging Face
     id."""
+    transformers: bool = False
+    """Also time transformers' own generate. One prompt at a time."""
     corpus: Path | None = None
     """Also compare each head with copies, without and with this corpus. Texts or earlier answers: a .txt or .jsonl
     file, or a folder of such files."""
-    prompts: Path | None = None
-    """A JSONL file of prompts, in place of six built-in ones. "prompt", "messages" or "turns" in each line."""
+    prompts: str | None = None
+    """Questions: a file, a folder or a Hugging Face dataset. Or a built-in set: tasks (six categories, some with two
+    turns; the default), demo or calibration. MT-Bench, Spec-Bench, SPEED-Bench, GSM8K, HumanEval, AlpacaEval,
+    CNN/DM, XSUM and ShareGPT are known by their fields."""
+    category: tuple[str, ...] = ()
+    """Use only questions of these categories."""
     limit: int | None = None
-    """Use only the first LIMIT prompts."""
+    """Use only the first LIMIT questions of each category. Default: 4 of the built-in ones."""
+    quick: bool = False
+    """A short comparison, in about five minutes on two cores. One question of each category, answers of 64 tokens."""
+    quality: tuple[MeasureName, ...] = ()
+    """Also measure the quality of the answers."""
+    judge: str | None = None
+    """Address of an OpenAI-compatible endpoint that judges the answers. Its key is in OPENAI_API_KEY."""
+    judge_model: str | None = None
+    """The model that judges there."""
+    judge_prompts: Path | None = None
+    """Prompts of the judge in the form of MT-Bench's judge_prompts.jsonl. Default: our own words."""
+    original_model: str | None = None
+    """What the model was tuned from. Perplexity is under this model; default: the model itself."""
     out: Path | None = None
-    """Write bench.json, bench.md and bench.html here. The numbers, the table, and a page with plots."""
+    """Write bench.json, bench.md, answers.jsonl and bench.html here. The numbers, the tables, all answers, and a page
+    with plots."""
     json: str | None = None
     """Write all numbers as JSON to this file. - writes them to standard output."""
     settings: tyro.conf.OmitArgPrefixes[BenchSettings] = field(default_factory=BenchSettings)
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     fresh: bool = False
-    """Ignore what an earlier comparison saved. Needed after a change of the code: the saved tokens per step
-     are found again by model, drafter, settings, machine and versions only."""
+    """Ignore what an earlier comparison saved. Needed after a change of the code: saved trees and answers of a stopped
+    comparison are found again by model, drafter, settings, machine and versions only."""

@@ -12,3 +12,5 @@ class ReportOptions:
 
     folder: tyro.conf.Positional[Path]
     """The output folder."""
+    figures: bool = False
+    """Also write each plot to figures/ there. As PNG (200 dpi) and SVG, black on white."""

@@ -1,0 +1,77 @@
+"""Questions of several turns: what a way of decoding answers continues the conversation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from draftheads.bench.timing import Answers, Way
+from draftheads.decode.engine import Engine
+from draftheads.errors import InvalidPrompt
+from draftheads.models.model import TargetModel
+from draftheads.utils.messages import Message
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation as far as it is given, and what the user says next, turn by turn."""
+
+    number: int  # among all questions
+    turns: tuple[str, ...]
+    before: tuple[Message, ...] = ()
+    role: str = "user"  # of the turns
+    is_ids: tuple[int, ...] | None = None  # token ids in place of all
+
+
+class Conversations:
+    """Puts questions to ways of decoding.
+
+    Args:
+        target: the model whose chat template and tokenizer count.
+        prompt_tokens: every prompt is cut or repeated to so many tokens; None leaves it as it is.
+    """
+
+    def __init__(self, target: TargetModel, prompt_tokens: int | None = None) -> None:
+        self.engine, self.prompt_tokens = Engine(target), prompt_tokens
+
+    def ids(self, question: Question, answers: Sequence[str] = ()) -> list[int]:
+        """Token ids of the turn after these answers.
+
+        Raises:
+            InvalidPrompt: longer than the model takes, or refused by its chat template.
+        """
+        if question.is_ids is not None:
+            ids = list(question.is_ids)
+        else:
+            said = list(question.before)
+            for turn, text in enumerate(question.turns[: len(answers) + 1]):
+                said.append({"role": question.role, "content": text})
+                if turn < len(answers):
+                    said.append({"role": "assistant", "content": answers[turn]})
+            ids = self.engine.encode(said)
+        if self.prompt_tokens is None:
+            return ids
+        times = -(-self.prompt_tokens // len(ids))
+        return self.engine.encode((ids * times)[: self.prompt_tokens])
+
+    def way(self, decode: Way) -> Way:
+        """The way that answers questions, all turns, in place of prompts. A turn that is too long ends its question."""
+
+        def answer(group: Sequence[Question], max_new_tokens: int) -> list[Answers]:
+            texts: dict[int, list[str]] = {question.number: [] for question in group}
+            found = []
+            for turn in range(max(len(question.turns) for question in group)):
+                asked = {}
+                for question in group:
+                    if len(texts[question.number]) == turn < len(question.turns):
+                        try:
+                            asked[question.number] = self.ids(question, texts[question.number])
+                        except InvalidPrompt:
+                            continue
+                if not asked:
+                    break
+                (answers,) = decode(list(asked.values()), max_new_tokens)
+                found.append(replace(answers, turn=turn, questions=tuple(asked)))
+                for number, ids in zip(asked, answers.token_ids, strict=True):
+                    texts[number].append(self.engine.model.tokenizer.decode(ids, skip_special_tokens=True).strip())
+            return found
+
+        return answer

@@ -1,0 +1,45 @@
+"""What drafting costs, head by head (Hydra, table 1)."""
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from draftheads.decode.step_timer import StepTimer
+from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
+from draftheads.speculation.shapes import Shape
+from draftheads.speculation.tree import Tree
+
+_REPEATS = 15
+
+
+@dataclass(frozen=True)
+class DraftingCost:
+    """Medians in milliseconds, for one row with a chain of draft tokens."""
+
+    prefix: float  # layers that read the accepted tokens; 0 without such layers
+    heads: tuple[float, ...]  # what each further depth takes
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def drafting_cost(target: TargetModel, head: DraftHead) -> DraftingCost:
+    """Times chains of 1, 2, … draft tokens in turn; a head's time is what its depth adds."""
+    timer = StepTimer(target, head)
+    shapes: list[Shape | None] = [Tree.chain(depth) for depth in range(1, head.max_depth + 1)]
+    if head.needs_history:
+        shapes.insert(0, None)
+    times: list[list[float]] = [[] for _ in shapes]
+    with target.computing():
+        for repeat in range(_REPEATS + 2):
+            for number, shape in enumerate(shapes):
+                milliseconds = timer.draft_milliseconds(1, shape)
+                if repeat >= 2:  # after warming up
+                    times[number].append(milliseconds)
+    sums = [median(each) for each in times]
+    prefix = sums.pop(0) if head.needs_history else 0.0
+    before = [prefix, *sums[:-1]]
+    return DraftingCost(prefix, tuple(max(0.0, own - less) for own, less in zip(sums, before, strict=True)))

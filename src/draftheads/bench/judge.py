@@ -1,0 +1,143 @@
+"""An LLM judge that rates each answer from 1 to 10, as in MT-Bench: any server with OpenAI's chat API."""
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os import PathLike
+from string import Formatter
+from typing import NamedTuple
+
+from draftheads.bench.quality import Item, Measure, Outcome, Scores
+from draftheads.data.json_lines import at_line, read_json_lines
+from draftheads.errors import DataError, EndpointError, MissingDependency
+from draftheads.interop.audit.answer import Failure
+from draftheads.interop.audit.client import Server, ServerAddress, api_base
+from draftheads.interop.audit.settings import AuditSettings
+from draftheads.utils.files import user_path
+from draftheads.utils.messages import short
+from draftheads.utils.progress import Progress
+
+_RATINGS = re.compile(r"\[\[(\d+(?:\.\d+)?)\]\]"), re.compile(r"\[(\d+(?:\.\d+)?)\]")
+_SYSTEM = """You grade answers of an AI assistant. Consider whether the answer is correct, does what the user asked for,
+and is clear and complete. Give no points for length. Write one or two sentences about the strengths and errors of the
+answer. Then end with its grade from 1 (useless) to 10 (excellent) in two pairs of brackets, such as [[6]]."""
+_ASKED = "# Question\n{question_1}\n\n# Answer of the assistant\n{answer_1}\n\n"
+_AGAIN = "# Next question\n{question_2}\n\n# Next answer\n{answer_2}\n\nGrade the next answer only."
+_CORRECT = "# Correct answer, to compare with\n{ref_answer_1}\n\n"
+_CORRECT_AGAIN = "# Correct next answer\n{ref_answer_2}\n\n"
+
+
+class JudgePrompt(NamedTuple):
+    """A prompt of a judge; the template has fields in braces."""
+
+    system: str
+    template: str
+
+    @property
+    def fields(self) -> set[str]:
+        """Names of its fields. Raises ValueError if the template is not a format string."""
+        return {name for _, name, _, _ in Formatter().parse(self.template) if name is not None}
+
+
+_TEMPLATES = (_ASKED, _CORRECT + _ASKED, _ASKED + _AGAIN, _CORRECT + _CORRECT_AGAIN + _ASKED + _AGAIN)
+DEFAULT_PROMPTS = tuple(JudgePrompt(_SYSTEM, template) for template in _TEMPLATES)
+
+
+def read_judge_prompts(path: str | PathLike[str]) -> tuple[JudgePrompt, ...]:
+    """The prompts of type "single" in a file in the form of FastChat's ``judge_prompts.jsonl``.
+
+    Raises:
+        DataError: the file cannot be read, or has no such prompt.
+    """
+    place, prompts = user_path(path), []
+    for number, record in read_json_lines(place):
+        with at_line(place, number):
+            try:
+                if record["type"] == "single":
+                    prompts.append(JudgePrompt(record["system_prompt"], record["prompt_template"]))
+                    prompts[-1].fields  # noqa: B018 - raises
+            except (LookupError, TypeError, ValueError) as error:
+                raise DataError(f"not a prompt of a judge ({type(error).__name__}: {error})") from None
+    if not prompts:
+        raise DataError('no prompt of "type": "single"; give a file such as judge_prompts.jsonl', path=place)
+    return tuple(prompts)
+
+
+@dataclass
+class Judge(Measure):
+    """Rates each turn of an item; the item's value is the mean of its turns.
+
+    Raises:
+        DataError: on construction, as :func:`read_judge_prompts`.
+        InvalidSettings: the address is not one of HTTP.
+        MissingDependency: httpx2 is not installed.
+    """
+
+    url: str
+    model: str | None = None  # its name there; None: the first one that the server lists
+    prompts: str | PathLike[str] | None = None  # a file; None: our own prompts
+    api_key_env: str = "OPENAI_API_KEY"  # variable with the key, if the server needs one
+    parallel: int = 8
+    name = "judge"
+    unit = "of 10"
+
+    def __post_init__(self) -> None:
+        if find_spec("httpx2") is None:
+            raise MissingDependency("--judge needs httpx2", pip_install="'draftheads[bench]'")
+        self._prompts = DEFAULT_PROMPTS if self.prompts is None else read_judge_prompts(self.prompts)
+        self._address = ServerAddress(self.url, "--judge", self.model, api_key=os.environ.get(self.api_key_env))
+        api_base(self.url, "--judge")  # raises
+
+    def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
+        """If the server cannot be reached, all items without a rating have the same problem."""
+        self._down = ""  # why the server is not asked any more
+        self._server = Server(self._address, AuditSettings(max_new_tokens=2048, request_retries=3), {})
+        with closing(self._server):
+            try:
+                if not self.model:
+                    self._server.connect()
+            except EndpointError as error:
+                self._down = str(error)
+            return super().__call__(items, progress)
+
+    def score(self, item: Item) -> Outcome:  # noqa: D102 - as in the base
+        if not self._down:
+            try:
+                ratings = [self._rate(item, turn) for turn in range(len(item.turns))]
+                return (sum(ratings) / len(ratings),)
+            except EndpointError as error:
+                self._down = self._down or str(error)
+        return self._down
+
+    def _rate(self, item: Item, turn: int) -> float:
+        """The rating of a turn (from 0). DataError: there is none; EndpointError: the server refuses all requests."""
+        references = item.reference if isinstance(item.reference, (list, tuple)) else ()
+        texts = {"question": item.turns, "answer": item.answers, "ref_answer": references}
+        known = {f"{name}_{i + 1}": text for name in texts for i, text in enumerate(texts[name][: turn + 1])}
+        if turn == 0:
+            known |= {"question": item.turns[0], "answer": item.answers[0]}
+        rated = {f"answer_{turn + 1}", "answer"} & known.keys()
+        fitting = [prompt for prompt in self._prompts if prompt.fields <= known.keys() and prompt.fields & rated]
+        if not fitting:
+            raise DataError(f"the judge has no prompt for turn {turn + 1}, or the turn has no answer")
+        prompt = max(fitting, key=lambda prompt: len(prompt.fields))  # with references, if there are any
+        asked = {"system": prompt.system, "user": prompt.template.format(**known)}
+        outcome = self._server.ask([{"role": role, "content": text} for role, text in asked.items()], 0, "greedy")
+        if isinstance(outcome, Failure):
+            raise DataError(f"the judge did not answer: {outcome.problem}")
+        return rating_of(outcome.text)
+
+
+def rating_of(text: str) -> float:
+    """The last rating in a judge's answer, in two pairs of brackets or else in one. DataError: none from 1 to 10.
+
+    >>> rating_of("Correct. Rating: [[7]]"), rating_of("[8.5]")
+    (7.0, 8.5)
+    """
+    ratings = next((found for pattern in _RATINGS if (found := pattern.findall(text))), None)
+    if not ratings or not 1 <= float(ratings[-1]) <= 10:
+        raise DataError(f"the judge's answer has no rating from 1 to 10: {short(text)!r}")
+    return float(ratings[-1])

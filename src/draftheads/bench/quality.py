@@ -1,0 +1,213 @@
+"""Measures of answers: by references, by plain decoding, by a model. Others are in ``run_code.py`` and ``judge.py``."""
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from draftheads.errors import DraftHeadsError, MissingDependency, first_line
+from draftheads.models.model import TargetModel
+from draftheads.utils.estimates import Estimate, bootstrap
+from draftheads.utils.progress import Progress, counted_stage
+
+Outcome = tuple[float, ...] | str  # the values of an item, or why it has none
+_NUMBER = re.compile(r"((?<![\w)])[-−][$€£]?)?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(\.\d+)?")
+_FINAL = re.compile(r"####|answer is", re.IGNORECASE)
+_CHUNK = 256  # tokens whose logits are computed at once: (256, V) floats
+
+
+@dataclass(frozen=True)
+class Item:
+    """One answered question. Ids are unique among the items of a call."""
+
+    question_id: str
+    category: str
+    turns: tuple[str, ...]  # what the user said
+    answers: tuple[str, ...]  # the model's, one for each turn
+    reference: Any = None  # a text; HumanEval: prompt, entry_point and test; the judge: a text for each turn, or None
+    prompt_ids: tuple[tuple[int, ...], ...] = ()  # token ids before each answer: all that the model had read
+    answer_ids: tuple[tuple[int, ...], ...] = ()  # token ids of each answer
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One measure of all items."""
+
+    measure: str
+    values: dict[str, float]  # by question_id
+    problems: dict[str, str]  # by question_id: why there is no value
+    unit: str = "%"
+    weights: dict[str, int] = field(default_factory=dict)  # of values in the mean; 1 where there is none
+    is_log: bool = False  # the estimate is exp() of the values' mean
+
+    def estimate(self) -> Estimate | None:
+        """The mean of all values with its bootstrap interval; None without any value."""
+        values = np.array(list(self.values.values()))
+        weights = np.array([self.weights.get(key, 1) for key in self.values])
+
+        def mean(chosen: np.ndarray) -> np.ndarray:
+            means: np.ndarray = (values * weights)[chosen].sum(1) / weights[chosen].sum(1)
+            return np.exp(means) if self.is_log else means
+
+        return bootstrap(mean, len(values)) if self.values else None
+
+
+class Measure:
+    """The base of all measures. What fails for one item is a problem of that item, and raises nothing."""
+
+    name: ClassVar[str]  # on the command line
+    names: ClassVar[tuple[str, ...]] = ()  # of its scores, where they are not its name
+    unit: ClassVar[str] = "%"
+    parallel: int = 1  # items at the same time
+
+    def score(self, item: Item) -> Outcome:
+        """The values of an item, one for each name; or a sentence."""
+        raise NotImplementedError
+
+    def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
+        """The scores of all items."""
+        assert len({item.question_id for item in items}) == len(items)
+        advance = counted_stage(progress, f"measuring {self.name}", len(items))
+        scores = [Scores(name, {}, {}, self.unit) for name in self.names or (self.name,)]
+        pool = ThreadPoolExecutor(self.parallel)  # starts its threads when they are needed
+        try:
+            outcomes = (pool.map if self.parallel > 1 else map)(self._guarded, items)
+            for item, outcome in zip(items, outcomes, strict=True):
+                for i, each in enumerate(scores):
+                    if isinstance(outcome, str):
+                        each.problems[item.question_id] = outcome
+                    else:
+                        each.values[item.question_id] = outcome[i]
+                advance()
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return scores
+
+    def _guarded(self, item: Item) -> Outcome:
+        try:
+            outcome = self.score(item)
+        except DraftHeadsError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - one item must not end a run of hours
+            return f"{type(error).__name__}: {first_line(error)}"
+        return outcome if isinstance(outcome, str) or np.isfinite(outcome).all() else f"not finite: {outcome}"
+
+
+class Rouge(Measure):
+    """F1 of a last answer against a summary in percent, words by their stems. MissingDependency without rouge-score."""
+
+    name = "rouge"
+    names = ("ROUGE-1", "ROUGE-2", "ROUGE-L")
+
+    def __init__(self) -> None:
+        try:
+            from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
+        except ImportError:
+            raise MissingDependency("ROUGE needs rouge-score", pip_install="'draftheads[bench]'") from None
+        self._scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+
+    def score(self, item: Item) -> Outcome:  # noqa: D102 - as in the base
+        if not isinstance(item.reference, str):
+            return "no reference text"
+        found = self._scorer.score(item.reference, item.answers[-1])
+        return tuple(100 * found[name].fmeasure for name in ("rouge1", "rouge2", "rougeL"))
+
+
+class Gsm8k(Measure):
+    """Whether the number of a last answer is that of the reference: 100 or 0, also without a number."""
+
+    name = "gsm8k"
+
+    def score(self, item: Item) -> Outcome:  # noqa: D102
+        expected = final_number(str(item.reference))
+        if expected is None:
+            return "no number in the reference"
+        return (100.0 * (final_number(item.answers[-1]) == expected),)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The first number after the last "####" or "answer is", else the last number; None if there is none.
+
+    >>> final_number("He has 3 bags, so $1,234.50."), final_number("The answer is 42.0. 3 left"), final_number("none")
+    (Decimal('1234.50'), Decimal('42.0'), None)
+    """
+    *marked, tail = _FINAL.split(text)
+    numbers = _numbers(tail)
+    return numbers[0] if marked and numbers else next(reversed(_numbers(text)), None)
+
+
+def _numbers(text: str) -> list[Decimal]:
+    found = ((minus, whole.replace(",", "") + part) for minus, whole, part in _NUMBER.findall(text))
+    return [Decimal(f"-{digits}" if minus else digits) for minus, digits in found if digits]
+
+
+class Agreement(Measure):
+    """Whether all answers of an item are plain decoding's (100 or 0), and how much is the same until they first differ.
+
+    The second, "common prefix", counts tokens if plain decoding's items have token ids, else characters. It ends with
+    the first turn that differs, as the turns after it have other prompts.
+    """
+
+    name = "agreement"
+    names = ("agreement", "common prefix")
+
+    def __init__(self, plain_items: Sequence[Item]) -> None:
+        self._plain = {item.question_id: item for item in plain_items}
+        self._field = "answer_ids" if all(item.answer_ids for item in plain_items) else "answers"
+
+    def score(self, item: Item) -> Outcome:  # noqa: D102
+        if item.question_id not in self._plain:
+            return "plain decoding has no answer"
+        ours, theirs = (getattr(each, self._field) for each in (item, self._plain[item.question_id]))
+        common = 0
+        for one, other in zip(ours, theirs, strict=True):
+            pairs = enumerate(zip(one, other, strict=False))
+            common += next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+            if one != other:
+                break
+        return 100.0 * (ours == theirs), float(common)
+
+    def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:  # noqa: D102
+        same, prefix = super().__call__(items, progress)
+        return [same, replace(prefix, unit="tokens" if self._field == "answer_ids" else "characters")]
+
+
+@dataclass(frozen=True)
+class Perplexity(Measure):
+    """Perplexity of all answers under a model, by token. The value of an item is its mean negative log-likelihood."""
+
+    model: TargetModel
+    name = "perplexity"
+    unit = ""
+
+    def score(self, item: Item) -> Outcome:
+        """Needs ``prompt_ids`` and ``answer_ids``."""
+        losses = self._losses(item)
+        return (sum(losses) / len(losses),) if losses else "no tokens"
+
+    def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
+        """Items count by their tokens."""
+        weights = {item.question_id: sum(map(_num_scored, item.prompt_ids, item.answer_ids)) for item in items}
+        return [replace(each, weights=weights, is_log=True) for each in super().__call__(items, progress)]
+
+    @torch.inference_mode()
+    def _losses(self, item: Item) -> list[float]:
+        """-log p of each token of the answers; a first token that follows nothing has none."""
+        losses: list[float] = []
+        for prompt_ids, answer_ids in zip(item.prompt_ids, item.answer_ids, strict=True):
+            if count := _num_scored(prompt_ids, answer_ids):
+                text = torch.tensor([*prompt_ids, *answer_ids], device=self.model.device)
+                states = self.model.hidden_states(text[None, :-1])[0, -count:]  # (T, D)
+                for some, ids in zip(states.split(_CHUNK), text[-count:].split(_CHUNK), strict=True):
+                    losses += F.cross_entropy(self.model.logits(some).float(), ids, reduction="none").tolist()
+        return losses
+
+
+def _num_scored(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
+    return max(len(answer_ids) - (not prompt_ids), 0)

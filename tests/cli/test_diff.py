@@ -1,0 +1,164 @@
+"""``draftheads bench diff``: numbers by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_world import Run
+from draftheads.bench.table import Row
+from draftheads.cli import diff
+from draftheads.errors import DataError
+from report_records import BENCH, GROWING, POINT, bench_record, bench_row, plain_row
+
+
+def answer(way: str, question: str, *, tokens: int, steps: int, seconds: float | None) -> dict[str, Any]:
+    return {
+        "way": way,
+        "settings": POINT if way == "plain" else GROWING,
+        "question_id": question,
+        "turn": 1,
+        "token_ids": [7] * tokens,
+        "step_tokens": [1] * steps,
+        "seconds": seconds,
+    }
+
+
+def write(folder: Path, rows: list[Row], answers: list[dict[str, Any]] | None = None, **changes: Any) -> Path:
+    folder.mkdir()
+    (folder / "bench.json").write_text(json.dumps(bench_record(*rows, **changes)))
+    if answers is not None:
+        (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
+    return folder
+
+
+def answers_of(way: str, *, steps: int, seconds: list[float | None]) -> list[dict[str, Any]]:
+    """9 tokens of each question."""
+    return [
+        answer(way, f"q{number}", tokens=9, steps=steps, seconds=each) for number, each in enumerate(seconds, start=1)
+    ]
+
+
+ROWS = [plain_row(), bench_row("hydra", speedup=1.5)]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """With B, plain decoding takes twice as long, and hydra as long as before, with half as many steps."""
+    before = [*answers_of("plain", steps=8, seconds=[1, 2, 4]), *answers_of("hydra", steps=4, seconds=[0.5, 1, 1])]
+    now = [*answers_of("plain", steps=8, seconds=[2, 4, 8]), *answers_of("hydra", steps=2, seconds=[0.5, 1, 1])]
+    return write(tmp_path / "a", ROWS, before), write(tmp_path / "b", ROWS, now)
+
+
+def found(pair: tuple[Path, Path]) -> dict[tuple[str, str], diff.Difference]:
+    each = diff.differences(*map(diff.read_result, pair))
+    return {(one.name, one.measure): one for one in each}
+
+
+def test_ratios_are_paired_by_question(pair: tuple[Path, Path]) -> None:
+    numbers = found(pair)
+    assert set(numbers) == {
+        *(("plain", measure) for measure in ("tokens_per_step", "tokens_per_second")),
+        *(("hydra", measure) for measure in ("tokens_per_step", "speedup", "tokens_per_second")),
+    }
+    assert {key: (one.ratio, one.interval, one.b_is) for key, one in numbers.items()} == {
+        ("plain", "tokens_per_step"): (1.0, (1.0, 1.0), "unclear"),
+        ("plain", "tokens_per_second"): (0.5, (0.5, 0.5), "lower"),
+        ("hydra", "tokens_per_step"): (2.0, (2.0, 2.0), "higher"),
+        ("hydra", "speedup"): (2.0, (2.0, 2.0), "higher"),
+        ("hydra", "tokens_per_second"): (1.0, (1.0, 1.0), "unclear"),
+    }
+
+
+def test_a_ratio_of_other_questions_in_each_has_a_wide_interval(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", ROWS, answers_of("hydra", steps=4, seconds=[1, 1, 1, 1]))
+    b = write(tmp_path / "b", ROWS, answers_of("hydra", steps=4, seconds=[0.5, 2, 0.5, 2]))
+    one = found((a, b))["hydra", "tokens_per_second"]
+    assert one.ratio == pytest.approx(1.25)  # the mean of 2, 0.5, 2 and 0.5
+    assert one.interval == (pytest.approx(0.5), pytest.approx(2.0))
+    assert one.b_is == "unclear"
+
+
+def test_without_answers_the_intervals_of_both_are_compared(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", ROWS)
+    b = write(tmp_path / "b", [plain_row(), bench_row("hydra", speedup=2.25, tokens_per_step=2.75)])
+    numbers = found((a, b / "bench.json"))
+    speed, tokens, rate = (numbers["hydra", name] for name in ("speedup", "tokens_per_step", "tokens_per_second"))
+    assert (speed.a, speed.b, speed.ratio, speed.interval, speed.b_is) == (1.5, 2.25, 1.5, None, "higher")
+    assert tokens.b_is == "unclear", "2.25-2.75 in both"
+    assert rate.b_is == "unknown", "there is no interval of tokens/s"
+
+
+def test_answers_in_groups_have_no_seconds_of_their_own(tmp_path: Path) -> None:
+    lines = answers_of("hydra", steps=4, seconds=[None] * 3)
+    numbers = found((write(tmp_path / "a", ROWS, lines), write(tmp_path / "b", ROWS, lines)))
+    assert numbers["hydra", "tokens_per_second"].interval is None
+    assert numbers["hydra", "tokens_per_step"].interval == (1.0, 1.0)
+
+
+def test_the_same_number_in_other_prompts_is_another_question(tmp_path: Path) -> None:
+    lines = answers_of("hydra", steps=4, seconds=[1.0] * 3)
+    other = write(tmp_path / "b", ROWS, lines, prompts="other.jsonl")
+    assert found((write(tmp_path / "a", ROWS, lines), other))["hydra", "tokens_per_step"].interval is None
+
+
+def test_the_command_names_what_differs_first_and_prints_a_table(
+    pair: tuple[Path, Path], tmp_path: Path, run: Run
+) -> None:
+    record = json.loads((pair[1] / "bench.json").read_text())
+    record |= {"precision": "bf16", "drafters": {"medusa": "1234", "hydra": "new"}}
+    record["rows"] += bench_record(bench_row("medusa", speedup=2.0))["rows"]
+    (pair[1] / "bench.json").write_text(json.dumps(record))
+    out = run(["bench", "diff", *map(str, pair), "--json", str(tmp_path / "diff.json")]).out
+    assert " ".join(out.split()).startswith(
+        "B differs from A: precision was 'fp32' and is 'bf16', hydra has other weights or options. Only in B: medusa."
+    )
+    (line,) = [line for line in out.splitlines() if "hydra" in line and "tokens/step" in line]
+    assert line.split() == ["hydra", "tokens/step", "2.50", "2.50", "2.00", "(2.00-2.00)", "higher"]
+    assert "no clear difference" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert sum("plain" in line and "tokens" in line for line in out.splitlines()) == 2, "one table"
+    written = json.loads((tmp_path / "diff.json").read_text())
+    assert len(written["differences"]) == 2
+    first = written["rows"][0]
+    assert (first["name"], first["measure"], first["interval"], first["b_is"]) == (
+        *("plain", "tokens_per_step"),
+        *([1.0, 1.0], "unclear"),
+    )
+
+
+def test_rows_with_other_settings_are_told_apart(tmp_path: Path, run: Run) -> None:
+    larger = bench_row("hydra", speedup=1.5, settings={**GROWING, "num_nodes": 48})
+    a, b = (write(tmp_path / name, [*ROWS, larger]) for name in "ab")
+    out = run(["bench", "diff", str(a), str(b)]).out
+    assert out.startswith("A and B have the same settings and machine.")
+    assert "hydra, num nodes 48" in out
+    assert "batch size" not in out
+
+
+def test_results_without_a_common_way_are_an_error(tmp_path: Path, run: Run) -> None:
+    a, b = (
+        write(tmp_path / "a", [bench_row("hydra", speedup=1.5)]),
+        write(tmp_path / "b", [bench_row("x", speedup=1.5)]),
+    )
+    assert "have no drafter with the same settings" in run(["bench", "diff", str(a), str(b)], code=1).err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "this comparison cannot be read"),
+        ("[]", "this comparison cannot be read"),
+        (json.dumps({**BENCH, "format_version": 1}), "its format version is 1; this release reads 2"),
+        (json.dumps({**BENCH, "rows": [{"name": "x"}]}), "this comparison cannot be read"),
+        (json.dumps({**BENCH, "provenance": None}), "this comparison cannot be read"),
+        (None, r"cannot be read \(No such file"),
+    ],
+)
+def test_a_damaged_result_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "bench.json").write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        diff.read_result(tmp_path if content else tmp_path / "bench.json")
+    assert caught.value.path == str(tmp_path / "bench.json")

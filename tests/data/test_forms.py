@@ -1,0 +1,169 @@
+"""Lines of published data sets are recognised by their fields: as questions, and as chats to learn from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftheads.data.compute_features import load_and_count
+from draftheads.data.records import prompts_in, read_chats, read_prompts
+from draftheads.errors import DataError
+from training_world import chat_model, counting_chats, train_for, train_options, write_chats
+
+CODE = 'def one():\n    """One."""\n'
+TASK = {"task_id": "HumanEval/0", "prompt": f"\n\n{CODE}", "entry_point": "one", "test": "def check(f): ..."}
+SHARE_GPT = {
+    "id": "x_1",
+    "conversations": [
+        {"from": "system", "value": "s"},
+        {"from": "gpt", "value": "the end of an answer"},
+        {"from": "human", "value": "q1"},
+        {"from": "chatgpt", "value": "a1"},
+        {"from": "user", "value": "q2"},
+        {"from": "assistant", "value": "a2"},
+        {"from": "human", "value": " "},
+        {"from": "gpt", "value": "never"},
+    ],
+}
+# a line, what is asked, the answer to learn from, the reference
+FORMS: dict[str, tuple[dict[str, Any], str, str | None, Any]] = {
+    "gsm8k": (
+        {"question": "q?", "answer": "Half of it.\n#### 1,234"},
+        "q?",
+        "Half of it.\n#### 1,234",
+        "1234",
+    ),
+    "questions and answers": ({"question": "q?", "answer": "Paris"}, "q?", "Paris", "Paris"),
+    "human-eval": (
+        {**TASK, "canonical_solution": "    return 1\n"},
+        f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{CODE}```",
+        None,
+        {"prompt": f"\n\n{CODE}", "entry_point": "one", "test": "def check(f): ..."},
+    ),
+    "alpaca": ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2", "3", "3"),
+    "alpaca without input": ({"instruction": "Add.", "input": "", "output": "3"}, "Add.", "3", "3"),
+    "alpaca-eval": ({"instruction": "Add.", "dataset": "koala"}, "Add.", None, None),
+    "alpaca without output": ({"instruction": "Add.", "input": None, "output": " "}, "Add.", None, " "),
+    "cnn": ({"article": "a b", "highlights": "a", "id": "7"}, "Article: a b\nSummary:", "a", "a"),
+    "xsum": ({"document": "a b", "summary": "a"}, "Article: a b\nSummary:", "a", "a"),
+}
+
+
+def written(path: Path, lines: list[Any], *, as_array: bool = False) -> Path:
+    path.write_text(json.dumps(lines) if as_array else "".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("as_array", [False, True])
+def test_a_form_is_a_question_and_a_chat(tmp_path: Path, name: str, as_array: bool):
+    line, question, answer, reference = FORMS[name]
+    path = written(tmp_path / "any name", [{"prompt": "first"}, line], as_array=as_array)
+    _, record = read_prompts(path)
+    assert (record.prompt, record.user_turns, record.reference) == (question, (question,), reference)
+    (chat,) = read_chats(written(path, [line], as_array=as_array))
+    spoken = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    assert list(chat.messages) == (spoken if answer else [])
+    assert not chat.is_completion
+
+
+def test_labels_stay(tmp_path: Path):
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": ["r1", "r2"]},
+        {"question_id": "5ab", "category": "rag", "sub_category": "x", "turns": ["one"], "source": "y", "src_id": None},
+        TASK,
+        {"prompt": "one", "category": None},
+        {**FORMS["gsm8k"][0], "category": "maths"},
+    ]
+    records = list(read_prompts(written(tmp_path / "a.jsonl", lines)))
+    assert [record.category for record in records] == ["writing", "rag", "", "", "maths"]
+    assert [record.labels.get("question_id") for record in records] == [81, "5ab", "HumanEval/0", None, None]
+    assert [record.user_turns for record in records[:2]] == [("one", "two"), ("one",)]
+    assert [record.reference for record in records[:2]] == [["r1", "r2"], None]
+
+
+def test_our_fields_count_before_those_of_others(tmp_path: Path):
+    lines = [{"prompt": "ours", "instruction": "x"}, {"turns": ["ours"], "question": "x", "answer": "y"}]
+    assert prompts_in(written(tmp_path / "a.jsonl", lines)) == ["ours", "ours"]
+    chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "instruction": "x"}
+    (record,) = read_chats(written(tmp_path / "a.jsonl", [chat]))
+    assert record.messages[0]["content"] == "q"
+
+
+def test_a_conversation_of_share_gpt_begins_with_a_question_and_ends_before_an_empty_turn(tmp_path: Path):
+    path = written(tmp_path / "sharegpt.json", [SHARE_GPT], as_array=True)
+    said = [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
+    for reader in (read_prompts, read_chats):
+        (record,) = reader(path)
+        assert [(message["role"], message["content"]) for message in record.messages] == said
+        assert record.user_turns == ("q1", "q2")
+        assert record.labels == {"id": "x_1"}
+
+
+NOTHING = [
+    {"conversations": []},
+    {"conversations": [{"from": "gpt", "value": "a"}]},
+    {"conversations": [{"from": "human", "value": ""}, {"from": "gpt", "value": "a"}]},
+    {"instruction": " ", "output": ""},
+]
+
+
+def test_published_lines_without_a_question_are_left_out(tmp_path: Path):
+    path = written(tmp_path / "a.jsonl", [*NOTHING, SHARE_GPT])
+    assert [record.line_number for record in read_prompts(path)] == [5]
+    assert [len(record.messages) for record in read_chats(path)] == [0, 0, 0, 0, 5]
+    texts, num_left_out = load_and_count(chat_model(), [path], max_length=64)
+    assert (len(texts), num_left_out) == (1, 4)
+
+
+KNOWN = "or the fields of HumanEval, GSM8K, Alpaca, CNN/DM, XSUM or ShareGPT"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"question": "q?"}, KNOWN),
+        ({"question": 5, "answer": "x"}, "question is 5; it must be a text"),
+        ({"instruction": ["x"]}, r"instruction is \['x'\]; it must be a text"),
+        ({"article": "a", "highlights": 1}, "highlights is 1; it must be a text"),
+        ({"conversations": "x"}, "conversations is 'x'; it must be a list of objects"),
+        ({"conversations": {"from": "human"}}, "conversations is .*; it must be a list of objects"),
+        ({"conversations": ["x"]}, r"conversations is \['x'\]; it must be a list of objects"),
+        ({"conversations": [{"from": "human", "value": 5}]}, "message 0: content is 5"),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "cat", "value": "a"}]}, "role is 'cat'"),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": ["x"], "value": "a"}]}, r"role is \['x'\]"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: dict[str, Any], message: str):
+    path = written(tmp_path / "a.jsonl", [FORMS["alpaca"][0], line])
+    for reader in (read_prompts, read_chats):
+        with pytest.raises(DataError, match=f"a.jsonl, line 2: .*{message}"):
+            list(reader(path))
+
+
+def test_a_masked_line_of_speed_bench_is_an_error(tmp_path: Path):
+    masked = {"question_id": "1", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE …"]}
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: the question is a placeholder: run .* prepare_data.py"):
+        list(read_prompts(written(tmp_path / "a.jsonl", [masked])))
+
+
+def test_a_head_is_trained_on_share_gpt(tmp_path: Path):
+    """The same head as on the same chats in our own form."""
+    records = counting_chats(40)
+    sides = {"user": "human", "assistant": "gpt"}
+    lines = [
+        {"conversations": [{"from": sides[m["role"]], "value": m["content"]} for m in record["messages"]]}
+        for record in records
+    ]
+    theirs = written(tmp_path / "sharegpt.json", [*lines, *NOTHING], as_array=True)
+    ours = write_chats(tmp_path / "ours.jsonl", [{"messages": record["messages"]} for record in records])
+    weights = []
+    for path in (theirs, ours):
+        options = train_options(tmp_path / path.stem, None, data=(path,), epochs=1)
+        train_for(chat_model(), options)
+        weights.append(load_file(options.out / "model.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
