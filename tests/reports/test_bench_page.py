@@ -86,7 +86,7 @@ def test_problems_and_quality_have_tables_of_their_own():
     problem = {"question": "q7", "turn": 2, "problem": "hydra: the conversation became too long"}
     _, quality, problems = page_of(plain_row(), row, problems=[problem]).tables
     assert quality.columns == ["drafter", "rouge"]
-    assert cells(quality)[0] == {"drafter": "hydra", "rouge": "0.500 (0.250-0.750)"}
+    assert cells(quality)[0] == {"drafter": "hydra", "rouge": "0.50 (0.25-0.75)"}
     assert problems.rows == [["q7", 2, "hydra: the conversation became too long"]]
 
 

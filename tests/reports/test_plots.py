@@ -161,7 +161,8 @@ def test_curves_lie_in_panels_and_have_a_tick_at_each_value():
 
 
 def test_names_of_dots_cover_neither_dots_nor_each_other():
-    spots = {f"drafter {number}": (1 + number / 100, 40 + number / 5) for number in range(11)}
+    spots = {"low": (0.5, 20.0), "high": (3.0, 80.0)}
+    spots |= {f"drafter {number}": (1.5 + number / 50, 50 + number / 2) for number in range(5)}
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     plots.draw_scatter(figure, spots, x_label="tokens", y_label="speed")
     figure.draw_without_rendering()

@@ -159,6 +159,7 @@ def compare_heads(
         "settings": asdict(settings),
         "drafters": {contender.name: contender.identity for contender in contenders},
         "drafting": bench.drafting,
+        "accuracy": bench.trees.accuracy,
         "peak_bytes": psutil.Process().memory_info().rss,
         "problems": bench.problems,
         "example": bench.example,

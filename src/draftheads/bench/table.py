@@ -41,6 +41,7 @@ class Row:
     speedup_quartiles: Interval | None = None  # of the ratio prompt by prompt
     decode_speedup: float | None = None  # without the time in which prompts are read: ratio of sums
     decode_speedup_interval: Interval | None = None
+    decode_tokens_per_second: float | None = None
     overhead: float | None = None  # time of a step over that of plain decoding; tokens per step / it = decode_speedup
     speedup_over_transformers: float | None = None
     draft_milliseconds: float = 0.0  # of a step
@@ -59,6 +60,13 @@ class Row:
     num_copied: int = 0  # those of them that only a copy from the text brought
     quality: Mapping[str, float] = field(default_factory=dict)  # by measure
     quality_intervals: Mapping[str, Interval] = field(default_factory=dict)
+
+    @property
+    def token_milliseconds(self) -> float | None:
+        """Mean time between two tokens of a text, reading prompts left out."""
+        if not self.decode_tokens_per_second:
+            return None
+        return 1e3 * float(self.settings.get("batch_size", 1)) / self.decode_tokens_per_second
 
     @property
     def parts(self) -> dict[str, float]:
@@ -112,7 +120,7 @@ def timed_row(
     sums, of_plain = _Sums.of(own), _Sums.of(plain)
     count = len(sums.tokens)
     speed = bootstrap(lambda chosen: sums.speed(chosen) / of_plain.speed(chosen), count)
-    decode = bootstrap(lambda chosen: sums.decode_speed(chosen) / of_plain.decode_speed(chosen), count)
+    decode = bootstrap(lambda chosen: _ratio(sums.decode_speed(chosen), of_plain.decode_speed(chosen)), count)
     per_step = bootstrap(sums.tokens_per_step, count)
     everything = np.arange(count)[None]
     low, _, high = quartiles((sums.tokens / sums.seconds / (of_plain.tokens / of_plain.seconds)).tolist())
@@ -134,6 +142,7 @@ def timed_row(
         speedup_quartiles=(low, high),
         decode_speedup=decode.value,
         decode_speedup_interval=decode[1:3],
+        decode_tokens_per_second=float(sums.decode_speed(everything)[0]),
         overhead=per_step.value / decode.value,
         speedup_over_transformers=tokens_per_second / float(_Sums.of(stock).speed(everything)[0]) if stock else None,
         draft_milliseconds=draft,

@@ -52,6 +52,7 @@ class TreeFinder:
     ) -> None:
         self.target, self.prompts, self.settings = target, prompts, settings
         self.folder, self.progress = folder, progress
+        self.accuracy: dict[str, list[list[float]]] = {}  # of each head that was searched with: by depth and rank
 
     def find(self, contender: Contender, variant: Variant) -> Chosen | None:
         """What a drafter with ``num_nodes`` nodes drafts; None if it cannot draft such trees, or not so drawn."""
@@ -114,6 +115,7 @@ class TreeFinder:
         path = self.folder / f"tree-{contender.identity}-{nodes}.json"
         assert contender.head is not None
         found: dict[str, Any] = saved_json(path, partial(self._replay, contender.name, contender.head, nodes))
+        self.accuracy[contender.name] = found["accuracy"]
         return found
 
     def _replay(self, name: str, head: DraftHead, nodes: int) -> dict[str, Any]:

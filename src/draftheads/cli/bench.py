@@ -13,7 +13,7 @@ from draftheads.bench.judge import Judge
 from draftheads.bench.quality import Gsm8k, Measure, Rouge
 from draftheads.bench.run_code import PassAt1
 from draftheads.bench.table import ALL, Row, by_part, columns, markdown, remarks, verdict
-from draftheads.cli.options.bench import BenchOptions, MeasureName
+from draftheads.cli.options.bench import BenchOptions, QualityOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
@@ -37,7 +37,7 @@ def run(options: BenchOptions) -> None:
         raise InvalidSettings(f"--limit is {options.limit}; it must be at least 1")
     check_json_path(options.json)
     questions = questions_of(options)
-    measures = [_measure(name, options) for name in options.quality]  # raises now what would fail after an hour
+    measures = measures_of(options.quality)  # raises now what would fail after an hour
     out = None if options.out is None else check_writable(options.out / "bench.json").parent
     with ProgressDisplay(console) as progress:
         comparison = compare_heads(
@@ -48,7 +48,7 @@ def run(options: BenchOptions) -> None:
             corpus=options.corpus,
             settings=options.settings,
             quality=measures,
-            original_model=options.original_model,
+            original_model=options.quality.original_model,
             transformers=options.transformers,
             **options.load.given(),
             fresh=options.fresh,
@@ -84,15 +84,24 @@ def questions_of(options: BenchOptions) -> list[Record]:
     return select(read_suite(options.prompts or BUILT_IN), options.category, limit)
 
 
-def _measure(name: MeasureName, options: BenchOptions) -> Measure | Literal["agreement", "perplexity"]:
-    if name == "judge":
-        if options.judge is None:
-            raise InvalidSettings("--quality judge needs an endpoint: --judge URL")
-        return Judge(options.judge, options.judge_model, options.judge_prompts)
-    if name in ("agreement", "perplexity"):
-        return name
+def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", "perplexity"]]:
+    """The measures that the options name.
+
+    Raises:
+        InvalidSettings: a judge without an endpoint.
+        MissingDependency: a measure needs a package.
+    """
     kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k, "pass@1": PassAt1}
-    return kinds[name]()
+    found: list[Any] = []
+    for name in options.quality:
+        if name == "judge" and options.judge is None:
+            raise InvalidSettings("--quality judge needs an endpoint: --judge URL")
+        if name == "judge":
+            prompts, key = options.judge_prompts, options.api_key_env
+            found.append(Judge(options.judge or "", options.judge_model, prompts, api_key_env=key))
+        else:
+            found.append(kinds[name]() if name in kinds else name)
+    return found
 
 
 def _source(options: BenchOptions) -> str | None:

@@ -45,6 +45,9 @@ COMMANDS = {
     "plan": Command("find how many tokens another engine should draft", "cli.plan.PlanOptions"),
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.push.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.report.ReportOptions"),
+    "reproduce": Command(
+        "rebuild a table or figure of a paper for your model", "cli.options.reproduce.ReproduceOptions"
+    ),
     "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "cli.options.serve.ServeOptions"),
     "show-batch": Command("show which tokens of a batch are learned", "cli.options.show_batch.ShowBatchOptions"),
     "train": Command("train draft heads for a model", "cli.options.train.TrainOptions"),

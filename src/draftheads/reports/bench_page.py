@@ -10,6 +10,7 @@ from draftheads.utils.counts import counted
 
 _FORMAT_VERSION = 2
 _INTERVALS = "In brackets: 95 % bootstrap intervals over the prompts."
+_HEADINGS = "× plain: speed over plain decoding. p90 s: 90 % of the answers took at most so many seconds."
 
 Record = dict[str, Any]
 
@@ -74,7 +75,7 @@ def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> list[
         return Table(title, [name.heading, *(each.heading for each in shown)], cells, note, chosen, is_wide=True)
 
     speeds = [column for column in others if column.kind != "quality"]
-    tables = [table("Speed, tokens per step and times", speeds, f"{_INTERVALS} × plain: speed over plain decoding.")]
+    tables = [table("Speed, tokens per step and times", speeds, f"{_INTERVALS} {_HEADINGS}")]
     if quality := [column for column in others if column.kind == "quality"]:
         tables.append(table("Quality of the answers", [*settings, *quality], _INTERVALS))
     first = [row for row in rows if point(row) == point(rows[0])]

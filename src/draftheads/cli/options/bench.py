@@ -8,8 +8,27 @@ import tyro
 
 from draftheads.bench.settings import BenchSettings
 from draftheads.settings import LoadSettings
+from draftheads.utils.option_group import OptionGroup
 
 MeasureName = Literal["agreement", "perplexity", "rouge", "gsm8k", "pass@1", "judge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions(OptionGroup):
+    """Quality of the answers."""
+
+    quality: tuple[MeasureName, ...] = ()
+    """Also measure the quality of the answers. pass@1 runs the code that the model wrote, in a process with limits."""
+    judge: str | None = None
+    """Address of an OpenAI-compatible endpoint that judges the answers."""
+    judge_model: str | None = None
+    """The model that judges there."""
+    judge_prompts: Path | None = None
+    """Prompts of the judge in the form of MT-Bench's judge_prompts.jsonl. Default: our own words."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the key of the judge's endpoint."""
+    original_model: str | None = None
+    """What the model was tuned from. Perplexity is under this model; default: the model itself."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +68,7 @@ class BenchOptions:
     """Use only the first LIMIT questions of each category. Default: 4 of the built-in ones."""
     quick: bool = False
     """A short comparison, in about five minutes on two cores. One question of each category, answers of 64 tokens."""
-    quality: tuple[MeasureName, ...] = ()
-    """Also measure the quality of the answers."""
-    judge: str | None = None
-    """Address of an OpenAI-compatible endpoint that judges the answers. Its key is in OPENAI_API_KEY."""
-    judge_model: str | None = None
-    """The model that judges there."""
-    judge_prompts: Path | None = None
-    """Prompts of the judge in the form of MT-Bench's judge_prompts.jsonl. Default: our own words."""
-    original_model: str | None = None
-    """What the model was tuned from. Perplexity is under this model; default: the model itself."""
+    quality: tyro.conf.OmitArgPrefixes[QualityOptions] = field(default_factory=QualityOptions)
     out: Path | None = None
     """Write bench.json, bench.md, answers.jsonl and bench.html here. The numbers, the tables, all answers, and a page
     with plots."""

@@ -1,0 +1,120 @@
+"""Trains the variants of a table with the same budget on the same text, one after the other."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from draftheads.bench.paper_tables import PaperTable
+from draftheads.checkpoints.head_files import HEAD_FOLDER
+from draftheads.data.records import own_prompts, prompts_in
+from draftheads.loading import load
+from draftheads.models.model_names import ADAPTER_FOLDER
+from draftheads.train.joint.options import JointOptions
+from draftheads.train.joint.run import train_jointly
+from draftheads.train.options import RunOptions, TrainOptions
+from draftheads.train.recipes import defaults_from
+from draftheads.train.report import Report
+from draftheads.train.run import train
+from draftheads.utils.counts import counted
+from draftheads.utils.files import write_atomic
+from draftheads.utils.progress import Progress
+
+_TIMES = 3  # sampled answers to each prompt, besides the greedy one
+_ANSWER_TOKENS = 64
+FEW_TOKENS = 3000  # of text in a quick study
+
+
+@dataclass(frozen=True)
+class Budget:
+    """On how much each variant is trained."""
+
+    data: tuple[Path, ...] = ()
+    text: tuple[Path, ...] = ()
+    max_tokens: int | None = None
+    epochs: int | None = None
+    settings: tuple[tuple[str, Any], ...] = ()  # further settings of training
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A trained variant."""
+
+    name: str
+    head: Path
+    report: Report
+    model: Path | None = None  # the adapter of a tuned model
+
+
+def train_variants(
+    table: PaperTable, model: str, out: Path, budget: Budget, progress: Progress, **more: Any
+) -> list[Variant]:
+    """Trains all variants of a table; what was trained before is not trained again.
+
+    Raises:
+        DraftHeadsError: as of training.
+    """
+    found: list[Variant] = []
+    for number, (name, changes) in enumerate(table.variants.items(), 1):
+        progress.stage(f"variant {number} of {len(table.variants)}: {name}")
+        folder = out / folder_name(name)
+        options = options_of({**table.shared, **changes}, model, folder, budget, **more)
+        is_joint = isinstance(options, JointOptions)
+        start = changes.get("after")  # the heads of another variant
+        if start is not None:
+            heads = next(variant.head for variant in found if variant.name == start)
+            options = options.changed(head=heads)
+        report = train_jointly(options, progress) if isinstance(options, JointOptions) else train(options, progress)  # type: ignore[arg-type]
+        assert report is not None
+        head, tuned = (folder / HEAD_FOLDER, folder / ADAPTER_FOLDER) if is_joint else (folder, None)
+        found.append(Variant(name, head, report, tuned))
+    return found
+
+
+def options_of(changes: Mapping[str, Any], model: str, out: Path, budget: Budget, **more: Any) -> RunOptions:
+    """The options of one variant: of its recipe, its own, and the budget's, which count most."""
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    kind: type[RunOptions] = JointOptions if settings.pop("joint", False) else TrainOptions
+    settings.pop("after", None)
+    given = {"model": model, "out": out, "resume": True, "data": budget.data, **more}
+    if budget.text and kind is TrainOptions:
+        given["text"] = budget.text
+    given |= {name: value for name in ("max_tokens", "epochs") if (value := getattr(budget, name)) is not None}
+    recipe = defaults_from({**given, **settings}, tunes_model=kind is JointOptions)
+    return kind.of(**{**recipe, **settings, **given, **dict(budget.settings)})
+
+
+def own_chats(model: str, path: Path, num_tokens: int, progress: Progress, **load_options: Any) -> Path:
+    """Writes a few answers of the model to built-in prompts, for a quick study without data; returns the file."""
+    if path.is_file():
+        return path
+    engine = load(model, **load_options)
+    prompts = prompts_in(own_prompts("calibration"))
+    per_prompt = 1 + _TIMES
+    prompts = prompts[: max(8, num_tokens // (per_prompt * _ANSWER_TOKENS))]
+    progress.stage(f"answering {counted(len(prompts), 'prompt')} for training")
+    lines = []
+    for seed in range(per_prompt):
+        temperature = 0.8 if seed else 0.0
+        results = engine.generate(prompts, max_new_tokens=_ANSWER_TOKENS, temperature=temperature, seed=seed)
+        for prompt, result in zip(prompts, results, strict=True):
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": result.text}]
+            lines.append(json.dumps({"messages": messages, "finished": result.finish_reason == "stop"}))
+    write_atomic(path, "".join(line + "\n" for line in lines).encode())
+    return path
+
+
+def folder_name(variant: str) -> str:
+    """The name of a variant's folder.
+
+    >>> folder_name("hydra++ (PrefixMLP, teacher, 4 layers)"), folder_name("amphista-α")
+    ('hydra++-PrefixMLP-teacher-4-layers', 'amphista-α')
+    """
+    return re.sub(r"[^\w+-]+", "-", variant).strip("-")
+
+
+def renamed(rows: Sequence[Any], name: str, *, tuned: bool) -> list[Any]:
+    """The rows of a variant under its name; of a tuned model, plain decoding is another one than the others'."""
+    return [replace(row, name=f"{name}, {row.name}" if tuned and row.name == "plain" else name) for row in rows]

@@ -1,0 +1,77 @@
+"""``draftheads reproduce``: a table or figure of a paper, for a model and its heads."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from draftheads.bench.paper_tables import read_table, table_names
+from draftheads.bench.reproduce import reproduce
+from draftheads.bench.studies import Budget
+from draftheads.cli.bench import measures_of
+from draftheads.cli.options.reproduce import ReproduceOptions
+from draftheads.cli.progress_display import ProgressDisplay
+from draftheads.cli.show import quiet_transformers
+from draftheads.errors import InvalidSettings
+from draftheads.utils.files import check_writable, write_atomic
+
+
+def run(options: ReproduceOptions) -> None:
+    """Lists the tables, or rebuilds one and prints it."""
+    console = Console(highlight=False)
+    if options.table is None:
+        show_tables(console)
+        return
+    table = read_table(options.table)
+    quiet_transformers()
+    out = check_writable((options.out or Path(table.name)) / "table.json").parent
+    measures = measures_of(options.quality)
+    budget = options.budget
+    with ProgressDisplay(console) as progress:
+        found = reproduce(
+            table,
+            options.model,
+            options.heads,
+            out=out,
+            budget=Budget(budget.data, budget.text, budget.max_tokens, budget.epochs, _settings(budget.train)),
+            quick=options.quick,
+            prompts=options.prompts,
+            limit=options.limit,
+            draft_model=options.draft_model,
+            quality=measures,
+            original_model=options.quality.original_model,
+            progress=progress,
+            **options.load.given(),
+        )
+    write_atomic(out / "table.md", "".join(line + "\n" for line in found.lines).encode())
+    write_atomic(out / "table.json", json.dumps(found.record, indent=1, default=str).encode())
+    console.print(Markdown("\n".join(found.lines)))
+    console.print(f"wrote {out / 'table.md'} and {out / 'table.json'}", soft_wrap=True)
+
+
+def show_tables(console: Console) -> None:
+    """All tables with what they need."""
+    shown = Table("table", "what", "in the paper", box=None, padding=(0, 2, 0, 0))
+    for name in table_names():
+        table = read_table(name)
+        trains = f"; trains {', '.join(table.variants)}" if table.variants else ""
+        shown.add_row(name, table.title, f"{table.needs}{trains}")
+    console.print(shown)
+    console.print("\ndraftheads reproduce TABLE --quick: a short run on the embedded model")
+
+
+def _settings(given: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
+    """NAME=VALUE as settings; values are JSON, or texts."""
+    settings = []
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not equals:
+            raise InvalidSettings(f"--train is {each!r}; give NAME=VALUE, such as batch_tokens=4096")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        settings.append((name.replace("-", "_"), value))
+    return tuple(settings)

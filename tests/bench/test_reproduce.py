@@ -1,0 +1,190 @@
+"""Tables of papers: read from data, measured, and shown beside the published numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftheads.bench.paper_tables import PaperTable, cells_of, lines_of, read_table, table_names
+from draftheads.bench.reproduce import quick_settings, reproduce
+from draftheads.bench.settings import BenchSettings
+from draftheads.bench.studies import Budget, options_of
+from draftheads.bench.table import Row
+from draftheads.errors import DataError, InvalidSettings, ModelNotFound
+from draftheads.train.joint.options import JointOptions
+from draftheads.utils.progress import NoProgress
+from training_world import chat_model, counting_chats, write_chats
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TABLE = PaperTable(name="mine", title="Mine", source="Nobody, table 0", needs="nothing")
+ROW = Row(
+    name="medusa", tokens_per_step=1.5, tokens_per_second=20.0, speedup=1.25, decode_tokens_per_second=40.0,
+    settings={"batch_size": 4, "epsilon": 0.1, "tree": "static", "run": "warm"}, quality={"agreement": 90.0},
+)  # fmt: skip
+
+
+# --- how numbers are arranged ---
+
+
+def test_values_are_columns_and_names_rows():
+    table = replace(TABLE, values=("speedup", "tokens_per_step", "agreement", "token_milliseconds"))
+    expected = {"× plain": 1.25, "tokens/step": 1.5, "agreement": 90.0, "ms/token": 100.0}
+    assert cells_of(table, [ROW, replace(ROW, part="maths")]) == {"medusa": expected}
+
+
+def test_a_setting_or_a_part_can_be_columns():
+    other = replace(ROW, settings={**ROW.settings, "epsilon": 0.25}, speedup=2.0)
+    table = replace(TABLE, columns="epsilon", rows=("name", "run", "tree"))
+    assert cells_of(table, [ROW, other]) == {"medusa, warm, static": {"ε 0.1": 1.25, "ε 0.25": 2.0}}
+    table = replace(TABLE, columns="part", values=("speedup", "tokens_per_step"))
+    assert cells_of(table, [ROW, replace(ROW, part="maths", speedup=3.0)]) == {
+        "medusa": {"all × plain": 1.25, "all tokens/step": 1.5, "maths × plain": 3.0, "maths tokens/step": 1.5}
+    }
+
+
+def test_published_numbers_stand_in_brackets_and_those_of_other_models_below():
+    published = {
+        "A": {"medusa": {"× plain": 2}, "eagle": {"× plain": "2.5 to 3"}},
+        "B": {"medusa": {"speed": 3.25}},
+    }
+    lines = list(lines_of(replace(TABLE, published=published, note="A note."), {"medusa": {"× plain": 1.25}}))
+    assert lines == [
+        "|  | × plain |", "| --- | --- |", "| medusa | 1.25 (2) |", "| eagle | (2.5 to 3) |", "",
+        "In brackets: Nobody, table 0, A.", "", "The paper, B:", "", "|  | speed |", "| --- | --- |",
+        "| medusa | 3.25 |", "", "A note.",
+    ]  # fmt: skip
+
+
+def test_quick_settings_keep_both_ends():
+    settings = BenchSettings(
+        trees=("best",), epsilons=(0.1, 0.2, 0.3, 0.4, 0.5), batch_sizes=(1, 2), max_new_tokens=256
+    )
+    small = quick_settings(settings)
+    assert (small.epsilons, small.batch_sizes) == ((0.1, 0.3, 0.5), (1, 2))
+    assert (small.max_new_tokens, small.num_calibration_prompts) == (32, 8)
+
+
+# --- files ---
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("nonsense", DataError, "is not a table"),
+        ('title = "a"\ncolour = "red"', DataError, "unknown field 'colour'; a table has name, title"),
+        ('title = "a"', DataError, "is not a table"),
+        ('title = "a"\nsource = "b"\nneeds = "c"\nmeasured = "luck"', DataError, "measured is 'luck'; choose among"),
+        ('title = "a"\nsource = "b"\nneeds = "c"\n[runs.x]\nnum_nodes = [1]', InvalidSettings, "--num-nodes"),
+    ],
+)
+def test_a_bad_file_is_an_error_that_names_it(tmp_path: Path, text: str, error: Any, words: str):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(error, match=words):
+        read_table(str(tmp_path / "bad.toml"))
+
+
+def test_a_misspelt_table_is_an_error_with_a_hint():
+    with pytest.raises(InvalidSettings, match="no table 'hydra-tabel-2'; did you mean hydra-table-2"):
+        read_table("hydra-tabel-2")
+    assert "hydra-table-2" in table_names()
+
+
+# --- whole runs ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, chats that it can learn from, and questions."""
+    place = tmp_path_factory.mktemp("study")
+    target = chat_model()
+    target.model.save_pretrained(place / "model")
+    target.tokenizer.save_pretrained(place / "model")
+    write_chats(place / "chats.jsonl", counting_chats(40))
+    lines = [json.dumps({"prompt": f"w{n} w{n + 1}", "category": "ab"[n % 2]}) for n in range(4)]
+    (place / "questions.jsonl").write_text("\n".join(lines))
+    return place
+
+
+STUDY = replace(
+    TABLE,
+    values=("speedup", "tokens_per_step", "agreement"),
+    quality=("agreement",),
+    shared={"num_heads": 2, "draft_vocab_size": 0, "num_layers": 1},
+    variants={
+        "one": {"method": "medusa"},
+        "tuned": {"method": "medusa", "joint": True, "after": "one", "heads_first": 0.0, "lora_rank": 2},
+    },
+    runs={"": {"trees": ["chain"], "num_nodes": [3], "max_new_tokens": 6, "num_calibration_prompts": 2}},
+)
+
+
+def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    budget = Budget(data=(folder / "chats.jsonl",), max_tokens=600, epochs=1, settings=(("eval_steps", 0),))
+
+    def run() -> Any:
+        return reproduce(
+            STUDY, str(folder / "model"), out=tmp_path, budget=budget, progress=NoProgress(),
+            prompts=str(folder / "questions.jsonl"), precision="fp32",
+        )  # fmt: skip
+
+    found = run()
+    assert list(found.record["cells"]) == ["plain", "one", "tuned, plain", "tuned"]
+    assert found.record["cells"]["one"].keys() == {"× plain", "tokens/step", "agreement"}
+    assert found.record["cells"]["tuned"]["agreement"] == 100.0
+    assert (tmp_path / "tuned" / "adapter").is_dir()
+    assert found.record["variants"].keys() == {"one", "tuned"}
+    weights = (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns
+    run()
+    assert (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns == weights, "nothing is trained again"
+
+
+def test_losses_and_accuracy_have_a_column_for_each_head(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    budget = Budget(data=(folder / "chats.jsonl",), max_tokens=600, epochs=2, settings=(("log_steps", 1), ("batch_tokens", 64)))
+    table = replace(STUDY, variants={"one": {"method": "medusa"}}, measured="losses")
+    more: dict[str, Any] = {"out": tmp_path, "budget": budget, "progress": NoProgress()}
+    cells = reproduce(table, str(folder / "model"), **more).record["cells"]
+    assert {name for row in cells.values() for name in row} == {"loss head 1", "loss head 2"}
+    *during, last = cells
+    assert last == "one, held-out"
+    assert len(during) >= 3
+    assert cells[during[0]]["loss head 1"] > cells[during[-1]]["loss head 1"]
+    more |= {"prompts": str(folder / "questions.jsonl"), "precision": "fp32"}
+    runs = {"": {**STUDY.runs[""], "trees": ["static"]}}
+    cells = reproduce(replace(table, measured="accuracy", runs=runs), str(folder / "model"), **more).record["cells"]
+    assert cells["one"].keys() == {f"top-{k} head {head}" for k in (1, 5) for head in (1, 2)}
+    assert cells["one"]["top-1 head 1"] <= cells["one"]["top-5 head 1"] <= 1
+    cells = reproduce(replace(table, measured="drafting", runs=runs), str(folder / "model"), **more).record["cells"]
+    assert cells["one"].keys() == {"prefix", "head 1", "head 2"}
+
+
+def test_a_quick_run_trains_on_the_model_s_own_answers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    table = replace(STUDY, variants={"one": {"method": "medusa"}})
+    more: dict[str, Any] = {"out": tmp_path, "progress": NoProgress(), "prompts": str(folder / "questions.jsonl")}
+    with pytest.raises(InvalidSettings, match="mine trains one: give --data FILE…, or --quick"):
+        reproduce(table, str(folder / "model"), budget=Budget(), **more)
+    found = reproduce(table, str(folder / "model"), budget=Budget(), quick=True, limit=2, precision="fp32", **more)
+    assert (tmp_path / "chats.jsonl").is_file()
+    assert found.record["cells"]["one"]["tokens/step"] >= 1
+    assert found.record["quick"]
+
+
+def test_a_model_without_bundled_heads_needs_heads(folder: Path, tmp_path: Path):
+    table, budget = replace(TABLE, heads=("medusa",)), Budget()
+    with pytest.raises(ModelNotFound, match="no head 'medusa' for "):
+        reproduce(table, str(folder / "model"), out=tmp_path, budget=budget, progress=NoProgress())
+
+
+def test_options_of_a_variant_are_its_recipe_s_its_own_and_the_budget_s(tmp_path: Path):
+    budget = Budget(data=(Path("chats.jsonl"),), max_tokens=99, settings=(("batch_tokens", 512),))
+    changes = {"recipe": "medusa-2", "joint": True, "heads_first": 0.0, "epochs": 7}
+    options = options_of(changes, "smollm2-135m", tmp_path, budget)
+    assert isinstance(options, JointOptions)
+    flat = options.flat()
+    assert (flat["lora_alpha"], flat["heads_first"], flat["epochs"]) == (16, 0.0, 7)
+    assert (flat["max_tokens"], flat["batch_tokens"], flat["resume"]) == (99, 512, True)
+    assert options_of(changes, "smollm2-135m", tmp_path, replace(budget, epochs=2)).flat()["epochs"] == 2
