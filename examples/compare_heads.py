@@ -19,7 +19,7 @@ def main(
     max_new_tokens: int = 128,
 ) -> None:
     texts = prompts.read_text(encoding="utf-8").splitlines()  # one prompt per line, at least three
-    settings = BenchSettings(num_nodes=num_nodes, max_new_tokens=max_new_tokens, temperature=0.0)
+    settings = BenchSettings(trees=("best",), num_nodes=(num_nodes,), max_new_tokens=max_new_tokens)
     for row in draftheads.compare_heads(model, heads, texts, settings=settings).rows:
         print(f"{row.name}: {row.tokens_per_step:.2f} tokens per step")
 

@@ -158,12 +158,20 @@ def _comparisons(files: Sequence[Path]) -> list[Found]:
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def _compared(name: str, digest: str, comparisons: Sequence[Found]) -> list[tuple[Found, Row]]:
-    """The head's row in each comparison that has one."""
-    rows = [(found, row) for found in comparisons for row in found["rows"] if row["name"] == name]
-    if any(digest not in found["drafters"][name] for found, _ in rows):
-        sys.exit(f"the comparison is of other weights of {name}: run draftheads bench --heads {name} … again")
-    return rows
+def _compared(name: str, digest: str, comparisons: Sequence[Found]) -> list[tuple[Found, Row, list[Row]]]:
+    """Of each comparison the head's greedy row for each size of tree, and its rows with such trees at temperatures."""
+    compared = []
+    for found in comparisons:
+        own = [row for row in found["rows"] if row["name"] == name and row["part"] == "all"]
+        own = [row for row in own if row["settings"]["tree"] != "defaults" and row["settings"]["batch_size"] == 1]
+        if own and digest not in found["drafters"][name]:
+            sys.exit(f"the comparison is of other weights of {name}: run draftheads bench --heads {name} … again")
+        for row in own:
+            if not row["settings"]["temperature"]:
+                size = row["settings"]["num_nodes"]
+                others = [one for one in own if one["settings"]["temperature"] and one["settings"]["num_nodes"] == size]
+                compared.append((found, row, others))
+    return compared
 
 
 def _environment() -> jinja2.Environment:
@@ -217,7 +225,12 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 
 def card(
-    folder: Path, metrics: Mapping[str, Any], compared: Sequence[tuple[Found, Row]], *, num_bytes: int, depth: int
+    folder: Path,
+    metrics: Mapping[str, Any],
+    compared: Sequence[tuple[Found, Row, list[Row]]],
+    *,
+    num_bytes: int,
+    depth: int,
 ) -> str:
     """The model card of the head in the folder, which is named as the head is. ``depth`` is that of its profile."""
     options = metrics["options"]

@@ -143,7 +143,8 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
 
 def test_losses_and_accuracy_have_a_column_for_each_head(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
-    budget = Budget(data=(folder / "chats.jsonl",), max_tokens=600, epochs=2, settings=(("log_steps", 1), ("batch_tokens", 64)))
+    more_settings = (("log_steps", 1), ("batch_tokens", 64))
+    budget = Budget(data=(folder / "chats.jsonl",), max_tokens=600, epochs=2, settings=more_settings)
     table = replace(STUDY, variants={"one": {"method": "medusa"}}, measured="losses")
     more: dict[str, Any] = {"out": tmp_path, "budget": budget, "progress": NoProgress()}
     cells = reproduce(table, str(folder / "model"), **more).record["cells"]

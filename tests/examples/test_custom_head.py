@@ -86,7 +86,7 @@ def test_tune_measures_a_profile_of_the_head(head: Path, model: Path, tmp_path: 
 
 def test_compare_heads_has_a_row_for_the_head(head: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
-    settings = BenchSettings(num_nodes=4, max_new_tokens=12, temperature=0.0, num_calibration_prompts=2)
+    settings = BenchSettings(trees=("best",), num_nodes=(4,), max_new_tokens=12, num_calibration_prompts=2)
     found = draftheads.compare_heads(model, [head], ["w1", "w2 w3", "w4"], settings=settings, precision="fp32")
     assert 3 * 32 * 32 in [row.num_parameters for row in found.rows], "three layers; the lm_head is the model's"
 

@@ -21,6 +21,7 @@ from draftheads.speculation.tree_search import (
     joint_order,
     path_counts,
     path_shares,
+    product_order,
     simulate,
 )
 
@@ -176,6 +177,45 @@ def test_trees_are_nested_and_promise_more_and_more(case: tuple[int, list[tuple[
     promised = [expected_tokens(ranks, best_tree(ranks, size, top_k=width)) for size in range(1, 45)]
     assert promised == sorted(promised)
     assert promised[-1] == sum(counts.values()) / len(ranks), "in the end every path that was true is there"
+
+
+def head_accuracies(ranks: Tensor, *, top_k: int) -> list[list[float]]:
+    """(K, R): how often each rank of each head is the true one."""
+    return [[float((column == rank).double().mean()) for rank in range(top_k)] for column in ranks.unbind(1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_tables)
+def test_joint_trees_gain_at_least_as_much_as_those_by_the_product_of_accuracies(
+    case: tuple[int, list[tuple[int, ...]]],
+) -> None:
+    width, table = case
+    ranks = torch.tensor(table)
+    order = product_order(head_accuracies(ranks, top_k=width), MOST_NODES)
+    assert all(path[:-1] in order[:place] or len(path) == 1 for place, path in enumerate(order))
+    for num_nodes in range(1, MOST_NODES + 1):
+        by_product = expected_tokens(ranks, Tree.from_paths(order[: num_nodes - 1]))
+        assert expected_tokens(ranks, best_tree(ranks, num_nodes, top_k=width)) >= by_product - 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=DEPTH, max_size=DEPTH))
+def test_both_gain_the_same_where_heads_are_independent(heads: list[list[int]]) -> None:
+    """Every rank of a head comes with every rank of the others equally often; rank 3 is a miss."""
+    ranks = torch.tensor(list(itertools.product(*heads)))
+    order = product_order(head_accuracies(ranks, top_k=3), MOST_NODES)
+    for num_nodes in range(1, MOST_NODES + 1):
+        by_product = expected_tokens(ranks, Tree.from_paths(order[: num_nodes - 1]))
+        assert by_product == pytest.approx(expected_tokens(ranks, best_tree(ranks, num_nodes, top_k=3)))
+
+
+def test_the_joint_search_sees_that_heads_fail_together() -> None:
+    """Each head ranks the truth first or second equally often, but always both heads alike."""
+    ranks = torch.tensor([[0, 0], [1, 1]])
+    by_product = Tree.from_paths(product_order(head_accuracies(ranks, top_k=2), 5))
+    assert set(by_product.paths) == {(), (0,), (1,), (0, 0), (0, 1)}
+    assert expected_tokens(ranks, by_product) == 2.5
+    assert expected_tokens(ranks, best_tree(ranks, 5)) == 3.0
 
 
 @settings(max_examples=50, deadline=None)

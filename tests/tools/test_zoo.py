@@ -58,22 +58,31 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "weights" / "smollm2-135m"
 
 
-def bench(work: Path, names: list[str], **changes: Any) -> dict[str, Any]:
+def bench(work: Path, names: list[str], *, sampled: bool = True, **changes: Any) -> dict[str, Any]:
     row = {
         "tree": "growing, 24",
         "tokens_per_step": 2.345,
-        "tokens_per_step_error": 0.067,
+        "tokens_per_step_interval": (2.25, 2.5),
         "speedup": 1.5,
-        "speedup_error": 0.03,
-        "sampled_tokens_per_step": 1.875,
-        "typical_tokens_per_step": 2.125,
+        "speedup_interval": (1.25, 1.75),
         **changes,
     }
-    settings = {"temperature": 0.7, "max_new_tokens": 128, "num_sampled_prompts": 40}
-    rows = [asdict(Row(name=name, tokens_per_second=30.0, **row)) for name in names]  # the keys of a real bench.json
+    greedy = {"batch_size": 1, "temperature": 0.0, "tree": "best", "num_nodes": 24, "acceptance": "exact"}
+    warm = [{**greedy, "temperature": 0.7, "acceptance": rule} for rule in ("exact", "typical")]
+    rows = [  # the keys of a real bench.json
+        asdict(Row(name=name, tokens_per_second=30.0, settings=settings, part=part, **{**row, **more}))
+        for name in names
+        for settings, part, more in [
+            (greedy, "all", {}),
+            (greedy, "maths", {"tokens_per_step": 9.0}),
+            ({**greedy, "tree": "defaults"}, "all", {"tokens_per_step": 8.0}),
+            ({**greedy, "batch_size": 4}, "all", {"tokens_per_step": 7.0}),
+            *((one, "all", {"tokens_per_step": n}) for one, n in zip(warm, (1.875, 2.125), strict=True) if sampled),
+        ]
+    ]
     drafters = {name: f"{name}-{read_head(work / name).digest}-0123" for name in names}
     shared = {"num_prompts": 80, "prompts": "mt_bench/question.jsonl", "precision": "bf16", "threads": 2}
-    return {**shared, "settings": settings, "rows": rows, "drafters": drafters}
+    return {**shared, "settings": {"max_new_tokens": 128}, "rows": rows, "drafters": drafters}
 
 
 def test_all_heads_have_the_same_training_settings_and_start_from_each_other(work: Path):
@@ -144,11 +153,13 @@ def test_bundled_heads_are_those_that_were_trained(
         assert "It shares the model's lm_head. It predicts the 48 most frequent tokens." in card
         assert f"{metrics['options']['epochs']} passes over the text" in card
         assert str(work) not in card + (zoo / name / "config.json").read_text()
-        assert ("2.35 ± 0.07 tokens/step, 1.50 ± 0.03 times plain" in card) == (name in ("medusa", "amphista"))
-        assert ("80 prompts (mt_bench/question.jsonl), 128 greedy tokens" in card) == (name in ("medusa", "amphista"))
-        assert ("At temperature 0.7, on 40 of them: 1.88 tokens/step with exact, 2.12 with typical" in card) == (
+        assert ("2.35 (2.25 to 2.50) tokens/step, 1.50 (1.25 to 1.75) times plain" in card) == (
             name in ("medusa", "amphista")
         )
+        assert ("80 prompts (mt_bench/question.jsonl), 128 greedy tokens" in card) == (name in ("medusa", "amphista"))
+        assert (
+            "At temperature 0.7: 1.88 tokens/step with exact acceptance, 2.12 tokens/step with typical" in card
+        ) == (name in ("medusa", "amphista"))
         start = {"amphista": "medusa"}.get(name)
         assert (f"Its training started from `{start}`" in card) == (start is not None)
 
@@ -211,19 +222,19 @@ def test_a_later_comparison_goes_into_the_cards(tool: Any, work: Path, zoo: Path
     assert tool.main(["bundle", str(work), "--only", *ONLY]) == 0
     before = {name: read_head(zoo / name).card for name in ONLY}
     found = tmp_path / "bench.json"
-    for tokens, told in ((2.345, "2.35 ± 0.07 tokens/step"), (3.456, "3.46 ± 0.07 tokens/step")):
+    for tokens, told in ((2.345, "2.35 (2.25 to 2.50) tokens/step"), (3.456, "3.46 (2.25 to 2.50) tokens/step")):
         found.write_text(json.dumps(bench(work, ["medusa", "hydra++"], tokens_per_step=tokens)))
         assert tool.main(["cards", str(found)]) == 0
         for name in ("medusa", "hydra++"):
             card = read_head(zoo / name).card
             assert card.startswith(before[name])
-            assert card.count("## Side by side") == card.count(told) == card.count("tokens/step,") == 1
+            assert card.count("## Side by side") == card.count(told) == card.count(" tokens/step, ") == 1
             assert "128 greedy tokens, growing trees of 24 nodes:\n" in card
     assert {name: read_head(zoo / name).card for name in ("hydra", "amphista")} == {
         name: before[name] for name in ("hydra", "amphista")
     }
     smaller = tmp_path / "smaller.json"
-    smaller.write_text(json.dumps(bench(work, ["medusa"], tree="static, 10", sampled_tokens_per_step=None)))
+    smaller.write_text(json.dumps(bench(work, ["medusa"], tree="static, 10", sampled=False)))
     assert tool.main(["cards", str(smaller), str(found)]) == 0
     card = read_head(zoo / "medusa").card
     assert card.count("## Side by side") == 1
@@ -258,9 +269,9 @@ def test_a_card_uses_singular_and_plural(tool: Any, work: Path):
 
 def test_a_card_without_sampled_results_does_not_mention_them(tool: Any, work: Path):
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
-    found = bench(work, ["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
-    text = tool.card(work / "medusa", metrics, [(found, found["rows"][0])], num_bytes=1, depth=3)
-    assert "2.35 ± 0.07 tokens/step" in text
+    found = bench(work, ["medusa"], sampled=False)
+    text = tool.card(work / "medusa", metrics, [(found, found["rows"][0], [])], num_bytes=1, depth=3)
+    assert "2.35 (2.25 to 2.50) tokens/step" in text
     assert "temperature 0.7:" not in text
 
 

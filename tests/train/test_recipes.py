@@ -10,10 +10,13 @@ from draftheads.cli import train as train_command
 from draftheads.cli.main import main
 from draftheads.cli.options import train as command
 from draftheads.models.model import TargetModel
+from draftheads.train import run
 from draftheads.train.joint.options import JointOptions
+from draftheads.train.joint.run import train_jointly
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
-from joint_world import train_jointly_for
+from draftheads.utils.progress import NoProgress
+from joint_world import on_disk, train_jointly_for
 from thorough import some
 from training_world import chat_model, counting_chats, distilled_chats, lines, train_for, write_chats
 
@@ -51,7 +54,7 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
         ("mlp-speculator", {"loss": "hard", "depth_decay": 1.0, "warmup": 0.05, "final_learning_rate": 0.1}),
         # section 4: 15k and 6k steps, 1e-3 to 1e-4 and 1e-4 to 1e-5
         ("mlp-speculator", {"text_part": 0.714, "second_stage_rate": 0.1}),
-        ("mlp-speculator", {"text_length": 4096, "max_length": 256}),  # section 3.2
+        ("mlp-speculator", {"text_length": 4096, "max_length": 256 + 64}),  # section 3.2; 4: four parts to one
         ("eagle", {"feature_weight": 10.0, "loss": "teacher", "betas": (0.9, 0.95), "epochs": 20}),
         ("eagle3", {"num_heads": 7, "depth_decay": 0.8, "draft_vocab_size": 32000, "lm_head": "own"}),
         ("eagle3", {"loss": "teacher", "max_length": 2048, "feature_weight": 0.0}),
@@ -118,6 +121,29 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
     assert report.tokens_per_step_tree > untrained["tokens_per_step_tree"] + 0.05
     losses = [sum(line["head_losses"]) for line in lines(tmp_path / "out")]  # of one made of more than heads, too
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_medusa_2_goes_on_with_the_heads_of_medusa_1_in_four_bits(tmp_path: Path) -> None:
+    """Section 4.1 of Medusa's paper, by two commands."""
+    model = on_disk(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    data = write_chats(tmp_path / "few.jsonl", counting_chats(24))  # bitsandbytes is slow without a GPU
+    common = ("--model", str(model), "--data", str(data), "--four-bit", "--batch-tokens", "128", "--warmup", "0.05")
+    first = parsed(*common, "--recipe", "medusa-1", "--out", str(tmp_path / "heads"), "--learning-rate", "0.02")
+    report = run.train(first, NoProgress())
+    second = parsed(
+        *(*common, "--recipe", "medusa-2", "--out", str(tmp_path / "both"), "--learning-rate", "0.005"),
+        *("--head", str(tmp_path / "heads"), "--heads-first", "0"),
+        tunes_model=True,
+    )
+    joint = train_jointly(second, NoProgress())
+    assert len(joint.losses) == second.heads.num_heads == 5
+    begun = lines(tmp_path / "both", "validation.jsonl")[0]["losses"]
+    assert begun == pytest.approx(report.losses, rel=0.01), "with the heads of the first run"
+    assert sum(joint.losses) < sum(begun)
+    assert joint.movement.tuned_perplexity < joint.movement.original_perplexity, (
+        "the model moves from the first step on"
+    )
+    assert {line["head_weight"] for line in lines(tmp_path / "both")} == {0.2}
 
 
 def test_train_prints_the_settings_of_its_recipe(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Annotated, Literal, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
@@ -27,7 +27,7 @@ class Point:
 class Variant:
     """How a drafter drafts, and what is accepted."""
 
-    tree: TreeKind = "best"
+    tree: str = "best"
     num_nodes: int | None = None  # None where the drafter decides
     acceptance: AcceptanceRule = "exact"
     epsilon: float | None = None  # of typical acceptance
@@ -35,13 +35,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class BenchSettings(OptionGroup):
-    """What is compared, and on how much. Several values of a setting: each is measured."""
+    """What is compared, on how much; each of several values is measured."""
 
-    trees: tuple[TreeKind, ...] = ("best", "defaults")
-    """Kinds of trees: best is a head's better one of static (of the most frequent paths) and growing (by confidence).
-    product is Medusa's static tree, by independent accuracies of the heads; dense is a full tree of random widths;
-    chain; paths are the n most probable paths (MLP Speculator, n in place of nodes). defaults drafts as
-    `draftheads.load` does, which decides on the size by itself."""
+    trees: tuple[str, ...] = ("best", "defaults")
+    """Kinds of trees. best: a head's better one of static (of the most frequent paths) and growing (by confidence);
+    product: Medusa's static tree, by independent accuracies of the heads; dense: a full tree of random widths; chain;
+    paths: the n most probable paths (MLP Speculator, n in place of nodes); defaults: as `draftheads.load` drafts, which
+    decides on the size by itself."""
     num_nodes: tuple[int, ...] = (24,)
     """Nodes of every head's tree, root included."""
     batch_sizes: tuple[int, ...] = (1,)
@@ -49,8 +49,8 @@ class BenchSettings(OptionGroup):
     temperatures: tuple[float, ...] = (0.0,)
     """Temperatures; 0 is greedy."""
     acceptance: tuple[AcceptanceRule, ...] = ("exact",)
-    """Acceptance rules at temperatures above 0. rejection draws drafts from the head, on a static tree; block draws a
-    chain; typical changes the distribution."""
+    """Acceptance. At temperatures above 0. rejection draws drafts from the head, on a static tree; block draws a chain;
+    typical changes the distribution."""
     epsilons: tuple[float, ...] = (0.09,)
     """Thresholds ε of typical acceptance."""
     prompt_tokens: tuple[int, ...] = ()
@@ -74,6 +74,8 @@ class BenchSettings(OptionGroup):
             values = getattr(self, name)
             self._require(name, fine=len(values) > 0, fix="give at least one value")
             self._require(name, fine=len(set(values)) == len(values), fix="each value once")
+        kinds = get_args(TreeKind)
+        self._require("trees", fine=set(self.trees) <= set(kinds), fix=f"choose among {', '.join(kinds)}")
         self._require("num_nodes", fine=min(self.num_nodes) >= 2, fix="must be at least 2")
         self._require("batch_sizes", fine=min(self.batch_sizes) >= 1, fix="must be at least 1")
         self._require("prompt_tokens", fine=min(self.prompt_tokens, default=1) >= 1, fix="must be at least 1")

@@ -62,7 +62,7 @@ class MlpSpeculatorConfig(EmbeddingConfig):
 
 
 class BiasedRmsNorm(RmsNorm):
-    """x / rms(x) · w + b."""
+    """x / rms(x) · w + b. The paper says LayerNorm; its code's norm subtracts no mean, so neither does this one."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, _EPSILON)

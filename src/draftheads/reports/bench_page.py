@@ -34,7 +34,8 @@ def bench_page(record: Record) -> Page:
         **record["settings"],
     }
     num_tokens = record["settings"]["max_new_tokens"]
-    asked = f"Every way answers {counted(record['num_prompts'], 'prompt')} in turn, with at most {num_tokens} tokens."
+    prompts, tokens = counted(record["num_prompts"], "prompt"), counted(num_tokens, "token")
+    asked = f"Every way answers {prompts} in turn, with at most {tokens}."
     return Page(
         title=f"Draft heads for {record['model']}, compared",
         verdict=unbroken_speed(verdict(rows)),

@@ -133,9 +133,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "MLP Speculator: own embeddings and lm_heads, first on plain text (--text), then on the model's answers",
             {
                 "section 3.1": {"method": "mlp-speculator", **_OWN_LM_HEADS, "head_options": ('embeddings="own"',)},
-                "section 3.2": {"loss": "hard", "text_part": 0.714, "text_length": 4096, "max_length": 256},
+                "section 3.2": {"loss": "hard", "text_part": 0.714, "text_length": 4096},
                 "section 4": {
                     "num_heads": 3,
+                    "max_length": 320,  # a quarter as many tokens of documents as the 256 that the model writes
                     "learning_rate": 1e-3,
                     "warmup": 0.05,
                     "final_learning_rate": 0.1,

@@ -18,15 +18,15 @@ class QualityOptions(OptionGroup):
     """Quality of the answers."""
 
     quality: tuple[MeasureName, ...] = ()
-    """Also measure the quality of the answers. pass@1 runs the code that the model wrote, in a process with limits."""
+    """Measure quality. Of all answers; pass@1 runs the code that the model wrote, in a process with limits."""
     judge: str | None = None
-    """Address of an OpenAI-compatible endpoint that judges the answers."""
+    """OpenAI-compatible endpoint that judges the answers."""
     judge_model: str | None = None
     """The model that judges there."""
     judge_prompts: Path | None = None
-    """Prompts of the judge in the form of MT-Bench's judge_prompts.jsonl. Default: our own words."""
+    """Prompts of the judge. In the form of FastChat's judge_prompts.jsonl; default: our own words."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable with the key of the judge's endpoint."""
+    """Environment variable with the judge's key."""
     original_model: str | None = None
     """What the model was tuned from. Perplexity is under this model; default: the model itself."""
 
@@ -59,18 +59,18 @@ class BenchOptions:
     """Also compare each head with copies, without and with this corpus. Texts or earlier answers: a .txt or .jsonl
     file, or a folder of such files."""
     prompts: str | None = None
-    """Questions: a file, a folder or a Hugging Face dataset. Or a built-in set: tasks (six categories, some with two
-    turns; the default), demo or calibration. MT-Bench, Spec-Bench, SPEED-Bench, GSM8K, HumanEval, AlpacaEval,
-    CNN/DM, XSUM and ShareGPT are known by their fields."""
+    """Questions: a file, a folder or a Hugging Face dataset. Or our own: tasks (six categories, some with two turns;
+    the default), demo or calibration. MT-Bench, Spec-Bench, SPEED-Bench, GSM8K, HumanEval, AlpacaEval, CNN/DM, XSUM and
+    ShareGPT are known by their fields."""
     category: tuple[str, ...] = ()
     """Use only questions of these categories."""
     limit: int | None = None
-    """Use only the first LIMIT questions of each category. Default: 4 of the built-in ones."""
+    """Use only the first LIMIT questions of each category. Default: 4 of our own."""
     quick: bool = False
-    """A short comparison, in about five minutes on two cores. One question of each category, answers of 64 tokens."""
+    """A short comparison of about five minutes. One question of each category, answers of 64 tokens."""
     quality: tyro.conf.OmitArgPrefixes[QualityOptions] = field(default_factory=QualityOptions)
     out: Path | None = None
-    """Write bench.json, bench.md, answers.jsonl and bench.html here. The numbers, the tables, all answers, and a page
+    """Folder for bench.json, bench.md, answers.jsonl and bench.html. The numbers, the tables, all answers, and a page
     with plots."""
     json: str | None = None
     """Write all numbers as JSON to this file. - writes them to standard output."""

@@ -23,7 +23,6 @@ class ExportOptions:
     medusa heads medusa, vllm-medusa (up to 0.32) or hydra; for Hydra's hydra; for MLP speculators mlp-speculator
     (IBM's) or arctic; for small-llama heads small-llama, an ordinary Llama."""
     with_embedding: bool = False
-    """Whether eagle3 and eagle heads get the model's embedding: vllm-project/speculators trains them further from it.
-    The layout speculators always has it."""
+    """Write the model's embedding into eagle3 and eagle heads. vllm-project/speculators trains them further from it."""
     model: str = "smollm2-135m"
     """The model of the head. A name, a folder or a Hugging Face id."""

@@ -1,0 +1,247 @@
+"""The tables of papers that the package has: each can be measured, and has the numbers of its paper."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftheads.bench.compare import MIN_PROMPTS
+from draftheads.bench.contenders import DRAFT_MODEL
+from draftheads.bench.paper_tables import Cells, PaperTable, by_head, cells_of, read_table, table_names
+from draftheads.bench.quality import Agreement, Perplexity, Rouge
+from draftheads.bench.settings import Point, Variant
+from draftheads.bench.studies import Budget, folder_name, options_of
+from draftheads.bench.table import ALL, Row
+from draftheads.bench.timing import PLAIN
+from draftheads.checkpoints.registry import zoo_heads
+from draftheads.data.suites import read_suite, select
+from draftheads.loading import UNTRAINED
+from draftheads.train.joint.options import JointOptions
+from draftheads.train.options import TrainOptions
+
+EXPECTED = {
+    *(f"medusa-{part}" for part in ("table-1", "table-2", "figure-4b", "figure-6", "figure-7")),
+    *(f"hydra-figure-{number}" for number in range(2, 7)),
+    *(f"hydra-{part}" for part in ("table-1", "table-2", "section-3-1", "section-6-3", "appendix-d")),
+    *(f"amphista-table-{number}" for number in (1, 2, 3, 4, 5, 6, 7, 9, 10)),
+    "amphista-figure-1",
+    *(f"ibm-{part}" for part in ("table-1", "table-2", "figure-2", "figure-3", "figure-4", "two-stages")),
+}
+TABLES = sorted(EXPECTED)
+MEASURES = (*Agreement.names, Perplexity.name, "judge", *Rouge.names)
+KNOWN_FACETS = {"name", "part", "run", *(field.name for kind in (Point, Variant) for field in fields(kind))}
+# rows and columns of papers that ours have no number for: other variants, ratios to another row, and words
+ONLY_PUBLISHED = {("ibm-two-stages", "plain text only")}
+NO_CELL_IN_COMMON = {
+    *(("amphista-table-10", f"{name}") for name in ("full rank", "rank 64", "rank 128", "rank 256", "rank 512")),
+    ("hydra-figure-5", "hydra, teacher"),
+    ("hydra-figure-6", "PrefixMLP, teacher"),
+    ("ibm-figure-4", "homogeneous, mlp-speculator, paths"),
+}
+
+
+def test_all_tables_are_there():
+    assert set(table_names()) == EXPECTED
+
+
+def heads_of(table: PaperTable) -> list[str]:
+    """Names of rows besides plain decoding."""
+    return [*(table.variants or table.heads), *([DRAFT_MODEL] if table.draft_model else [])]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_can_be_measured(name: str, tmp_path: Path):
+    table = read_table(name)
+    assert table.name == name
+    assert bool(table.heads) != bool(table.variants), "heads or variants"
+    assert set(table.heads) <= {head.method for head in zoo_heads()} | set(UNTRAINED)
+    assert {*table.rows, *({table.columns} - {"values"})} <= KNOWN_FACETS
+    assert all(value in MEASURES or hasattr(Row, value) or value in Row.__dataclass_fields__ for value in table.values)
+    assert len(select(read_suite(table.prompts), table.categories)) >= MIN_PROMPTS
+    for run in table.runs:
+        table.settings(run, rounds=2)
+    assert len(table.title) < 80
+    assert not table.title.endswith(".")
+    assert table.needs
+    assert table.note.endswith(".")
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if read_table(name).variants])
+def test_variants_have_possible_settings(name: str, tmp_path: Path):
+    table = read_table(name)
+    folders = {folder_name(variant) for variant in table.variants}
+    assert len(folders) == len(table.variants)
+    seen: set[str] = set()
+    settings: list[dict[str, Any]] = []
+    for variant, changes in table.variants.items():
+        budget = Budget(data=(Path("chats.jsonl"),), max_tokens=1000)
+        options = options_of({**table.shared, **changes}, "smollm2-135m", tmp_path, budget)
+        assert isinstance(options, JointOptions if changes.get("joint") else TrainOptions)
+        if "after" in changes:
+            assert changes["after"] in seen, "the other variant is trained before"
+            options.changed(head=Path("medusa"))
+        seen.add(variant)
+        settings.append({**options.flat(), "recipe": None})
+    assert all(one != other for i, one in enumerate(settings) for other in settings[:i]), "variants differ"
+
+
+@pytest.mark.parametrize(
+    ("tables", "changes"),
+    [
+        (("amphista-table-4", "amphista-table-5"), {"loss": "amphista", "epochs": 4, "num_heads": 4}),
+        (("hydra-figure-5", "hydra-figure-6", "hydra-section-3-1"), {"epochs": 1, "depth_decay": 1.0}),
+    ],
+)
+def test_variants_of_an_ablation_share_all_but_what_it_is_about(
+    tables: tuple[str, ...], changes: dict[str, Any], tmp_path: Path
+):
+    for name in tables:
+        table = read_table(name)
+        for variant in table.variants.values():
+            flat = options_of({**table.shared, **variant}, "smollm2-135m", tmp_path, Budget((Path("a.jsonl"),))).flat()
+            assert changes.items() <= flat.items()
+    first, *others = (read_table(name) for name in tables)
+    if name == "amphista-table-5":
+        assert all(dict(table.variants) == dict(first.variants) for table in others)
+
+
+# --- published numbers are where ours will be ---
+
+
+def possible_rows(table: PaperTable) -> Iterator[Row]:
+    """A row of each kind that a comparison can have, with all numbers."""
+    numbers: dict[str, Any] = {"tokens_per_step": 2.0, "tokens_per_second": 3.0, "speedup": 4.0, "overhead": 1.5}
+    numbers |= {"decode_tokens_per_second": 5.0, "quality": dict.fromkeys(MEASURES, 6.0), "num_parameters": 7}
+    categories = dict.fromkeys(record.category for record in read_suite(table.prompts))
+    tuned = [name for name, changes in table.variants.items() if changes.get("joint")]
+    plains = [PLAIN, *(f"{name}, {PLAIN}" for name in tuned)]
+    for run in table.runs:
+        settings = table.settings(run)
+        for point in settings.points():
+            for part in (ALL, *categories, "coding", "extraction"):
+                common = {**asdict(point), "run": run}
+                for name in plains:
+                    yield Row(name=name, part=part, settings=common, **numbers)
+                for name in heads_of(table):
+                    for variant in settings.variants(point.temperature):
+                        yield Row(name=name, part=part, settings={**common, **asdict(variant)}, **numbers)
+
+
+def possible_cells(table: PaperTable) -> Cells:
+    if table.measured == "drafting":
+        each = [0.5] * 4
+        return {name: {"prefix": 1.0, **by_head({"": each}, "head")} for name in table.heads}
+    return cells_of(table, list(possible_rows(table)))
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if read_table(name).published])
+def test_published_numbers_meet_ours(name: str):
+    table = read_table(name)
+    ours = possible_cells(table)
+    if table.measured == "drafting":
+        ours = {label: {column.strip(): number for column, number in row.items()} for label, row in ours.items()}
+    for rows in table.published.values():
+        for label, row in rows.items():
+            assert row
+            assert all(isinstance(number, int | float | str) for number in row.values())
+            assert (label in ours) != ((name, label) in ONLY_PUBLISHED), label
+            if label in ours:
+                meets = bool(row.keys() & ours[label].keys())
+                assert meets != ((name, label) in NO_CELL_IN_COMMON), (label, row.keys(), ours[label].keys())
+
+
+# --- the numbers themselves, written down from the papers a second time ---
+
+TASKS = ("chat", "translation", "summarisation", "question_answering", "maths", "retrieval")
+SPEC_BENCH = (*TASKS, "all but chat")  # MT-Bench, five tasks, and their average
+
+
+@pytest.mark.parametrize(
+    ("table", "model", "row", "columns", "numbers"),
+    [
+        ("medusa-table-1", "Vicuna 7B", "medusa-2", ("tokens/step", "overhead", "judge"), (3.47, 1.22, "6.18 (+0.01)")),
+        ("medusa-table-1", "Vicuna 33B", "medusa-2-self", ("tokens/step", "overhead"), (3.01, 1.27)),
+        ("medusa-table-2", "Vicuna 7B", "direct fine-tuning", ("× plain", "judge"), ("N/A", 5.925)),
+        ("medusa-table-2", "Vicuna 7B", "medusa-1", ("× plain", "judge"), (2.18, 6.23)),
+        ("medusa-figure-4b", "Vicuna 7B", "medusa-2", ("coding", "extraction"), (3.29, 3.62)),
+        ("hydra-figure-2", "Vicuna 33B", "hydra++", ("× plain", "× medusa"), (2.53, 1.31)),
+        ("hydra-figure-2", "Vicuna 13B", "hydra", ("× plain", "× medusa"), (2.17, 1.10)),
+        ("hydra-figure-3", "Vicuna 7B", "hydra++", ("batch 1 × plain", "batch 8 × plain"), (2.70, 1.63)),
+        ("hydra-figure-5", "Vicuna 7B", "hydra, teacher", ("speed × hydra",), (1.04,)),
+        ("hydra-table-1", "8B", "hydra++", ("prefix", "head 1", "head 2", "head 3", "head 4"), (1.2, 0.6, 1.4, 1.2, 0.7)),
+        ("hydra-table-2", "8B", "medusa", (*TASKS, "all"), (2.00, 1.68, 1.59, 1.67, 1.98, 1.54, 1.75)),
+        ("hydra-table-2", "8B", "hydra++", (*TASKS, "all"), (2.52, 2.02, 1.89, 2.08, 2.59, 1.87, 2.17)),
+        ("hydra-appendix-d", "8B", "plain", ("step_milliseconds",), (28,)),
+        ("amphista-table-1", "Vicuna 7B", "lookahead", SPEC_BENCH, (1.44, 1.15, 1.26, 1.25, 1.56, 1.13, 1.27)),
+        ("amphista-table-1", "Vicuna 33B", "amphista", SPEC_BENCH, (2.75, 2.11, 2.49, 2.12, 2.83, 2.44, 2.40)),
+        ("amphista-table-2", "Vicuna 13B", "draft-model", SPEC_BENCH, (1.52, 1.08, 1.57, 1.33, 1.42, 1.46, 1.37)),
+        (
+            "amphista-table-3",
+            "Vicuna 7B on XSUM",
+            "amphista, T 0.7",
+            ("ROUGE-1", "ROUGE-2", "ROUGE-L", "× plain"),
+            (15.96, 4.43, 11.40, 2.10),
+        ),
+        (
+            "amphista-table-4",
+            "Vicuna 7B",
+            "amphista without staged adaptation",
+            SPEC_BENCH,
+            (2.14, 1.85, 1.75, 1.78, 2.10, 1.91, 1.88),
+        ),
+        ("amphista-table-5", "Vicuna 7B", "hydra++", SPEC_BENCH, (3.58, 2.80, 2.70, 2.91, 3.61, 2.90, 2.98)),
+        ("amphista-table-6", "Vicuna", "amphista", ("batch 1", "batch 6", "batch 8"), (2.32, 2.11, 2.06)),
+        ("amphista-table-7", "Vicuna 7B", "hydra++", ("nodes 22", "nodes 35", "nodes 64"), (2.17, 2.26, 2.37)),
+        (
+            "amphista-table-9",
+            "Vicuna 7B",
+            "amphista-α",
+            ("chat × plain", "all but chat × plain", "chat tokens/step", "retrieval tokens/step"),
+            (2.63, 2.27, 3.58, 3.08),
+        ),
+        (
+            "amphista-table-10",
+            "Vicuna 7B",
+            "rank 256",
+            ("MT-Bench, × full rank", "Spec-Bench, × full rank"),
+            (1.02, 1.01),
+        ),
+        (
+            "ibm-table-1",
+            "Llama 2 7B",
+            "mlp-speculator, paths, nodes 4, prompt 64",
+            ("batch 1 ms/token", "batch 2 ms/token", "batch 4 ms/token", "tokens/step"),
+            (5.50, 5.91, 6.95, 2.67),
+        ),
+        (
+            "ibm-table-1",
+            "Llama 2 7B",
+            "plain, prompt 2048",
+            ("batch 1 ms/token", "batch 2 ms/token", "batch 4 ms/token"),
+            (12.87, 14.98, 19.62),
+        ),
+        (
+            "ibm-table-2",
+            "Code Llama 13B Instruct",
+            "mlp-speculator, chain, nodes 8, prompt 512",
+            ("batch 1 ms/token", "batch 2 ms/token", "batch 4 ms/token", "tokens/step"),
+            (6.46, 6.25, 6.71, 5.49),
+        ),
+        ("ibm-two-stages", "Llama 2 13B", "two stages", ("tokens/step",), (2.63,)),
+    ],
+)
+def test_numbers_are_those_of_the_paper(
+    table: str, model: str, row: str, columns: tuple[str, ...], numbers: tuple[Any, ...]
+):
+    published = read_table(table).published[model][row]
+    assert tuple(published[column] for column in columns) == numbers
+
+
+@pytest.mark.parametrize("name", ["amphista-table-1", "amphista-table-2", "amphista-table-4", "amphista-table-5"])
+def test_averages_of_the_paper_are_those_of_its_tasks(name: str):
+    for model, rows in read_table(name).published.items():
+        for label, row in rows.items():
+            mean = sum(row[task] for task in TASKS[1:]) / 5
+            assert row["all but chat"] == pytest.approx(mean, abs=0.03), (model, label)
