@@ -59,6 +59,10 @@ class Options:
     """Draft heads of our server, which also answers without drafts."""
     fixed_nodes: tuple[int, ...] = ()
     """Also draft trees of so many nodes at every load, with the first head."""
+    num_paths: int | None = None
+    """Our server verifies so many paths of each head at every step."""
+    ignore_eos: bool = False
+    """Every answer has exactly --max-tokens (not from llama-cpp)."""
     precision: str = "auto"
     """bf16 or fp32 for ours and vLLM; auto is bf16 on CPUs that have it; int8 is ours only."""
     users: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -123,8 +127,9 @@ def commands(options: Options) -> list[Command]:
         precision = "bf16" if default_dtype("cpu") == torch.bfloat16 else "fp32"
     folder, gguf = converted_folder(SMOLLM2_135M), find_gguf(SMOLLM2_135M)
     most = max(options.users, default=16)
+    paths = () if options.num_paths is None else ("--num-paths", str(options.num_paths))
     known: dict[str, Callable[[], Command]] = {
-        "draftheads": lambda: draftheads_command(options.model, options.heads, precision),
+        "draftheads": lambda: draftheads_command(options.model, options.heads, precision, paths),
         "llama-cpp": lambda: llama_cpp_command(_found(gguf), options.environments, options.threads),
         "vllm": lambda: vllm_command(_found(folder), _DTYPES.get(precision, "auto"), options.environments, most),
     }
@@ -223,6 +228,8 @@ class Measurement:
     ) -> Callable[[Messages], Coroutine[Any, Any, Sample]]:
         """Requests of a way. With the salt, a server reads prompts again that it read in another round or way."""
         body = {**way.body, "max_tokens": tokens, "cache_salt": f"{way.name}, {salt}"}
+        if self.options.ignore_eos and way.server != "llama-cpp":
+            body["ignore_eos"] = True
         return partial(ask, http, self._urls[way.server], body)
 
     async def _tried(self, way: DecodingMethod, work: Coroutine[Any, Any, Any]) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from draftheads.bench.compare import MIN_PROMPTS
 from draftheads.bench.contenders import DRAFT_MODEL
-from draftheads.bench.paper_tables import Cells, PaperTable, by_head, cells_of, read_table, table_names
+from draftheads.bench.paper_tables import Cells, PaperTable, cells_of, drafting_cells, read_table, table_names
 from draftheads.bench.quality import Agreement, Perplexity, Rouge
 from draftheads.bench.settings import Point, Variant
 from draftheads.bench.studies import Budget, folder_name, options_of
@@ -35,7 +35,7 @@ KNOWN_FACETS = {"name", "part", "run", *(field.name for kind in (Point, Variant)
 # rows and columns of papers that ours have no number for: other variants, ratios to another row, and words
 ONLY_PUBLISHED = {("ibm-two-stages", "plain text only")}
 NO_CELL_IN_COMMON = {
-    *(("amphista-table-10", f"{name}") for name in ("full rank", "rank 64", "rank 128", "rank 256", "rank 512")),
+    *(("amphista-table-10", name) for name in ("full rank", "rank 64", "rank 128", "rank 256", "rank 512")),
     ("hydra-figure-5", "hydra, teacher"),
     ("hydra-figure-6", "PrefixMLP, teacher"),
     ("ibm-figure-4", "homogeneous, mlp-speculator, paths"),
@@ -52,7 +52,7 @@ def heads_of(table: PaperTable) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_can_be_measured(name: str, tmp_path: Path):
+def test_a_table_can_be_measured(name: str):
     table = read_table(name)
     assert table.name == name
     assert bool(table.heads) != bool(table.variants), "heads or variants"
@@ -88,23 +88,23 @@ def test_variants_have_possible_settings(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("tables", "changes"),
+    ("name", "shared"),
     [
-        (("amphista-table-4", "amphista-table-5"), {"loss": "amphista", "epochs": 4, "num_heads": 4}),
-        (("hydra-figure-5", "hydra-figure-6", "hydra-section-3-1"), {"epochs": 1, "depth_decay": 1.0}),
+        *((f"amphista-table-{n}", {"loss": "amphista", "epochs": 4, "num_heads": 4}) for n in (4, 5)),
+        *((f"hydra-{part}", {"epochs": 1, "depth_decay": 1.0}) for part in ("figure-5", "figure-6", "section-3-1")),
     ],
 )
-def test_variants_of_an_ablation_share_all_but_what_it_is_about(
-    tables: tuple[str, ...], changes: dict[str, Any], tmp_path: Path
-):
-    for name in tables:
-        table = read_table(name)
-        for variant in table.variants.values():
-            flat = options_of({**table.shared, **variant}, "smollm2-135m", tmp_path, Budget((Path("a.jsonl"),))).flat()
-            assert changes.items() <= flat.items()
-    first, *others = (read_table(name) for name in tables)
-    if name == "amphista-table-5":
-        assert all(dict(table.variants) == dict(first.variants) for table in others)
+def test_variants_of_an_ablation_are_trained_alike(name: str, shared: dict[str, Any], tmp_path: Path):
+    table = read_table(name)
+    for changes in table.variants.values():
+        budget = Budget(data=(Path("chats.jsonl"),))
+        settings = options_of({**table.shared, **changes}, "smollm2-135m", tmp_path, budget).flat()
+        assert shared.items() <= settings.items()
+
+
+def test_tables_4_and_5_of_amphista_have_the_same_variants():
+    first, second = (read_table(f"amphista-table-{number}") for number in (4, 5))
+    assert (first.shared, first.variants) == (second.shared, second.variants)
 
 
 # --- published numbers are where ours will be ---
@@ -131,8 +131,7 @@ def possible_rows(table: PaperTable) -> Iterator[Row]:
 
 def possible_cells(table: PaperTable) -> Cells:
     if table.measured == "drafting":
-        each = [0.5] * 4
-        return {name: {"prefix": 1.0, **by_head({"": each}, "head")} for name in table.heads}
+        return drafting_cells({name: {"prefix": 1.0, "heads": [0.5] * 4} for name in table.heads})
     return cells_of(table, list(possible_rows(table)))
 
 
@@ -140,8 +139,6 @@ def possible_cells(table: PaperTable) -> Cells:
 def test_published_numbers_meet_ours(name: str):
     table = read_table(name)
     ours = possible_cells(table)
-    if table.measured == "drafting":
-        ours = {label: {column.strip(): number for column, number in row.items()} for label, row in ours.items()}
     for rows in table.published.values():
         for label, row in rows.items():
             assert row
@@ -170,7 +167,13 @@ SPEC_BENCH = (*TASKS, "all but chat")  # MT-Bench, five tasks, and their average
         ("hydra-figure-2", "Vicuna 13B", "hydra", ("× plain", "× medusa"), (2.17, 1.10)),
         ("hydra-figure-3", "Vicuna 7B", "hydra++", ("batch 1 × plain", "batch 8 × plain"), (2.70, 1.63)),
         ("hydra-figure-5", "Vicuna 7B", "hydra, teacher", ("speed × hydra",), (1.04,)),
-        ("hydra-table-1", "8B", "hydra++", ("prefix", "head 1", "head 2", "head 3", "head 4"), (1.2, 0.6, 1.4, 1.2, 0.7)),
+        (
+            "hydra-table-1",
+            "8B",
+            "hydra++",
+            ("prefix", "head 1", "head 2", "head 3", "head 4"),
+            (1.2, 0.6, 1.4, 1.2, 0.7),
+        ),
         ("hydra-table-2", "8B", "medusa", (*TASKS, "all"), (2.00, 1.68, 1.59, 1.67, 1.98, 1.54, 1.75)),
         ("hydra-table-2", "8B", "hydra++", (*TASKS, "all"), (2.52, 2.02, 1.89, 2.08, 2.59, 1.87, 2.17)),
         ("hydra-appendix-d", "8B", "plain", ("step_milliseconds",), (28,)),
@@ -244,4 +247,4 @@ def test_averages_of_the_paper_are_those_of_its_tasks(name: str):
     for model, rows in read_table(name).published.items():
         for label, row in rows.items():
             mean = sum(row[task] for task in TASKS[1:]) / 5
-            assert row["all but chat"] == pytest.approx(mean, abs=0.03), (model, label)
+            assert row["all but chat"] == pytest.approx(mean, abs=0.015), (model, label)

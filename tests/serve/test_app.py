@@ -85,7 +85,7 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "logit_bias of words": ({"logit_bias": {"cat": 1}}, "logit_bias", "token ids"),
     "logit_bias too strong": ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
     "logit_bias too many": ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "at most 1024"),
-    "draft_nodes": ({"draft_nodes": 65}, "draft_nodes", "at most 64"),
+    "draft_nodes": ({"draft_nodes": 129}, "draft_nodes", "at most 128"),
     "draft_nodes without a head": ({"draft_nodes": 4, "model": PLAIN}, "draft_nodes", "leave draft_nodes out"),
     "stream_options without stream": ({"stream_options": {}}, "stream_options", "stream: true"),
     "stream_options": ({"stream": True, "stream_options": {"inc": 1}}, "stream_options.inc", "unknown"),

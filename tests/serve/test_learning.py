@@ -24,6 +24,7 @@ from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.load_models import load_served
 from draftheads.settings import LoadSettings
+from draftheads.speculation.shapes import BestPaths
 from families import tiny_head
 from joint_world import on_disk
 from serve_process import ServerProcess, wait_until
@@ -255,3 +256,13 @@ def test_after_a_kill_the_next_server_records_on(server: ServerProcess, world: P
         again.text("w7 w8 w9", **SHORT)
     assert len(records(world, "model")) > before
     assert "w7 w8 w9" in json.dumps(records(world, "model")[-1])
+
+
+def test_a_number_of_paths_replaces_the_rule_for_trees(world: Path) -> None:
+    load = partial(load_served, str(world / "model"), [str(world / "heads" / "medusa")], LoadSettings(precision="fp32"))
+    (engine,) = load(num_paths=3).engines.values()
+    assert isinstance(engine.shape, BestPaths)
+    assert (engine.shape.num_paths, engine.shape.widths) == (3, BestPaths().widths)
+    assert engine.profile is None
+    (engine,) = load().engines.values()
+    assert engine.shape is None

@@ -130,7 +130,7 @@ def test_a_request_that_cannot_fit_is_refused_at_once():
     ("lane", "message"),
     [
         (Lane("n"), "no model 'n'; choose among m, m:hydra, plain"),
-        (Lane("m", 65), "draft_nodes is 65; it must be at most 64"),
+        (Lane("m", 129), "draft_nodes is 129; it must be at most 128"),
         (Lane("m", -1), "draft_nodes is -1; it must be at least 0"),
         (Lane("plain", 4), "draft_nodes is 4, which is for drafters that fill trees.*plain decoding does not"),
     ],

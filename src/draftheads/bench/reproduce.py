@@ -1,16 +1,18 @@
 """Rebuilds a table of a paper for a model and its heads: trains what it needs, compares, and arranges the numbers."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from draftheads.bench.compare import Comparison, compare_heads
+from draftheads.bench.compare import MIN_PROMPTS, compare_heads
 from draftheads.bench.paper_tables import Cells, PaperTable, by_head, cells_of, drafting_cells, lines_of
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, renamed, train_variants
+from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, train_variants
 from draftheads.bench.table import Row
+from draftheads.bench.timing import PLAIN
 from draftheads.data.suites import read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.progress import Progress
@@ -56,7 +58,7 @@ def reproduce(
         prompts: questions in place of the table's.
         limit: questions of each category.
         draft_model: a smaller model, for tables that compare one.
-        quality: measures in place of the table's.
+        quality: measures of the answers.
         original_model: as for :func:`draftheads.compare_heads`.
         load_options: as for :func:`draftheads.load`.
 
@@ -81,32 +83,31 @@ def reproduce(
         for one in variants:
             cells |= losses_of(one, budget)
     else:
-        limit = 1 if quick and limit is None else limit
-        questions = select(read_suite(prompts or table.prompts), table.categories, limit)
-        measures = list(quality or [name for name in table.quality if name in ("agreement", "perplexity")])
-        for run in table.runs:
+        asked, categories = read_suite(prompts or table.prompts), () if prompts else table.categories
+        if quick and limit is None:
+            limit = -(-MIN_PROMPTS // len(categories or {record.category for record in asked}))
+        questions = select(asked, categories, limit)
+        for run, task in product(table.runs, _tasks(model, heads or table.heads, variants)):
             settings = quick_settings(table.settings(run)) if quick else table.settings(run)
-            compared = [
-                compare_heads(
-                    of_model,
-                    names,
-                    questions,
-                    settings=settings,
-                    draft_model=draft_model if table.draft_model else None,
-                    transformers=table.transformers,
-                    quality=measures,
-                    original_model=original_model or (model if of_model != model else None),
-                    progress=progress,
-                    **load_options,
-                )
-                for of_model, names in _compared(model, heads or table.heads, variants)
+            compared = compare_heads(
+                task.model,
+                task.heads,
+                questions,
+                settings=settings,
+                draft_model=draft_model if table.draft_model else None,
+                transformers=table.transformers,
+                quality=quality,
+                original_model=original_model or (model if task.tuned else None),
+                progress=progress,
+                **load_options,
+            )
+            record["runs"].setdefault(run, []).append(compared.record)
+            rows = [
+                replace(row, name=task.names.get(row.name, row.name), settings={**row.settings, "run": run})
+                for row in compared.rows
             ]
-            rows = _named(compared, variants)
-            rows = [replace(row, settings={**row.settings, "run": run}) for row in rows]
-            record["runs"][run] = [each.record for each in compared]
-            for found in _cells(table, rows, compared):
-                for label, line in found.items():
-                    cells.setdefault(label, {}).update(line)
+            for label, line in _cells(table, task, rows, compared.record).items():
+                cells.setdefault(label, {}).update(line)
     record = {
         "format_version": 1,
         "table": table.name,
@@ -119,35 +120,36 @@ def reproduce(
     return Reproduction([f"**{table.title}** ({table.source}), here for {model}.", "", *lines_of(table, cells)], record)
 
 
-def _compared(model: str, heads: Sequence[str], variants: Sequence[Variant]) -> list[tuple[str, list[str]]]:
-    """Models, each with the heads that are compared on it."""
-    frozen = [str(one.head) for one in variants if one.model is None]
-    tuned = [(str(one.model), [str(one.head)]) for one in variants if one.model is not None]
-    return [*([(model, frozen or list(heads))] if frozen or not variants else []), *tuned]
+@dataclass(frozen=True)
+class _Task:
+    """A model with the heads that are compared on it."""
+
+    model: str
+    heads: list[str]
+    names: dict[str, str]  # what a table calls a head, by its name in the comparison
+    tuned: str = ""  # the variant that the model is
 
 
-def _named(compared: Sequence[Comparison], variants: Sequence[Variant]) -> list[Row]:
-    """All rows; those of variants have their names."""
-    if not variants:
-        return [row for each in compared for row in each.rows]
-    rows: list[Row] = []
-    frozen = {one.head.name: one.name for one in variants if one.model is None}
-    tuned = [one for one in variants if one.model is not None]
+def _tasks(model: str, heads: Sequence[str], variants: Sequence[Variant]) -> list[_Task]:
+    frozen = [one for one in variants if one.model is None]
+    tasks = [] if variants else [_Task(model, list(heads), {})]
     if frozen:
-        rows += [replace(row, name=frozen.get(row.name, row.name)) for row in compared[0].rows]
-    for one, comparison in zip(tuned, compared[bool(frozen) :], strict=True):
-        rows += renamed(comparison.rows, one.name, tuned=True)
-    return rows
+        tasks.append(_Task(model, [str(one.head) for one in frozen], {one.head.name: one.name for one in frozen}))
+    return tasks + [
+        _Task(str(one.model), [str(one.head)], {one.head.name: one.name, PLAIN: f"{one.name}, plain"}, one.name)
+        for one in variants
+        if one.model is not None
+    ]
 
 
-def _cells(table: PaperTable, rows: Sequence[Row], compared: Sequence[Comparison]) -> list[Cells]:
+def _cells(table: PaperTable, task: _Task, rows: Sequence[Row], record: Mapping[str, Any]) -> Cells:
+    if table.measured == "rows":
+        return cells_of(table, rows)
     if table.measured == "drafting":
-        return [drafting_cells(each.record["drafting"]) for each in compared]
-    if table.measured == "accuracy":
-        return [
-            {name: by_head(_top(ranks), "head") for name, ranks in each.record["accuracy"].items()} for each in compared
-        ]
-    return [cells_of(table, rows)]
+        found = drafting_cells(record["drafting"])
+    else:
+        found = {name: by_head(_top(ranks), "head") for name, ranks in record["accuracy"].items()}
+    return {task.names.get(name, name): cells for name, cells in found.items()}
 
 
 def _top(ranks: Sequence[Sequence[float]]) -> dict[str, list[float]]:

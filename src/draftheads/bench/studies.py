@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,3 @@ def folder_name(variant: str) -> str:
     ('hydra++-PrefixMLP-teacher-4-layers', 'amphista-α')
     """
     return re.sub(r"[^\w+-]+", "-", variant).strip("-")
-
-
-def renamed(rows: Sequence[Any], name: str, *, tuned: bool) -> list[Any]:
-    """The rows of a variant under its name; of a tuned model, plain decoding is another one than the others'."""
-    return [replace(row, name=f"{name}, {row.name}" if tuned and row.name == "plain" else name) for row in rows]

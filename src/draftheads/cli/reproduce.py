@@ -1,6 +1,7 @@
 """``draftheads reproduce``: a table or figure of a paper, for a model and its heads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +28,8 @@ def run(options: ReproduceOptions) -> None:
     table = read_table(options.table)
     quiet_transformers()
     out = check_writable((options.out or Path(table.name)) / "table.json").parent
-    measures = measures_of(options.quality)
+    wanted = options.quality.quality or table.quality
+    measures = measures_of(replace(options.quality, quality=wanted))  # type: ignore[arg-type]
     budget = options.budget
     with ProgressDisplay(console) as progress:
         found = reproduce(

@@ -111,6 +111,7 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
         name=options.name,
         copy=options.copy,
         corpus=options.corpus,
+        num_paths=options.num_paths,
         batch_invariant=options.batch_invariant,
         max_rows=options.max_rows,
     )

@@ -300,7 +300,7 @@ class Engine:
         if draft_nodes is not None:
             return max(1, draft_nodes)
         if self.profile is not None:
-            return MAX_NODES + self.drafter.extra_nodes
+            return self.profile.most_nodes + self.drafter.extra_nodes
         shape = self.shape or self.drafter.default_shape
         return self.drafter.most_nodes if shape is None else most_nodes_of(shape)
 

@@ -7,7 +7,7 @@ from threading import Lock
 
 from draftheads.decode.request import Request
 
-TREE_SIZES = (0, 8, 16, 32, 64)  # few, as each one that is asked for takes a pass of the model in every step
+TREE_SIZES = (0, 8, 16, 32, 64, 128)  # few, as each one that is asked for takes a pass of the model in every step
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Lane:
     def rounded(self) -> "Lane":
         """With the nearest of ``TREE_SIZES``, the larger one of two.
 
-        >>> [Lane("m", nodes).rounded().draft_nodes for nodes in (3, 4, 11, 12, 64, None)]
+        >>> [Lane("m", nodes).rounded().draft_nodes for nodes in (3, 4, 11, 12, 90, None)]
         [0, 8, 8, 16, 64, None]
         """
         nodes = self.draft_nodes

@@ -65,7 +65,7 @@ def static_profile(joint_ranks: Tensor, *, top_k: int, only_chain: bool = False)
     heads = joint_ranks.shape[1]
     paths: list[RankPath] = [(0,) * depth for depth in range(1, heads + 1)]
     if not only_chain:
-        paths = joint_order(path_counts(joint_ranks, top_k=top_k), MAX_NODES)
+        paths = joint_order(path_counts(joint_ranks, top_k=top_k), ReplaySettings.max_nodes)
     trees = [Tree.from_paths(paths[:count]) for count in range(len(paths) + 1)]
     return AcceptanceProfile(
         temperature=0.0,

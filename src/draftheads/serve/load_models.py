@@ -15,6 +15,7 @@ from draftheads.models.kv_target import bytes_per_slot
 from draftheads.models.model import TargetModel
 from draftheads.serve.state import ServedModel
 from draftheads.settings import LoadSettings
+from draftheads.speculation.shapes import BestPaths
 from draftheads.utils.files import user_path
 from draftheads.utils.machine import find_memory
 
@@ -45,6 +46,7 @@ def load_served(
     name: str | None = None,
     copy: bool = True,
     corpus: Path | None = None,
+    num_paths: int | None = None,
     batch_invariant: bool = False,
     max_rows: int = 16,
 ) -> Served:
@@ -58,6 +60,7 @@ def load_served(
         name: under which it is served; the model's own name when left out.
         copy: drafts hold copies from the text, too.
         corpus: texts or earlier answers from which is copied, too.
+        num_paths: every step verifies so many paths of a head, whatever its profile.
         batch_invariant: drafted answers equal plain ones to the bit.
         max_rows: answers that are decoded together.
 
@@ -76,8 +79,9 @@ def load_served(
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
+        tree = None if num_paths is None else BestPaths(num_paths=num_paths)
         engines[served] = engine_on(
-            target, head, model=model, copy=copy, corpus=index, max_batch_size=max_rows, fast=load.fast
+            target, head, model=model, tree=tree, copy=copy, corpus=index, max_batch_size=max_rows, fast=load.fast
         )
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():

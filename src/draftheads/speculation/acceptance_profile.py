@@ -1,4 +1,4 @@
-"""``acceptance.json``: how many tokens a step gains with a head's trees of 1 to 64 nodes. It travels with the head.
+"""``acceptance.json``: how many tokens a step gains with a head's trees of up to 128 nodes. It travels with the head.
 
 Knows trees and numbers; knows nothing of models or machines. What a step costs is the machine's own
 (:mod:`draftheads.decode.cost_profile`). The keys of the file are public names.
@@ -24,7 +24,7 @@ from draftheads.utils.strict_json import checked, read_object
 
 PROFILE_FILE = "acceptance.json"
 PROFILE_VERSION = 2
-MAX_NODES = 64  # of a tree, root included
+MAX_NODES = 128  # of a tree, root included
 DEFAULT_NODES = 10  # of the tree that a head drafts on where nothing else decides
 Kind = Literal["static", "dynamic"]  # the same tree in every step, or a tree that grows for each row and step
 KINDS: tuple[Kind, ...] = ("static", "dynamic")
@@ -107,6 +107,11 @@ class AcceptanceProfile:
             all(0 <= share <= 1 for share in chain.from_iterable(self.copies)),
             f"copies is {self.copies}; every number must lie between 0 and 1",
         )
+
+    @property
+    def most_nodes(self) -> int:
+        """Of the largest tree, root included."""
+        return max(len(self.static_tokens), len(self.dynamic_tokens))
 
     @classmethod
     def assumed(cls, num_heads: int) -> Self:
