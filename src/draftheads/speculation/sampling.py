@@ -133,13 +133,13 @@ def penalised(logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> Ten
     return scores - _per_row(rows.presence_penalty, logits) * is_new
 
 
-def probabilities(scores: Tensor, rows: RowSettings) -> Tensor:
-    """The distribution that rows with a temperature sample from: penalised logits (B, …, V) -> (B, …, V) float64.
+def probabilities(scores: Tensor, rows: RowSettings, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The distribution that rows with a temperature sample from: penalised logits (B, …, V) -> (B, …, V) of the type.
 
     Greedy rows get the distribution at temperature 1; nothing reads it.
     """
     temperature = torch.where(rows.greedy, 1.0, rows.temperature)
-    scaled = scores.double() / _per_row(temperature, scores)
+    scaled = scores.to(dtype) / _per_row(temperature, scores).to(dtype)
     if rows.any_filtered:
         filters = (_per_row(values, scores) for values in (rows.top_k, rows.top_p, rows.min_p))
         scaled = _filtered(scaled, *filters)
