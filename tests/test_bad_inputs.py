@@ -145,7 +145,7 @@ ON_THE_COMMAND_LINE: dict[str, tuple[str, ...]] = {
     "generate abc --prompts chats.jsonl": ("chats.jsonl", "give one of them"),
     "generate --prompts wizard.jsonl --model model": ("wizard.jsonl", "line 1", "'wizard'", "assistant"),
     "generate abc --model model --out empty": ("empty", "folder"),
-    "bench model --heads medusa --prompts empty.jsonl": ("0 prompts", "3"),
+    "bench model --heads medusa --prompts empty.jsonl": ("empty.jsonl", "no question"),
     "bench model --heads medusa --json empty": ("empty", "folder"),
     "tune model medusaa": ("medusaa",),
     "tune model": ("HEAD",),

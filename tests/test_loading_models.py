@@ -426,9 +426,10 @@ def test_folders_of_another_kind_are_named(world: Path, tmp_path: Path) -> None:
         ModelNotFound, match=r"head is a draft head \(medusa for .*model\), not a model: load\('.*', head='"
     ):
         draftheads.load(world / "head")
-    for kind in ("model is a model", "lora is an adapter"):
-        with pytest.raises(ModelNotFound, match=f"{kind}, not a draft head: give the folder of a trained head"):
-            draftheads.load(world / "model", world / kind.split()[0])
+    with pytest.raises(ModelNotFound, match="lora is an adapter, not a draft head: give the folder of a trained head"):
+        draftheads.load(world / "model", world / "lora")
+    with pytest.raises(ModelNotFound, match="model is a whole model, not a draft head: use it as a draft model"):
+        draftheads.load(world / "model", world / "model")
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "head").symlink_to(world / "head")
     with pytest.raises(ModelNotFound, match=r"merged is not a draft head, but has one in .*head: give that folder"):

@@ -159,7 +159,8 @@ def test_processes_of_the_code_are_ended(monkeypatch: pytest.MonkeyPatch, tmp_pa
         left = [
             process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])
         ]
-        assert not left
+        _, alive = psutil.wait_procs(left, timeout=60)  # they are killed already, but may not be gone yet
+        assert not alive
     assert not list(tmp_path.iterdir())
 
 
