@@ -76,7 +76,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"static_tokens": [1.0, 1.5]}, "static_tokens has 2 numbers; 5 paths make 6 trees"),
     ({"static_tokens": [0.5, 1.5, 1.8, 1.9, 2.0, 2.0]}, r"a step has 0\.5 tokens; it must have at least 1"),
     ({"dynamic_tokens": [1.0] * 129}, "dynamic_tokens has 129 numbers; it must have at most 128"),
-    ({"paths": [[n] for n in range(128)], "static_tokens": [1.0] * 129}, "paths has 128 nodes; it must have at most 127"),
+    ({"paths": [[n] for n in range(128)], "static_tokens": [1.0] * 129}, "paths has 128 nodes; it must have at most"),
     ({"copies": [[0.5], [1.5]]}, r"copies is \[\[0\.5\], \[1\.5\]\]; every number must lie between 0 and 1"),
     ({"shallower_tokens": [[1.0]]}, "shallower_tokens has 1 list; 3 depths in temperatures make 2"),
     ({"shallower_tokens": [[1.0], [0.4]]}, r"a step has 0\.4 tokens; it must have at least 1"),
