@@ -16,7 +16,7 @@ from draftheads.bench import compare, timing
 from draftheads.bench.compare import Bench
 from draftheads.bench.contenders import Contender
 from draftheads.bench.quality import Gsm8k
-from draftheads.bench.settings import BenchSettings
+from draftheads.bench.settings import BenchSettings, Point
 from draftheads.bench.table import ALL, Row
 from draftheads.bench.timing import PLAIN, STOCK, StepClock, Way
 from draftheads.checkpoints.checkpoint import save_head
@@ -323,6 +323,15 @@ def test_prompts_can_have_one_length(model: TargetModel, tmp_path: Path, monkeyp
     assert set(lengths) == {3, 9}
     assert [row.settings["prompt_tokens"] for row in rows] == [3, 3, 9, 9]
     assert all(row.num_tokens == 3 * 6 for row in rows), "exactly so many tokens"
+
+
+def test_long_prompts_lose_their_middle(model: TargetModel, tmp_path: Path):
+    prompts = [[*prompt, *range(10, 30), 7, 8] for prompt in PROMPTS[:3]]
+    one = bench(model, tmp_path, [], replace(SETTINGS, longest_prompt=5), [*prompts, [3, 4]])
+    talks = one._talks(Point())
+    assert [talks.ids(question) for question in one.questions] == [
+        *([*prompt[:3], 7, 8] for prompt in prompts), [3, 4]
+    ]  # fmt: skip
 
 
 # --- quality ---

@@ -304,6 +304,9 @@ class Bench:
 
     # --- what they do ---
 
+    def _talks(self, point: Point) -> Conversations:
+        return Conversations(self.target, point.prompt_tokens, self.settings.longest_prompt)
+
     def _rows(self, point: Point) -> Iterator[Row]:
         ways = self._ways(point)
         found = self._timed(point, ways)
@@ -331,7 +334,7 @@ class Bench:
 
     def _timed(self, point: Point, ways: dict[str, _Way]) -> dict[str, list[Answers]]:
         """All ways' answers to all questions that the model takes, in turn."""
-        talks = Conversations(self.target, point.prompt_tokens)
+        talks = self._talks(point)
         questions = []
         for question in self.questions:
             try:
@@ -397,7 +400,7 @@ class Bench:
             said = [self._text(texts[question.number, turn]) for turn in turns]
             if 0 < len(said) < len(question.turns):
                 try:
-                    Conversations(self.target, point.prompt_tokens).ids(question, said)
+                    self._talks(point).ids(question, said)
                 except InvalidPrompt as error:
                     self._problem(question.number, len(said) + 1, f"{way.name}: {error}")
 
@@ -427,7 +430,7 @@ class Bench:
 
     def _items(self, point: Point, own: Sequence[Answers]) -> list[Item]:
         """The answers question by question; with several rounds, of the first one."""
-        talks, texts = Conversations(self.target, point.prompt_tokens), _texts(own)
+        talks, texts = self._talks(point), _texts(own)
         items = []
         for question in self.questions:
             number, turns = question.number, range(len(question.turns))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draftheads.bench.timing import Answers, Way
-from draftheads.decode.engine import Engine
+from draftheads.decode.engine import Engine, prompt_ids
 from draftheads.errors import InvalidPrompt
 from draftheads.models.model import TargetModel
 from draftheads.utils.messages import Message
@@ -27,10 +27,13 @@ class Conversations:
     Args:
         target: the model whose chat template and tokenizer count.
         prompt_tokens: every prompt is cut or repeated to so many tokens; None leaves it as it is.
+        longest_prompt: longer prompts lose their middle, so that the instructions at both ends stay.
     """
 
-    def __init__(self, target: TargetModel, prompt_tokens: int | None = None) -> None:
-        self.engine, self.prompt_tokens = Engine(target), prompt_tokens
+    def __init__(
+        self, target: TargetModel, prompt_tokens: int | None = None, longest_prompt: int | None = None
+    ) -> None:
+        self.engine, self.prompt_tokens, self.longest = Engine(target), prompt_tokens, longest_prompt
 
     def ids(self, question: Question, answers: Sequence[str] = ()) -> list[int]:
         """Token ids of the turn after these answers.
@@ -46,11 +49,12 @@ class Conversations:
                 said.append({"role": question.role, "content": text})
                 if turn < len(answers):
                     said.append({"role": "assistant", "content": answers[turn]})
-            ids = self.engine.encode(said)
-        if self.prompt_tokens is None:
-            return ids
-        times = -(-self.prompt_tokens // len(ids))
-        return self.engine.encode((ids * times)[: self.prompt_tokens])
+            ids = prompt_ids(self.engine.model, said)
+        if self.longest is not None and len(ids) > self.longest:
+            ids = ids[: -(-self.longest // 2)] + ids[-(self.longest // 2) :]
+        if self.prompt_tokens is not None:
+            ids = (ids * -(-self.prompt_tokens // len(ids)))[: self.prompt_tokens]
+        return self.engine.encode(ids)
 
     def way(self, decode: Way) -> Way:
         """The way that answers questions, all turns, in place of prompts. A turn that is too long ends its question."""

@@ -55,6 +55,9 @@ class BenchSettings(OptionGroup):
     """Thresholds ε of typical acceptance."""
     prompt_tokens: tuple[int, ...] = ()
     """Cut or repeat every prompt to so many tokens. Default: prompts as they are."""
+    longest_prompt: Annotated[int | None, at_least(2)] = None
+    """Longer prompts lose their middle. So many tokens are left, such as 2048 for summaries; default: a prompt that the
+    model does not take is left out."""
     max_new_tokens: Annotated[int, at_least(2)] = 128
     """Tokens of each answer."""
     ignore_eos: bool = False

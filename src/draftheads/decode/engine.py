@@ -311,7 +311,7 @@ class Engine:
             InvalidPrompt: empty, or refused by the chat template.
             PromptTooLong: more tokens than the model takes.
         """
-        ids = _encode(self.model, prompt)
+        ids = prompt_ids(self.model, prompt)
         if not ids:
             raise InvalidPrompt("the prompt is empty: there is nothing to go on from")
         limit = self.model.max_positions
@@ -365,7 +365,8 @@ def _described(value: object) -> str:
     return f"{type(value).__name__}: {short(' '.join(repr(value).split()))}"
 
 
-def _encode(model: TargetModel, prompt: Prompt) -> list[int]:
+def prompt_ids(model: TargetModel, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt of any length, with the model's chat template where it has one."""
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise InvalidPrompt(f"a prompt is a text, a list of messages or a list of token ids, not {_described(prompt)}")
     ids = [int(item) for item in prompt if isinstance(item, Integral) and not isinstance(item, bool)]
