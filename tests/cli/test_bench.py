@@ -74,10 +74,13 @@ def test_questions_are_chosen_by_category(here: Path, tmp_path: Path, run: Run) 
 
 def test_quick_makes_small_what_is_not_given() -> None:
     small = bench.quick(BenchOptions(quick=True))
-    assert (small.limit, small.settings.max_new_tokens, small.settings.trees) == (1, 64, ("defaults",))
+    assert (small.settings.max_new_tokens, small.settings.trees) == (64, ("defaults",))
+    assert len(bench.questions_of(small)) == 6, "one of each category"
+    assert len(bench.questions_of(replace(small, prompts="calibration"))) == 6, "they have no categories"
+    assert len(bench.questions_of(replace(small, category=("maths", "chat")))) == 6
     given = BenchOptions(quick=True, limit=5, settings=BenchSettings(max_new_tokens=9, trees=("chain",)))
     assert bench.quick(given).settings == replace(given.settings, num_calibration_prompts=16)
-    assert bench.quick(given).limit == 5
+    assert len(bench.questions_of(bench.quick(given))) == 30
 
 
 @pytest.mark.parametrize(

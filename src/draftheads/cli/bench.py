@@ -24,7 +24,8 @@ from draftheads.errors import InvalidSettings
 from draftheads.utils.files import check_writable, write_atomic
 
 BUILT_IN = "tasks"
-_FEW = 4  # questions of each category
+_FEW = 4  # of our own questions of each category
+_QUICK = 6  # questions of a short comparison, at least
 _MOST_PROBLEMS = 5  # that are printed; all are in the files
 
 
@@ -71,7 +72,7 @@ def quick(options: BenchOptions) -> BenchOptions:
         max_new_tokens=64 if given.max_new_tokens == usual.max_new_tokens else given.max_new_tokens,
         num_calibration_prompts=min(16, given.num_calibration_prompts),
     )
-    return replace(options, settings=settings, limit=1 if options.limit is None else options.limit)
+    return replace(options, settings=settings)
 
 
 def questions_of(options: BenchOptions) -> list[Record]:
@@ -80,8 +81,12 @@ def questions_of(options: BenchOptions) -> list[Record]:
     Raises:
         DataError: the file has none, or no such category.
     """
-    limit = _FEW if options.prompts is None and options.limit is None else options.limit
-    return select(read_suite(options.prompts or BUILT_IN), options.category, limit)
+    questions, limit = read_suite(options.prompts or BUILT_IN), options.limit
+    if limit is None and options.quick:
+        limit = -(-_QUICK // len(options.category or {question.category for question in questions}))
+    elif limit is None and options.prompts is None:
+        limit = _FEW
+    return select(questions, options.category, limit)
 
 
 def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", "perplexity"]]:

@@ -67,7 +67,7 @@ class BenchOptions:
     limit: int | None = None
     """Use only the first LIMIT questions of each category. Default: 4 of our own."""
     quick: bool = False
-    """A short comparison of about five minutes. One question of each category, answers of 64 tokens."""
+    """A short comparison of about five minutes. Six questions, the defaults of each head, answers of 64 tokens."""
     quality: tyro.conf.OmitArgPrefixes[QualityOptions] = field(default_factory=QualityOptions)
     out: Path | None = None
     """Folder for bench.json, bench.md, answers.jsonl and bench.html. The numbers, the tables, all answers, and a page
