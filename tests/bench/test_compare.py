@@ -13,12 +13,12 @@ from torch import Tensor
 
 import draftheads
 from draftheads.bench import compare, timing
-from draftheads.bench.compare import Bench
+from draftheads.bench.compare import Bench, Comparison, together
 from draftheads.bench.contenders import Contender
 from draftheads.bench.quality import Gsm8k
 from draftheads.bench.settings import BenchSettings, Point
 from draftheads.bench.table import ALL, Row
-from draftheads.bench.timing import PLAIN, STOCK, StepClock, Way
+from draftheads.bench.timing import PLAIN, STOCK, Answers, StepClock, Way
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.data.records import Record
 from draftheads.decode.batch import Batch
@@ -191,13 +191,17 @@ def test_tokens_per_step_are_those_of_decoding(model: TargetModel, tmp_path: Pat
     assert [row.tree for row in rows.values()][-2:] == ["growing, 6", "its own, up to 9"]
 
 
-@pytest.mark.parametrize("rule", ["exact", "typical", "rejection", "block"])
+@pytest.mark.parametrize("rule", ["exact", "typical", "typical-sampled", "rejection", "block"])
 def test_each_acceptance_rule_is_timed_at_a_temperature(model: TargetModel, tmp_path: Path, rule: str):
     settings = replace(SETTINGS, temperatures=(0.7,), acceptance=(rule,), epsilons=(0.2,))
     each = contenders(model)[1:]
     if rule in ("rejection", "block"):
-        with pytest.raises(InvalidSettings, match="prompt-lookup cannot draft trees of the kind best: leave it out"):
-            bench(model, tmp_path, each, settings).run()
+        left_out = bench(model, tmp_path, each, settings)
+        assert "prompt-lookup" not in named(left_out.run())
+        words = f"prompt-lookup is left out: it cannot draft trees of the kind best with {rule} acceptance"
+        assert [problem["problem"] for problem in left_out.problems] == [words]
+        with pytest.raises(InvalidSettings, match="no drafter is left: prompt-lookup is left out"):
+            bench(model, tmp_path, each[-1:], settings).run()
         each = each[:2]
     one = bench(model, tmp_path, each, settings)
     rows = named(one.run())
@@ -205,7 +209,7 @@ def test_each_acceptance_rule_is_timed_at_a_temperature(model: TargetModel, tmp_
     for contender in each:
         row = rows[contender.name]
         assert (row.settings["temperature"], row.settings["acceptance"]) == (0.7, rule)
-        assert row.settings["epsilon"] == (0.2 if rule == "typical" else None)
+        assert row.settings["epsilon"] == (0.2 if rule.startswith("typical") else None)
         assert row.speedup > 0
     own = {line["question_id"]: line["token_ids"] for line in one.lines if line["way"] == "hydra"}
     if rule == "exact":
@@ -304,9 +308,27 @@ def test_what_is_too_long_is_a_problem_of_its_question(world: Path, tmp_path: Pa
     assert named(rows)["lookup"].num_answers == 6
     problems = [(problem["question"], problem["turn"]) for problem in one.problems]
     assert problems == [("1", 1), ("9", 2), ("9", 2)], "for each way"
+    assert len({line["question_id"] for line in one.lines}) == 4
     assert f"takes at most {limit - 1}" in one.problems[0]["problem"]
     with pytest.raises(DataError, match="the model takes 2 prompts: give at least 3"):
         bench(model, tmp_path, [], SETTINGS, [*questions[:1], *QUESTIONS[:2]]).run()
+
+
+def test_the_last_group_takes_the_prompts_that_are_left(model: TargetModel, tmp_path: Path):
+    settings = replace(SETTINGS, batch_sizes=(1, 2), max_new_tokens=3)
+    prompts = [[5 + n, 6, 7] for n in range(19)]
+    rows = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "1")], settings, prompts).run()
+    assert [row.num_answers for row in rows] == [19] * 4
+    assert [row.speedup_interval is None for row in rows] == [False, False, True, True], "two groups say nothing"
+
+
+def test_a_turn_that_one_way_does_not_reach_is_left_out_of_both():
+    def answer(turn: int, seconds: float) -> Answers:
+        return Answers(((1, 2),), (1,), seconds, questions=(turn,), turn=turn, group=turn)
+
+    own, plain = [answer(0, 1.0), answer(1, 1.0)], [answer(0, 2.0)]
+    assert together(own, plain) == (own[:1], plain)
+    assert together(plain, own) == (plain, own[:1])
 
 
 def test_prompts_can_have_one_length(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -385,9 +407,26 @@ def test_a_comparison_that_was_stopped_continues(model: TargetModel, tmp_path: P
     rows = bench(model, tmp_path, two).run()
     assert stopping.count == 2 * 3, "four prompts were answered before"
     assert {row.num_answers for row in rows} == {6}
+    again = bench(model, tmp_path, two)
     stopping.count = 0
+    again.run()
+    assert stopping.count == 0, "until they are forgotten"
+    Comparison(rows, {}, [], tuple(again.saved)).forget()
     bench(model, tmp_path, two).run()
     assert stopping.count == 6 * 3, "times are measured anew"
+
+
+def test_a_sweep_that_was_stopped_loses_no_finished_answer(
+    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stopping = Stopping(monkeypatch)
+    one, settings = contenders(model)[:1], replace(SETTINGS, temperatures=(0.0, 0.8))
+    stopping.stop_at = 2 * 6 + 3  # in the second prompt at the second temperature
+    with pytest.raises(KeyboardInterrupt):
+        bench(model, tmp_path, one, settings).run()
+    stopping.count, stopping.stop_at = 0, -1
+    bench(model, tmp_path, one, settings).run()
+    assert stopping.count == 2 * 5
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from draftheads.bench.paper_tables import PaperTable, cells_of, lines_of, read_table, table_names
-from draftheads.bench.reproduce import quick_settings, reproduce
+from draftheads.bench.reproduce import _with_our_category, quick_settings, reproduce
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import Budget, options_of
 from draftheads.bench.table import Row
+from draftheads.data.records import Record
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.train.joint.options import JointOptions
 from draftheads.utils.progress import NoProgress
@@ -172,6 +173,12 @@ def test_a_quick_run_trains_on_the_model_s_own_answers(folder: Path, tmp_path: P
     assert (tmp_path / "chats.jsonl").is_file()
     assert found.record["cells"]["one"]["tokens/step"] >= 1
     assert found.record["quick"]
+
+
+def test_spec_bench_s_categories_have_our_names():
+    categories = ("coding", "summarization", "qa", "math_reasoning", "rag", "translation", "")
+    named = [_with_our_category(Record((), labels={"category": name})).category for name in categories]
+    assert named == ["chat", "summarisation", "question_answering", "maths", "retrieval", "translation", ""]
 
 
 def test_a_model_without_bundled_heads_needs_heads(folder: Path, tmp_path: Path):

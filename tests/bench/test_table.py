@@ -114,10 +114,21 @@ def test_the_markdown_tables_have_a_line_for_each_way():
     assert by_part([ROW, other]) == ([], [])
 
 
-def test_ways_of_one_name_are_told_apart_by_their_trees():
-    rows = [replace(ROW, part=part, tree=tree) for tree in ("static, 6", "growing, 9") for part in (ALL, "maths")]
-    _, lines = by_part(rows)
-    assert [line[0] for line in lines] == ["medusa, static, 6", "medusa, growing, 9"]
+def test_ways_of_one_name_are_told_apart_by_their_settings():
+    rows = [
+        replace(ROW, part=part, settings={"tree": tree, "num_nodes": nodes, "batch_size": 1})
+        for tree in ("static", "dense")
+        for nodes in (6, 9)
+        for part in (ALL, "maths")
+    ]
+    plain = [replace(ROW, name="plain", part=part, settings={"batch_size": 1}) for part in (ALL, "maths")]
+    _, lines = by_part([*plain, *rows])
+    assert [line[0] for line in lines] == [
+        "plain",
+        *(f"medusa, trees {tree}, nodes {nodes}" for tree in ("static", "dense") for nodes in (6, 9)),
+    ]
+    assert {"trees", "nodes"} <= cells(rows[0], *rows).keys()
+    assert "batch" not in cells(rows[0], *rows)
 
 
 @pytest.mark.parametrize(

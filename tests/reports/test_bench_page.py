@@ -122,7 +122,7 @@ def test_plots_of_one_category_and_one_point():
     }
     assert drawn(page, "speed-and-tokens")["points"] == {"hydra": (2.5, 70), "medusa": (2.5, 60), "plain": (1, 40)}
     assert drawn(page, "lengths")["panels"]["steps, %"]["hydra"] == [(1, 12.5), (2, 25), (3, 62.5)]
-    assert drawn(page, "depths")["panels"]["accepted, %"]["hydra"] == [(1, 75), (2, 50)]
+    assert drawn(page, "depths")["panels"]["steps, %"]["hydra"] == [(1, 75), (2, 50)]
     assert drawn(page, "parts")["names"] == ["hydra", "medusa"], "no parts of plain decoding were measured"
     assert drawn(page, "parts")["parts"]["verification"] == [27, 27]
     assert drawn(page, "drafting")["names"] == ["medusa", "hydra"]

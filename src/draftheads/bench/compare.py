@@ -5,6 +5,7 @@ are the one record of a comparison: all numbers follow from them.
 """
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -53,6 +54,12 @@ class Comparison:
     rows: list[Row]  # over all questions, and by category and turn
     record: dict[str, Any]  # as in ``bench.json``
     answers: list[dict[str, Any]]  # as the lines of ``answers.jsonl``
+    saved: tuple[Path, ...] = ()  # files in the user's cache by which a stopped comparison continues
+
+    def forget(self) -> None:
+        """Deletes what was saved, so that the next comparison measures times anew."""
+        for path in self.saved:
+            path.unlink(missing_ok=True)
 
 
 def compare_heads(
@@ -69,6 +76,7 @@ def compare_heads(
     transformers: bool = False,
     precision: Precision = "auto",
     fresh: bool = False,
+    keep: bool = False,
     progress: Progress | bool = True,
     **load_options: Any,
 ) -> Comparison:
@@ -93,6 +101,7 @@ def compare_heads(
         transformers: also time transformers' own ``generate``, one prompt at a time.
         precision: as for :func:`draftheads.load`.
         fresh: ignore what was saved.
+        keep: the finished answers stay saved until :meth:`Comparison.forget` is called.
         progress: True shows bars in a notebook or on a terminal; or receives each stage.
         load_options: other arguments of :func:`draftheads.load` for the model, such as ``device`` or ``four_bit``.
 
@@ -154,19 +163,22 @@ def compare_heads(
         "model": model,
         "precision": target.precision,
         "threads": torch.get_num_threads(),
-        "num_prompts": len(records) - len({problem["question"] for problem in bench.problems if problem["turn"] == 1}),
+        "num_prompts": len({line["question_id"] for line in bench.lines}),
         "prompts": None,  # their file, which only the command knows
         "settings": asdict(settings),
         "drafters": {contender.name: contender.identity for contender in contenders},
         "drafting": bench.drafting,
         "accuracy": bench.trees.accuracy,
-        "peak_bytes": psutil.Process().memory_info().rss,
+        "peak_bytes": _peak_bytes(),
         "problems": bench.problems,
         "example": bench.example,
         "rows": [asdict(row) for row in rows],
         "provenance": provenance(),
     }
-    return Comparison(rows, record, bench.lines)
+    comparison = Comparison(rows, record, bench.lines, tuple(bench.saved))
+    if not keep:
+        comparison.forget()
+    return comparison
 
 
 def _records(prompts: Sequence[Prompt | Record]) -> list[Prompt | Record]:
@@ -243,6 +255,7 @@ class Bench:
         self.problems: list[dict[str, Any]] = []  # what was not answered or measured, and why
         self.drafting: dict[str, Any] = {}  # milliseconds of each head's parts
         self._scored: list[tuple[Any, Any, list[Scores]]] = []  # measures, texts and their scores
+        self.saved: list[Path] = []  # answers of this comparison
         self.example: dict[str, Any] | None = None  # an answer in pieces, accepted draft tokens marked
 
     def run(self) -> list[Row]:
@@ -272,9 +285,11 @@ class Bench:
                 if (way := self._way(contender, point, variant)) is not None
             ]
             if not found:
-                kinds = ", ".join(self.settings.trees)
-                raise InvalidSettings(f"{contender.name} cannot draft trees of the kind {kinds}: leave it out")
+                kinds = f"trees of the kind {', '.join(self.settings.trees)} with {', '.join(self.settings.acceptance)}"
+                self._problem(None, 0, f"{contender.name} is left out: it cannot draft {kinds} acceptance")
             ways += found
+        if self.contenders and ways[-1].name in (PLAIN, STOCK):
+            raise InvalidSettings(f"no drafter is left: {'; '.join(each['problem'] for each in self.problems)}")
         return {identity_digest([way.name, way.settings]): way for way in ways}
 
     def _way(self, contender: Contender, point: Point, variant: Variant) -> _Way | None:
@@ -318,11 +333,12 @@ class Bench:
             self._note(way, point, own)
             scores = self._scores(point, own, plain)
             for part, belongs in parts_of(plain, self.categories):
-                chosen, of_plain, of_stock = (list(filter(belongs, each or ())) for each in (own, plain, stock))
-                if not (chosen and of_plain):
+                chosen, of_plain = together(list(filter(belongs, own)), list(filter(belongs, plain)))
+                chosen, of_stock = together(chosen, list(filter(belongs, stock or chosen)))
+                if not chosen:
                     continue
                 yield replace(
-                    timed_row(way.name, chosen, of_plain, of_stock or None),
+                    timed_row(way.name, chosen, of_plain, of_stock if stock else None),
                     part=part,
                     settings=way.settings,
                     num_parameters=way.num_parameters,
@@ -345,7 +361,10 @@ class Bench:
         if len(questions) < MIN_PROMPTS:
             raise DataError(f"the model takes {counted(len(questions), 'prompt')}: give at least {MIN_PROMPTS}")
         size = 1 if point.batch_size == 1 else min(len(questions), _QUEUE * point.batch_size)
-        groups = [questions[start : start + size] for start in range(0, len(questions) - size + 1, size)]
+        groups = [questions[start : start + size] for start in range(0, len(questions), size)]
+        if len(groups) > 1 and len(groups[-1]) < size:
+            rest = groups.pop()
+            groups[-1] += rest
         key = identity_digest(
             [
                 [asdict(question) for group in groups for question in group],
@@ -370,8 +389,7 @@ class Bench:
             rounds=self.settings.rounds,
             saved=saved,
         )
-        for path in self.folder.glob(f"timed-{key}-*.json"):
-            path.unlink()  # measured anew by the next comparison
+        self.saved += self.folder.glob(f"timed-{key}-*.json")
         return timings.answers
 
     def _note(self, way: _Way, point: Point, own: Sequence[Answers]) -> None:
@@ -397,7 +415,7 @@ class Bench:
         texts = _texts(own)
         for question in self.questions:
             turns = [turn for turn in range(len(question.turns)) if (question.number, turn) in texts]
-            said = [self._text(texts[question.number, turn]) for turn in turns]
+            said = [self._text(texts[question.number, turn]).strip() for turn in turns]
             if 0 < len(said) < len(question.turns):
                 try:
                     self._talks(point).ids(question, said)
@@ -417,8 +435,9 @@ class Bench:
                 self.example = {"way": best.name, "question": question, "pieces": marked}
                 return
 
-    def _problem(self, number: int, turn: int, reason: str) -> None:
-        problem = {"question": self.ids[number], "turn": turn, "problem": reason}
+    def _problem(self, number: int | None, turn: int, reason: str) -> None:
+        """Notes a problem of a question, or of all (None)."""
+        problem = {"question": None if number is None else self.ids[number], "turn": turn, "problem": reason}
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -435,7 +454,7 @@ class Bench:
         for question in self.questions:
             number, turns = question.number, range(len(question.turns))
             ids = [texts[number, turn] for turn in turns if (number, turn) in texts]
-            answers = [self._text(each) for each in ids]
+            answers = [self._text(each).strip() for each in ids]
             if ids:
                 items.append(
                     Item(
@@ -455,6 +474,7 @@ class Bench:
             return []
         items, plain_items, scores = self._items(point, own), self._items(point, plain), []
         texts = [item.answer_ids for item in items]
+        found: list[tuple[str, Scores]] = []
         for measure in self.measures:
             known = [found for name, seen, found in self._scored if name is measure and seen == texts]
             if not known:  # exact drafters have the same texts
@@ -463,10 +483,11 @@ class Bench:
                 if not isinstance(measure, str):
                     self._scored.append((measure, texts, known[0]))
             scores += known[0]
+            found += [(measure if isinstance(measure, str) else measure.name, each) for each in known[0]]
         numbers = {self.ids[number]: number for number in range(len(self.ids))}
-        for score in scores:
-            for question_id, reason in score.problems.items():
-                self._problem(numbers[question_id], 1, f"{score.measure}: {reason}")
+        for name, each in found:
+            for question_id, reason in each.problems.items():
+                self._problem(numbers[question_id], 1, f"{name}: {reason}")
         return scores
 
     def _quality(self, scores: Sequence[Scores], numbers: set[int]) -> dict[str, Any]:
@@ -481,6 +502,26 @@ class Bench:
             "quality": {name: mean.value for name, mean in means.items()},
             "quality_intervals": {name: (mean.low, mean.high) for name, mean in means.items()},
         }
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had; what it has now, where that is not known."""
+    try:
+        import resource  # noqa: PLC0415 - not on Windows
+    except ImportError:
+        return psutil.Process().memory_info().rss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def together(first: Sequence[Answers], second: Sequence[Answers]) -> tuple[list[Answers], list[Answers]]:
+    """The answers to turns that both have: a conversation can become too long for one way alone."""
+
+    def turns(answers: Sequence[Answers]) -> set[Any]:
+        return {(answer.group, answer.turn, answer.questions) for answer in answers}
+
+    both = turns(first) & turns(second)
+    kept = [[one for one in each if (one.group, one.turn, one.questions) in both] for each in (first, second)]
+    return kept[0], kept[1]
 
 
 def question_of(number: int, prompt: Prompt | Record) -> Question:

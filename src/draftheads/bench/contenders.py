@@ -124,4 +124,6 @@ def load_contenders(
         with torch.device("meta"):  # the loaded layers hold packed weights, not parameters
             count = type(small.model)(small.config).num_parameters()
         identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"
-        yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, count, draws=True)
+        drafter = DraftModel(small, target)
+        usual = Engine(target, drafter, max_batch_size=1)
+        yield Contender(DRAFT_MODEL, drafter, identity, count, defaults=usual, draws=True)

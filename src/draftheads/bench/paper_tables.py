@@ -40,7 +40,6 @@ class PaperTable:
     measured: Measured = "rows"  # what the cells are from: a comparison, times of drafting, accuracy or losses by head
     rows: tuple[str, ...] = ("name",)  # what names a row: name, run, or settings such as tree
     columns: str = "values"  # what names a column: part, a setting such as epsilon, or values
-    parts: bool = False  # whether rows are of categories and turns
     values: tuple[str, ...] = ("speedup",)  # numbers of a row, or measures of quality
     # of the paper: by model, row and column, the first model's beside ours
     published: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
@@ -95,7 +94,7 @@ def cells_of(table: PaperTable, rows: Sequence[Row]) -> Cells:
     """The numbers of a comparison, as the table arranges them."""
     cells: Cells = {}
     for row in rows:
-        if (row.part != ALL and table.columns != "part" and not table.parts) or (table.parts and row.part == ALL):
+        if row.part != ALL and table.columns != "part":
             continue
         label = ", ".join(filter(None, (_facet(row, name) for name in table.rows)))
         column = "" if table.columns == "values" else _facet(row, table.columns)

@@ -164,6 +164,8 @@ class Agreement(Measure):
     def score(self, item: Item) -> Outcome:  # noqa: D102
         if item.question_id not in self._plain:
             return "plain decoding has no answer"
+        if len(item.answers) != len(self._plain[item.question_id].answers):
+            return "plain decoding has another number of turns"
         ours, theirs = (getattr(each, self._field) for each in (item, self._plain[item.question_id]))
         common = 0
         for one, other in zip(ours, theirs, strict=True):

@@ -7,18 +7,27 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from draftheads.bench.compare import MIN_PROMPTS, compare_heads
+from draftheads.bench.compare import MIN_PROMPTS, Comparison, compare_heads
 from draftheads.bench.paper_tables import Cells, PaperTable, by_head, cells_of, drafting_cells, lines_of
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, train_variants
 from draftheads.bench.table import Row
 from draftheads.bench.timing import PLAIN
+from draftheads.data.records import Record
 from draftheads.data.suites import read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import provenance
 
 _QUICK_VALUES = 3  # of a setting with more values
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_OURS = {  # categories of Spec-Bench by the names of ours
+    **dict.fromkeys(_MT_BENCH, "chat"),
+    "summarization": "summarisation",
+    "qa": "question_answering",
+    "math_reasoning": "maths",
+    "rag": "retrieval",
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ def reproduce(
         small = {"eval_steps": 0, "tree_nodes": 16} if quick else {}
         variants = train_variants(table, model, out, budget, progress, **small)
     cells: Cells = {}
+    finished: list[Comparison] = []
     record: dict[str, Any] = {"variants": {one.name: asdict(one.report) for one in variants}, "runs": {}}
     if table.measured == "losses":
         for one in variants:
@@ -86,7 +96,7 @@ def reproduce(
         asked, categories = read_suite(prompts or table.prompts), () if prompts else table.categories
         if quick and limit is None:
             limit = -(-MIN_PROMPTS // len(categories or {record.category for record in asked}))
-        questions = select(asked, categories, limit)
+        questions = [_with_our_category(record) for record in select(asked, categories, limit)]
         for run, task in product(table.runs, _tasks(model, heads or table.heads, variants)):
             settings = quick_settings(table.settings(run)) if quick else table.settings(run)
             compared = compare_heads(
@@ -98,9 +108,11 @@ def reproduce(
                 transformers=table.transformers,
                 quality=quality,
                 original_model=original_model or (model if task.tuned else None),
+                keep=True,
                 progress=progress,
                 **load_options,
             )
+            finished.append(compared)
             record["runs"].setdefault(run, []).append(compared.record)
             rows = [
                 replace(row, name=task.names.get(row.name, row.name), settings={**row.settings, "run": run})
@@ -108,6 +120,8 @@ def reproduce(
             ]
             for label, line in _cells(table, task, rows, compared.record).items():
                 cells.setdefault(label, {}).update(line)
+    for compared in finished:
+        compared.forget()
     record = {
         "format_version": 1,
         "table": table.name,
@@ -150,6 +164,12 @@ def _cells(table: PaperTable, task: _Task, rows: Sequence[Row], record: Mapping[
     else:
         found = {name: by_head(_top(ranks), "head") for name, ranks in record["accuracy"].items()}
     return {task.names.get(name, name): cells for name, cells in found.items()}
+
+
+def _with_our_category(record: Record) -> Record:
+    """The record; a category of Spec-Bench, of which MT-Bench's are chats, has the name that tables use."""
+    category = record.category
+    return replace(record, labels={**record.labels, "category": _OURS.get(category, category)}) if category else record
 
 
 def _top(ranks: Sequence[Sequence[float]]) -> dict[str, list[float]]:

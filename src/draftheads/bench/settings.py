@@ -99,7 +99,7 @@ class BenchSettings(OptionGroup):
         for tree in self.trees:
             for nodes in (None,) if tree == "defaults" else self.num_nodes:
                 for rule in self.acceptance if temperature else ("exact",):
-                    for epsilon in self.epsilons if rule == "typical" else (None,):
+                    for epsilon in self.epsilons if rule.startswith("typical") else (None,):
                         yield Variant(tree, nodes, rule, epsilon)
 
     def sampling(self, point: Point, variant: Variant) -> SamplingSettings:

@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from draftheads.bench.timing import PLAIN, STOCK, Answers
 from draftheads.utils.counts import counted, short_count
-from draftheads.utils.estimates import bootstrap, quartiles
+from draftheads.utils.estimates import Estimate, bootstrap, quartiles
 
 PARTS = ("drafting", "verification", "accept and rest")  # of a step
 ALL = "all"  # rows over all questions
+_FEWEST = 3  # groups of prompts for an interval
 Interval = tuple[float, float]
 
 
@@ -50,7 +52,7 @@ class Row:
     step_milliseconds: float = 0.0
     first_token_milliseconds: float | None = None  # median over answers, waiting in the group included
     latency_seconds: Mapping[str, float] = field(default_factory=dict)  # percentiles of answers: "50", "90", "99"
-    acceptance_by_depth: Sequence[float] = ()  # share of the draft tokens at depth 1, 2, … that were accepted
+    acceptance_by_depth: Sequence[float] = ()  # share of the steps that accepted a draft token at depth 1, 2, …
     steps_by_tokens: Sequence[int] = ()  # how many steps gave 1, 2, … tokens
     peak_bytes: int = 0  # of an accelerator's memory
     num_different: int = 0  # answers that are not the reference's
@@ -133,15 +135,15 @@ def timed_row(
         name=name,
         num_answers=sum(len(answer.token_ids) for answer in own),
         tokens_per_step=per_step.value,
-        tokens_per_step_interval=per_step[1:3],
+        tokens_per_step_interval=_interval(per_step, count),
         accepted_per_step=per_step.value - 1,
         tokens_per_second=tokens_per_second,
         speedup=speed.value,
-        speedup_interval=speed[1:3],
+        speedup_interval=_interval(speed, count),
         speedup_error=speed.error,
         speedup_quartiles=(low, high),
         decode_speedup=decode.value,
-        decode_speedup_interval=decode[1:3],
+        decode_speedup_interval=_interval(decode, count),
         decode_tokens_per_second=float(sums.decode_speed(everything)[0]),
         overhead=per_step.value / decode.value,
         speedup_over_transformers=tokens_per_second / float(_Sums.of(stock).speed(everything)[0]) if stock else None,
@@ -159,6 +161,11 @@ def timed_row(
     )
 
 
+def _interval(estimate: Estimate, count: int) -> Interval | None:
+    """Its interval; None of so few items that it would say nothing."""
+    return None if count < _FEWEST else (estimate.low, estimate.high)
+
+
 def _latencies(own: Sequence[Answers]) -> dict[str, Any]:
     firsts = [seconds for answer in own for seconds in answer.first_seconds]
     lasts = [seconds for answer in own for seconds in answer.last_seconds]
@@ -169,13 +176,9 @@ def _latencies(own: Sequence[Answers]) -> dict[str, Any]:
 
 
 def _acceptance(own: Sequence[Answers]) -> list[float]:
-    deepest = max(len(answer.drafted_by_depth) for answer in own)
-    drafted, accepted = (
-        np.sum([np.pad(getattr(answer, counts), (0, deepest - len(getattr(answer, counts)))) for answer in own], 0)
-        for counts in ("drafted_by_depth", "accepted_by_depth")
-    )
-    shares: list[float] = (accepted / np.maximum(1, drafted)).tolist()
-    return shares
+    accepted = map(sum, zip_longest(*(answer.accepted_by_depth for answer in own), fillvalue=0))
+    steps = max(1, sum(sum(answer.num_steps) for answer in own))
+    return [count / steps for count in accepted]
 
 
 def _histogram(own: Sequence[Answers]) -> list[int]:
@@ -235,7 +238,7 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
     def milliseconds(row: Row, part: str) -> str:
         return f"{getattr(row, f'{part}_milliseconds'):.1f}" if row.step_milliseconds else ""
 
-    varied = [name for name in _SETTINGS if len({row.settings.get(name) for row in rows} - {None}) > 1]
+    varied = _varied(rows)
     measures = dict.fromkeys(measure for row in rows for measure in row.quality)
     shown = [
         Column("drafter", lambda row: row.name),
@@ -261,12 +264,19 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
 
 # settings of a row that are shown where they vary, and their headings
 _SETTINGS = {
+    "tree": "trees",
+    "num_nodes": "nodes",
     "batch_size": "batch",
     "prompt_tokens": "prompt",
     "temperature": "T",
     "acceptance": "acceptance",
     "epsilon": "ε",
 }
+
+
+def _varied(rows: Sequence[Row]) -> list[str]:
+    """Names of the settings that tell rows apart."""
+    return [name for name in _SETTINGS if len({row.settings.get(name) for row in rows} - {None}) > 1]
 
 
 def _setting(row: Row, name: str) -> str:
@@ -298,18 +308,15 @@ def by_part(rows: Sequence[Row], value: str = "speedup") -> tuple[list[str], lis
     parts = list(dict.fromkeys(row.part for row in rows))
     if len(parts) < 2:
         return [], []
-    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    varied = _varied(rows)
+    lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        key = (row.name, row.tree, *(row.settings.get(name) for name in _SETTINGS))
-        lines.setdefault(key, {})[row.part] = _shown(getattr(row, value))
+        settings = (f"{_SETTINGS[name]} {_setting(row, name)}" for name in varied if _setting(row, name))
+        lines.setdefault(", ".join([row.name, *settings]), {})[row.part] = _shown(getattr(row, value))
     others = [part for part in parts if part != ALL]
-    named = Counter(key[0] for key in lines)
     return (
         ["drafter", *others, ALL],
-        [
-            [key[0] if named[key[0]] == 1 else f"{key[0]}, {key[1]}", *(cells.get(part, "") for part in (*others, ALL))]
-            for key, cells in lines.items()
-        ],
+        [[name, *(cells.get(part, "") for part in (*others, ALL))] for name, cells in lines.items()],
     )
 
 
@@ -385,7 +392,7 @@ def remarks(rows: Iterable[Row]) -> list[str]:
         sentences.append("Defaults choose the size of each draft for this machine.")
     if close:
         sentences.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
-    if best.speedup - best.speedup_error <= 1:
+    if best.speedup - best.speedup_error <= 1 and best.settings.get("tree") != "defaults":
         sentences.append("Trees may be too large for this machine: try a smaller `--num-nodes`.")
     if any(row.num_different for row in (best, *others)):
         sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")

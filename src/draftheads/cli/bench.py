@@ -154,7 +154,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 
 def _show_problems(console: Console, problems: Sequence[dict[str, Any]]) -> None:
     for problem in problems[:_MOST_PROBLEMS]:
-        where = f"question {problem['question']}, turn {problem['turn']}"
-        console.print(f"{where}: {problem['problem']}", markup=False, style="yellow")
+        where = f"question {problem['question']}, turn {problem['turn']}: " if problem["question"] else ""
+        console.print(f"{where}{problem['problem']}", markup=False, style="yellow")
     if len(problems) > _MOST_PROBLEMS:
         console.print(f"… and {len(problems) - _MOST_PROBLEMS} more; bench.json has all", style="yellow")

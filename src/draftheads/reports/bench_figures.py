@@ -95,8 +95,8 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
             name="lengths",
         ),
         _curves(
-            {"accepted, %": depths},
-            "Where a curve falls, draft tokens at that depth are rarely accepted, and deeper drafts gain little."
+            {"steps, %": depths},
+            "Steps that accept a draft token at that depth: where a curve is low, deeper drafts gain little."
             + few_note,
             title="Acceptance by depth",
             label="depth of the draft token",

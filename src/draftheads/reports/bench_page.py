@@ -86,6 +86,6 @@ def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> list[
             note = f"Measured {at(first[0])}."
             tables.append(Table(f"{title} by category and turn", headings, lines, note, is_wide=True))
     if problems:
-        lines = [[problem["question"], problem["turn"], problem["problem"]] for problem in problems]
+        lines = [[problem["question"] or "all", problem["turn"] or "all", problem["problem"]] for problem in problems]
         tables.append(Table("Problems", ["question", "turn", "problem"], lines, "What was not answered or measured."))
     return tables
