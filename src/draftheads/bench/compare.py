@@ -30,6 +30,7 @@ from draftheads.data.records import Record, own_prompts, prompts_in, read_prompt
 from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Engine, Prompt, prompt_list
 from draftheads.decode.text import TextStream, pieces_of
+from draftheads.drafters.copying import Copying
 from draftheads.errors import DataError, InvalidPrompt, InvalidSettings
 from draftheads.loading import find_template, load_target
 from draftheads.models.model import TargetModel
@@ -300,6 +301,7 @@ class Bench:
                 return None
             engine = contender.defaults
             engine.max_batch_size = point.batch_size
+            tree += ", with copies" if isinstance(engine.drafter, Copying) else ""
         else:
             chosen = self.trees.find(contender, variant)
             if chosen is None:

@@ -245,6 +245,7 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
         *(Column(_SETTINGS[name], partial(_setting, name=name), "settings") for name in varied),
         Column("tree", lambda row: row.tree),
         Column("tokens/step", partial(number, name="tokens_per_step")),
+        Column("predicted", lambda row: _shown(row.predicted_tokens_per_step)),
         Column("× plain", partial(number, name="speedup")),
         Column("× plain, decode", partial(number, name="decode_speedup")),
         Column("overhead", lambda row: _shown(row.overhead)),
