@@ -119,6 +119,7 @@ _WORDS = {
     "accepted_per_step": "accepted/step",
     "tokens_per_second": "tokens/s",
     "token_milliseconds": "ms/token",
+    **{f"{part}_milliseconds": f"{part} ms" for part in ("draft", "verify", "rest", "step")},
     "num_parameters": "parameters",
 }
 
