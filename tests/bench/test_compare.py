@@ -15,6 +15,7 @@ import draftheads
 from draftheads.bench import compare, timing
 from draftheads.bench.compare import Bench, Comparison, together
 from draftheads.bench.contenders import Contender
+from draftheads.bench.conversations import Conversations
 from draftheads.bench.quality import Gsm8k
 from draftheads.bench.settings import BenchSettings, Point
 from draftheads.bench.table import ALL, Row
@@ -295,6 +296,13 @@ def test_the_model_s_own_answers_continue_a_conversation(world: Path, tmp_path: 
     assert "".join(piece for piece, _ in one.example["pieces"]) == next(
         line["text"] for line in one.lines if line["way"] == "lookup"
     )
+
+
+def test_answers_stand_in_the_conversation_without_blanks_around_them(world: Path):
+    model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
+    ids = model.tokenizer(" hello ", add_special_tokens=False)["input_ids"]
+    assert model.tokenizer.decode(ids) != "hello"
+    assert Conversations(model).said(ids) == "hello"
 
 
 def test_what_is_too_long_is_a_problem_of_its_question(world: Path, tmp_path: Path):

@@ -109,7 +109,7 @@ def compare_heads(
     Raises:
         ModelNotFound, CheckpointError: the model or a head cannot be loaded.
         DataError: fewer than 3 prompts that the model takes, or the corpus cannot be read.
-        InvalidSettings: two drafters have the same name, or a drafter can draft none of these trees.
+        InvalidSettings: two drafters have the same name, or no drafter can draft these trees.
         StorageError: another process makes the same comparison.
     """
     model, settings, progress = model_name(model), settings or BenchSettings(), shown(progress)
@@ -417,7 +417,7 @@ class Bench:
         texts = _texts(own)
         for question in self.questions:
             turns = [turn for turn in range(len(question.turns)) if (question.number, turn) in texts]
-            said = [self._text(texts[question.number, turn]).strip() for turn in turns]
+            said = [self._talks(point).said(texts[question.number, turn]) for turn in turns]
             if 0 < len(said) < len(question.turns):
                 try:
                     self._talks(point).ids(question, said)
@@ -456,7 +456,7 @@ class Bench:
         for question in self.questions:
             number, turns = question.number, range(len(question.turns))
             ids = [texts[number, turn] for turn in turns if (number, turn) in texts]
-            answers = [self._text(each).strip() for each in ids]
+            answers = [talks.said(each) for each in ids]
             if ids:
                 items.append(
                     Item(

@@ -56,6 +56,11 @@ class Conversations:
             ids = (ids * -(-self.prompt_tokens // len(ids)))[: self.prompt_tokens]
         return self.engine.encode(ids)
 
+    def said(self, token_ids: Sequence[int]) -> str:
+        """An answer as it stands in the conversation."""
+        text: str = self.engine.model.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text.strip()
+
     def way(self, decode: Way) -> Way:
         """The way that answers questions, all turns, in place of prompts. A turn that is too long ends its question."""
 
@@ -75,7 +80,7 @@ class Conversations:
                 (answers,) = decode(list(asked.values()), max_new_tokens)
                 found.append(replace(answers, turn=turn, questions=tuple(asked)))
                 for number, ids in zip(asked, answers.token_ids, strict=True):
-                    texts[number].append(self.engine.model.tokenizer.decode(ids, skip_special_tokens=True).strip())
+                    texts[number].append(self.said(ids))
             return found
 
         return answer
