@@ -1,10 +1,10 @@
 """The judge's ratings, over HTTP on loopback: which prompts it gets, and what is a problem of which item."""
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -240,8 +240,10 @@ def test_the_key_and_the_model_of_the_server(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_requests_run_at_the_same_time():
+    four = Barrier(4)  # nobody passes alone
+
     def behave(_: Fields) -> tuple[int, Any]:
-        time.sleep(0.1)
+        four.wait(60)
         return 200, completion("[[5]]")
 
     scores, server = judged(behave, *[item(str(i), "x") for i in range(24)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from draftheads.bench import reproduce as reproduce_module
 from draftheads.bench.paper_tables import PaperTable, cells_of, lines_of, read_table, table_names
 from draftheads.bench.reproduce import _with_our_category, quick_settings, reproduce
 from draftheads.bench.settings import BenchSettings
@@ -131,7 +132,18 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
             prompts=str(folder / "questions.jsonl"), quality=["agreement"], precision="fp32",
         )  # fmt: skip
 
+    originals: list[Any] = []
+    compare = reproduce_module.compare_heads
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        originals.append(options["original_model"])
+        return compare(*arguments, **options)
+
+    monkeypatch.setattr(reproduce_module, "compare_heads", noted)
     found = run()
+    assert originals == [None, str(folder / "model")], "a tuned model's answers are scored by what it was tuned from"
+    started = json.loads((tmp_path / "tuned" / "metrics.json").read_text())["options"]["head"]
+    assert started == str(tmp_path / "one")
     assert list(found.record["cells"]) == ["plain", "one", "tuned, plain", "tuned"]
     assert found.record["cells"]["one"].keys() == {"× plain", "tokens/step", "agreement"}
     assert found.record["cells"]["tuned"]["agreement"] == 100.0

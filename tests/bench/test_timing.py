@@ -206,6 +206,10 @@ def test_transformers_way_stops_at_the_end_of_text():
     assert found.num_steps == (place,)
 
 
+def test_each_prompt_has_a_seed_of_its_own():
+    assert timing._seed_of([1, 2]) == timing._seed_of((1, 2)) != timing._seed_of([1, 3])
+
+
 # --- parts of a step ---
 
 
