@@ -13,6 +13,7 @@ from draftheads.bench.reproduce import _with_our_category, quick_settings, repro
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import Budget, options_of
 from draftheads.bench.table import Row
+from draftheads.data.plain_text import read_texts
 from draftheads.data.records import Record
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.train.joint.options import JointOptions
@@ -61,10 +62,11 @@ def test_published_numbers_stand_in_brackets_and_those_of_other_models_below():
 
 def test_quick_settings_keep_both_ends():
     settings = BenchSettings(
-        trees=("best",), epsilons=(0.1, 0.2, 0.3, 0.4, 0.5), batch_sizes=(1, 2), max_new_tokens=256
-    )
+        trees=("best",), epsilons=(0.1, 0.2, 0.3, 0.4, 0.5), batch_sizes=(1, 2), max_new_tokens=256,
+        prompt_tokens=(64, 512, 2048),
+    )  # fmt: skip
     small = quick_settings(settings)
-    assert (small.epsilons, small.batch_sizes) == ((0.1, 0.3, 0.5), (1, 2))
+    assert (small.epsilons, small.batch_sizes, small.prompt_tokens) == ((0.1, 0.3, 0.5), (1, 2), (64, 256))
     assert (small.max_new_tokens, small.num_calibration_prompts) == (32, 8)
 
 
@@ -185,6 +187,22 @@ def test_a_quick_run_trains_on_the_model_s_own_answers(folder: Path, tmp_path: P
     assert (tmp_path / "chats.jsonl").is_file()
     assert found.record["cells"]["one"]["tokens/step"] >= 1
     assert found.record["quick"]
+
+
+def test_a_quick_run_in_two_stages_begins_with_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given: list[Budget] = []
+    chats = tmp_path / "chats.jsonl"
+    chats.touch()
+    monkeypatch.setattr(reproduce_module, "train_variants", lambda *args, **_: given.append(args[3]) or [])
+    for name in ("ibm-figure-2", "hydra-figure-5", "ibm-figure-2"):
+        budget = Budget(text=(chats,)) if len(given) == 2 else Budget()
+        more: dict[str, Any] = {"out": tmp_path, "budget": budget, "progress": NoProgress(), "quick": True}
+        reproduce(replace(read_table(name), measured="losses"), "nowhere", **more)
+    own = tmp_path / "text.jsonl"
+    assert [each.text for each in given] == [(own,), (), (chats,)]
+    texts = [text for text, _ in read_texts(own)]
+    assert len(texts) > 100
+    assert all(texts)
 
 
 def test_spec_bench_s_categories_have_our_names():

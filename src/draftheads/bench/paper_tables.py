@@ -13,6 +13,7 @@ from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import ALL, Row, markdown_table
 from draftheads.bench.timing import PLAIN
 from draftheads.errors import DataError, InvalidSettings, close_name
+from draftheads.train.recipes import RECIPES
 from draftheads.utils.files import user_path
 
 Measured = Literal["rows", "drafting", "accuracy", "losses"]
@@ -43,6 +44,11 @@ class PaperTable:
     values: tuple[str, ...] = ("speedup",)  # numbers of a row, or measures of quality
     # of the paper: by model, row and column, the first model's beside ours
     published: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def has_text_stage(self) -> bool:
+        """Whether variants are trained on plain text before chats."""
+        return "text_part" in RECIPES[self.shared["recipe"]].settings if "recipe" in self.shared else False
 
     def settings(self, run: str, **changes: Any) -> BenchSettings:
         """The settings of a comparison."""

@@ -10,7 +10,7 @@ from typing import Any
 from draftheads.bench.compare import MIN_PROMPTS, Comparison, compare_heads
 from draftheads.bench.paper_tables import Cells, PaperTable, by_head, cells_of, drafting_cells, lines_of
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, train_variants
+from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, own_text, train_variants
 from draftheads.bench.table import Row
 from draftheads.bench.timing import PLAIN
 from draftheads.data.records import Record
@@ -20,6 +20,7 @@ from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import provenance
 
 _QUICK_VALUES = 3  # of a setting with more values
+_QUICK_PROMPT = 256  # tokens of the longest prompt
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 _OURS = {  # categories of Spec-Bench by the names of ours
     **dict.fromkeys(_MT_BENCH, "chat"),
@@ -81,7 +82,8 @@ def reproduce(
         if not budget.data and quick:
             chats = own_chats(model, out / "chats.jsonl", budget.max_tokens or FEW_TOKENS, progress, **load_options)
             most, epochs = budget.max_tokens or FEW_TOKENS, budget.epochs or 1
-            budget = replace(budget, data=(chats,), max_tokens=most, epochs=epochs)
+            text = budget.text or ((own_text(out / "text.jsonl"),) if table.has_text_stage else ())
+            budget = replace(budget, data=(chats,), text=text, max_tokens=most, epochs=epochs)
         elif not budget.data:
             raise InvalidSettings(f"{table.name} trains {', '.join(table.variants)}: give --data FILE…, or --quick")
         small = {"eval_steps": 0, "tree_nodes": 16} if quick else {}
@@ -187,10 +189,11 @@ def losses_of(variant: Variant, budget: Budget) -> Cells:
 
 
 def quick_settings(settings: BenchSettings) -> BenchSettings:
-    """The first, a middle and the last value of settings with many; short answers; few prompts to search with."""
+    """The first, a middle and the last value of settings with many; short prompts and answers; a short search."""
     few: dict[str, Any] = {
         name: tuple(values[i * (len(values) - 1) // (_QUICK_VALUES - 1)] for i in range(_QUICK_VALUES))
         for name, values in vars(settings).items()
         if isinstance(values, tuple) and len(values) > _QUICK_VALUES
     }
+    few["prompt_tokens"] = tuple(dict.fromkeys(min(each, _QUICK_PROMPT) for each in settings.prompt_tokens))
     return replace(settings, **few, max_new_tokens=min(32, settings.max_new_tokens), num_calibration_prompts=8)

@@ -106,6 +106,13 @@ def own_chats(model: str, path: Path, num_tokens: int, progress: Progress, **loa
     return path
 
 
+def own_text(path: Path) -> Path:
+    """Writes built-in questions as plain text, for a quick study without any; returns the file."""
+    lines = (json.dumps({"text": prompt}) + "\n" for prompt in prompts_in(own_prompts("tasks")))
+    write_atomic(path, "".join(lines).encode())
+    return path
+
+
 def folder_name(variant: str) -> str:
     """The name of a variant's folder.
 
