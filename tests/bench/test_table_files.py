@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from draftheads import heads
 from draftheads.bench.compare import MIN_PROMPTS
 from draftheads.bench.contenders import DRAFT_MODEL
 from draftheads.bench.paper_tables import Cells, PaperTable, cells_of, drafting_cells, read_table, table_names
@@ -28,6 +29,7 @@ EXPECTED = {
     *(f"amphista-table-{number}" for number in (1, 2, 3, 4, 5, 6, 7, 9, 10)),
     "amphista-figure-1",
     *(f"ibm-{part}" for part in ("table-1", "table-2", "figure-2", "figure-3", "figure-4", "two-stages")),
+    "equal-budget",
 }
 TABLES = sorted(EXPECTED)
 MEASURES = (*Agreement.names, Perplexity.name, "judge", *Rouge.names)
@@ -100,6 +102,12 @@ def test_variants_of_an_ablation_are_trained_alike(name: str, shared: dict[str, 
         budget = Budget(data=(Path("chats.jsonl"),))
         settings = options_of({**table.shared, **changes}, "smollm2-135m", tmp_path, budget).flat()
         assert shared.items() <= settings.items()
+
+
+def test_an_equal_budget_is_for_all_architectures_also_those_of_other_packages(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(heads, "HEADS", {**heads.HEADS, "mine": "mine.Mine"})
+    assert list(read_table("equal-budget").variants) == heads.head_methods()
+    assert {"mine", "amphista"} < set(heads.head_methods())
 
 
 def test_tables_4_and_5_of_amphista_have_the_same_variants():

@@ -1,11 +1,11 @@
-"""Tables and figures of the papers as data: what is trained and measured, and the published numbers beside it.
+"""Tables as data, of the papers and one of our own: what is trained and measured, and the published numbers beside it.
 
 A table is a TOML file in ``assets/tables``; its fields are those of :class:`PaperTable`. Adding one needs no code.
 """
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,6 +13,7 @@ from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import ALL, Row, markdown_table
 from draftheads.bench.timing import PLAIN
 from draftheads.errors import DataError, InvalidSettings, close_name
+from draftheads.heads import head_methods
 from draftheads.train.recipes import RECIPES
 from draftheads.utils.files import user_path
 
@@ -32,6 +33,7 @@ class PaperTable:
     heads: tuple[str, ...] = ()  # that are compared, in place of variants that are trained
     shared: Mapping[str, Any] = field(default_factory=dict)  # settings of training of all variants
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings that differ; joint = true tunes
+    all_methods: bool = False  # every architecture is a variant, too; those of other packages included
     prompts: str = "tasks"
     categories: tuple[str, ...] = ()
     runs: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})  # settings of each comparison
@@ -83,6 +85,9 @@ def read_table(name: str) -> PaperTable:
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
         table = PaperTable(**{"name": path.stem, **lists})
+        if table.all_methods:
+            methods = {method: {"method": method} for method in head_methods()}
+            table = replace(table, variants={**methods, **table.variants})
         for run in table.runs:
             table.settings(run)
     except (OSError, ValueError, TypeError) as error:
@@ -167,7 +172,7 @@ def lines_of(table: PaperTable, cells: Cells) -> Iterator[str]:
     lines = ([label, *(_pair(ours.get(name), theirs.get(name)) for name in columns)] for label, ours, theirs in pairs)
     yield from markdown_table(["", *columns], lines)
     yield ""
-    yield f"In brackets: {table.source}, {first}." if own else f"{table.source} has no numbers to compare with."
+    yield f"In brackets: {table.source}, {first}." if own else "No numbers are published that could stand beside these."
     for name, published in others:
         names = list(dict.fromkeys(column for row in published.values() for column in row))
         lines = ([label, *(_number(row.get(column)) for column in names)] for label, row in published.items())

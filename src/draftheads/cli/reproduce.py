@@ -16,6 +16,7 @@ from draftheads.cli.options.reproduce import ReproduceOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
 from draftheads.errors import InvalidSettings
+from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
 
 
@@ -58,7 +59,7 @@ def show_tables(console: Console) -> None:
     shown = Table("table", "what", "in the paper", box=None, padding=(0, 2, 0, 0))
     for name in table_names():
         table = read_table(name)
-        trains = f"; trains {', '.join(table.variants)}" if table.variants else ""
+        trains = f"; trains {counted(len(table.variants), 'head')}" if table.variants else ""
         shown.add_row(name, table.title, f"{table.needs}{trains}")
     console.print(shown)
     console.print("\ndraftheads reproduce TABLE --quick: a short run on the embedded model")
