@@ -142,6 +142,7 @@ BENCH: dict[str, Any] = {
     "drafters": {"medusa": "1234", "hydra": "5678"},
     "drafting": {"medusa": {"prefix": 0.0, "heads": [1.0]}, "hydra": {"prefix": 0.5, "heads": [1.0, 0.25]}},
     "peak_bytes": 1_000_000,
+    "disturbed": False,
     "problems": [],
     "provenance": {"command": "draftheads bench <tiny>", "device": "cpu"},
 }

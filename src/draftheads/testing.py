@@ -56,8 +56,9 @@ def check_head(method: str, *, num_heads: int = 3, **options: Any) -> None:
 
 def _tiny_target() -> TargetModel:
     """Two layers; far larger random values than usual, so that its text is not one token for ever."""
-    sizes: dict[str, Any] = {"vocab_size": _VOCAB, "hidden_size": _SIZE, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.4, tie_word_embeddings=False)
+    sizes: dict[str, Any] = {"vocab_size": _VOCAB, "hidden_size": _SIZE, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False}
+    config = LlamaConfig(**sizes, initializer_range=0.4)
     torch.manual_seed(0)
     return TargetModel(LlamaForCausalLM(config).eval().requires_grad_(requires_grad=False), _Numbers(), "tiny")
 

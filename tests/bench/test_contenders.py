@@ -2,9 +2,11 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from draftheads.bench import contenders
 from draftheads.bench.contenders import heads_for, load_contenders, names_of
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.drafters.copying import Copying
@@ -52,18 +54,25 @@ def test_untrained_drafters_keep_to_a_number_of_nodes(world: Path, target: Targe
 
 
 @pytest.mark.usefixtures("cheap_nodes")
-def test_drafters_come_with_the_engine_that_users_have(world: Path, target: TargetModel, tmp_path: Path):
+def test_drafters_come_with_the_engine_that_users_have(
+    world: Path, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = Mock(side_effect=contenders.head_engine)
+    monkeypatch.setattr(contenders, "head_engine", made)
     profile = tiny_profile(TREES["ragged"])
     save_head(tiny_head("hydra", target), tmp_path / "hydra", base=target, profile=profile)
     shutil.copytree(tmp_path / "hydra", tmp_path / "broken")
     (tmp_path / "broken" / "acceptance.json").write_text("{}")
     named = {"hydra": str(tmp_path / "hydra"), "lookup": "prompt-lookup", "broken": str(tmp_path / "broken")}
     hydra, lookup, broken = load_contenders(named, str(world / "model"), target)
-    assert hydra.defaults is not None
-    assert (hydra.defaults.profile, type(hydra.defaults.drafter)) == (profile, Copying)
-    assert lookup.defaults is not None
-    assert isinstance(lookup.defaults.drafter, PromptLookup)
-    assert broken.defaults is None, "such a head is compared, but cannot be loaded"
+    assert not made.called, "what it needs is measured when it is wanted"
+    usual = hydra.as_loaded()
+    assert usual is not None
+    assert (usual.profile, type(usual.drafter)) == (profile, Copying)
+    assert hydra.as_loaded() is usual
+    assert made.call_count == 1
+    assert isinstance(getattr(lookup.as_loaded(), "drafter", None), PromptLookup)
+    assert broken.as_loaded() is None, "such a head is compared, but cannot be loaded"
 
 
 def test_with_a_corpus_each_head_has_rows_with_copies(world: Path, target: TargetModel):

@@ -47,6 +47,14 @@ def test_a_setting_or_a_part_can_be_columns():
     }
 
 
+def test_a_column_can_be_the_mean_of_others():
+    table = replace(TABLE, columns="part", means={"a and b": ["a", "b"], "a and c": ["a", "c"]})
+    rows = [replace(ROW, part=part, speedup=speedup) for part, speedup in (("a", 1.0), ("b", 2.0))]
+    assert cells_of(table, rows) == {"medusa": {"a": 1.0, "b": 2.0, "a and b": 1.5}}
+    both = cells_of(replace(table, values=("speedup", "tokens_per_step")), rows)["medusa"]
+    assert (both["a and b × plain"], both["a and b tokens/step"]) == (1.5, 1.5)
+
+
 def test_published_numbers_stand_in_brackets_and_those_of_other_models_below():
     published = {
         "A": {"medusa": {"× plain": 2}, "eagle": {"× plain": "2.5 to 3"}},

@@ -13,6 +13,7 @@ from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli import bench
 from draftheads.cli.options.bench import BenchOptions
 from draftheads.models.model import TargetModel
+from draftheads.utils.machine import OtherPrograms
 
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill"]
 QUICK = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--precision", "fp32"]
@@ -24,6 +25,13 @@ def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
     (here / "one.jsonl").write_text(json.dumps({"prompt": "mom"}))
+
+
+@pytest.mark.parametrize("disturbed", [True, False])
+def test_it_says_that_other_programs_computed(run: Run, monkeypatch: pytest.MonkeyPatch, disturbed: bool) -> None:
+    monkeypatch.setattr(OtherPrograms, "disturb", lambda *_: disturbed)
+    shown = run([*BENCH, "--heads", "prompt-lookup", "--trees", "best"]).out
+    assert ("other programs used the processor" in " ".join(shown.split())) == disturbed
 
 
 def test_it_writes_a_record_tables_answers_and_a_page(here: Path, tmp_path: Path, run: Run) -> None:

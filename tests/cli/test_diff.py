@@ -1,6 +1,7 @@
 """``draftheads bench diff``: numbers by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,22 @@ def test_ratios_are_paired_by_question(pair: tuple[Path, Path]) -> None:
         ("hydra", "speedup"): (2.0, (2.0, 2.0), "higher"),
         ("hydra", "tokens_per_second"): (1.0, (1.0, 1.0), "unclear"),
     }
+
+
+def test_quality_is_compared_by_its_intervals(tmp_path: Path) -> None:
+    before = {"quality": {"pass@1": 10.0, "judge": 0.0, "old": 1.0}, "quality_intervals": {"pass@1": (8.0, 12.0)}}
+    now = {
+        "quality": {"pass@1": 15.0, "judge": 7.0},
+        "quality_intervals": {"pass@1": (13.0, 17.0), "judge": (6.0, 8.0)},
+    }
+    a, b = (
+        write(tmp_path / name, [plain_row(), replace(bench_row("hydra", speedup=1.5), **more)])
+        for name, more in (("a", before), ("b", now))
+    )
+    numbers = {key: (one.ratio, one.b_is) for key, one in found((a, b)).items()}
+    assert numbers["hydra", "pass@1"] == (1.5, "higher")
+    assert numbers["hydra", "judge"] == (None, "unknown")
+    assert ("hydra", "old") not in numbers
 
 
 def test_a_ratio_of_other_questions_in_each_has_a_wide_interval(tmp_path: Path) -> None:

@@ -242,6 +242,8 @@ def test_what_takes_seconds_is_named_also_in_a_pipe(run: Run, monkeypatch: pytes
 def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Engine, "run", Mock(side_effect=KeyboardInterrupt))
     assert run(["generate", "abc", "--model", "model"], code=130).err == "interrupted\n"
+    monkeypatch.setattr("draftheads.cli.bench.compare_heads", Mock(side_effect=KeyboardInterrupt))
+    assert run(["bench", "model"], code=130).err.endswith("interrupted: the same command continues\n")
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path):

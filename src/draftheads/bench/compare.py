@@ -41,6 +41,7 @@ from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import counted
 from draftheads.utils.files import locked
 from draftheads.utils.identity import identity_digest, saved_json
+from draftheads.utils.machine import OtherPrograms
 from draftheads.utils.progress import Progress, counted_stage, shown
 from draftheads.utils.provenance import provenance
 
@@ -158,7 +159,9 @@ def compare_heads(
                 folder=folder / "found",
                 progress=progress,
             )
+            others = OtherPrograms()
             rows = bench.run()
+            disturbed = target.device.type == "cpu" and others.disturb(torch.get_num_threads())
     record = {
         "format_version": 2,
         "model": model,
@@ -171,6 +174,7 @@ def compare_heads(
         "drafting": bench.drafting,
         "accuracy": bench.trees.accuracy,
         "peak_bytes": _peak_bytes(),
+        "disturbed": disturbed,  # other programs used the cores
         "problems": bench.problems,
         "example": bench.example,
         "rows": [asdict(row) for row in rows],
@@ -297,9 +301,9 @@ class Bench:
         """A drafter's way; None if it cannot draft like this."""
         tree, predicted = "by itself", None
         if variant.tree == "defaults":
-            if contender.defaults is None or variant.acceptance in DRAWN:
+            engine = None if variant.acceptance in DRAWN else contender.as_loaded()
+            if engine is None:
                 return None
-            engine = contender.defaults
             engine.max_batch_size = point.batch_size
             tree += ", with copies" if isinstance(engine.drafter, Copying) else ""
         else:

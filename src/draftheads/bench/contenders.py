@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Contender:
     drafter: Drafter
     identity: str  # differs for other weights, another drafter, or another way of drafting
     num_parameters: int = 0  # of the drafter
-    defaults: Engine | None = None  # as ``draftheads.load`` makes it, where that is possible
+    as_loaded: Callable[[], Engine | None] = lambda: None  # by ``draftheads.load``; None where that is not possible
     head: DraftHead | None = None  # the drafter, where its best tree is to be found
     draws: bool = False  # whether drafts can be drawn from it
     within: Callable[[int], Drafter] | None = None  # the drafter with trees of its own of at most so many nodes
@@ -103,17 +104,13 @@ def load_contenders(
         if head_name in UNTRAINED:
             usual = engine_on(target, head_name, model=model, max_batch_size=1)
             within = _WITHIN[head_name]
-            yield Contender(name, usual.drafter, head_name, defaults=usual, within=within)
+            yield Contender(name, usual.drafter, head_name, as_loaded=partial(_same, usual), within=within)
             continue
         saved = read_head(find_head(head_name, model), ignore_profile=True)
         head = load_drafter(head_name, model, target, fast=load_options.get("fast", True), ignore_profile=True)
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
-        try:
-            defaults = head_engine(target, head, head=head_name, model=model, max_batch_size=1)
-        except (CheckpointError, InvalidTree):  # its profile cannot be read, and loading would fail
-            defaults = None
-        size = saved.num_parameters
-        yield Contender(name, head, identity, size, defaults=defaults, head=head, draws=True)
+        size, as_loaded = saved.num_parameters, cache(partial(_as_loaded, target, head, head_name, model))
+        yield Contender(name, head, identity, size, as_loaded=as_loaded, head=head, draws=True)
         if corpus is not None:
             for what, texts in (("copies", None), (f"corpus-{corpus.digest}", corpus)):
                 copying = Copying(head, corpus=texts)
@@ -126,4 +123,16 @@ def load_contenders(
         identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"
         drafter = DraftModel(small, target)
         usual = Engine(target, drafter, max_batch_size=1)
-        yield Contender(DRAFT_MODEL, drafter, identity, count, defaults=usual, draws=True)
+        yield Contender(DRAFT_MODEL, drafter, identity, count, as_loaded=partial(_same, usual), draws=True)
+
+
+def _same(engine: Engine) -> Engine:
+    return engine
+
+
+def _as_loaded(target: TargetModel, head: DraftHead, name: str, model: str) -> Engine | None:
+    """The engine that users have; None if its profile cannot be read, and loading would fail."""
+    try:
+        return head_engine(target, head, head=name, model=model, max_batch_size=1)
+    except (CheckpointError, InvalidTree):
+        return None

@@ -10,7 +10,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.shapes import Shape
 from draftheads.speculation.tree import Tree
 
-_REPEATS = 15
+_REPEATS = 50
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A table is a TOML file in ``assets/tables``; its fields are those of :class:`Pap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -44,6 +45,7 @@ class PaperTable:
     rows: tuple[str, ...] = ("name",)  # what names a row: name, run, or settings such as tree
     columns: str = "values"  # what names a column: part, a setting such as epsilon, or values
     values: tuple[str, ...] = ("speedup",)  # numbers of a row, or measures of quality
+    means: Mapping[str, Sequence[str]] = field(default_factory=dict)  # further columns: of others, their mean
     # of the paper: by model, row and column, the first model's beside ours
     published: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -115,6 +117,10 @@ def cells_of(table: PaperTable, rows: Sequence[Row]) -> Cells:
                 continue
             name = " ".join(filter(None, (column, _WORDS.get(value, value) if _is_named(table, column) else "")))
             cells.setdefault(label, {})[name] = number
+    ends = [f" {_WORDS.get(value, value)}" if len(table.values) > 1 else "" for value in table.values]
+    for line, (name, of), end in product(cells.values(), table.means.items(), ends):
+        if line.keys() >= {column + end for column in of}:
+            line[name + end] = sum(line[column + end] for column in of) / len(of)
     return cells
 
 

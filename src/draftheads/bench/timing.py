@@ -71,11 +71,6 @@ class Answers:
         """Tokens and seconds."""
         return self.num_tokens, self.seconds
 
-    @property
-    def step_shares(self) -> list[Share]:
-        """Of each answer, tokens behind the first (which comes with the prompt) and steps."""
-        return [(len(ids) - 1, steps) for ids, steps in zip(self.token_ids, self.num_steps, strict=True)]
-
 
 def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value

@@ -57,6 +57,8 @@ def run(options: BenchOptions) -> None:
         )
     show(console, comparison.rows)
     _show_problems(console, comparison.record["problems"])
+    if comparison.record["disturbed"]:
+        console.print("other programs used the processor: times are too long; × plain suffers less", style="yellow")
     record = {**comparison.record, "prompts": _source(options)}
     if out is not None:
         write(console, out, replace(comparison, record=record))

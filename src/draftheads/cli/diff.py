@@ -56,7 +56,7 @@ class Difference:
     measure: str
     a: float
     b: float
-    ratio: float  # b / a
+    ratio: float | None  # b / a; None if a is 0
     interval: Interval | None  # of the ratio: 95 %, question by question
     b_is: Literal["higher", "lower", "unclear", "unknown"]  # by this interval, or else by the intervals of a and b
 
@@ -84,9 +84,10 @@ def _line(one: Difference, names: Sequence[str]) -> list[str]:
     settings = [
         f"{name.replace('_', ' ')} {one.settings[name]}" for name in names if one.settings.get(name) is not None
     ]
-    ratio = f"{one.ratio:.2f}" + (" ({:.2f}-{:.2f})".format(*one.interval) if one.interval else "")
+    ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+    ratio += " ({:.2f}-{:.2f})".format(*one.interval) if one.interval else ""
     numbers = [f"{number:.{2 if number < 10 else 1}f}" for number in (one.a, one.b)]
-    return [", ".join([one.name, *settings]), _MEASURES[one.measure], *numbers, ratio, one.b_is]
+    return [", ".join([one.name, *settings]), _MEASURES.get(one.measure, one.measure), *numbers, ratio, one.b_is]
 
 
 def labels(found: Sequence[Difference]) -> list[str]:
@@ -154,6 +155,11 @@ def differences(a: Result, b: Result) -> Iterator[Difference]:
                 interval, bounds = (paired.low, paired.high), [(1.0, 1.0), (paired.low, paired.high)]
             ratio = now / before if paired is None else paired.value
             yield Difference(row.name, row.settings, measure, before, now, ratio, interval, _compared(*bounds))
+        for measure in (name for name in row.quality if way in b.rows and name in b.rows[way].quality):
+            before, now = row.quality[measure], b.rows[way].quality[measure]
+            bounds = [each.quality_intervals.get(measure) for each in (row, b.rows[way])]
+            quotient = now / before if before else None
+            yield Difference(row.name, row.settings, measure, before, now, quotient, None, _compared(*bounds))
 
 
 def _compared(a: Interval | None, b: Interval | None) -> Literal["higher", "lower", "unclear", "unknown"]:

@@ -23,13 +23,16 @@ class Command(NamedTuple):
     summary: str
     options: str  # module and class; next to it may be a function ``defaults(arguments, options=class)``
     error_code: int = 1  # the exit code after an error
+    continues: bool = False  # the same command continues what was interrupted
 
 
 COMMANDS = {
     "audit": Command(
         "check whether a server's speculative decoding is lossless", "cli.options.audit.AuditOptions", error_code=2
     ),
-    "bench": Command("compare draft heads, and drafters without a head", "cli.options.bench.BenchOptions"),
+    "bench": Command(
+        "compare draft heads, and drafters without a head", "cli.options.bench.BenchOptions", continues=True
+    ),
     "bench diff": Command("compare two results of bench", "cli.options.diff.DiffOptions"),
     "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
     "chat": Command("chat with a model on the terminal", "cli.options.chat.ChatOptions"),
@@ -46,12 +49,14 @@ COMMANDS = {
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.push.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.report.ReportOptions"),
     "reproduce": Command(
-        "rebuild a table or figure of a paper for your model", "cli.options.reproduce.ReproduceOptions"
+        "rebuild a table or figure of a paper for your model", "cli.options.reproduce.ReproduceOptions", continues=True
     ),
     "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "cli.options.serve.ServeOptions"),
     "show-batch": Command("show which tokens of a batch are learned", "cli.options.show_batch.ShowBatchOptions"),
     "train": Command("train draft heads for a model", "cli.options.train.TrainOptions"),
-    "tune": Command("measure a head's acceptance profile on your prompts", "cli.options.tune.TuneOptions"),
+    "tune": Command(
+        "measure a head's acceptance profile on your prompts", "cli.options.tune.TuneOptions", continues=True
+    ),
     "train-joint": Command("tune a model and its draft heads together", "cli.options.train.JointOptions"),
 }
 
@@ -68,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return COMMANDS[given[0]].error_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        hint = ": the same command continues" if COMMANDS[given[0]].continues else ""
+        print(f"interrupted{hint}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # not an error: `draftheads … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would print an error at exit

@@ -57,5 +57,6 @@ class OptionGroup:
         """Raises InvalidSettings with the option's name, its value and how to fix it, unless the value is ``fine``."""
         if not fine:
             value = getattr(self, name)
-            shown = str(value) if isinstance(value, Path) else repr(value)
+            several = " ".join(map(str, value)) if isinstance(value, tuple) and value else repr(value)
+            shown = str(value) if isinstance(value, Path) else several
             raise InvalidSettings(f"--{name.replace('_', '-')} is {shown}: {fix}")
