@@ -191,7 +191,7 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
 def test_plain_decoding_drafts_nothing(model: TargetModel):
     (found,) = engine_way(Engine(model))(PROMPTS[:1], 20)
     assert (found.num_drafted, found.num_copied) == (0, 0)
-    assert found.step_shares == [(found.num_tokens - 1, found.num_tokens - 1)]
+    assert found.num_steps == (found.num_tokens - 1,)
 
 
 def test_transformers_way_stops_at_the_end_of_text():
