@@ -55,6 +55,13 @@ def test_a_column_can_be_the_mean_of_others():
     assert (both["a and b × plain"], both["a and b tokens/step"]) == (1.5, 1.5)
 
 
+def test_a_value_can_be_a_mean_over_the_columns():
+    rows = [ROW, replace(ROW, settings={**ROW.settings, "batch_size": 8}, speedup=1.0, tokens_per_step=2.5)]
+    table = replace(TABLE, columns="batch_size", values=("speedup", "tokens_per_step"))
+    cells = cells_of(replace(table, over_columns=("tokens_per_step",)), rows)
+    assert cells == {"medusa": {"batch 4 × plain": 1.25, "batch 8 × plain": 1.0, "tokens/step": 2.0}}
+
+
 def test_published_numbers_stand_in_brackets_and_those_of_other_models_below():
     published = {
         "A": {"medusa": {"× plain": 2}, "eagle": {"× plain": "2.5 to 3"}},

@@ -46,6 +46,7 @@ class PaperTable:
     columns: str = "values"  # what names a column: part, a setting such as epsilon, or values
     values: tuple[str, ...] = ("speedup",)  # numbers of a row, or measures of quality
     means: Mapping[str, Sequence[str]] = field(default_factory=dict)  # further columns: of others, their mean
+    over_columns: tuple[str, ...] = ()  # values that have one column, for their mean over the others
     # of the paper: by model, row and column, the first model's beside ours
     published: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -106,6 +107,7 @@ def _folder() -> Path:
 def cells_of(table: PaperTable, rows: Sequence[Row]) -> Cells:
     """The numbers of a comparison, as the table arranges them."""
     cells: Cells = {}
+    over_columns: dict[tuple[str, str], list[float]] = {}  # by row and value
     for row in rows:
         if row.part != ALL and table.columns != "part":
             continue
@@ -115,8 +117,13 @@ def cells_of(table: PaperTable, rows: Sequence[Row]) -> Cells:
             number = row.quality.get(value) if value in row.quality else getattr(row, value, None)
             if number is None or (row.name == PLAIN and not column and table.columns != "values"):
                 continue
+            if value in table.over_columns:
+                over_columns.setdefault((label, _WORDS.get(value, value)), []).append(number)
+                continue
             name = " ".join(filter(None, (column, _WORDS.get(value, value) if _is_named(table, column) else "")))
             cells.setdefault(label, {})[name] = number
+    for (label, name), numbers in over_columns.items():
+        cells.setdefault(label, {})[name] = sum(numbers) / len(numbers)
     ends = [f" {_WORDS.get(value, value)}" if len(table.values) > 1 else "" for value in table.values]
     for line, (name, of), end in product(cells.values(), table.means.items(), ends):
         if line.keys() >= {column + end for column in of}:

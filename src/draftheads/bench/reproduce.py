@@ -86,7 +86,7 @@ def reproduce(
             budget = replace(budget, data=(chats,), text=text, max_tokens=most, epochs=epochs)
         elif not budget.data:
             raise InvalidSettings(f"{table.name} trains {', '.join(table.variants)}: give --data FILE…, or --quick")
-        small = {"eval_steps": 0, "tree_nodes": 16} if quick else {}
+        small = {"eval_steps": 0, "tree_nodes": 16, "log_steps": 1} if quick else {}
         variants = train_variants(table, model, out, budget, progress, **small)
     cells: Cells = {}
     finished: list[Comparison] = []
