@@ -66,13 +66,16 @@ def test_drafters_come_with_the_engine_that_users_have(
     named = {"hydra": str(tmp_path / "hydra"), "lookup": "prompt-lookup", "broken": str(tmp_path / "broken")}
     hydra, lookup, broken = load_contenders(named, str(world / "model"), target)
     assert not made.called, "what it needs is measured when it is wanted"
-    usual = hydra.as_loaded()
+    usual = hydra.as_loaded(True)
     assert usual is not None
     assert (usual.profile, type(usual.drafter)) == (profile, Copying)
-    assert hydra.as_loaded() is usual
+    assert hydra.as_loaded(True) is usual
     assert made.call_count == 1
-    assert isinstance(getattr(lookup.as_loaded(), "drafter", None), PromptLookup)
-    assert broken.as_loaded() is None, "such a head is compared, but cannot be loaded"
+    alone = hydra.as_loaded(False)
+    assert alone is not None
+    assert (alone.profile, alone.drafter) == (profile, hydra.drafter), "the head, without copies"
+    assert isinstance(getattr(lookup.as_loaded(True), "drafter", None), PromptLookup)
+    assert broken.as_loaded(True) is None, "such a head is compared, but cannot be loaded"
 
 
 def test_with_a_corpus_each_head_has_rows_with_copies(world: Path, target: TargetModel):

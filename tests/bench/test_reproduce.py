@@ -9,7 +9,7 @@ import pytest
 
 from draftheads.bench import reproduce as reproduce_module
 from draftheads.bench.paper_tables import PaperTable, cells_of, lines_of, read_table, table_names
-from draftheads.bench.reproduce import _with_our_category, quick_settings, reproduce
+from draftheads.bench.reproduce import _with_our_category, questions_of, quick_settings, reproduce
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import Budget, options_of
 from draftheads.bench.table import Row
@@ -23,7 +23,7 @@ from training_world import chat_model, counting_chats, write_chats
 pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE = PaperTable(name="mine", title="Mine", source="Nobody, table 0", needs="nothing")
 ROW = Row(
-    name="medusa", tokens_per_step=1.5, tokens_per_second=20.0, speedup=1.25, decode_tokens_per_second=40.0,
+    name="medusa", tokens_per_step=1.5, tokens_per_second=20.0, speedup=1.25, token_milliseconds=100.0,
     settings={"batch_size": 4, "epsilon": 0.1, "tree": "static", "run": "warm"}, quality={"agreement": 90.0},
 )  # fmt: skip
 
@@ -56,10 +56,21 @@ def test_a_column_can_be_the_mean_of_others():
 
 
 def test_a_value_can_be_a_mean_over_the_columns():
-    rows = [ROW, replace(ROW, settings={**ROW.settings, "batch_size": 8}, speedup=1.0, tokens_per_step=2.5)]
+    rows = [
+        replace(ROW, settings={**ROW.settings, "batch_size": size}, speedup=size / 4, tokens_per_step=tokens)
+        for size, tokens in ((1, 1.5), (4, 1.5), (8, 3.0))
+    ]
     table = replace(TABLE, columns="batch_size", values=("speedup", "tokens_per_step"))
     cells = cells_of(replace(table, over_columns=("tokens_per_step",)), rows)
-    assert cells == {"medusa": {"batch 4 × plain": 1.25, "batch 8 × plain": 1.0, "tokens/step": 2.0}}
+    speeds = {"batch 1 × plain": 0.25, "batch 4 × plain": 1.0, "batch 8 × plain": 2.0}
+    assert cells == {"medusa": {**speeds, "tokens/step": 2.0}}
+
+
+def test_a_column_can_have_its_ratio_to_a_row_beside_it():
+    table = replace(TABLE, values=("speedup", "tokens_per_step"), relative=("× plain",), relative_to="medusa")
+    cells = cells_of(table, [ROW, replace(ROW, name="hydra", speedup=2.5)])
+    assert [line["× plain ÷ medusa"] for line in cells.values()] == [1.0, 2.0]
+    assert cells["hydra"].keys() == {"× plain", "tokens/step", "× plain ÷ medusa"}
 
 
 def test_published_numbers_stand_in_brackets_and_those_of_other_models_below():
@@ -158,6 +169,7 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
 
     monkeypatch.setattr(reproduce_module, "compare_heads", noted)
     found = run()
+    assert found.lines[-1] == "Heads draft alone, without copies from the text."
     assert originals == [None, str(folder / "model")], "a tuned model's answers are scored by what it was tuned from"
     started = json.loads((tmp_path / "tuned" / "metrics.json").read_text())["options"]["head"]
     assert started == str(tmp_path / "one")
@@ -220,10 +232,27 @@ def test_a_quick_run_in_two_stages_begins_with_plain_text(tmp_path: Path, monkey
     assert all(texts)
 
 
-def test_spec_bench_s_categories_have_our_names():
+def test_spec_bench_s_categories_have_our_names_unless_the_table_has_theirs():
+    def named(table: PaperTable) -> list[str]:
+        return [_with_our_category(Record((), labels={"category": name}), table).category for name in categories]
+
     categories = ("coding", "summarization", "qa", "math_reasoning", "rag", "translation", "")
-    named = [_with_our_category(Record((), labels={"category": name})).category for name in categories]
-    assert named == ["chat", "summarisation", "question_answering", "maths", "retrieval", "translation", ""]
+    ours = ["chat", "summarisation", "question_answering", "maths", "retrieval", "translation", ""]
+    assert named(TABLE) == named(read_table("hydra-table-2")) == ours
+    assert named(read_table("medusa-figure-4b")) == ["coding", *ours[1:]]
+
+
+def test_questions_of_some_categories():
+    def asked(table: PaperTable, *categories: str, **more: Any) -> list[str]:
+        found = questions_of(table, None, categories, **{"limit": 1, "quick": False, **more})
+        return [question.category for question in found]
+
+    maths = replace(TABLE, categories=("maths",))
+    assert asked(maths) == ["maths"]
+    assert sorted(asked(maths, "chat", "retrieval")) == ["chat", "retrieval"]
+    assert len(asked(maths, limit=None, quick=True)) == 3, "for an interval"
+    batches = replace(maths, runs={"": {"batch_sizes": [1, 2, 8]}})
+    assert len(asked(batches, limit=None, quick=True)) == 8, "they fill the largest batch"
 
 
 def test_a_model_without_bundled_heads_needs_heads(folder: Path, tmp_path: Path):
@@ -241,3 +270,8 @@ def test_options_of_a_variant_are_its_recipe_s_its_own_and_the_budget_s(tmp_path
     assert (flat["lora_alpha"], flat["heads_first"], flat["epochs"]) == (16, 0.0, 7)
     assert (flat["max_tokens"], flat["batch_tokens"], flat["resume"]) == (99, 512, True)
     assert options_of(changes, "smollm2-135m", tmp_path, replace(budget, epochs=2)).flat()["epochs"] == 2
+    both = replace(budget, text=(Path("text.txt"),))
+    for only_text, data in ((True, ()), (False, budget.data)):
+        changes = {"recipe": "mlp-speculator", "only_text": only_text}
+        flat = options_of(changes, "smollm2-135m", tmp_path, both).flat()
+        assert (flat["text"], flat["data"]) == (both.text, data)

@@ -12,11 +12,13 @@ from draftheads.bench.compare import MIN_PROMPTS
 from draftheads.bench.contenders import DRAFT_MODEL
 from draftheads.bench.paper_tables import Cells, PaperTable, cells_of, drafting_cells, read_table, table_names
 from draftheads.bench.quality import Agreement, Perplexity, Rouge
+from draftheads.bench.reproduce import _MT_BENCH, _with_our_category
 from draftheads.bench.settings import Point, Variant
 from draftheads.bench.studies import Budget, folder_name, options_of
 from draftheads.bench.table import ALL, Row
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.registry import zoo_heads
+from draftheads.data.records import Record
 from draftheads.data.suites import read_suite, select
 from draftheads.loading import UNTRAINED
 from draftheads.train.joint.options import JointOptions
@@ -35,13 +37,8 @@ TABLES = sorted(EXPECTED)
 MEASURES = (*Agreement.names, Perplexity.name, "judge", *Rouge.names)
 KNOWN_FACETS = {"name", "part", "run", *(field.name for kind in (Point, Variant) for field in fields(kind))}
 # rows and columns of papers that ours have no number for: other variants, ratios to another row, and words
-ONLY_PUBLISHED = {("ibm-two-stages", "plain text only")}
-NO_CELL_IN_COMMON = {
-    *(("amphista-table-10", name) for name in ("full rank", "rank 64", "rank 128", "rank 256", "rank 512")),
-    ("hydra-figure-5", "hydra, teacher"),
-    ("hydra-figure-6", "PrefixMLP, teacher"),
-    ("ibm-figure-4", "homogeneous, mlp-speculator, paths"),
-}
+ONLY_PUBLISHED: set[tuple[str, str]] = set()
+NO_CELL_IN_COMMON = {("ibm-figure-4", "homogeneous, mlp-speculator, paths")}
 
 
 def test_all_tables_are_there():
@@ -78,7 +75,8 @@ def test_variants_have_possible_settings(name: str, tmp_path: Path):
     seen: set[str] = set()
     settings: list[dict[str, Any]] = []
     for variant, changes in table.variants.items():
-        budget = Budget(data=(Path("chats.jsonl"),), max_tokens=1000)
+        text = (Path("text.jsonl"),) if table.has_text_stage else ()
+        budget = Budget(data=(Path("chats.jsonl"),), text=text, max_tokens=1000)
         options = options_of({**table.shared, **changes}, "smollm2-135m", tmp_path, budget)
         assert isinstance(options, JointOptions if changes.get("joint") else TrainOptions)
         if "after" in changes:
@@ -121,14 +119,21 @@ def test_tables_4_and_5_of_amphista_have_the_same_variants():
 def possible_rows(table: PaperTable) -> Iterator[Row]:
     """A row of each kind that a comparison can have, with all numbers."""
     numbers: dict[str, Any] = {"tokens_per_step": 2.0, "tokens_per_second": 3.0, "speedup": 4.0, "overhead": 1.5}
-    numbers |= {"decode_tokens_per_second": 5.0, "quality": dict.fromkeys(MEASURES, 6.0), "num_parameters": 7}
-    categories = dict.fromkeys(record.category for record in read_suite(table.prompts))
+    numbers |= {
+        "decode_tokens_per_second": 5.0,
+        "quality": dict.fromkeys(MEASURES, 6.0),
+        "num_parameters": 7,
+        "token_milliseconds": 9.0,
+    }
+    mt_bench = [Record((), labels={"category": name}) for name in _MT_BENCH]
+    asked = [*read_suite(table.prompts), *mt_bench]
+    categories = dict.fromkeys(_with_our_category(record, table).category for record in asked)
     tuned = [name for name, changes in table.variants.items() if changes.get("joint")]
     plains = [PLAIN, *(f"{name}, {PLAIN}" for name in tuned)]
     for run in table.runs:
         settings = table.settings(run)
         for point in settings.points():
-            for part in (ALL, *categories, "coding", "extraction"):
+            for part in (ALL, *categories):
                 common = {**asdict(point), "run": run}
                 for name in plains:
                     yield Row(name=name, part=part, settings=common, **numbers)
@@ -170,11 +175,11 @@ SPEC_BENCH = (*TASKS, "all but chat")  # MT-Bench, five tasks, and their average
         ("medusa-table-1", "Vicuna 33B", "medusa-2-self", ("tokens/step", "overhead"), (3.01, 1.27)),
         ("medusa-table-2", "Vicuna 7B", "direct fine-tuning", ("× plain", "judge"), ("N/A", 5.925)),
         ("medusa-table-2", "Vicuna 7B", "medusa-1", ("× plain", "judge"), (2.18, 6.23)),
-        ("medusa-figure-4b", "Vicuna 7B", "medusa-2", ("coding", "extraction"), (3.29, 3.62)),
-        ("hydra-figure-2", "Vicuna 33B", "hydra++", ("× plain", "× medusa"), (2.53, 1.31)),
-        ("hydra-figure-2", "Vicuna 13B", "hydra", ("× plain", "× medusa"), (2.17, 1.10)),
+        ("medusa-figure-4b", "Vicuna 7B", "medusa-2", ("coding × plain", "extraction × plain"), (3.29, 3.62)),
+        ("hydra-figure-2", "Vicuna 33B", "hydra++", ("× plain", "× plain ÷ medusa"), (2.53, 1.31)),
+        ("hydra-figure-2", "Vicuna 13B", "hydra", ("× plain", "× plain ÷ medusa"), (2.17, 1.10)),
         ("hydra-figure-3", "Vicuna 7B", "hydra++", ("batch 1 × plain", "batch 8 × plain"), (2.70, 1.63)),
-        ("hydra-figure-5", "Vicuna 7B", "hydra, teacher", ("speed × hydra",), (1.04,)),
+        ("hydra-figure-5", "Vicuna 7B", "hydra, teacher", ("× plain ÷ hydra",), (1.04,)),
         (
             "hydra-table-1",
             "8B",
@@ -216,7 +221,7 @@ SPEC_BENCH = (*TASKS, "all but chat")  # MT-Bench, five tasks, and their average
             "amphista-table-10",
             "Vicuna 7B",
             "rank 256",
-            ("MT-Bench, × full rank", "Spec-Bench, × full rank"),
+            ("chat × plain ÷ full rank", "all but chat × plain ÷ full rank"),
             (1.02, 1.01),
         ),
         (

@@ -20,8 +20,8 @@ from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_
 from draftheads.bench.conversations import Conversations, Question
 from draftheads.bench.drafting import drafting_cost
 from draftheads.bench.quality import Agreement, Item, Measure, Perplexity, Scores
-from draftheads.bench.settings import DRAWN, BenchSettings, Point, Variant
-from draftheads.bench.table import ALL, Row, heads_only, parts_of, timed_row
+from draftheads.bench.settings import DRAWN, LOADED, BenchSettings, Point, Variant
+from draftheads.bench.table import ALL, WITH_COPIES, Row, heads_only, parts_of, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Answers, engine_way, stock_way, take_turns
 from draftheads.bench.trees import TreeFinder
 from draftheads.checkpoints.registry import head_name
@@ -300,12 +300,12 @@ class Bench:
     def _way(self, contender: Contender, point: Point, variant: Variant) -> _Way | None:
         """A drafter's way; None if it cannot draft like this."""
         tree, predicted = "by itself", None
-        if variant.tree == "defaults":
-            engine = None if variant.acceptance in DRAWN else contender.as_loaded()
+        if variant.tree in LOADED:
+            engine = None if variant.acceptance in DRAWN else contender.as_loaded(variant.tree == "defaults")
             if engine is None:
                 return None
             engine.max_batch_size = point.batch_size
-            tree += ", with copies" if isinstance(engine.drafter, Copying) else ""
+            tree += f", {WITH_COPIES}" if isinstance(engine.drafter, Copying) else ""
         else:
             chosen = self.trees.find(contender, variant)
             if chosen is None:
@@ -366,6 +366,8 @@ class Bench:
                 self._problem(question.number, 1, str(error))
         if len(questions) < MIN_PROMPTS:
             raise DataError(f"the model takes {counted(len(questions), 'prompt')}: give at least {MIN_PROMPTS}")
+        if point.batch_size > len(questions):
+            self._problem(None, 0, f"batch size {point.batch_size}: {counted(len(questions), 'prompt')} cannot fill it")
         size = 1 if point.batch_size == 1 else min(len(questions), _QUEUE * point.batch_size)
         groups = [questions[start : start + size] for start in range(0, len(questions), size)]
         if len(groups) > 1 and len(groups[-1]) < size:

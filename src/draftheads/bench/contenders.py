@@ -42,7 +42,7 @@ class Contender:
     drafter: Drafter
     identity: str  # differs for other weights, another drafter, or another way of drafting
     num_parameters: int = 0  # of the drafter
-    as_loaded: Callable[[], Engine | None] = lambda: None  # by ``draftheads.load``; None where that is not possible
+    as_loaded: Callable[[bool], Engine | None] = lambda _: None  # by ``draftheads.load``, with copies or without
     head: DraftHead | None = None  # the drafter, where its best tree is to be found
     draws: bool = False  # whether drafts can be drawn from it
     within: Callable[[int], Drafter] | None = None  # the drafter with trees of its own of at most so many nodes
@@ -126,13 +126,13 @@ def load_contenders(
         yield Contender(DRAFT_MODEL, drafter, identity, count, as_loaded=partial(_same, usual), draws=True)
 
 
-def _same(engine: Engine) -> Engine:
+def _same(engine: Engine, _copy: bool) -> Engine:  # noqa: FBT001
     return engine
 
 
-def _as_loaded(target: TargetModel, head: DraftHead, name: str, model: str) -> Engine | None:
+def _as_loaded(target: TargetModel, head: DraftHead, name: str, model: str, copy: bool) -> Engine | None:  # noqa: FBT001
     """The engine that users have; None if its profile cannot be read, and loading would fail."""
     try:
-        return head_engine(target, head, head=name, model=model, max_batch_size=1)
+        return head_engine(target, head, head=name, model=model, max_batch_size=1, copy=copy)
     except (CheckpointError, InvalidTree):
         return None

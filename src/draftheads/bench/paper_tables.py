@@ -33,7 +33,7 @@ class PaperTable:
     note: str = ""  # how this differs from the paper
     heads: tuple[str, ...] = ()  # that are compared, in place of variants that are trained
     shared: Mapping[str, Any] = field(default_factory=dict)  # settings of training of all variants
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings that differ; joint = true tunes
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # settings that differ, see options_of
     all_methods: bool = False  # every architecture is a variant, too; those of other packages included
     prompts: str = "tasks"
     categories: tuple[str, ...] = ()
@@ -47,6 +47,8 @@ class PaperTable:
     values: tuple[str, ...] = ("speedup",)  # numbers of a row, or measures of quality
     means: Mapping[str, Sequence[str]] = field(default_factory=dict)  # further columns: of others, their mean
     over_columns: tuple[str, ...] = ()  # values that have one column, for their mean over the others
+    relative: tuple[str, ...] = ()  # columns that have another one beside them: their ratio to those of a row
+    relative_to: str = ""  # the row
     # of the paper: by model, row and column, the first model's beside ours
     published: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -124,11 +126,20 @@ def cells_of(table: PaperTable, rows: Sequence[Row]) -> Cells:
             cells.setdefault(label, {})[name] = number
     for (label, name), numbers in over_columns.items():
         cells.setdefault(label, {})[name] = sum(numbers) / len(numbers)
+    _add_columns(table, cells)
+    return cells
+
+
+def _add_columns(table: PaperTable, cells: Cells) -> None:
+    """Adds means of columns, and ratios to the row that others are relative to."""
     ends = [f" {_WORDS.get(value, value)}" if len(table.values) > 1 else "" for value in table.values]
     for line, (name, of), end in product(cells.values(), table.means.items(), ends):
         if line.keys() >= {column + end for column in of}:
             line[name + end] = sum(line[column + end] for column in of) / len(of)
-    return cells
+    of_one = cells.get(table.relative_to, {})
+    for line, column in product(cells.values(), table.relative):
+        if column in line and column in of_one:
+            line[f"{column} ÷ {table.relative_to}"] = line[column] / of_one[column]
 
 
 def _is_named(table: PaperTable, column: str) -> bool:

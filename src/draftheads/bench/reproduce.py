@@ -11,7 +11,7 @@ from draftheads.bench.compare import MIN_PROMPTS, Comparison, compare_heads
 from draftheads.bench.paper_tables import Cells, PaperTable, by_head, cells_of, drafting_cells, lines_of
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, own_text, train_variants
-from draftheads.bench.table import Row
+from draftheads.bench.table import Row, copies_note
 from draftheads.bench.timing import PLAIN
 from draftheads.data.records import Record
 from draftheads.data.suites import read_suite, select
@@ -49,6 +49,7 @@ def reproduce(
     progress: Progress,
     quick: bool = False,
     prompts: str | None = None,
+    categories: Sequence[str] = (),
     limit: int | None = None,
     draft_model: str | None = None,
     quality: Sequence[Any] = (),
@@ -66,6 +67,7 @@ def reproduce(
         progress: receives each stage.
         quick: bounded work: few questions, short answers, few values of each setting, little training.
         prompts: questions in place of the table's.
+        categories: of these questions, by the names in their file; in place of the table's.
         limit: questions of each category.
         draft_model: a smaller model, for tables that compare one.
         quality: measures of the answers.
@@ -95,10 +97,7 @@ def reproduce(
         for one in variants:
             cells |= losses_of(one, budget)
     else:
-        asked, categories = read_suite(prompts or table.prompts), () if prompts else table.categories
-        if quick and limit is None:
-            limit = -(-MIN_PROMPTS // len(categories or {record.category for record in asked}))
-        questions = [_with_our_category(record) for record in select(asked, categories, limit)]
+        questions = questions_of(table, prompts, categories, limit=limit, quick=quick)
         for run, task in product(table.runs, _tasks(model, heads or table.heads, variants)):
             settings = quick_settings(table.settings(run)) if quick else table.settings(run)
             compared = compare_heads(
@@ -122,6 +121,9 @@ def reproduce(
             ]
             for label, line in _cells(table, task, rows, compared.record).items():
                 cells.setdefault(label, {}).update(line)
+    lines = [f"**{table.title}** ({table.source}), here for {model}.", "", *lines_of(table, cells)]
+    if table.measured == "rows":
+        lines += ["", copies_note(row for compared in finished for row in compared.rows)]
     for compared in finished:
         compared.forget()
     record = {
@@ -133,7 +135,19 @@ def reproduce(
         **record,
         "provenance": provenance(),
     }
-    return Reproduction([f"**{table.title}** ({table.source}), here for {model}.", "", *lines_of(table, cells)], record)
+    return Reproduction(lines, record)
+
+
+def questions_of(
+    table: PaperTable, prompts: str | None, categories: Sequence[str], *, limit: int | None, quick: bool
+) -> list[Record]:
+    """What is asked; in a quick run so many questions of each category that they fill the largest batch."""
+    asked = read_suite(prompts or table.prompts)
+    categories = categories or (() if prompts else table.categories)
+    if quick and limit is None:
+        sizes = (size for run in table.runs for size in quick_settings(table.settings(run)).batch_sizes)
+        limit = -(-max(MIN_PROMPTS, *sizes) // len(categories or {record.category for record in asked}))
+    return [_with_our_category(record, table) for record in select(asked, categories, limit)]
 
 
 @dataclass(frozen=True)
@@ -168,10 +182,13 @@ def _cells(table: PaperTable, task: _Task, rows: Sequence[Row], record: Mapping[
     return {task.names.get(name, name): cells for name, cells in found.items()}
 
 
-def _with_our_category(record: Record) -> Record:
-    """The record; a category of Spec-Bench, of which MT-Bench's are chats, has the name that tables use."""
+def _with_our_category(record: Record, table: PaperTable) -> Record:
+    """The record; a category of Spec-Bench, of which MT-Bench's are chats, has the name that the table uses."""
     category = record.category
-    return replace(record, labels={**record.labels, "category": _OURS.get(category, category)}) if category else record
+    columns = (column for model in table.published.values() for cells in model.values() for column in cells)
+    is_own = any(column.split(" × ")[0] == category for column in columns)
+    named = category if is_own else _OURS.get(category, category)
+    return replace(record, labels={**record.labels, "category": named}) if category else record
 
 
 def _top(ranks: Sequence[Sequence[float]]) -> dict[str, list[float]]:

@@ -10,7 +10,8 @@ from draftheads.search.settings import ReplaySettings
 from draftheads.settings import AcceptanceRule, SamplingSettings
 from draftheads.utils.option_group import FROM_1, OptionGroup, at_least
 
-TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths"]
+TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths", "adaptive"]
+LOADED = ("defaults", "adaptive")  # kinds of trees that an engine chooses by itself at each step
 DRAWN: tuple[AcceptanceRule, ...] = ("rejection", "block")  # rules for drafts of drawn tokens
 
 
@@ -41,7 +42,7 @@ class BenchSettings(OptionGroup):
     """Kinds of trees. best: a head's better one of static (of the most frequent paths) and growing (by confidence);
     product: Medusa's static tree, by independent accuracies of the heads; dense: a full tree of random widths; chain;
     paths: the n most probable paths (MLP Speculator, n in place of nodes); defaults: as `draftheads.load` drafts, which
-    decides on the size by itself."""
+    decides on the size by itself and also copies from the text; adaptive: the same without copies."""
     num_nodes: tuple[int, ...] = (24,)
     """Nodes of every head's tree, root included."""
     batch_sizes: tuple[int, ...] = (1,)
@@ -97,7 +98,7 @@ class BenchSettings(OptionGroup):
     def variants(self, temperature: float) -> Iterator[Variant]:
         """Each combination of what ways can differ in, at a temperature."""
         for tree in self.trees:
-            for nodes in (None,) if tree == "defaults" else self.num_nodes:
+            for nodes in (None,) if tree in LOADED else self.num_nodes:
                 for rule in self.acceptance if temperature else ("exact",):
                     for epsilon in self.epsilons if rule.startswith("typical") else (None,):
                         yield Variant(tree, nodes, rule, epsilon)

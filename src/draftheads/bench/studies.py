@@ -74,13 +74,19 @@ def train_variants(
 
 
 def options_of(changes: Mapping[str, Any], model: str, out: Path, budget: Budget, **more: Any) -> RunOptions:
-    """The options of one variant: of its recipe, its own, and the budget's, which count most."""
+    """The options of one variant: of its recipe, its own, and the budget's, which count most.
+
+    ``changes`` are options of training, and may have ``joint`` (the model is tuned, too), ``after`` (another variant,
+    with whose heads it begins) and ``only_text`` (the budget's chats are left out).
+    """
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     kind: type[RunOptions] = JointOptions if settings.pop("joint", False) else TrainOptions
     settings.pop("after", None)
+    only_text = settings.pop("only_text", False)
     given = {"model": model, "out": out, "resume": True, "data": budget.data, **more}
     if budget.text and kind is TrainOptions:
         given["text"] = budget.text
+        given["data"] = () if only_text else budget.data
     given |= {name: value for name in ("max_tokens", "epochs") if (value := getattr(budget, name)) is not None}
     recipe = defaults_from({**given, **settings}, tunes_model=kind is JointOptions)
     return kind.of(**{**recipe, **settings, **given, **dict(budget.settings)})

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from draftheads.bench.settings import LOADED
 from draftheads.bench.timing import PLAIN, STOCK, Answers
 from draftheads.utils.counts import counted, short_count
 from draftheads.utils.estimates import Estimate, bootstrap, quartiles
 
 PARTS = ("drafting", "verification", "accept and rest")  # of a step
 ALL = "all"  # rows over all questions
+WITH_COPIES = "with copies"  # so ends what a row says of its tree
 _FEWEST = 3  # groups of prompts for an interval
 Interval = tuple[float, float]
 
@@ -51,6 +53,7 @@ class Row:
     rest_milliseconds: float = 0.0
     step_milliseconds: float = 0.0
     first_token_milliseconds: float | None = None  # median over answers, waiting in the group included
+    token_milliseconds: float | None = None  # mean time of a token of an answer after its first one
     latency_seconds: Mapping[str, float] = field(default_factory=dict)  # percentiles of answers: "50", "90", "99"
     acceptance_by_depth: Sequence[float] = ()  # share of the steps that accepted a draft token at depth 1, 2, …
     steps_by_tokens: Sequence[int] = ()  # how many steps gave 1, 2, … tokens
@@ -62,13 +65,6 @@ class Row:
     num_copied: int = 0  # those of them that only a copy from the text brought
     quality: Mapping[str, float] = field(default_factory=dict)  # by measure
     quality_intervals: Mapping[str, Interval] = field(default_factory=dict)
-
-    @property
-    def token_milliseconds(self) -> float | None:
-        """Mean time between two tokens of a text, reading prompts left out."""
-        if not self.decode_tokens_per_second:
-            return None
-        return 1e3 * float(self.settings.get("batch_size", 1)) / self.decode_tokens_per_second
 
     @property
     def parts(self) -> dict[str, float]:
@@ -172,7 +168,12 @@ def _latencies(own: Sequence[Answers]) -> dict[str, Any]:
     if not firsts:
         return {}
     percentiles = zip(("50", "90", "99"), np.percentile(lasts, (50, 90, 99)).tolist(), strict=True)
-    return {"first_token_milliseconds": 1e3 * float(np.median(firsts)), "latency_seconds": dict(percentiles)}
+    num_later = sum(len(ids) - 1 for answer in own for ids in answer.token_ids)
+    return {
+        "first_token_milliseconds": 1e3 * float(np.median(firsts)),
+        "token_milliseconds": 1e3 * (sum(lasts) - sum(firsts)) / num_later if num_later else None,
+        "latency_seconds": dict(percentiles),
+    }
 
 
 def _acceptance(own: Sequence[Answers]) -> list[float]:
@@ -251,6 +252,7 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
         Column("overhead", lambda row: _shown(row.overhead)),
         Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
         Column("first token ms", lambda row: _shown(row.first_token_milliseconds, ".0f"), "time"),
+        Column("ms/token", lambda row: _shown(row.token_milliseconds, ".1f"), "time"),
         Column("draft ms", partial(milliseconds, part="draft"), "time"),
         Column("verify ms", partial(milliseconds, part="verify"), "time"),
         Column("rest ms", partial(milliseconds, part="rest"), "time"),
@@ -337,11 +339,25 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
         [column.heading for column in shown], ([column.cell(row) for column in shown] for row in overall)
     )
     yield ""
-    yield "In brackets: 95 % bootstrap intervals over the prompts."
+    yield f"In brackets: 95 % bootstrap intervals over the prompts. {copies_note(overall)}"
     for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):
         headings, lines = by_part(rows, value)
         if headings:
             yield from ("", f"{title}, by category and turn:", "", *markdown_table(headings, lines))
+
+
+def has_copies(row: Row) -> bool:
+    """Whether copies from the text are in a head's drafts."""
+    return row.tree.endswith(WITH_COPIES)
+
+
+def copies_note(rows: Iterable[Row]) -> str:
+    """A sentence on what is in the drafts of heads."""
+    if not any(map(has_copies, rows)):
+        return "Heads draft alone, without copies from the text."
+    return (
+        f'Where the tree is "… {WITH_COPIES}", copies from the text are in a head\'s drafts; elsewhere it drafts alone.'
+    )
 
 
 # --- what the table says, in sentences: the same on a terminal and on the page ---
@@ -389,11 +405,12 @@ def remarks(rows: Iterable[Row]) -> list[str]:
         if row.name != best.name and best.speedup - row.speedup < best.speedup_error + row.speedup_error
     )
     sentences = []
-    if any(row.settings.get("tree") == "defaults" for row in (best, *others)):
+    if any(row.settings.get("tree") in LOADED for row in (best, *others)):
         sentences.append("Defaults choose the size of each draft for this machine.")
     if close:
         sentences.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
-    if best.speedup - best.speedup_error <= 1 and best.settings.get("tree") != "defaults":
+    fixed = any(row.settings.get("num_nodes") and not row.tree.startswith("its own") for row in (best, *others))
+    if best.speedup - best.speedup_error <= 1 and fixed:
         sentences.append("Trees may be too large for this machine: try a smaller `--num-nodes`.")
     if any(row.num_different for row in (best, *others)):
         sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.bench.contenders import Contender
-from draftheads.bench.settings import DRAWN, BenchSettings, Variant
+from draftheads.bench.settings import DRAWN, LOADED, BenchSettings, Variant
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.replay import Replay, own_answers
@@ -70,7 +70,7 @@ class TreeFinder:
 
     def _own(self, contender: Contender, variant: Variant) -> Chosen | None:
         """Trees of the drafter itself, which have no kinds: they are measured once."""
-        first = next(tree for tree in self.settings.trees if tree != "defaults")
+        first = next(tree for tree in self.settings.trees if tree not in LOADED)
         if variant.tree != first or variant.acceptance in DRAWN:
             return None
         drafter = contender.drafter if contender.within is None else contender.within(variant.num_nodes or 0)

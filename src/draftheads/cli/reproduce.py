@@ -41,6 +41,7 @@ def run(options: ReproduceOptions) -> None:
             budget=Budget(budget.data, budget.text, budget.max_tokens, budget.epochs, _settings(budget.train)),
             quick=options.quick,
             prompts=options.prompts,
+            categories=options.category,
             limit=options.limit,
             draft_model=options.draft_model,
             quality=measures,

@@ -5,11 +5,11 @@ and of these the fastest row of each drafter.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from draftheads.bench.table import ALL, PARTS, Row, heads_only
+from draftheads.bench.table import ALL, PARTS, Row, has_copies, heads_only
 from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.reports.plots import Curves, Figure, draw_bars, draw_curves, draw_groups, draw_scatter, draw_stacks
 from draftheads.utils.counts import counted
@@ -59,6 +59,7 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
     ``rows`` are sorted: the first point first, and there the fastest drafter. ``drafting`` has the milliseconds of each
     drafter's ``prefix`` and ``heads``.
     """
+    rows = [replace(row, name=f"{row.name} + copies") if has_copies(row) else row for row in rows]
     overall = [row for row in rows if row.part == ALL]
     first = [row for row in overall if point(row) == point(overall[0])]
     where = f" Measured {at(first[0])}." if len(first) < len(overall) else ""
