@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 import draftheads
 from draftheads import heads
-from draftheads.heads.base import DraftHead, Root
+from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.heads.small_llama import SmallLlamaConfig, SmallLlamaHead
 from draftheads.heads.stateful import StatefulSession
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import Shape
 from draftheads.testing import check_head
 
 
@@ -114,6 +116,28 @@ class Steps(SmallLlamaHead):
         return ForgetsSteps(self)
 
 
+class SecondRow(HydraHead):
+    """Right in the first row of a batch only."""
+
+    def predict(self, state: Any, depth: int) -> Tensor:
+        logits = super().predict(state, depth)
+        return torch.cat([logits[:1], logits[1:].roll(1, -1)])
+
+
+class OtherRoot(HeadSession):
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        draft = super().propose(context, shape)
+        draft.token_ids[:, 0].add_(1).remainder_(24)
+        return draft
+
+
+class Roots(HydraHead):
+    """Its session writes over the token that is decided already."""
+
+    def start(self) -> HeadSession:
+        return OtherRoot(self)
+
+
 class Shared(HydraHead):
     """It changes the model's own text: what it drafts is written over."""
 
@@ -143,10 +167,12 @@ def test_a_right_head_passes(monkeypatch: pytest.MonkeyPatch, head: type[DraftHe
         (Swapped, "forward returns (2, 3, 30, 32), not (K, B, T, F) = (3, 2, 30, '…')"),
         (Idle, "training does not reach extra.weight, extra.bias"),
         (Blind, "predict(1) returns (2, 2, 24), not (2, 1, 24)"),
+        (SecondRow, "node 0 at depth 0: predict gives other logits"),
         (Unsaved, "a head of the saved options and weights gives other logits"),
         (Rows, "step 6: a session that has read the text in steps drafts otherwise"),
         (Steps, "step 4: a session that has read the text in steps drafts otherwise"),
         (Shared, "predict gives other logits"),
+        (Roots, "is not that of plain decoding"),
     ],
 )
 def test_a_wrong_head_is_told_what_is_wrong(

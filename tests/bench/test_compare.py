@@ -16,7 +16,7 @@ from draftheads.bench import compare, timing
 from draftheads.bench.compare import Bench, Comparison, together
 from draftheads.bench.contenders import Contender
 from draftheads.bench.conversations import Conversations
-from draftheads.bench.quality import Gsm8k
+from draftheads.bench.quality import Gsm8k, Item, Measure, Outcome
 from draftheads.bench.settings import BenchSettings, Point
 from draftheads.bench.table import ALL, Row
 from draftheads.bench.timing import PLAIN, STOCK, Answers, StepClock, Way
@@ -171,6 +171,7 @@ def test_all_numbers_of_a_drafter_whose_acceptance_and_times_are_known(model: Ta
     assert (scripted.draft_milliseconds, scripted.verify_milliseconds, scripted.rest_milliseconds) == (1e3, 2e3, 5e2)
     assert plain.first_token_milliseconds == scripted.first_token_milliseconds == 4e3
     assert scripted.latency_seconds["50"] == pytest.approx(21.5)
+    assert (plain.token_milliseconds, scripted.token_milliseconds) == pytest.approx((2500, 17.5e3 / 9))
     assert (plain.speedup, plain.decode_speedup, plain.overhead, plain.tokens_per_step) == (1, 1, 1, 1)
     assert (plain.num_different, scripted.num_different, scripted.num_answers) == (0, 0, 6)
 
@@ -250,7 +251,7 @@ def test_transformers_is_timed_one_prompt_at_a_time(model: TargetModel, tmp_path
 
 def test_drafters_are_also_timed_as_they_are_loaded(model: TargetModel, tmp_path: Path):
     usual = Engine(model, PromptLookup(num_tokens=2), max_batch_size=7)
-    each = [Contender("lookup", PromptLookup(), "lookup", as_loaded=lambda: usual)]
+    each = [Contender("lookup", PromptLookup(), "lookup", as_loaded=lambda _: usual)]
     rows = bench(model, tmp_path, each, replace(SETTINGS, trees=("best", "defaults"))).run()
     assert [(row.name, row.settings.get("tree")) for row in rows] == [
         (PLAIN, None), ("lookup", "best"), ("lookup", "defaults")
@@ -366,6 +367,8 @@ def test_long_prompts_lose_their_middle(model: TargetModel, tmp_path: Path):
 
 # --- quality ---
 
+TEXTS = ["a dog", "hello", "fog and ice"]
+
 
 def test_quality_is_measured_for_each_way_and_part(world: Path, tmp_path: Path):
     model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
@@ -373,12 +376,55 @@ def test_quality_is_measured_for_each_way_and_part(world: Path, tmp_path: Path):
     one = bench(model, tmp_path, each, SETTINGS, QUESTIONS, measures=("agreement", Gsm8k()))
     rows = one.run()
     by_part = {row.part: row.quality for row in rows if row.name == "lookup"}
-    assert by_part[ALL]["agreement"] == by_part["turn 2"]["agreement"] == 100.0
+    assert by_part[ALL]["agreement"] == 100.0
+    assert by_part["turn 1"] == by_part["turn 2"] == {}, "whole conversations are measured"
+    (overall,) = (row for row in rows if (row.name, row.part) == ("lookup", ALL))
+    assert overall.quality_counts == {"gsm8k": 1}
+    assert overall.quality_intervals.keys() == {"agreement", "common prefix"}, "of one question there is none"
     assert by_part["maths"].keys() == {"agreement", "common prefix", "gsm8k"}
     assert "gsm8k" not in by_part["chat"], "no references"
     reasons = {(problem["question"], problem["problem"]) for problem in one.problems}
     assert {question for question, _ in reasons} == {"81", "83"}
     assert all(reason.startswith("gsm8k: ") for _, reason in reasons)
+
+
+class Rater(Measure):
+    """A program elsewhere that rates answers, once it is there."""
+
+    name, asks_others, is_there = "rater", True, False
+
+    def score(self, item: Item) -> Outcome:
+        return (5.0,) if self.is_there else "it is down"
+
+
+def test_a_comparison_whose_judge_was_down_can_be_judged_again(world: Path, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
+    rater, answered = Rater(), []
+    way = compare.engine_way
+    monkeypatch.setattr(compare, "engine_way", lambda *args: answered.append(args) or way(*args))
+
+    def compared() -> list[Row]:
+        settings = replace(SETTINGS, num_calibration_prompts=2)
+        options: dict[str, Any] = {"settings": settings, "quality": [rater], "progress": False, "precision": "fp32"}
+        return draftheads.compare_heads(str(world / "model"), ["prompt-lookup"], TEXTS, **options).rows
+
+    times = [row.tokens_per_second for row in compared()]
+    assert (rater.folder or tmp_path).is_dir()
+    rater.is_there = True
+    rows = compared()
+    assert [row.tokens_per_second for row in rows] == times, "its answers are those of before"
+    assert {row.quality["rater"] for row in rows} == {5.0}
+    assert [row.tokens_per_second for row in compared()] != times, "now it is finished, and measured anew"
+
+
+def test_typical_acceptance_is_never_without_quality(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
+    settings = BenchSettings(
+        trees=("chain",), temperatures=(0.7,), acceptance=("typical",), max_new_tokens=8, num_calibration_prompts=2
+    )
+    options: dict[str, Any] = {"settings": settings, "progress": False, "precision": "fp32"}
+    rows = draftheads.compare_heads(str(world / "model"), [str(world / "hydra")], TEXTS, **options).rows
+    assert all(row.quality.keys() == {"agreement", "common prefix", "perplexity"} for row in rows)
 
 
 # --- what is saved ---
@@ -521,3 +567,19 @@ def test_impossible_settings_are_refused(changes: dict[str, Any], words: str):
 def test_at_least_three_prompts_are_needed():
     with pytest.raises(DataError, match="2 prompts: give at least 3"):
         draftheads.compare_heads("nowhere", ["medusa"], ["a", "b"])
+
+
+# --- the example ---
+
+
+def test_the_example_marks_accepted_draft_tokens(model: TargetModel, tmp_path: Path):
+    settings = replace(SETTINGS, max_new_tokens=8, ignore_eos=True)
+    answers = [result.token_ids for result in Engine(model).generate(PROMPTS, max_new_tokens=8, ignore_eos=True)]
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    one = bench(model, tmp_path, [Contender("scripted", Scripted(texts), "1")], settings)
+    one.run()
+    assert one.example is not None
+    (line,) = [line for line in one.lines if (line["way"], line["question_id"]) == ("scripted", "1")]
+    assert line["step_tokens"] == (1, 3, 2, 1), "after the token that reading the prompt gives"
+    drafted = [False, False, *(True, True, False), *(True, False), False]
+    assert one.example["pieces"] == [[f"<{token}>", mark] for token, mark in zip(answers[0], drafted, strict=True)]

@@ -219,6 +219,23 @@ def test_a_server_that_stops_keeps_the_ratings_that_it_gave():
     assert scores.values == {"again": 8}
 
 
+def test_ratings_that_are_saved_are_not_asked_for_again(tmp_path: Path):
+    def behave(fields: Fields) -> tuple[int, Any]:
+        return 200, completion("no idea" if is_bad and "of b" in asked(fields) else "[[7]]")
+
+    items, is_bad = [item("a", "one", "two"), item("b", "three")], True
+    with FakeServer(behave) as server:
+        judge = Judge(server.url, "big")
+        judge.folder = tmp_path
+        [scores] = judge(items, FakeProgress())
+        assert (scores.values, list(scores.problems)) == ({"a": 7}, ["b"])
+        is_bad, before = False, len(server.requests)
+        [scores] = judge(items, FakeProgress())
+        assert (scores.values, len(server.requests) - before) == ({"a": 7, "b": 7}, 1)
+    [scores] = judge([*items, item("c", "four")], FakeProgress())
+    assert (scores.values, list(scores.problems)) == ({"a": 7, "b": 7}, ["c"]), "the server has gone"
+
+
 def test_a_refused_key_and_a_wrong_address():
     items = [item(str(i), "x") for i in range(20)]
     for status, words in ((401, "refuses the key"), (403, "--api-key-env"), (404, "was not found")):

@@ -57,6 +57,20 @@ def test_a_row_has_speed_and_tokens_per_step():
     assert row.speedup_quartiles == pytest.approx((1.4666, 1.6333), abs=1e-3)
 
 
+def test_latencies_are_percentiles_of_all_answers_and_memory_is_the_most_of_a_group():
+    def group(number: int, places: range, peak_bytes: int) -> Answers:
+        texts, steps = ((7, 7),) * len(places), (1,) * len(places)
+        firsts, lasts = tuple(place / 10 for place in places), tuple(map(float, places))
+        times = {"seconds": 100.0, "first_seconds": firsts, "last_seconds": lasts}
+        return Answers(texts, steps, group=number, peak_bytes=peak_bytes, **times)
+
+    own = [group(0, range(51, 101), 3), group(1, range(10), 7), group(2, range(10, 51), 5)]
+    row = timed_row("medusa", own, own)
+    assert row.latency_seconds == pytest.approx({"50": 50.0, "90": 90.0, "99": 99.0})
+    assert row.first_token_milliseconds == pytest.approx(5e3)
+    assert row.peak_bytes == 7
+
+
 def test_rounds_of_the_same_prompts_are_one_item():
     twice = timed_row("medusa", FAST + FAST, PLAIN + PLAIN)
     once = timed_row("medusa", FAST, PLAIN)
@@ -110,7 +124,10 @@ def test_the_markdown_tables_have_a_line_for_each_way():
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| medusa", "| hydra"]
     assert "| medusa | 3.00 | 1.25 |" in lines
     assert "| hydra | 2.00 | 2.00 |" in lines
-    assert lines[5] == "In brackets: 95 % bootstrap intervals over the prompts."
+    assert (
+        lines[5]
+        == "In brackets: 95 % bootstrap intervals over the prompts. Heads draft alone, without copies from the text."
+    )
     assert by_part([ROW, other]) == ([], [])
 
 

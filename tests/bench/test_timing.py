@@ -25,6 +25,7 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead, LookaheadSession
 from draftheads.heads.base import HeadSession
 from draftheads.models.model import TargetModel
+from draftheads.settings import SamplingSettings
 from draftheads.speculation.drafter import NoDraft
 from families import PROMPTS, tiny_head, tiny_model
 
@@ -62,6 +63,13 @@ def test_every_way_is_warmed_up_and_goes_first_in_turn():
     assert [number for _, number, _ in asked[3:]] == [number for number in range(6) for _ in "abc"]
     for name in "abc":
         assert [one.token_ids for one in timings.answers[name]] == [((number,),) for number in range(6)]
+
+
+def test_a_group_has_the_same_number_in_each_round():
+    ways = {name: recorder(name, []) for name in "ab"}
+    timings = take_turns(ways, [[[number]] for number in range(3)], max_new_tokens=8, rounds=2)
+    for answers in timings.answers.values():
+        assert [(one.group, one.token_ids) for one in answers] == [(number, ((number,),)) for number in (0, 1, 2)] * 2
 
 
 @pytest.mark.parametrize(("number", "few"), [(4, [0, 1, 2, 3]), (12, [0, 2, 4, 6, 8, 10])])
@@ -204,6 +212,29 @@ def test_transformers_way_stops_at_the_end_of_text():
     assert found.token_ids == (free[: place + 1],)
     assert found.token_ids == engine_way(Engine(again))(PROMPTS[:1], 20)[0].token_ids
     assert found.num_steps == (place,)
+
+
+def test_transformers_way_tells_reading_prompts_from_decoding(monkeypatch: pytest.MonkeyPatch):
+    stock, now = tiny_model("llama"), [0.0]
+
+    def computing(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        now[0] += 100.0 if inputs["input_ids"].shape[1] > 1 else 1.0
+
+    stock.model.register_forward_pre_hook(computing, with_kwargs=True)
+    monkeypatch.setattr(StepClock, "now", property(lambda _: now[0]))
+    (found,) = stock_way(stock, SamplingSettings(ignore_eos=True))(PROMPTS[:2], 5)
+    assert (found.first_seconds, found.last_seconds) == ((100.0, 204.0), (104.0, 208.0))
+    assert (found.prompt_seconds, found.seconds) == (200.0, 208.0)
+
+
+def test_transformers_way_draws_at_a_temperature_by_the_prompt_s_seed():
+    stock = tiny_model("llama")
+
+    def texts(temperature: float) -> tuple[tuple[int, ...], ...]:
+        return stock_way(stock, SamplingSettings(temperature=temperature, ignore_eos=True))(PROMPTS, 20)[0].token_ids
+
+    assert texts(1.0) == texts(1.0) != texts(0.0)
+    assert texts(1e-3) == texts(0.0), "it is this temperature"
 
 
 def test_each_prompt_has_a_seed_of_its_own():

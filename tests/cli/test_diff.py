@@ -107,6 +107,20 @@ def test_without_answers_the_intervals_of_both_are_compared(tmp_path: Path) -> N
     assert rate.b_is == "unknown", "there is no interval of tokens/s"
 
 
+def test_turns_of_a_question_are_added_without_first_tokens_in_tokens_per_step(tmp_path: Path) -> None:
+    def result(name: str, *turns: tuple[int, int, float]) -> Path:
+        lines = [
+            {**answer("hydra", question, tokens=tokens, steps=steps, seconds=seconds), "turn": turn}
+            for question in ("q1", "q2", "q3")
+            for turn, (tokens, steps, seconds) in enumerate(turns, start=1)
+        ]
+        return write(tmp_path / name, ROWS, lines)
+
+    numbers = found((result("a", (9, 4, 1.0), (5, 4, 2.5)), result("b", (7, 2, 1.0), (13, 4, 1.5))))
+    assert numbers["hydra", "tokens_per_step"].ratio == pytest.approx(((6 + 12) / 6) / ((8 + 4) / 8))
+    assert numbers["hydra", "tokens_per_second"].ratio == pytest.approx((20 / 2.5) / (14 / 3.5))
+
+
 def test_answers_in_groups_have_no_seconds_of_their_own(tmp_path: Path) -> None:
     lines = answers_of("hydra", steps=4, seconds=[None] * 3)
     numbers = found((write(tmp_path / "a", ROWS, lines), write(tmp_path / "b", ROWS, lines)))

@@ -21,7 +21,7 @@ from draftheads.bench.conversations import Conversations, Question
 from draftheads.bench.drafting import drafting_cost
 from draftheads.bench.quality import Agreement, Item, Measure, Perplexity, Scores
 from draftheads.bench.settings import DRAWN, LOADED, BenchSettings, Point, Variant
-from draftheads.bench.table import ALL, WITH_COPIES, Row, heads_only, parts_of, timed_row
+from draftheads.bench.table import ALL, TURN, WITH_COPIES, Row, heads_only, parts_of, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Answers, engine_way, stock_way, take_turns
 from draftheads.bench.trees import TreeFinder
 from draftheads.checkpoints.registry import head_name
@@ -97,7 +97,8 @@ def compare_heads(
         draft_model: a smaller model of the same tokenizer, compared as well.
         corpus: as for :func:`draftheads.load`; each head is also compared with copies, without and with the corpus.
         settings: what is measured, and on how much.
-        quality: measures of the answers. ``"agreement"`` compares them with plain decoding's, ``"perplexity"`` is under
+        quality: measures of the answers; of typical acceptance agreement and perplexity when left out. ``"agreement"``
+            compares them with plain decoding's, ``"perplexity"`` is under
             the original model.
         original_model: what the model was tuned from, for the perplexity; the model itself when left out.
         transformers: also time transformers' own ``generate``, one prompt at a time.
@@ -130,6 +131,8 @@ def compare_heads(
     original = target
     if original_model is not None and "perplexity" in quality:
         original = load_target(original_model, chat_template=template, precision=precision, **load_options)
+    if not quality and any(rule.startswith("typical") for rule in settings.acceptance):
+        quality = ("agreement", "perplexity")  # typical acceptance is never shown without what it costs
     measures = [Perplexity(original) if measure == "perplexity" else measure for measure in quality]
     texts = None
     if corpus is not None:
@@ -161,6 +164,7 @@ def compare_heads(
             )
             others = OtherPrograms()
             rows = bench.run()
+            bench.saved += bench.folder.glob("rated-*.json")
             disturbed = target.device.type == "cpu" and others.disturb(torch.get_num_threads())
     record = {
         "format_version": 2,
@@ -181,7 +185,7 @@ def compare_heads(
         "provenance": provenance(),
     }
     comparison = Comparison(rows, record, bench.lines, tuple(bench.saved))
-    if not keep:
+    if not keep and not bench.unmeasured:
         comparison.forget()
     return comparison
 
@@ -244,6 +248,9 @@ class Bench:
     ) -> None:
         self.target, self.contenders, self.settings, self.stock = target, contenders, settings, stock
         self.measures, self.folder, self.progress = measures, folder, progress
+        for measure in measures:
+            if not isinstance(measure, str) and measure.asks_others:
+                measure.folder = folder
         self.questions = [question_of(number, prompt) for number, prompt in enumerate(prompts)]
         records = [prompt if isinstance(prompt, Record) else Record(()) for prompt in prompts]
         self.categories = [str(record.labels.get("category") or "") for record in records]
@@ -261,6 +268,7 @@ class Bench:
         self.drafting: dict[str, Any] = {}  # milliseconds of each head's parts
         self._scored: list[tuple[Any, Any, list[Scores]]] = []  # measures, texts and their scores
         self.saved: list[Path] = []  # answers of this comparison
+        self.unmeasured = False  # whether a measure failed, so that the same comparison should try it again
         self.example: dict[str, Any] | None = None  # an answer in pieces, accepted draft tokens marked
 
     def run(self) -> list[Row]:
@@ -269,7 +277,10 @@ class Bench:
         for contender in self.contenders:
             if contender.head is not None:
                 self.drafting[contender.name] = drafting_cost(self.target, contender.head).record
-        rows = [row for point in self.settings.points() for row in self._rows(point)]
+        points = list(self.settings.points())
+        rows: list[Row] = []
+        for number, point in enumerate(points, 1):
+            rows += self._rows(point, "" if len(points) == 1 else f" at {in_words(point)} ({number} of {len(points)})")
         self._show_best(rows)
         return rows
 
@@ -328,9 +339,9 @@ class Bench:
     def _talks(self, point: Point) -> Conversations:
         return Conversations(self.target, point.prompt_tokens, self.settings.longest_prompt)
 
-    def _rows(self, point: Point) -> Iterator[Row]:
+    def _rows(self, point: Point, where: str) -> Iterator[Row]:
         ways = self._ways(point)
-        found = self._timed(point, ways)
+        found = self._timed(point, ways, where)
         plain, *_ = found.values()
         stock = next((found[key] for key, way in ways.items() if way.name == STOCK), None)
         plain_texts = _texts(plain)
@@ -351,11 +362,15 @@ class Bench:
                     tree=way.tree,
                     predicted_tokens_per_step=way.predicted if part == ALL and not point.temperature else None,
                     num_different=sum(text != plain_texts.get(place) for place, text in _texts(chosen).items()),
-                    **self._quality(scores, {number for answer in chosen for number in answer.questions}),
+                    # of whole conversations, so it says nothing about a single turn
+                    **self._quality(
+                        [] if part.startswith(TURN) else scores,
+                        {number for answer in chosen for number in answer.questions},
+                    ),
                 )
 
-    def _timed(self, point: Point, ways: dict[str, _Way]) -> dict[str, list[Answers]]:
-        """All ways' answers to all questions that the model takes, in turn."""
+    def _timed(self, point: Point, ways: dict[str, _Way], where: str) -> dict[str, list[Answers]]:
+        """All ways' answers to all questions that the model takes, in turn; ``where`` names the point."""
         talks = self._talks(point)
         questions = []
         for question in self.questions:
@@ -381,7 +396,6 @@ class Bench:
                 self.stock is not None,
             ]
         )
-        where = "" if len(list(self.settings.points())) == 1 else f" at {in_words(point)}"
         stage = f"timing {len(ways)} ways on {counted(len(questions), 'prompt')}{where}"
         advance = counted_stage(self.progress, stage, len(groups) * self.settings.rounds)
 
@@ -488,6 +502,7 @@ class Bench:
             if not known:  # exact drafters have the same texts
                 one = Agreement(plain_items) if isinstance(measure, str) else measure
                 known = [one(items, self.progress)]
+                self.unmeasured |= one.asks_others and any(each.problems for each in known[0])
                 if not isinstance(measure, str):
                     self._scored.append((measure, texts, known[0]))
             scores += known[0]
@@ -495,20 +510,22 @@ class Bench:
         numbers = {self.ids[number]: number for number in range(len(self.ids))}
         for name, each in found:
             for question_id, reason in each.problems.items():
-                self._problem(numbers[question_id], 1, f"{name}: {reason}")
+                self._problem(numbers[question_id], 0, f"{name}: {reason}")
         return scores
 
     def _quality(self, scores: Sequence[Scores], numbers: set[int]) -> dict[str, Any]:
         """Means with intervals over these questions, as fields of a row."""
         ids = {self.ids[number] for number in numbers}
-        means = {}
-        for score in scores:
-            some = replace(score, values={key: value for key, value in score.values.items() if key in ids})
-            if (mean := some.estimate()) is not None:
-                means[score.measure] = mean
+        chosen = [
+            replace(score, values={key: value for key, value in score.values.items() if key in ids}) for score in scores
+        ]
+        means = {score.measure: (mean, len(score.values)) for score in chosen if (mean := score.estimate()) is not None}
         return {
-            "quality": {name: mean.value for name, mean in means.items()},
-            "quality_intervals": {name: (mean.low, mean.high) for name, mean in means.items()},
+            "quality": {name: mean.value for name, (mean, _) in means.items()},
+            "quality_intervals": {
+                name: (mean.low, mean.high) for name, (mean, count) in means.items() if count >= MIN_PROMPTS
+            },
+            "quality_counts": {name: count for name, (_, count) in means.items() if count < len(ids)},
         }
 
 

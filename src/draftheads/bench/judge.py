@@ -2,9 +2,10 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from os import PathLike
 from string import Formatter
@@ -17,6 +18,7 @@ from draftheads.interop.audit.answer import Failure
 from draftheads.interop.audit.client import Server, ServerAddress, api_base
 from draftheads.interop.audit.settings import AuditSettings
 from draftheads.utils.files import user_path
+from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.messages import short
 from draftheads.utils.progress import Progress
 
@@ -83,6 +85,7 @@ class Judge(Measure):
     parallel: int = 8
     name = "judge"
     unit = "of 10"
+    asks_others = True
 
     def __post_init__(self) -> None:
         if find_spec("httpx2") is None:
@@ -104,12 +107,11 @@ class Judge(Measure):
             return super().__call__(items, progress)
 
     def score(self, item: Item) -> Outcome:  # noqa: D102 - as in the base
-        if not self._down:
-            try:
-                ratings = [self._rate(item, turn) for turn in range(len(item.turns))]
-                return (sum(ratings) / len(ratings),)
-            except EndpointError as error:
-                self._down = self._down or str(error)
+        try:
+            ratings = [self._rate(item, turn) for turn in range(len(item.turns))]
+            return (sum(ratings) / len(ratings),)
+        except EndpointError as error:
+            self._down = self._down or str(error)
         return self._down
 
     def _rate(self, item: Item, turn: int) -> float:
@@ -125,6 +127,14 @@ class Judge(Measure):
             raise DataError(f"the judge has no prompt for turn {turn + 1}, or the turn has no answer")
         prompt = max(fitting, key=lambda prompt: len(prompt.fields))  # with references, if there are any
         asked = {"system": prompt.system, "user": prompt.template.format(**known)}
+        if self.folder is None:
+            return self._ask(asked)
+        key = identity_digest([self.url, self.model, asked])
+        return float(saved_json(self.folder / f"rated-{key}.json", partial(self._ask, asked)))
+
+    def _ask(self, asked: Mapping[str, str]) -> float:
+        if self._down:
+            raise EndpointError(self._down)
         outcome = self._server.ask([{"role": role, "content": text} for role, text in asked.items()], 0, "greedy")
         if isinstance(outcome, Failure):
             raise DataError(f"the judge did not answer: {outcome.problem}")

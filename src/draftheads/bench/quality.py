@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,6 +66,8 @@ class Measure:
     names: ClassVar[tuple[str, ...]] = ()  # of its scores, where they are not its name
     unit: ClassVar[str] = "%"
     parallel: int = 1  # items at the same time
+    asks_others: ClassVar[bool] = False  # a program elsewhere, which can fail and costs money
+    folder: Path | None = None  # where answers of others are saved, so that they are not asked again
 
     def score(self, item: Item) -> Outcome:
         """The values of an item, one for each name; or a sentence."""

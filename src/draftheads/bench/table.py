@@ -19,6 +19,7 @@ from draftheads.utils.estimates import Estimate, bootstrap, quartiles
 
 PARTS = ("drafting", "verification", "accept and rest")  # of a step
 ALL = "all"  # rows over all questions
+TURN = "turn "  # so begin the names of rows over single turns
 WITH_COPIES = "with copies"  # so ends what a row says of its tree
 _FEWEST = 3  # groups of prompts for an interval
 Interval = tuple[float, float]
@@ -65,6 +66,7 @@ class Row:
     num_copied: int = 0  # those of them that only a copy from the text brought
     quality: Mapping[str, float] = field(default_factory=dict)  # by measure
     quality_intervals: Mapping[str, Interval] = field(default_factory=dict)
+    quality_counts: Mapping[str, int] = field(default_factory=dict)  # questions that have a value, where some have none
 
     @property
     def parts(self) -> dict[str, float]:
@@ -201,7 +203,7 @@ def parts_of(answers: Sequence[Answers], categories: Sequence[str]) -> Iterator[
             yield name, lambda answer, name=name: categories[answer.questions[0]] == name  # type: ignore[misc]
     if (turns := max(answer.turn for answer in answers)) > 0:
         for turn in range(turns + 1):
-            yield f"turn {turn + 1}", lambda answer, turn=turn: answer.turn == turn  # type: ignore[misc]
+            yield f"{TURN}{turn + 1}", lambda answer, turn=turn: answer.turn == turn  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
 
     def quality(row: Row, measure: str) -> str:
         interval = row.quality_intervals.get(measure) if intervals else None
-        return _between(row.quality.get(measure), interval)
+        count = row.quality_counts.get(measure)
+        return _between(row.quality.get(measure), interval) + (f", of {count}" if count is not None else "")
 
     def latency(row: Row, share: str) -> str:
         return _shown(row.latency_seconds.get(share))

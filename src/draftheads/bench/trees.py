@@ -165,17 +165,17 @@ def dense_tree(num_nodes: int, *, depth: int) -> Tree:
     >>> dense_tree(24, depth=4).num_nodes <= 24
     True
     """
-    fitting: list[tuple[int, ...]] = []
+    fitting: list[tuple[tuple[int, ...], int]] = []  # widths of all full trees, and their nodes
 
     def extend(widths: tuple[int, ...], last: int, left: int) -> None:
         """All ways to go on below ``last`` nodes, where ``left`` more are allowed."""
         if widths:
-            fitting.append(widths)
+            fitting.append((widths, num_nodes - left))
         if len(widths) < depth:
             for width in range(1, left // last + 1):
                 extend((*widths, width), last * width, left - last * width)
 
     extend((), 1, num_nodes - 1)
-    largest = max(Tree.cartesian(widths).num_nodes for widths in fitting)
-    near = [widths for widths in fitting if Tree.cartesian(widths).num_nodes >= 0.9 * largest and len(widths) > 1]
-    return Tree.cartesian(random.Random(num_nodes).choice(near or fitting))  # noqa: S311 - no secret
+    largest = max(size for _, size in fitting)
+    near = [widths for widths, size in fitting if size >= 0.9 * largest and len(widths) > 1]
+    return Tree.cartesian(random.Random(num_nodes).choice(near or [fitting[0][0]]))  # noqa: S311 - no secret

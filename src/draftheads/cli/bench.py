@@ -1,7 +1,7 @@
 """``draftheads bench``: draft heads, and drafters without a head, side by side with one engine."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from draftheads.cli.show_comparison import print_lines, print_table
 from draftheads.data.records import Record
 from draftheads.data.suites import read_suite, select
 from draftheads.errors import InvalidSettings
+from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
 
 BUILT_IN = "tasks"
@@ -121,7 +122,13 @@ def _source(options: BenchOptions) -> str | None:
 def write(console: Console, out: Path, comparison: Comparison) -> None:
     """Writes the files of a comparison."""
     write_atomic(out / "bench.json", json.dumps(comparison.record, indent=1).encode())
-    lines = [verdict(comparison.rows), "", *markdown(comparison.rows)]
+    record = comparison.record
+    asked = counted(record["num_prompts"], "prompt") + (f" of {record['prompts']}" if record["prompts"] else "")
+    longest, processor = counted(record["settings"]["max_new_tokens"], "token"), record["provenance"]["processor"]
+    lines = [verdict(comparison.rows), "", *markdown(comparison.rows), ""]
+    lines.append(f"{record['model']} in {record['precision']}, {asked}, answers of at most {longest}; {processor}.")
+    if record["problems"]:
+        lines += ["", "Not answered or not measured:", "", *(f"* {in_words(each)}" for each in record["problems"])]
     write_atomic(out / "bench.md", "".join(line + "\n" for line in lines).encode())
     answers = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in comparison.answers)
     write_atomic(out / "answers.jsonl", answers.encode())
@@ -154,9 +161,18 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         console.print(sentence.replace("`", ""), markup=False)
 
 
-def _show_problems(console: Console, problems: Sequence[dict[str, Any]]) -> None:
+def in_words(problem: Mapping[str, Any]) -> str:
+    """What was not answered or measured, and why.
+
+    >>> in_words({"question": "81", "turn": 2, "problem": "too long"})
+    'question 81, turn 2: too long'
+    """
+    turn = f", turn {problem['turn']}" if problem["turn"] else ""
+    return (f"question {problem['question']}{turn}: " if problem["question"] else "") + str(problem["problem"])
+
+
+def _show_problems(console: Console, problems: Sequence[Mapping[str, Any]]) -> None:
     for problem in problems[:_MOST_PROBLEMS]:
-        where = f"question {problem['question']}, turn {problem['turn']}: " if problem["question"] else ""
-        console.print(f"{where}{problem['problem']}", markup=False, style="yellow")
+        console.print(in_words(problem), markup=False, style="yellow")
     if len(problems) > _MOST_PROBLEMS:
         console.print(f"… and {len(problems) - _MOST_PROBLEMS} more; bench.json has all", style="yellow")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from draftheads.bench.table import ALL, PARTS, Row, has_copies, heads_only
+from draftheads.bench.table import ALL, PARTS, TURN, Row, has_copies, heads_only
 from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.reports.plots import Curves, Figure, draw_bars, draw_curves, draw_groups, draw_scatter, draw_stacks
 from draftheads.utils.counts import counted
@@ -175,7 +175,7 @@ def _shares(counts: Sequence[int]) -> list[tuple[float, float]]:
 
 def _speedups(rows: Sequence[Row], chosen: _Chosen, note: str) -> Figure:
     """By category and drafter; where there is one category, a bar for each drafter."""
-    parts = list(dict.fromkeys(row.part for row in rows if row.part != ALL and not row.part.startswith("turn ")))
+    parts = list(dict.fromkeys(row.part for row in rows if row.part != ALL and not row.part.startswith(TURN)))
     names = [row.name for row in chosen.rows]
     if not parts:
         values, errors = [row.speedup for row in chosen.rows], [row.speedup_error for row in chosen.rows]

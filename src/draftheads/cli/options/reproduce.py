@@ -48,7 +48,7 @@ class ReproduceOptions:
     prompts: str | None = None
     """Questions in place of our own, as for `bench`. The papers use MT-Bench and Spec-Bench."""
     category: tuple[str, ...] = ()
-    """Only questions of these categories, by the names in the file, such as writing and roleplay of MT-Bench."""
+    """Only questions of these categories. Names are those of the file, such as writing and roleplay of MT-Bench."""
     limit: int | None = None
     """Use only the first LIMIT questions of each category."""
     draft_model: str | None = None
