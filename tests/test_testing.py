@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import draftheads
 from draftheads import heads
+from draftheads.errors import InvalidSettings
 from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.heads.small_llama import SmallLlamaConfig, SmallLlamaHead
@@ -181,3 +182,8 @@ def test_a_wrong_head_is_told_what_is_wrong(
     with pytest.raises(AssertionError) as error:
         check(monkeypatch, head)
     assert message in str(error.value)
+
+
+def test_an_option_that_the_head_does_not_have() -> None:
+    with pytest.raises(InvalidSettings, match=r"MedusaConfig cannot be made: .* 'scale'"):
+        check_head("medusa", scale=0.5)

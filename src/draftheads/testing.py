@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.decode.engine import Engine
+from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -76,7 +77,10 @@ class _Numbers:
 def _untrained(method: str, target: TargetModel, **options: Any) -> DraftHead:
     """A head whose weights are not its starting values, in which much is zero."""
     config_class, head_class = head_classes(method)
-    config = config_class(hidden_size=_SIZE, vocab_size=_VOCAB, **options)
+    try:
+        config = config_class(hidden_size=_SIZE, vocab_size=_VOCAB, **options)
+    except TypeError as error:
+        raise InvalidSettings(f"{config_class.__name__} cannot be made: {error}") from error
     head = head_class(config)
     head.initialise(
         target.weights, torch.arange(_VOCAB)[-config.draft_vocab_size :] if config.draft_vocab_size else None

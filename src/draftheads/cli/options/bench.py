@@ -33,10 +33,10 @@ class QualityOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Compare draft heads, and drafters without a head, on the same prompts and trees of the same size.
+    """Compare draft heads, and drafters without a head, on the same prompts.
 
-    Each head drafts on the tree of that size with the most tokens per step, found on built-in prompts, and with the
-    defaults. Options with several values measure each of them. An interrupted comparison continues with the same
+    Each head drafts on the tree of --num-nodes nodes with the most tokens per step, found on built-in prompts, and with
+    the defaults. Options with several values measure each of them. An interrupted comparison continues with the same
     command.
     """
 
