@@ -3,6 +3,7 @@
 Without a compiler, or with ``DRAFTHEADS_NATIVE=0``, the package is pure Python: it does the same, more slowly.
 """
 
+import hashlib
 import os
 import platform
 import shlex
@@ -33,6 +34,30 @@ SETS = {  # of instructions, the fastest first: the name of the kernels, and the
 }
 
 
+def build(root: Path, target: Path) -> None:
+    """Compiles the library unless it is there, from the same sources with the same compiler and options.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: as of :func:`compile_library`.
+    """
+    compiler, options = _compiler()
+    parts = [Path(__file__), *sorted((root / SOURCES).glob("*.[ch]*"))]
+    found = hashlib.sha256(repr([compiler, options, *(part.read_bytes() for part in parts)]).encode()).hexdigest()
+    key = target.with_suffix(".key")
+    if not (target.exists() and key.exists() and key.read_text() == found and shutil.which(compiler[0])):
+        fresh = target.with_suffix(".fresh.so")
+        compile_library(root, fresh)
+        key.unlink(missing_ok=True)
+        fresh.replace(target)
+        key.write_text(found)
+
+
+def _compiler() -> tuple[list[str], list[str]]:
+    """The command and its options."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or "clang++"]
+    return compiler, [*OPTIONS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+
+
 def compile_library(root: Path, target: Path) -> None:
     """Compiles the library with the compiler that ``CXX`` names and further options in ``CXXFLAGS``.
 
@@ -41,8 +66,7 @@ def compile_library(root: Path, target: Path) -> None:
     Raises:
         OSError, subprocess.CalledProcessError: there is no compiler, or it fails.
     """
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or "clang++"]
-    options = [*OPTIONS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    compiler, options = _compiler()
     here = SETS if platform.machine().lower() in ("x86_64", "amd64") else {"kPortable": SETS["kPortable"]}
 
     def run(*arguments: str) -> None:
@@ -83,7 +107,7 @@ class NativeLibrary(BuildHookInterface[Any]):
             return
         root = Path(self.root)
         try:
-            compile_library(root, root / LIBRARY)
+            build(root, root / LIBRARY)
         except (OSError, ValueError, subprocess.CalledProcessError) as error:
             lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             message = next((line for line in lines if "error" in line), lines[-1] if lines else "")
@@ -102,4 +126,5 @@ def _platform() -> str:
 
 
 if __name__ == "__main__":
-    compile_library(Path(__file__).parent, Path(__file__).parent / LIBRARY)
+    (Path(__file__).parent / LIBRARY).with_suffix(".key").unlink(missing_ok=True)
+    build(Path(__file__).parent, Path(__file__).parent / LIBRARY)

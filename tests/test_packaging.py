@@ -1,5 +1,6 @@
 """The wheels: two heads in draftheads, seven in draftheads-zoo, and no head in both."""
 
+import importlib.util
 import shutil
 import subprocess
 import tomllib
@@ -25,6 +26,16 @@ def project(folder: Path) -> Any:
 def built(project_folder: Path, out: Path) -> Path:
     """The wheel of a project, built without a network."""
     return Path(next(WheelBuilder(str(project_folder)).build(directory=str(out), versions=["standard"])))
+
+
+def load_hook() -> Any:
+    """The module hatch_build."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +67,24 @@ LIBRARY = "draftheads/cpu/native/libdraftheads.so"
 def test_the_wheel_has_the_native_library_of_this_kind_of_machine(wheel: Path) -> None:
     assert LIBRARY in zipfile.ZipFile(wheel).namelist()
     assert not wheel.name.endswith("-any.whl")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_library_is_compiled_again_only_after_a_change(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = load_hook()
+    compiled: list[Path] = []
+    monkeypatch.setattr(hook, "compile_library", lambda _, target: compiled.append(target) or target.touch())
+    library = shutil.copy(ROOT / "src" / LIBRARY, tmp_path)
+    shutil.copy((ROOT / "src" / LIBRARY).with_suffix(".key"), tmp_path)
+    hook.build(ROOT, Path(library))
+    assert not compiled, "the wheel's was compiled from these sources"
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    hook.build(ROOT, Path(library))
+    hook.build(ROOT, Path(library))
+    assert len(compiled) == 1
+    assert Path(library).read_bytes() == b""
 
 
 def test_without_a_compiler_the_wheel_is_pure_python(

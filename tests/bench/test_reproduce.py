@@ -18,6 +18,7 @@ from draftheads.data.records import Record
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.train.joint.options import JointOptions
 from draftheads.utils.progress import NoProgress
+from fake_progress import FakeProgress
 from training_world import chat_model, counting_chats, write_chats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -154,9 +155,11 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     budget = Budget(data=(folder / "chats.jsonl",), max_tokens=600, epochs=1, settings=(("eval_steps", 0),))
 
+    progress = FakeProgress()
+
     def run() -> Any:
         return reproduce(
-            STUDY, str(folder / "model"), out=tmp_path, budget=budget, progress=NoProgress(),
+            STUDY, str(folder / "model"), out=tmp_path, budget=budget, progress=progress,
             prompts=str(folder / "questions.jsonl"), quality=["agreement"], precision="fp32",
         )  # fmt: skip
 
@@ -170,6 +173,12 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
     monkeypatch.setattr(reproduce_module, "compare_heads", noted)
     found = run()
     assert found.lines[-1] == "Heads draft alone, without copies from the text."
+    assert [stage for stage in progress.stages if stage.startswith(("variant", "comparison"))] == [
+        "variant 1 of 2: one",
+        "variant 2 of 2: tuned",
+        "comparison 1 of 2: the model itself",
+        "comparison 2 of 2: tuned",
+    ]
     assert originals == [None, str(folder / "model")], "a tuned model's answers are scored by what it was tuned from"
     started = json.loads((tmp_path / "tuned" / "metrics.json").read_text())["options"]["head"]
     assert started == str(tmp_path / "one")

@@ -1,7 +1,7 @@
 """Rebuilds a table of a paper for a model and its heads: trains what it needs, compares, and arranges the numbers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -98,7 +98,7 @@ def reproduce(
             cells |= losses_of(one, budget)
     else:
         questions = questions_of(table, prompts, categories, limit=limit, quick=quick)
-        for run, task in product(table.runs, _tasks(model, heads or table.heads, variants)):
+        for run, task in _announced(table.runs, _tasks(model, heads or table.heads, variants), progress):
             settings = quick_settings(table.settings(run)) if quick else table.settings(run)
             compared = compare_heads(
                 task.model,
@@ -170,6 +170,16 @@ def _tasks(model: str, heads: Sequence[str], variants: Sequence[Variant]) -> lis
         for one in variants
         if one.model is not None
     ]
+
+
+def _announced(runs: Iterable[str], tasks: Sequence[_Task], progress: Progress) -> Iterator[tuple[str, _Task]]:
+    """Each task in each run; their names are stages of progress where there are several."""
+    comparisons = list(product(runs, tasks))
+    for number, (run, task) in enumerate(comparisons, 1):
+        if len(comparisons) > 1:
+            name = " ".join(filter(None, (run, task.tuned or "the model itself")))
+            progress.stage(f"comparison {number} of {len(comparisons)}: {name}")
+        yield run, task
 
 
 def _cells(table: PaperTable, task: _Task, rows: Sequence[Row], record: Mapping[str, Any]) -> Cells:
