@@ -85,7 +85,7 @@ def plain() -> list[tuple[int, ...]]:
     return ids(decode(None, None))
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("method", ["hydra", "medusa"])
 @pytest.mark.parametrize("shape", FEW_SHAPES)
@@ -138,7 +138,7 @@ def test_the_best_paths_of_a_damaged_row_are_none(kind: str) -> None:
     assert draft.depths[1].any()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("from_depth", [0, 1])
 @pytest.mark.parametrize("kind", FEW_KINDS)
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def exact(model: TargetModel) -> dict[Answer, float]:
     return joint
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "shape", "first_seed"),
     [

@@ -185,6 +185,7 @@ def test_static_steps_with_drafts(family: str) -> None:
 
 
 @pytest.mark.parametrize("method", HEADS)
+@pytest.mark.few(5)
 def test_every_head(method: str) -> None:
     model = some_model("llama")
     check(transfers(model, head(method), shape=TREES["ragged"], graphs=True), copies=2)
@@ -192,6 +193,7 @@ def test_every_head(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", HEADS)
+@pytest.mark.few(5)
 def test_every_head_with_settings_that_need_more(method: str) -> None:
     """Random numbers are sent, and which rows want the log-probabilities of which tokens."""
     wanted = {**SAMPLED, "repetition_penalty": 1.1}

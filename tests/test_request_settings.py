@@ -139,7 +139,7 @@ def drafters_of(family: str, offset: int) -> dict[str, tuple[Drafter, Shape | No
     }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("offset", range(0, len(CASES), 3))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tree_gives_plains_text_in_mixed_batches(family: str, offset: int) -> None:

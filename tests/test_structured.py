@@ -105,7 +105,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Draft, int]]:
     return drafts
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(
     ("method", "shape"),

@@ -124,7 +124,7 @@ def test_a_long_answer_reserves_no_more_than_its_next_tokens(engine: Engine) -> 
     ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 7}])
 @pytest.mark.parametrize("drafter", ["plain", "hydra", "eagle", "small-llama", "copying", "lookahead"])
 def test_interrupted_answers_are_plain_answers(drafter: str, settings: dict[str, Any]) -> None:

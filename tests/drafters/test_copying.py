@@ -86,6 +86,7 @@ def decode_as_plain(name: str, drafter: Drafter, shape: str, *, batch_size: int 
 @pytest.mark.parametrize("batch_size", some([1, 3], 3))
 @pytest.mark.parametrize("shape", some(SHAPES, "ragged", "sure ones"))
 @pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gpt2", "gemma3_text"))
+@pytest.mark.few(4)
 def test_copies_change_nothing_but_the_number_of_steps(name: str, shape: str, batch_size: int) -> None:
     head = tiny_head("hydra", some_model(name))
     results = decode_as_plain(name, head, shape, batch_size=batch_size)
@@ -94,6 +95,7 @@ def test_copies_change_nothing_but_the_number_of_steps(name: str, shape: str, ba
 
 @pytest.mark.parametrize("shape", some(["ragged", "best first"], "best first"))
 @pytest.mark.parametrize("method", HEADS)
+@pytest.mark.few(4)
 def test_copies_change_nothing_with_any_head(method: str, shape: str) -> None:
     decode_as_plain("llama", tiny_head(method, some_model("llama")), shape)
 

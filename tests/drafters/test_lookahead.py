@@ -133,7 +133,7 @@ def test_the_draft_is_a_tree_of_the_window_and_the_pool() -> None:
     assert len(session._rows) == 1
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("kind", ["lookahead", "prompt lookup", "draft model", "draft model that grows"])
 def test_drafters_without_a_head_change_nothing(kind: str, family: str) -> None:

@@ -106,6 +106,7 @@ def test_it_computes_what_its_project_computes(case: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(8)
 def test_it_decodes_without_changing_a_word(case: str, tmp_path: Path) -> None:
     target = tiny_model("llama", **DEEP)
     convert(written(made(case, target), tmp_path / "theirs"), tmp_path / "ours", base=target)
@@ -118,6 +119,7 @@ def test_it_decodes_without_changing_a_word(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:the head has:UserWarning")  # options that some engines do not know
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(8)
 def test_it_comes_back_equal(case: str, tmp_path: Path) -> None:
     name = on_disk(tmp_path / "model", **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)

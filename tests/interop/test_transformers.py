@@ -115,6 +115,7 @@ def planted(model: Any, loop: CustomGenerate, expected: Tensor, prompts: list[li
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mistral", "gemma3_text", "mixtral"])
+@pytest.mark.few(3)
 def test_greedy_text_of_a_padded_batch_is_that_of_generate(world: World, family: str) -> None:
     model, head = world(family)
     loops = [drafting(head, **options) for options in ({}, {"tree": TREES["cartesian"]}, {"fast": False})]
@@ -289,6 +290,7 @@ RULES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("end", [2, None])
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.few(16)
 def test_greedy_text_under_each_rule_is_that_of_generate(
     world: World, loops: tuple[CustomGenerate, CustomGenerate], rule: str, end: int | None
 ) -> None:

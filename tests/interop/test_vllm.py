@@ -190,6 +190,7 @@ PROMPTS = [[7, 9, 4, 8, 8, 5], [6, 5, 4, 10, 11, 12, 13, 14, 15, 9, 4, 7], [12, 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("head", ["medusa", "hydra", "hydra++", "amphista"])
+@pytest.mark.few(4)
 def test_drafts_are_those_of_our_engine_whatever_vllm_schedules(
     head: str, seed: int, place: Path, proposer: Callable[..., HeadProposer]
 ) -> None:

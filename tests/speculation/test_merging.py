@@ -119,7 +119,7 @@ def paths_of(draft: Draft, row: int) -> list[Tokens]:
 
 
 @pytest.mark.parametrize("equal", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_merging_equals_merging_dictionaries(equal: bool, data: st.DataObject) -> None:
     batch, size, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8)), data.draw(st.integers(1, 7))
