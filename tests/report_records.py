@@ -143,6 +143,7 @@ BENCH: dict[str, Any] = {
     "drafting": {"medusa": {"prefix": 0.0, "heads": [1.0]}, "hydra": {"prefix": 0.5, "heads": [1.0, 0.25]}},
     "peak_bytes": 1_000_000,
     "disturbed": False,
+    "unmeasured": False,
     "problems": [],
     "provenance": {"command": "draftheads bench <tiny>", "device": "cpu"},
 }

@@ -12,6 +12,7 @@ from draftheads.bench.settings import BenchSettings
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli import bench
 from draftheads.cli.options.bench import BenchOptions
+from draftheads.interop.audit import client
 from draftheads.models.model import TargetModel
 from draftheads.utils.machine import OtherPrograms
 
@@ -25,6 +26,14 @@ def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
     (here / "one.jsonl").write_text(json.dumps({"prompt": "mom"}))
+
+
+def test_a_judge_that_cannot_be_reached_can_be_asked_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.001)
+    judge = ["--quality", "judge", "--judge", "http://127.0.0.1:9"]
+    shown = run([*BENCH, "--heads", "prompt-lookup", "--trees", "best", *judge]).out
+    assert "cannot reach http://127.0.0.1:9" in " ".join(shown.split())
+    assert "the same command measures what is missing" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("disturbed", [True, False])

@@ -180,6 +180,7 @@ def compare_heads(
         "peak_bytes": _peak_bytes(),
         "disturbed": disturbed,  # other programs used the cores
         "problems": bench.problems,
+        "unmeasured": bench.unmeasured,  # a judge failed, and can be asked again
         "example": bench.example,
         "rows": [asdict(row) for row in rows],
         "provenance": provenance(),

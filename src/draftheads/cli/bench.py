@@ -58,6 +58,8 @@ def run(options: BenchOptions) -> None:
         )
     show(console, comparison.rows)
     _show_problems(console, comparison.record["problems"])
+    if comparison.record["unmeasured"]:
+        console.print("the answers stay saved: the same command measures what is missing", style="yellow")
     if comparison.record["disturbed"]:
         console.print("other programs used the processor: times are too long; × plain suffers less", style="yellow")
     record = {**comparison.record, "prompts": _source(options)}
