@@ -1,13 +1,13 @@
 """What drafting costs, head by head (Hydra, table 1)."""
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 from draftheads.decode.step_timer import StepTimer
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.speculation.shapes import Shape
 from draftheads.speculation.tree import Tree
 
 _REPEATS = 50
@@ -29,16 +29,17 @@ class DraftingCost:
 def drafting_cost(target: TargetModel, head: DraftHead) -> DraftingCost:
     """Times chains of 1, 2, … draft tokens in turn; a head's time is what its depth adds."""
     timer = StepTimer(target, head)
-    shapes: list[Shape | None] = [Tree.chain(depth) for depth in range(1, head.max_depth + 1)]
+    chains = [Tree.chain(depth) for depth in range(1, head.max_depth + 1)]
+    parts = [partial(timer.draft_milliseconds, 1, chain) for chain in chains]
     if head.needs_history:
-        shapes.insert(0, None)
-    times: list[list[float]] = [[] for _ in shapes]
+        parts.insert(0, partial(timer.read_milliseconds, 1))
+    times: list[list[float]] = [[] for _ in parts]
     with target.computing():
         for repeat in range(_REPEATS + 2):
-            for number, shape in enumerate(shapes):
-                milliseconds = timer.draft_milliseconds(1, shape)
+            for own, part in zip(times, parts, strict=True):
+                milliseconds = part()
                 if repeat >= 2:  # after warming up
-                    times[number].append(milliseconds)
+                    own.append(milliseconds)
     sums = [median(each) for each in times]
     prefix = sums.pop(0) if head.needs_history else 0.0
     before = [prefix, *sums[:-1]]

@@ -1,6 +1,8 @@
 """Times the parts of a decoding step for cost profiles. It is not used while requests are decoded."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import chain, product
 
 import torch
@@ -105,14 +107,19 @@ class StepTimer:
     def draft_milliseconds(self, rows: int, shape: Shape | None) -> float:
         """Of drafting a shape; of None, of reading accepted tokens without drafting."""
         drafter = self._drafter(rows)
+        return self._milliseconds(rows, drafter.observe if shape is None else partial(drafter.propose, shape=shape))
+
+    @torch.inference_mode()
+    def read_milliseconds(self, rows: int) -> float:
+        """Of what comes before the first draft token: layers that read the accepted tokens."""
+        return self._milliseconds(rows, self._drafter(rows).root)
+
+    def _milliseconds(self, rows: int, act: Callable[[Context], object]) -> float:
         context = self._context(rows, STEP_TOKENS if self.drafter.needs_history else 1)
         if self.target.device.type == "cpu":  # as in decoding, where the target fills the CPU caches
             self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
         start = self.now
-        if shape is None:
-            drafter.observe(context)
-        else:
-            drafter.propose(context, shape)
+        act(context)
         return 1e3 * (self.now - start)
 
     def depth_of(self, part: str, nodes: int) -> int | None:
