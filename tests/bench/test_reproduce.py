@@ -3,15 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from draftheads.bench import reproduce as reproduce_module
 from draftheads.bench.paper_tables import PaperTable, cells_of, lines_of, read_table, table_names
-from draftheads.bench.reproduce import _with_our_category, questions_of, quick_settings, reproduce
+from draftheads.bench.reproduce import _top, _with_our_category, losses_of, questions_of, quick_settings, reproduce
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.studies import Budget, options_of
+from draftheads.bench.studies import Budget, Variant, options_of
 from draftheads.bench.table import Row
 from draftheads.data.plain_text import read_texts
 from draftheads.data.records import Record
@@ -63,6 +64,9 @@ def test_a_value_can_be_a_mean_over_the_columns():
     ]
     table = replace(TABLE, columns="batch_size", values=("speedup", "tokens_per_step"))
     cells = cells_of(replace(table, over_columns=("tokens_per_step",)), rows)
+    parts = replace(table, columns="part", over_columns=("tokens_per_step",))
+    found = cells_of(parts, [ROW, replace(ROW, part="maths", speedup=2.0, tokens_per_step=9.0)])
+    assert found == {"medusa": {"all × plain": 1.25, "maths × plain": 2.0, "tokens/step": 1.5}}
     speeds = {"batch 1 × plain": 0.25, "batch 4 × plain": 1.0, "batch 8 × plain": 2.0}
     assert cells == {"medusa": {**speeds, "tokens/step": 2.0}}
 
@@ -72,6 +76,21 @@ def test_a_column_can_have_its_ratio_to_a_row_beside_it():
     cells = cells_of(table, [ROW, replace(ROW, name="hydra", speedup=2.5)])
     assert [line["× plain ÷ medusa"] for line in cells.values()] == [1.0, 2.0]
     assert cells["hydra"].keys() == {"× plain", "tokens/step", "× plain ÷ medusa"}
+
+
+def test_accuracy_is_summed_over_ranks():
+    shares = [[0.4, 0.2, 0.1, 0.1, 0.05, 0.05]]
+    assert _top(shares) == {"top-1": [0.4], "top-5": [pytest.approx(0.85)]}
+
+
+def test_losses_are_of_five_steps_with_both_ends_and_of_held_out_text(tmp_path: Path):
+    log = [{"step": step, "head_losses": [10.0 - step, 20.0 - step]} for step in range(1, 10)]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
+    report = SimpleNamespace(losses=[0.5, 0.75])
+    cells = losses_of(Variant("mine", tmp_path, report))  # type: ignore[arg-type]
+    assert list(cells) == [*(f"mine, step {step}" for step in (1, 2, 4, 6, 9)), "mine, held-out"]
+    assert cells["mine, step 9"] == {"loss head 1": 1.0, "loss head 2": 11.0}
+    assert cells["mine, held-out"] == {"loss head 1": 0.5, "loss head 2": 0.75}
 
 
 def test_published_numbers_stand_in_brackets_and_those_of_other_models_below():
@@ -229,13 +248,17 @@ def test_a_quick_run_in_two_stages_begins_with_plain_text(tmp_path: Path, monkey
     given: list[Budget] = []
     chats = tmp_path / "chats.jsonl"
     chats.touch()
-    monkeypatch.setattr(reproduce_module, "train_variants", lambda *args, **_: given.append(args[3]) or [])
+    settings: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        reproduce_module, "train_variants", lambda *args, **more: (given.append(args[3]), settings.append(more), [])[2]
+    )
     for name in ("ibm-figure-2", "hydra-figure-5", "ibm-figure-2"):
         budget = Budget(text=(chats,)) if len(given) == 2 else Budget()
         more: dict[str, Any] = {"out": tmp_path, "budget": budget, "progress": NoProgress(), "quick": True}
         reproduce(replace(read_table(name), measured="losses"), "nowhere", **more)
     own = tmp_path / "text.jsonl"
     assert [each.text for each in given] == [(own,), (), (chats,)]
+    assert [each.get("text_length") for each in settings] == [256, None, 256], "a few blocks, some of them held out"
     texts = [text for text, _ in read_texts(own)]
     assert len(texts) > 100
     assert all(texts)

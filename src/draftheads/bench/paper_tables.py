@@ -46,7 +46,7 @@ class PaperTable:
     columns: str = "values"  # what names a column: part, a setting such as epsilon, or values
     values: tuple[str, ...] = ("speedup",)  # numbers of a row, or measures of quality
     means: Mapping[str, Sequence[str]] = field(default_factory=dict)  # further columns: of others, their mean
-    over_columns: tuple[str, ...] = ()  # values that have one column, for their mean over the others
+    over_columns: tuple[str, ...] = ()  # values that have one column: of all parts, or their mean over the columns
     relative: tuple[str, ...] = ()  # columns that have another one beside them: their ratio to those of a row
     relative_to: str = ""  # the row
     # of the paper: by model, row and column, the first model's beside ours
@@ -120,7 +120,8 @@ def cells_of(table: PaperTable, rows: Sequence[Row]) -> Cells:
             if number is None or (row.name == PLAIN and not column and table.columns != "values"):
                 continue
             if value in table.over_columns:
-                over_columns.setdefault((label, _WORDS.get(value, value)), []).append(number)
+                if table.columns != "part" or row.part == ALL:
+                    over_columns.setdefault((label, _WORDS.get(value, value)), []).append(number)
                 continue
             name = " ".join(filter(None, (column, _WORDS.get(value, value) if _is_named(table, column) else "")))
             cells.setdefault(label, {})[name] = number

@@ -21,6 +21,7 @@ from draftheads.utils.provenance import provenance
 
 _QUICK_VALUES = 3  # of a setting with more values
 _QUICK_PROMPT = 256  # tokens of the longest prompt
+_QUICK_TEXT = 256  # tokens of a block of plain text: a few blocks are held out
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 _OURS = {  # categories of Spec-Bench by the names of ours
     **dict.fromkeys(_MT_BENCH, "chat"),
@@ -88,14 +89,13 @@ def reproduce(
             budget = replace(budget, data=(chats,), text=text, max_tokens=most, epochs=epochs)
         elif not budget.data:
             raise InvalidSettings(f"{table.name} trains {', '.join(table.variants)}: give --data FILE…, or --quick")
-        small = {"eval_steps": 0, "tree_nodes": 16, "log_steps": 1} if quick else {}
-        variants = train_variants(table, model, out, budget, progress, **small)
+        variants = train_variants(table, model, out, budget, progress, **(quick_training(table) if quick else {}))
     cells: Cells = {}
     finished: list[Comparison] = []
     record: dict[str, Any] = {"variants": {one.name: asdict(one.report) for one in variants}, "runs": {}}
     if table.measured == "losses":
         for one in variants:
-            cells |= losses_of(one, budget)
+            cells |= losses_of(one)
     else:
         questions = questions_of(table, prompts, categories, limit=limit, quick=quick)
         for run, task in _announced(table.runs, _tasks(model, heads or table.heads, variants), progress):
@@ -206,13 +206,19 @@ def _top(ranks: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     return {f"top-{best}": [sum(shares[:best]) for shares in ranks] for best in (1, 5)}
 
 
-def losses_of(variant: Variant, budget: Budget) -> Cells:
+def losses_of(variant: Variant) -> Cells:
     """The loss of each head along the training, at five places, and on held-out text."""
     path = variant.head / "log.jsonl"
     log = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     chosen = [log[len(log) * part // 4 - (part > 0)] for part in range(5)] if log else []
     lines = {f"{variant.name}, step {line['step']}": by_head({"loss": line["head_losses"]}, "head") for line in chosen}
     return {**lines, f"{variant.name}, held-out": by_head({"loss": variant.report.losses}, "head")}
+
+
+def quick_training(table: PaperTable) -> dict[str, Any]:
+    """Settings of a short training."""
+    small = {"eval_steps": 0, "tree_nodes": 16, "log_steps": 1}
+    return {**small, "text_length": _QUICK_TEXT} if table.has_text_stage else small
 
 
 def quick_settings(settings: BenchSettings) -> BenchSettings:

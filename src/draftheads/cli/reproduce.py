@@ -51,7 +51,11 @@ def run(options: ReproduceOptions) -> None:
         )
     write_atomic(out / "table.md", "".join(line + "\n" for line in found.lines).encode())
     write_atomic(out / "table.json", json.dumps(found.record, indent=1, default=str).encode())
-    console.print(Markdown("\n".join(found.lines)))
+    text = "\n".join(found.lines)
+    if max(map(len, found.lines)) > console.width:  # columns would be cut
+        console.print(text, markup=False, soft_wrap=True)
+    else:
+        console.print(Markdown(text))
     console.print(f"wrote {out / 'table.md'} and {out / 'table.json'}", soft_wrap=True)
 
 
