@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -425,6 +426,11 @@ def test_typical_acceptance_is_never_without_quality(world: Path, tmp_path: Path
     options: dict[str, Any] = {"settings": settings, "progress": False, "precision": "fp32"}
     rows = draftheads.compare_heads(str(world / "model"), [str(world / "hydra")], TEXTS, **options).rows
     assert all(row.quality.keys() == {"agreement", "common prefix", "perplexity"} for row in rows)
+    loaded = Mock(side_effect=compare.load_target)
+    monkeypatch.setattr(compare, "load_target", loaded)
+    original = str(world / "model")
+    draftheads.compare_heads(original, [str(world / "hydra")], TEXTS, original_model=original, **options)
+    assert loaded.call_count == 2, "perplexity is under the original model"
 
 
 # --- what is saved ---

@@ -244,6 +244,9 @@ def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch):
     assert run(["generate", "abc", "--model", "model"], code=130).err == "interrupted\n"
     monkeypatch.setattr("draftheads.cli.bench.compare_heads", Mock(side_effect=KeyboardInterrupt))
     assert run(["bench", "model"], code=130).err.endswith("interrupted: the same command continues\n")
+    monkeypatch.setattr("draftheads.cli.main._command", Mock(side_effect=KeyboardInterrupt))
+    for before_any_command in ([], ["--help"]):
+        assert run(before_any_command, code=130).err == "interrupted\n"
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path):

@@ -97,9 +97,8 @@ def compare_heads(
         draft_model: a smaller model of the same tokenizer, compared as well.
         corpus: as for :func:`draftheads.load`; each head is also compared with copies, without and with the corpus.
         settings: what is measured, and on how much.
-        quality: measures of the answers; of typical acceptance agreement and perplexity when left out. ``"agreement"``
-            compares them with plain decoding's, ``"perplexity"`` is under
-            the original model.
+        quality: measures of the answers. ``"agreement"`` compares them with plain decoding's, ``"perplexity"`` is under
+            the original model; both are measured for typical acceptance when nothing is given.
         original_model: what the model was tuned from, for the perplexity; the model itself when left out.
         transformers: also time transformers' own ``generate``, one prompt at a time.
         precision: as for :func:`draftheads.load`.
@@ -128,11 +127,11 @@ def compare_heads(
     if transformers:
         exact = {"precision": "auto" if precision == "int8" else precision, **load_options, "fast": False}
         stock = load_target(model, chat_template=template, **exact)
+    if not quality and any(rule.startswith("typical") for rule in settings.acceptance):
+        quality = ("agreement", "perplexity")  # typical acceptance is never shown without what it costs
     original = target
     if original_model is not None and "perplexity" in quality:
         original = load_target(original_model, chat_template=template, precision=precision, **load_options)
-    if not quality and any(rule.startswith("typical") for rule in settings.acceptance):
-        quality = ("agreement", "perplexity")  # typical acceptance is never shown without what it costs
     measures = [Perplexity(original) if measure == "perplexity" else measure for measure in quality]
     texts = None
     if corpus is not None:
@@ -164,7 +163,6 @@ def compare_heads(
             )
             others = OtherPrograms()
             rows = bench.run()
-            bench.saved += bench.folder.glob("rated-*.json")
             disturbed = target.device.type == "cpu" and others.disturb(torch.get_num_threads())
     record = {
         "format_version": 2,
@@ -283,6 +281,8 @@ class Bench:
         for number, point in enumerate(points, 1):
             rows += self._rows(point, "" if len(points) == 1 else f" at {in_words(point)} ({number} of {len(points)})")
         self._show_best(rows)
+        if any(not isinstance(measure, str) and measure.asks_others for measure in self.measures):
+            self.saved += self.folder.glob("rated-*.json")
         return rows
 
     # --- ways of decoding ---

@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return COMMANDS[given[0]].error_code
     except KeyboardInterrupt:
-        hint = ": the same command continues" if COMMANDS[given[0]].continues else ""
+        command = COMMANDS.get(given[0]) if given else None
+        hint = ": the same command continues" if command is not None and command.continues else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # not an error: `draftheads … | head`
