@@ -37,6 +37,7 @@ from draftheads.speculation.shapes import Shape
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import NoProgress
 from draftheads.utils.transfer import to_device
+from fake_progress import FakeProgress
 from families import tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -589,3 +590,13 @@ def test_the_example_marks_accepted_draft_tokens(model: TargetModel, tmp_path: P
     assert line["step_tokens"] == (1, 3, 2, 1), "after the token that reading the prompt gives"
     drafted = [False, False, *(True, True, False), *(True, False), False]
     assert one.example["pieces"] == [[f"<{token}>", mark] for token, mark in zip(answers[0], drafted, strict=True)]
+
+
+def test_a_batch_that_cannot_be_filled_is_told_and_points_are_counted(model: TargetModel, tmp_path: Path):
+    progress = FakeProgress()
+    settings = replace(SETTINGS, batch_sizes=(2, 8), trees=("chain",))
+    one = Bench(model, contenders(model)[:1], PROMPTS, OTHERS, settings, folder=tmp_path, progress=progress)
+    one.run()
+    assert [problem["problem"] for problem in one.problems] == ["batch size 8: 6 prompts cannot fill it"]
+    stages = [stage for stage in progress.stages if stage.startswith("timing 2 ways")]
+    assert [stage.rpartition(" (")[2] for stage in stages] == ["1 of 2)", "2 of 2)"]

@@ -184,3 +184,15 @@ def test_speed_columns_name_texts_that_differ():
     assert shown["speed-up (quartiles)"] == "1.25 (1.00-1.50)"
     assert shown["same text"] == "no (3)"
     assert shown["worst margin"] == "0.0001"
+
+
+def test_a_mean_over_some_questions_says_of_how_many():
+    row = replace(ROW, quality={"judge": 7.0, "rouge": 5.0}, quality_counts={"judge": 2})
+    cells = {column.heading: column.cell(row) for column in columns([row])}
+    assert (cells["judge"], cells["rouge"]) == ("7.00, of 2", "5.00")
+
+
+@pytest.mark.parametrize(("tree", "nodes", "advised"), [("static, 24", 24, True), ("its own, up to 9", 24, False)])
+def test_smaller_trees_are_advised_where_there_are_trees_of_a_size(tree: str, nodes: int, advised: bool):
+    row = replace(ROW, speedup=0.9, speedup_error=0.05, tree=tree, settings={"tree": "best", "num_nodes": nodes})
+    assert any("smaller `--num-nodes`" in sentence for sentence in remarks([row])) == advised

@@ -30,10 +30,12 @@ def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_judge_that_cannot_be_reached_can_be_asked_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.001)
-    judge = ["--quality", "judge", "--judge", "http://127.0.0.1:9"]
+    judge = ["--quality", "judge", "--judge", "http://127.0.0.1:9", "--out", "judged"]
     shown = run([*BENCH, "--heads", "prompt-lookup", "--trees", "best", *judge]).out
     assert "cannot reach http://127.0.0.1:9" in " ".join(shown.split())
     assert "the same command measures what is missing" in " ".join(shown.split())
+    lines = Path("judged/bench.md").read_text().splitlines()
+    assert sum(line.startswith("* question") and "judge: cannot reach" in line for line in lines) == 3
 
 
 @pytest.mark.parametrize("disturbed", [True, False])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from draftheads.bench.table import Row
+from draftheads.reports.bench_figures import bench_figures
 from draftheads.reports.bench_page import bench_page
 from draftheads.reports.page import Page, Piece, Table
 from report_records import BENCH, GROWING, POINT, bench_record, bench_row, plain_row
@@ -186,3 +187,12 @@ def test_plots_with_many_drafters_show_the_fastest_ones():
 def test_names_of_heads_are_not_formulas():
     page = page_of(bench_row("$a$ <b>", speedup=1.5))
     assert ">$a$ &lt;b&gt;</text>" in drawings(page)["speed"].svg
+
+
+def test_a_head_with_copies_is_another_line_than_the_head_alone():
+    copying = bench_row("hydra", speedup=1.75, tree="by itself, with copies", settings={**GROWING, "tree": "defaults"})
+    (lengths,) = (
+        each for each in bench_figures([copying, bench_row("hydra", speedup=1.5)], {}) if each.name == "lengths"
+    )
+    assert "hydra + copies 1" in lengths.alt
+    assert "; hydra 1" in lengths.alt
