@@ -12,8 +12,8 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
-from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel
+from draftheads.models.structure import check_trees
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import BestFirst, Shape

@@ -206,6 +206,10 @@ class SpeedWarning(DraftHeadsWarning):
     """Decoding is slower than it could be. The text is the same."""
 
 
+class RoundingWarning(DraftHeadsWarning):
+    """A pass over a tree differs from one over a text by more than the model's own rounding explains."""
+
+
 class LengthWarning(DraftHeadsWarning):
     """Texts end before the length that the model's configuration allows."""
 

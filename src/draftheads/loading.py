@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
 from os import PathLike, fspath
@@ -41,10 +42,10 @@ from draftheads.errors import (
 from draftheads.formats.reading import imported_once, is_published
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import read_template
-from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel, name_of_loaded
 from draftheads.models.model_names import kind_of_folder, model_name
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, load_tokenizer
+from draftheads.models.structure import check_numbers, check_trees, own_numbers, probe_of
 from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import Drafter
@@ -63,6 +64,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, "int8": tor
 
 Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
 
+_SHORT_TEXT = 5  # tokens; a whole model reads a dozen of them
 # errors of modules that do not fit this version of transformers
 _MISFITS = (UnsupportedModel, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -148,6 +150,7 @@ def load(
     Warns:
         CacheWarning: the cache of measured costs is damaged or cannot be written.
         SpeedWarning: the faster modules do not fit this version of transformers; or other programs use the processor.
+        RoundingWarning: a pass over a tree differs from a text's by more than the model's own rounding in 16 bits.
         LengthWarning: texts end before the model's own greatest length.
         BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
             after an answer, far fewer draft tokens were accepted than the profile expects.
@@ -424,7 +427,6 @@ def load_target(
         return target
 
     target = read()
-    stock = check_trees(target)
     if batch_invariant and target.device.type != "cpu":
         raise InvalidSettings(f"batch_invariant is for CPUs; the model is on {target.device}")
     if int8 and target.device.type not in ("cpu", "cuda"):
@@ -433,26 +435,38 @@ def load_target(
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
     if (int8 or batch_invariant) and target.is_quantised:
         _check_whole(precision, batch_invariant, f"{target.model_id}, whose weights are quantised")
-    if fast or batch_invariant:
-        target = _sped_up(target, read, stock, batch_invariant=batch_invariant, int8=int8)
+    with thread_choice().unchanged():
+        target = checked(target, read, fast=fast or batch_invariant, batch_invariant=batch_invariant, int8=int8)
     return_freed_memory()
     return target
 
 
-def _sped_up(
-    target: TargetModel, read: Callable[[], TargetModel], stock: Tensor, *, batch_invariant: bool, int8: bool
+def checked(
+    target: TargetModel,
+    read: Callable[[], TargetModel],
+    *,
+    fast: bool,
+    batch_invariant: bool = False,
+    int8: bool = False,
 ) -> TargetModel:
-    """The target with faster modules if they have the stock modules' logits, else a new one that keeps the latter.
+    """The target if its trees are lossless; ``fast``: with faster modules if they have the stock modules' logits.
 
     The fused modules follow private interfaces of transformers, which another version may change. ``target`` is
-    changed, ``read`` reads it again, and ``stock`` are its logits by :func:`check_trees`.
+    changed, and ``read`` reads it again.
     """
+    probe = probe_of(target)
+    stock = check_trees(probe) if probe else check_trees(target, num_tokens=_SHORT_TEXT)
+    own = None if int8 else own_numbers(target)
     problem = None
-    for fused in (True, False):
+    for fused in (True, False) if fast else ():
         try:
-            with thread_choice().unchanged():
-                target = target.sped_up(batch_invariant=batch_invariant, int8=int8, fused=fused)
-            check_trees(target, stock=None if int8 else stock)
+            target = target.sped_up(batch_invariant=batch_invariant, int8=int8, fused=fused)
+            if probe is None:
+                check_trees(target, stock=None if int8 else stock, num_tokens=_SHORT_TEXT)
+            else:
+                target = _as_proved(target, probe, stock, exact=batch_invariant or int8, fused=fused)
+            if own is not None:
+                check_numbers(target, own)
         except _MISFITS as error:
             if not fused and (batch_invariant or int8):
                 raise
@@ -460,13 +474,29 @@ def _sped_up(
         else:
             break
         target = read()  # the stock modules
+    if own is not None and not fast:
+        check_numbers(target, own)
     if problem is not None:
         warnings.warn(
             f"the faster modules do not fit transformers {transformers.__version__} with PyTorch {torch.__version__}, "
             f"so the stock modules are used, which are slower ({problem})",
             SpeedWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
+    return target
+
+
+def _as_proved(target: TargetModel, probe: TargetModel, stock: Tensor, *, exact: bool, fused: bool) -> TargetModel:
+    """The target with those of its fast ways that have the stock logits in its probe."""
+    quick = probe.twin().sped_up(batch_invariant=exact, fused=fused)
+    try:
+        if target.native is None or quick.native is None:
+            raise UnsupportedModel
+        check_trees(quick, stock=stock)
+    except _MISFITS:  # a part of its layers, or of its embedding, is not known to the native library
+        target, quick = replace(target, native=None), replace(quick, native=None)
+        check_trees(quick, stock=stock)
+    target.step_mode.flat = quick.step_mode.flat
     return target
 
 

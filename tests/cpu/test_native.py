@@ -18,8 +18,9 @@ from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import Texts
 from draftheads.cpu.threads import ThreadChoice
 from draftheads.decode.engine import Engine
-from draftheads.models.kv_target import Target, check_trees
+from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
+from draftheads.models.structure import check_trees
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
 from draftheads.utils.machine import OtherPrograms

@@ -12,8 +12,9 @@ from draftheads.cpu.fused_modules import FusedAttention
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_timer import StepTimer
 from draftheads.drafters.copying import Copying
-from draftheads.models.kv_target import Target, check_trees
+from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
+from draftheads.models.structure import check_trees
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.tree import Tree

@@ -23,7 +23,7 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
 from draftheads.errors import QueueFull, ShuttingDown, TooLarge
-from draftheads.models.kv_target import check_trees
+from draftheads.models.structure import check_trees
 from draftheads.serve.scheduler import Job, JobFailed, Lane
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Draft

@@ -11,7 +11,7 @@ from draftheads.bench.contenders import names_of
 from draftheads.bench.table import Row, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
 from draftheads.decode.engine import Engine
-from draftheads.loading import find_template, head_engine, load_drafter, load_target
+from draftheads.loading import checked, find_template, head_engine, load_drafter, load_target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
 
@@ -106,8 +106,8 @@ def load_demo(
         stock = load_target(model, fast=False, **load_options)
     else:
         stock = load_target(model, chat_template=template, precision=precision, fast=False, **load_options)
-        plain = stock.twin().sped_up() if fast else stock
-        drafted = stock.twin().sped_up(batch_invariant=True) if batch_invariant else plain
+        plain = checked(stock.twin(), stock.twin, fast=True) if fast else stock
+        drafted = checked(stock.twin(), stock.twin, fast=True, batch_invariant=True) if batch_invariant else plain
     engines = {
         name: head_engine(drafted, load_drafter(head, model, drafted, fast=fast), head=head, model=model, copy=copy)
         for name, head in named.items()

@@ -106,14 +106,19 @@ def exact_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Like :func:`grouped_attention`, but summed in fp64 and rounded once: the order of the keys has no effect.
 
     In fp32 a score is a sum of d products. With eight rows or more, kernels add them in the same order;
-    :func:`scores_keep_their_bits` checks this on the machine. In bf16 the scores are summed in fp64, too.
+    :func:`scores_keep_their_bits` checks this on the machine. In bf16 the scores are summed in fp64, too. Scores s
+    become softcap · tanh(s / softcap), as in Gemma-2.
     """
-    if attention_mask is None or query.shape[2] > MAX_TREE_ROWS:
+    if softcap is not None and attention_mask is None:
+        nodes = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        attention_mask = nodes.tril(key.shape[2] - query.shape[2])[None, None]
+    if attention_mask is None or (query.shape[2] > MAX_TREE_ROWS and softcap is None):
         return grouped_attention(module, query, key, value.to(key.dtype), attention_mask, scaling=scaling)
     batch, heads, nodes, size = query.shape
     groups = key.shape[1]
@@ -129,7 +134,8 @@ def exact_attention(
     if mask.dtype == torch.bool:  # transformers' own mask, in passes without ours: True where visible
         lowest = torch.finfo(torch.float32).min  # not -inf: a padding row has no visible key and would become NaN
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, lowest)
-    scores = torch.add(mask, scores, alpha=size**-0.5 if scaling is None else scaling)
+    scaling = size**-0.5 if scaling is None else scaling
+    scores = mask + (scores * scaling if softcap is None else (scores * (scaling / softcap)).tanh() * softcap)
     out = (scores.softmax(-1) @ value.double()).to(query.dtype)
     return out.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 

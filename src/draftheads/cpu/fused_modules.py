@@ -5,6 +5,7 @@ as long as the products. So a norm becomes one module; the q, k and v products b
 and up products. A fused module replaces the original only if both agree on random inputs.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,15 +45,15 @@ class Pass(NamedTuple):
 
 
 class FusedNorm(nn.Module):
-    """RMS norm, x / rms(x) · w, with four operators on a CPU; PyTorch's own has eight there."""
+    """RMS norm, x / rms(x) · (w + offset), with four operators on a CPU; PyTorch's own has eight there."""
 
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
+    def __init__(self, weight: Tensor, epsilon: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         size = len(weight)
-        self.epsilon, self.scale = epsilon, weight.detach().float()
+        self.epsilon, self.scale = epsilon, weight.detach().float() + offset
         # √D · w and √(D · ε), as rms(x) is |x| / √D. A tuple, because attributes of a module are slow to look up
-        self.given = size**0.5 * weight.detach().float(), torch.tensor((size * epsilon) ** 0.5)
+        self.given = size**0.5 * self.scale, torch.tensor((size * epsilon) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
@@ -229,9 +230,11 @@ def halve_embedding(model: Any) -> None:
 def _fused_part(child: Any, model: Any, attention: Attention | None) -> nn.Module | None:
     """The fused form of a feed-forward part or of attention; None if there is none."""
     if _has_plain_linears(child, "gate_proj", "up_proj", "down_proj") and hasattr(child, "act_fn"):
-        x = _numbers(1, 3, child.gate_proj.in_features).to(child.gate_proj.weight)
-        mlp = FusedMlp(child)
-        return mlp if _agree(lambda: mlp(x), lambda: child(x)) else None
+        x, exact = _numbers(1, 3, child.gate_proj.in_features), _in_fp32(child)
+        mlp = FusedMlp(exact)
+        if not _agree(lambda: mlp(x), lambda: exact(x)):
+            return None
+        return mlp if exact is child else FusedMlp(child)
     if attention is not None and _has_plain_linears(child, "q_proj", "k_proj", "v_proj", "o_proj"):
         return _fused_attention(child, model, attention)
     return None
@@ -245,24 +248,24 @@ def _fused_norm(original: Any) -> nn.Module | None:
     epsilon = getattr(original, "variance_epsilon", getattr(original, "eps", None))
     if weight is None or epsilon is None or weight.dim() != 1:
         return None
-    x = _numbers(1, 3, len(weight)).to(weight)
-    scales = [weight.detach()]
-    if weight.dtype == torch.float32:  # in 16 bits the sum would be rounded
-        scales.append(1.0 + weight.detach())
-    for scale in scales:
-        fused = FusedNorm(scale, float(epsilon))
-        if _agree(lambda fused=fused: fused(x), lambda: original(x)):  # type: ignore[misc]
+    x, exact = _numbers(1, 3, len(weight)), _in_fp32(original)
+    for offset in (0.0, 1.0):
+        fused = FusedNorm(weight.detach(), float(epsilon), offset)
+        if _agree(lambda fused=fused: fused(x), lambda: exact(x)):  # type: ignore[misc]
             return fused
     return None
 
 
 def _fused_attention(original: Any, model: Any, attention: Attention) -> nn.Module | None:
     try:
-        fused = FusedAttention(original, attention)
-        x, given = _short_text(original.q_proj.in_features, original.q_proj.weight, model)
+        exact = _in_fp32(original)
+        fused = FusedAttention(exact, attention)
+        x, given = _short_text(original.q_proj.in_features, exact.q_proj.weight, model)
     except _OTHERWISE_BUILT:
         return None
-    return fused if _agree(lambda: fused(x, **given)[0], lambda: original(x, **given)[0]) else None
+    if not _agree(lambda: fused(x, **given)[0], lambda: exact(x, **given)[0]):
+        return None
+    return fused if exact is original else FusedAttention(original, attention)
 
 
 def _fused_layer(original: Any, model: Any) -> nn.Module | None:
@@ -279,6 +282,14 @@ def _short_text(size: int, like: Tensor, model: Any) -> tuple[Tensor, dict[str, 
     mask = torch.zeros(1, 1, 5, 5).to(x).masked_fill(~sees, torch.finfo(x.dtype).min)
     turns = model.get_decoder().rotary_emb(x, torch.arange(5, device=x.device)[None])
     return x, {"position_embeddings": turns, "attention_mask": mask}
+
+
+def _in_fp32(module: Any) -> Any:
+    """The module itself if it is in fp32, else a copy: with large weights, rounding to 16 bits hides an error."""
+    if next(module.parameters()).dtype == torch.float32:
+        return module
+    config = getattr(module, "config", None)
+    return copy.deepcopy(module, {id(config): config}).float()
 
 
 def _numbers(*shape: int) -> Tensor:

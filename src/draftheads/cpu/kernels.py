@@ -6,7 +6,7 @@ native library sum every output in the same order, so the bits of a row do not d
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from draftheads.cpu.native_library import KINDS, VARIABLE, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (LOG.md)
+_PART_SIZE = 2**22  # numbers that are converted at a time
 _MOST_INT8_INPUTS = 65_536  # 127 times 255 for each
 
 
@@ -114,6 +115,7 @@ class Native(Product):
         held = held.contiguous()
         kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features, int(halves))
         self._native = load_library()
+        self._native.draftheads_threads(native_threads())
         self._packed = torch.empty(self._native.draftheads_packed_size(kind, *sizes), dtype=torch.uint8)
         self._stored = held.dtype
         self._native.draftheads_pack(kind, held.data_ptr(), _pointer(scales), *sizes, self._packed.data_ptr(), 0)
@@ -150,12 +152,13 @@ class NativeInt8(Native):
         self, weight: Tensor, bias: Tensor | None, inputs: Tensor | None = None, *, halves: bool = False
     ) -> None:
         Product.__init__(self, weight, bias)
-        weight = weight.float()
-        smooth = None if inputs is None else _smoothing(inputs, weight)
-        if smooth is not None:
-            weight = weight / smooth
-        scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
-        self._pack((weight / scales[:, None]).round().to(torch.int8), scales, smooth, halves=halves)
+        smooth = None if inputs is None else _smoothing(inputs, weight.float())
+        held, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+        for part, numbers, scale in _in_parts(weight, held, scales):
+            exact = part.float() if smooth is None else part.float() / smooth
+            scale.copy_((exact.abs().amax(1) / 127).clamp_min(1e-12))
+            numbers.copy_((exact / scale[:, None]).round())
+        self._pack(held, scales, smooth, halves=halves)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -314,7 +317,13 @@ def _smoothing(inputs: Tensor, weight: Tensor) -> Tensor:
 def _in_16_bits(weight: Tensor) -> Tensor:
     """The same numbers in 16 bits, if they are exact in them."""
     for dtype in (torch.bfloat16, torch.float16):
-        held = weight.to(dtype)
-        if torch.equal(held.float(), weight):
+        held = torch.empty(weight.shape, dtype=dtype)
+        if all(torch.equal(half.copy_(part).float(), part) for part, half in _in_parts(weight, held)):
             return held
     return weight
+
+
+def _in_parts(weight: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Some rows of each at a time, so that copies of a large weight need little memory."""
+    rows = max(1, _PART_SIZE // max(1, weight.shape[1]))
+    return zip(*(tensor.split(rows) for tensor in (weight, *others)), strict=True)

@@ -66,7 +66,7 @@ def speed_up(
     if batch_invariant:
         _check_invariant(model, kind, "precision int8" if int8 else "batch_invariant")
     attention = None
-    if kind == "sdpa":
+    if kind == "sdpa" or (batch_invariant and _is_capped(model)):
         model.set_attn_implementation(EXACT_ATTENTION if batch_invariant else GROUPED_ATTENTION)
         attention = exact_attention if batch_invariant else grouped_attention
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
@@ -96,8 +96,13 @@ def kernels_of(model: Any) -> str:
     return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "batch_invariant"}.get(attention, "stock")
 
 
+def _is_capped(model: Any) -> bool:
+    """Whether scores have a soft cap, which transformers' sdpa has not: the model is loaded with eager attention."""
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
 def _check_invariant(model: Any, attention: str, what: str) -> None:
-    if attention != "sdpa":
+    if attention != "sdpa" and not _is_capped(model):
         raise InvalidSettings(f"{what} needs attention of kind sdpa; this model was loaded with {attention}")
     if load_library() is None:
         raise InvalidSettings(f"{what} needs the native library: {how_to_get()}")

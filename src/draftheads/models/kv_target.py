@@ -3,25 +3,21 @@
 Rows are dense: 0 … num_rows-1, and new rows come last.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.cpu.attention import by_products, has_own_attention, lay_out
+from draftheads.cpu.attention import by_products, lay_out
 from draftheads.cpu.native_step import OpenCache, Texts, ancestor_bits
 from draftheads.cpu.threads import thread_choice
-from draftheads.errors import UnsupportedModel
 from draftheads.models.graphs import StepGraphs, capture_for
 from draftheads.models.kv_cache import RowEntries, SlotCache, whole_blocks
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import AcceptResult, Draft
-from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
 
 _NO_LIMIT = 1 << 30  # positions
@@ -399,71 +395,3 @@ def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     logits, hidden = zip(*read, strict=True)
     longest = max(states.shape[1] for states in hidden)
     return torch.cat(logits), torch.cat([F.pad(states, (0, 0, 0, longest - states.shape[1])) for states in hidden])
-
-
-@torch.inference_mode()
-def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
-    """Checks that logits in a tree equal those of its paths as plain text, after two texts of different lengths.
-
-    Returns the logits of all nodes (2·N, V). Given those of the model with its ``stock`` modules, they must equal them.
-    It also finds out whether the model takes flat tokens (:attr:`TargetModel.takes_flat_tokens`).
-
-    Raises:
-        UnsupportedModel: they differ, so decoding with drafts would not be lossless.
-    """
-    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
-    texts = [[token % model.vocab_size for token in text] for text in ([3, 11, 7, 5, 2], [13])]
-    tokens = torch.arange(2 * tree.num_nodes, device=model.device).view(2, -1) * 5 % model.vocab_size  # (2, N)
-    paths = [
-        text + [int(nodes[tree.paths.index(path[:depth])]) for depth in range(len(path) + 1)]
-        for text, nodes in zip(texts, tokens, strict=True)
-        for path in tree.paths
-    ]
-    target = Target(model)
-    try:
-        target.prefill(texts)
-        draft = Draft.on_tree(tree, tokens)
-        in_tree = target.verify(draft)[0].flatten(0, 1)  # (2·N, V)
-        in_text = Target(model).prefill(paths)[0] if model.native is not None else _logits_after(paths, model)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
-    exact = model.precision == "fp32"
-    # native passes have the same bits in trees and texts; that they agree with the modules was checked before
-    limit = 1e-3 if exact or model.native is not None else _ROUNDED if model.precision == "int8" else 5e-2
-    model.step_mode.flat = has_own_attention(model.config) and _flat_gap(target, draft, in_tree) <= (
-        1e-3 if exact else _ROUNDED
-    )
-    if (gap := _gap(in_tree, in_text)) > limit:
-        raise UnsupportedModel(
-            f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
-            "its attention depends on more than positions and masks"
-        )
-    if stock is not None and (gap := _gap(in_tree, stock)) > (1e-3 if exact else _ROUNDED):
-        raise UnsupportedModel(f"{model.model_id}: its logits differ from those of the stock modules by {gap:.1%}")
-    return in_tree
-
-
-def _logits_after(paths: Sequence[Sequence[int]], model: TargetModel) -> Tensor:
-    """(n, V) after the last token of n texts, without a cache."""
-    last = torch.tensor([len(path) - 1 for path in paths], device=model.device)
-    ids = torch.tensor([[*path, *[0] * (int(last.max()) + 1 - len(path))] for path in paths], device=model.device)
-    return model.logits(model.hidden_states(ids)[torch.arange(len(paths), device=model.device), last])
-
-
-def _flat_gap(target: Target, draft: Draft, in_tree: Tensor) -> float:
-    """How much the logits (2·N, V) change where the second of two rows has only three nodes, and no padding."""
-    smaller = replace(draft, parents=draft.parents.expand(2, -1), depths=draft.depths.expand(2, -1))
-    smaller = smaller.cut([draft.num_nodes, 3])
-    target.model.step_mode.flat = True
-    try:
-        flat = target.verify(smaller)[0]
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return math.inf
-    expected = in_tree.view_as(flat)
-    return max(_gap(flat[0], expected[0]), _gap(flat[1, :3], expected[1, :3]))
-
-
-def _gap(logits: Tensor, expected: Tensor) -> float:
-    """How much logits (n, V) differ, as a share of the largest; infinite if a number is not finite."""
-    gap = float((logits.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
-    return gap if math.isfinite(gap) else math.inf

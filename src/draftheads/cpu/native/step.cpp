@@ -488,6 +488,55 @@ void top_of(const Job &job, uint32_t number) {
     });
 }
 
+// --- packing ---
+
+struct Packing {
+    char *weight;
+    const float *scales;
+    char *packed;
+    int kind, out, in, halves, back;
+};
+static_assert(sizeof(Packing) <= sizeof(Job::words), "a job holds it");
+
+void pack_block(const Packing &p, int block) {
+    const int group = group_of(p.kind), bytes = bytes_of(p.kind), step = group * bytes;
+    const int width = p.halves ? kBlock / 2 : kBlock, whole = p.halves ? p.out / 2 : p.out;
+    char *rows[kBlock], *to = p.packed + block * block_bytes(p.kind, p.in);
+    int32_t sums[kBlock] = {};
+    for (int o = 0; o < kBlock; o++) {
+        const int64_t row = block * width + o % width;
+        rows[o] = row < whole ? p.weight + (row + (o < width ? 0 : whole)) * p.in * bytes : nullptr;
+    }
+    for (int k = 0; k < p.in; k += group) {
+        const int count = std::min(group, p.in - k) * bytes;
+        for (int o = 0; o < kBlock; o++, to += step) {
+            char *at = rows[o] + int64_t(k) * bytes;
+            if (p.back) {
+                if (rows[o]) std::memcpy(at, to, count);
+                continue;
+            }
+            if (!rows[o] || count < step) std::memset(to, 0, step);
+            if (!rows[o]) continue;
+            if (count == 4) std::memcpy(to, at, 4);  // most often: no call
+            else std::memcpy(to, at, count);
+            if (p.kind == kInt8)
+                for (int j = 0; j < count; j++) sums[o] += static_cast<signed char>(to[j]);
+        }
+    }
+    if (p.kind != kInt8 || p.back) return;
+    for (int o = 0; o < kBlock; o++) {
+        const float scale = rows[o] ? p.scales[(rows[o] - p.weight) / p.in] : 0.0f;
+        std::memcpy(to + 4 * o, &scale, 4);
+        std::memcpy(to + 4 * kBlock + 4 * o, &sums[o], 4);
+    }
+}
+
+void packing_of(const Job &job, uint32_t number) {
+    Packing p;
+    std::memcpy(&p, job.words, sizeof p);
+    pool->share(0, number, blocks_of(p.out, p.halves), [&](int block) { pack_block(p, block); });
+}
+
 // --- drafting ---
 
 }  // namespace
@@ -744,31 +793,8 @@ int64_t draftheads_packed_size(int kind, int out, int in, int halves) { return b
 
 // Packs a weight (out, in), of int8 with the scales of its outputs (out,), or unpacks it.
 void draftheads_pack(int kind, void *weight, const float *scales, int out, int in, int halves, void *packed, int back) {
-    const int group = group_of(kind), bytes = bytes_of(kind);
-    const int width = halves ? kBlock / 2 : kBlock, whole = halves ? out / 2 : out;
-    auto *from = static_cast<char *>(weight);
-    for (int block = 0; block < blocks_of(out, halves); block++) {
-        char *to = static_cast<char *>(packed) + block * block_bytes(kind, in);
-        auto row_of = [&](int o) { return block * width + o % width < whole ? block * width + o % width + (o < width ? 0 : whole) : -1; };
-        int32_t sums[kBlock] = {};
-        for (int k = 0; k < in; k += group)
-            for (int o = 0; o < kBlock; o++)
-                for (int j = 0; j < group; j++, to += bytes) {
-                    const int row = row_of(o);
-                    char *at = from + (int64_t(row) * in + k + j) * bytes;
-                    const bool is_there = row >= 0 && k + j < in;
-                    if (back && is_there) std::memcpy(at, to, bytes);
-                    else if (!back && is_there) std::memcpy(to, at, bytes);
-                    else if (!back) std::memset(to, 0, bytes);
-                    if (is_there) sums[o] += static_cast<signed char>(*to);
-                }
-        if (kind != kInt8 || back) continue;
-        for (int o = 0; o < kBlock; o++) {
-            const float scale = row_of(o) < 0 ? 0.0f : scales[row_of(o)];
-            std::memcpy(to + 4 * o, &scale, 4);
-            std::memcpy(to + 4 * kBlock + 4 * o, &sums[o], 4);
-        }
-    }
+    std::lock_guard<std::mutex> lock(turns);
+    pool->run(job_of(packing_of, Packing{static_cast<char *>(weight), scales, static_cast<char *>(packed), kind, out, in, halves, back}), 1);
 }
 
 void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int rows, void *y) {

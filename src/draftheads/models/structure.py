@@ -1,0 +1,252 @@
+"""Checks of a loaded model: trees of drafts have the logits of plain texts, and fast modules those of the stock ones.
+
+Errors of structure (a mask, a position, a cap or a norm) are looked for in a *probe*: a few layers of the same classes
+and configuration with random weights in fp32, where such an error is far above rounding. The model itself is only
+compared with its own rounding, which may be large in 16 bits.
+"""
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftheads.cpu.attention import has_own_attention
+from draftheads.errors import RoundingWarning, UnsupportedModel
+from draftheads.models.kv_target import Target
+from draftheads.models.model import TargetModel
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.tree import Tree
+
+_TREE = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
+_PROBE_TOKENS = 64  # in a probe's vocabulary, and in its longer text
+_PROBE_WINDOW = 6  # tokens that a sliding layer of a probe sees: fewer than its text has
+_PROBE_INNER = 64  # most numbers inside a feed-forward part of a probe
+_PROBE_HEADS = 2  # groups of heads, where the model is wider than _NARROW
+_NARROW = 1024
+_EXACT, _ROUNDED = 1e-4, 0.25  # how much logits may differ in fp32 and in 16 bits, as a share of the largest
+_TEXT = (3, 11, 7, 5, 2, 13, 8)
+_MORE_THAN_NOISE = 8.0  # rounding differs from token to token
+_MISFITS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def probe_of(target: TargetModel) -> TargetModel | None:
+    """A few layers like the model's own; None if they cannot be made, or if modules of the model were changed.
+
+    Each kind of layer is there, and two layers at least. Windows are shorter than the text of :func:`check_trees`, and
+    the weights make scores and logits large, so that a cap, a scale or a norm that is left out changes them much.
+    """
+    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in target.model.modules()):  # noqa: SLF001
+        return None
+    for few, narrow in ((True, True), (True, False), (False, True)):
+        try:
+            with torch.random.fork_rng(devices=[]), _quietly():
+                model = _built(target, _probe_config(target, few=few, narrow=narrow))
+            probe = TargetModel(model, target.tokenizer, target.model_id)
+            Target(probe).prefill([[1, 2]])
+        except _MISFITS:
+            continue
+        return probe
+    return None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what transformers logs about a configuration: it was logged when the model was loaded."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _probe_config(target: TargetModel, *, few: bool, narrow: bool) -> Any:
+    config = copy.deepcopy(target.config)
+    kinds = target.layer_kinds
+    chosen = sorted({*map(kinds.index, kinds), *range(min(2, len(kinds)))}) if few else range(len(kinds))
+    config.num_hidden_layers = len(chosen)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list | tuple) and len(value) == len(kinds):  # one for each layer
+            value = [value[layer] for layer in chosen]  # noqa: PLW2901
+            setattr(config, name, value)
+        if name.endswith("intermediate_size") or name in ("ffn_dim", "n_inner"):
+            small = [min(size, _PROBE_INNER) for size in value] if isinstance(value, list) else value
+            setattr(config, name, min(small, _PROBE_INNER) if isinstance(small, int) else small)
+        elif name.startswith("vocab_size"):
+            setattr(config, name, min(value, _PROBE_TOKENS))
+    config.pad_token_id = None
+    if target.sliding_window is not None:
+        config.sliding_window = min(target.sliding_window, _PROBE_WINDOW)
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if narrow and config.hidden_size > _NARROW and heads % groups == 0 and groups > _PROBE_HEADS:
+        has_own_size = getattr(config, "head_dim", None) is not None
+        config.hidden_size = _NARROW // 2 if has_own_size else config.hidden_size // groups * _PROBE_HEADS
+        config.num_attention_heads = heads // groups * _PROBE_HEADS
+        if groups != heads or hasattr(config, "num_key_value_heads"):
+            config.num_key_value_heads = _PROBE_HEADS
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = torch.float32
+    return config
+
+
+def _built(target: TargetModel, config: Any) -> Any:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
+
+    is_text_model = target.config is target.model.config
+    model: Any = type(target.model)(config) if is_text_model else AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation(target.config._attn_implementation)  # noqa: SLF001 - no public name
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():  # a tied one once
+            numbers = torch.randn(weight.shape, generator=generator)
+            weight.add_(0.3 * numbers) if weight.dim() == 1 else weight.copy_(2.0 / weight.shape[-1] ** 0.5 * numbers)
+        model.get_output_embeddings().weight.mul_(4.0)
+    return model.float().eval().requires_grad_(requires_grad=False)
+
+
+@torch.inference_mode()
+def check_trees(model: TargetModel, *, stock: Tensor | None = None, num_tokens: int = _PROBE_TOKENS) -> Tensor:
+    """Checks that logits in a tree equal those of its paths as plain text, after texts of ``num_tokens`` and of one.
+
+    Returns the logits of all nodes (2·N, V). Given those of the model with its ``stock`` modules, they must equal them.
+    It also finds out whether the model takes flat tokens (:attr:`TargetModel.takes_flat_tokens`).
+
+    Raises:
+        UnsupportedModel: they differ, so decoding with drafts would not be lossless.
+    """
+    longest = max(1, min(num_tokens, (model.max_positions or num_tokens) - _TREE.max_depth - 1))
+    texts = [[(3 + 7 * place) % model.vocab_size for place in range(longest)], [13 % model.vocab_size]]
+    tokens = torch.arange(2 * _TREE.num_nodes, device=model.device).view(2, -1) * 5 % model.vocab_size  # (2, N)
+    paths = [
+        text + [int(nodes[_TREE.paths.index(path[:depth])]) for depth in range(len(path) + 1)]
+        for text, nodes in zip(texts, tokens, strict=True)
+        for path in _TREE.paths
+    ]
+    target = Target(model)
+    try:
+        target.prefill(texts)
+        draft = Draft.on_tree(_TREE, tokens)
+        in_tree = target.verify(draft)[0].flatten(0, 1)  # (2·N, V)
+        in_text = Target(model).prefill(paths)[0] if model.native is not None else _logits_after(paths, model)
+    except _MISFITS as error:
+        raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
+    is_exact = model.precision == "fp32"
+    limit = _EXACT if is_exact or model.native is not None else _ROUNDED
+    model.step_mode.flat = has_own_attention(model.config) and _flat_gap(target, draft, in_tree) <= limit
+    if (gap := _gap(in_tree, in_text)) > limit:
+        raise UnsupportedModel(
+            f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
+            "its attention depends on more than positions and masks"
+        )
+    if stock is not None and (gap := _gap(in_tree, stock)) > (_EXACT if is_exact else _ROUNDED):
+        raise UnsupportedModel(f"{model.model_id}: its logits differ from those of the stock modules by {gap:.1%}")
+    return in_tree
+
+
+def _logits_after(paths: Sequence[Sequence[int]], model: TargetModel) -> Tensor:
+    """(n, V) after the last token of n texts, without a cache."""
+    last = torch.tensor([len(path) - 1 for path in paths], device=model.device)
+    ids = torch.tensor([[*path, *[0] * (int(last.max()) + 1 - len(path))] for path in paths], device=model.device)
+    return model.logits(model.hidden_states(ids)[torch.arange(len(paths), device=model.device), last])
+
+
+def _flat_gap(target: Target, draft: Draft, in_tree: Tensor) -> float:
+    """How much the logits (2·N, V) change where the second of two rows has only three nodes, and no padding."""
+    smaller = replace(draft, parents=draft.parents.expand(2, -1), depths=draft.depths.expand(2, -1))
+    smaller = smaller.cut([draft.num_nodes, 3])
+    target.model.step_mode.flat = True
+    try:
+        flat = target.verify(smaller)[0]
+    except _MISFITS:
+        return math.inf
+    expected = in_tree.view_as(flat)
+    return max(_gap(flat[0], expected[0]), _gap(flat[1, :3], expected[1, :3]))
+
+
+def _gap(logits: Tensor, expected: Tensor) -> float:
+    """How much logits (n, V) differ, as a share of the largest; infinite if a number is not finite."""
+    gap = float((logits.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
+    return gap if math.isfinite(gap) else math.inf
+
+
+class OwnNumbers(NamedTuple):
+    """What the stock modules compute of a short text."""
+
+    hidden: Tensor  # (2, D) h_t of its last two tokens, in fp32
+    noise: float  # how much rounding changes them, as a share of their norm
+
+
+@torch.inference_mode()
+def own_numbers(target: TargetModel) -> OwnNumbers:
+    """Computes them with stock modules, without our cache and masks.
+
+    The noise is the larger one of two: the last token after a text in a cache, against the whole text in one pass; and
+    embeddings that are rounded to the next number, in either direction.
+    """
+    text = torch.tensor([[token % target.vocab_size for token in _TEXT]], device=target.device)
+    hidden = target.hidden_states(text)[0, -2:].float()
+    before = target.decoder(input_ids=text[:, :-1], use_cache=True)
+    cache = {target.cache_name: before[target.cache_name]}
+    again = target.decoder(input_ids=text[:, -1:], use_cache=True, **cache).last_hidden_state[0].float()
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(_: Any, __: Any, out: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+        return out + out * torch.finfo(out.dtype).eps * signs
+
+    handle = target.model.get_input_embeddings().register_forward_hook(rounded)
+    try:
+        other = target.hidden_states(text)[0, -2:].float()
+    finally:
+        handle.remove()
+    return OwnNumbers(hidden, max(_share(again, hidden[-1:]), _share(other, hidden)))
+
+
+@torch.inference_mode()
+def check_numbers(target: TargetModel, own: OwnNumbers) -> None:
+    """Compares hidden states in a tree with those of the stock modules.
+
+    Raises:
+        UnsupportedModel: they differ in fp32, by far more than rounding explains.
+
+    Warns:
+        RoundingWarning: the same in another precision, or a hidden state is not finite.
+    """
+    text = [token % target.vocab_size for token in _TEXT]
+    state = Target(target)
+    state.prefill([text[:-2]])
+    tokens = torch.tensor([[text[-2], *text[: _TREE.num_nodes - 1]]], device=target.device)
+    tokens[0, _TREE.paths.index((1,))] = text[-1]
+    hidden = state.verify(Draft.on_tree(_TREE, tokens))[1][0, [0, _TREE.paths.index((1,))]].float()
+    is_exact = target.precision == "fp32"
+    gap, limit = _share(hidden, own.hidden), _MORE_THAN_NOISE * own.noise + (10 * _EXACT if is_exact else 0.1)
+    if gap <= limit:
+        return
+    if not (hidden.isfinite().all() and own.hidden.isfinite().all()):
+        problem = f"hidden states are not finite in {target.precision}: use bf16 or fp32"
+    else:
+        problem = (
+            f"hidden states in a tree of drafts differ by {gap:.1%} from those of the stock modules, and rounding "
+            f"explains {own.noise:.1%}"
+        )
+        if is_exact:
+            raise UnsupportedModel(f"{target.model_id}: {problem}")
+    warnings.warn(f"{target.model_id}: {problem}", RoundingWarning, stacklevel=2)
+
+
+def _share(hidden: Tensor, expected: Tensor) -> float:
+    """The largest difference of states (n, D), as a share of their norm; infinite if a number is not finite."""
+    share = float(((hidden - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)).max())
+    return share if math.isfinite(share) else math.inf
