@@ -27,6 +27,7 @@ from draftheads.speculation.tree import Tree
 _TREE = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
 _PROBE_TOKENS = 64  # in a probe's vocabulary, and in its longer text
 _PROBE_WINDOW = 6  # tokens that a sliding layer of a probe sees: fewer than its text has
+_PROBE_LAYERS = 8  # most kinds of layers, by all that their configuration says
 _PROBE_INNER = 64  # most numbers inside a feed-forward part of a probe
 _PROBE_HEADS = 2  # groups of heads, where the model is wider than _NARROW
 _NARROW = 1024
@@ -73,12 +74,19 @@ def _quietly() -> Iterator[None]:
 def _probe_config(target: TargetModel, *, few: bool, narrow: bool) -> Any:
     config = copy.deepcopy(target.config)
     kinds = target.layer_kinds
-    chosen = sorted({*map(kinds.index, kinds), *range(min(2, len(kinds)))}) if few else range(len(kinds))
+    by_layer = {  # lists in the configuration with one value for each layer
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == len(kinds)
+    }
+    told = [str(values) for values in zip(kinds, *by_layer.values(), strict=True)]
+    if len(set(told)) > _PROBE_LAYERS:
+        told = list(kinds)
+    chosen = sorted({*map(told.index, told), *range(min(2, len(kinds)))}) if few else range(len(kinds))
     config.num_hidden_layers = len(chosen)
+    for name, value in by_layer.items():
+        setattr(config, name, [value[layer] for layer in chosen])
     for name, value in list(vars(config).items()):
-        if isinstance(value, list | tuple) and len(value) == len(kinds):  # one for each layer
-            value = [value[layer] for layer in chosen]  # noqa: PLW2901
-            setattr(config, name, value)
         if name.endswith("intermediate_size") or name in ("ffn_dim", "n_inner"):
             small = [min(size, _PROBE_INNER) for size in value] if isinstance(value, list) else value
             setattr(config, name, min(small, _PROBE_INNER) if isinstance(small, int) else small)
@@ -232,9 +240,10 @@ def check_numbers(target: TargetModel, own: OwnNumbers) -> None:
     hidden = state.verify(Draft.on_tree(_TREE, tokens))[1][0, [0, _TREE.paths.index((1,))]].float()
     is_exact = target.precision == "fp32"
     gap, limit = _share(hidden, own.hidden), _MORE_THAN_NOISE * own.noise + (10 * _EXACT if is_exact else 0.1)
-    if gap <= limit:
+    is_finite = bool(hidden.isfinite().all() and own.hidden.isfinite().all())
+    if is_finite and gap <= limit:
         return
-    if not (hidden.isfinite().all() and own.hidden.isfinite().all()):
+    if not is_finite:
         problem = f"hidden states are not finite in {target.precision}: use bf16 or fp32"
     else:
         problem = (
