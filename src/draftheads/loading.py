@@ -118,7 +118,7 @@ def load(
             whatever the profile. A static tree may be a list of rank paths, or its JSON text.
         profile: acceptance profile, from which and from the costs on this machine the size of each draft follows.
             ``auto``: what ``draftheads tune`` measured, else the head's own; an ``acceptance.json`` or a folder with
-            one; None drafts on a fixed tree of 10 nodes. The costs are measured in at most five seconds the first time
+            one; None drafts on a fixed tree of 10 nodes. The costs are measured in one to five seconds the first time
             that model, head and machine are used together, and cached.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         corpus: drafts also hold copies from these texts or earlier answers: a ``.txt`` or ``.jsonl`` file, or a folder

@@ -228,7 +228,15 @@ class FakeTimer(StepTimer):
 
 def fake(target: TargetModel, head: DraftHead, cost: Callable[[str, int, int], float], **options: Any) -> CostProfile:
     FakeTimer.cost = staticmethod(cost)
-    return measure_cost(target, head, timer_class=FakeTimer, **options)
+    return measure_cost(target, head, timer_class=FakeTimer, **{"budget_seconds": 5.0, **options})
+
+
+@pytest.mark.parametrize(("step", "least", "most"), [(5.0, 0.5, 1.0), (60.0, 1.0, 2.4), (900.0, 2.5, 6.0)])
+def test_measuring_takes_about_as_long_as_loading(
+    target: TargetModel, head: DraftHead, step: float, least: float, most: float
+) -> None:
+    fake(target, head, lambda *_: step, budget_seconds=None)
+    assert least <= FakeTimer.clock <= most
 
 
 def linear(part: str, rows: int, nodes: int) -> float:

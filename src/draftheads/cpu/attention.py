@@ -116,8 +116,8 @@ def exact_attention(
     become softcap · tanh(s / softcap), as in Gemma-2.
     """
     if softcap is not None and attention_mask is None:
-        nodes = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        attention_mask = nodes.tril(key.shape[2] - query.shape[2])[None, None]
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        attention_mask = seen.tril(key.shape[2] - query.shape[2])[None, None]
     if attention_mask is None or (query.shape[2] > MAX_TREE_ROWS and softcap is None):
         return grouped_attention(module, query, key, value.to(key.dtype), attention_mask, scaling=scaling)
     batch, heads, nodes, size = query.shape

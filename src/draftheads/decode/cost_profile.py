@@ -1,7 +1,7 @@
 """What a decoding step costs on this machine: milliseconds of verifying and of drafting, by rows and by nodes.
 
 A cost profile belongs to a machine, a model and a head's architecture; it does not depend on acceptance. It is measured
-once, in at most five seconds, with the operations of the decoding loop, and kept in the user's cache.
+once, in one to five seconds, with the operations of the decoding loop, and kept in the user's cache.
 """
 
 import bisect
@@ -35,13 +35,14 @@ from draftheads.utils.strict_json import checked, read_dataclass, read_object
 
 logger = logging.getLogger(__name__)
 
-BUDGET_SECONDS = 5.0
+LEAST_SECONDS, BUDGET_SECONDS = 1.0, 5.0
+_BUDGET_STEPS = 40  # plain steps: reading the weights of a file takes as long as reading them so often from memory
 _VERSION = 10
 _REPEATS, _SWEEPS = 2, 4  # timings of a part in a row, and how often all parts are timed
 _REFERENCES = 4  # plain steps that are timed to see whether a stored profile is still right …
 _SAME = 1.25  # … which it is where they take up to this many times as long or as short
 _LONG_REPEATS = 4  # timings of verifying after a long text
-_LONG_TEXT_SECONDS = 1.5  # of the budget, for these
+_LONG_TEXT_SHARE = 0.3  # of the budget, for these
 Part = Literal["verify", "follow", "static", "dynamic"]  # following is what a drafter does in a step without a draft
 Line = list[tuple[int, float]]  # (nodes, milliseconds), ascending
 # (part, rows, nodes) in the order of measuring: what decides most comes first
@@ -290,7 +291,7 @@ def measure_cost(
     drafter: DraftHead,
     *,
     extra_nodes: int = 0,
-    budget_seconds: float = BUDGET_SECONDS,
+    budget_seconds: float | None = None,
     timer_class: type[StepTimer] = StepTimer,
 ) -> CostProfile:
     """Times the parts of a step, the most informative first, in several sweeps until the time is up; the least counts.
@@ -299,12 +300,17 @@ def measure_cost(
         target: the model.
         drafter: bound to it.
         extra_nodes: tokens that a step may have beyond the head's.
-        budget_seconds: no measurement begins that would not be over by then. Two always are made.
+        budget_seconds: no measurement begins that would not be over by then. Two always are made. None: about as long
+            as loading the weights takes.
         timer_class: what times a part.
     """
     timer = timer_class(target, drafter)
-    end = timer.now + budget_seconds
-    deadline = end - (_LONG_TEXT_SECONDS if timer.long_text_tokens > TEXT_TOKENS else 0.0)
+    start = timer.now
+    if budget_seconds is None:
+        step_seconds = timer.milliseconds("verify", 1, 1) / 1e3
+        budget_seconds = min(BUDGET_SECONDS, max(LEAST_SECONDS, _BUDGET_STEPS * step_seconds))
+    end = start + budget_seconds
+    deadline = end - (_LONG_TEXT_SHARE * budget_seconds if timer.long_text_tokens > TEXT_TOKENS else 0.0)
     samples: dict[tuple[Part, int, int], float] = {}
     most = 1.0 + timer.depth + extra_nodes  # tokens of a step
     for sweep in range(_SWEEPS):
@@ -431,7 +437,9 @@ def cost_of(target: TargetModel, drafter: DraftHead, *, extra_nodes: int = 0, ke
             problems.append(f"the cost profile cannot be read: {error}")
         except InvalidSettings as error:
             problems.append(f"the cost profile is not kept: {error}")
-        logger.info("measuring the costs of steps (%.0f seconds, once per machine, model and head)", BUDGET_SECONDS)
+        logger.info(
+            "measuring the costs of steps (at most %.0f seconds, once per machine, model and head)", BUDGET_SECONDS
+        )
         others.busy_cores()
         measured = measure_cost(target, drafter, extra_nodes=extra_nodes)
         if on_cpu and others.disturb(torch.get_num_threads()):
