@@ -73,17 +73,17 @@ def test_ratios_are_paired_by_question(pair: tuple[Path, Path]) -> None:
 
 
 def test_quality_is_compared_by_its_intervals(tmp_path: Path) -> None:
-    before = {"quality": {"pass@1": 10.0, "judge": 0.0, "old": 1.0}, "quality_intervals": {"pass@1": (8.0, 12.0)}}
+    before = {"quality": {"gsm8k": 10.0, "judge": 0.0, "old": 1.0}, "quality_intervals": {"gsm8k": (8.0, 12.0)}}
     now = {
-        "quality": {"pass@1": 15.0, "judge": 7.0},
-        "quality_intervals": {"pass@1": (13.0, 17.0), "judge": (6.0, 8.0)},
+        "quality": {"gsm8k": 15.0, "judge": 7.0},
+        "quality_intervals": {"gsm8k": (13.0, 17.0), "judge": (6.0, 8.0)},
     }
     a, b = (
         write(tmp_path / name, [plain_row(), replace(bench_row("hydra", speedup=1.5), **more)])
         for name, more in (("a", before), ("b", now))
     )
     numbers = {key: (one.ratio, one.b_is) for key, one in found((a, b)).items()}
-    assert numbers["hydra", "pass@1"] == (1.5, "higher")
+    assert numbers["hydra", "gsm8k"] == (1.5, "higher")
     assert numbers["hydra", "judge"] == (None, "unknown")
     assert ("hydra", "old") not in numbers
 

@@ -179,6 +179,7 @@ def compare_heads(
         "disturbed": disturbed,  # other programs used the cores
         "problems": bench.problems,
         "unmeasured": bench.unmeasured,  # a judge failed, and can be asked again
+        "judge": next((each.made_by for each in measures if isinstance(each, Measure) and each.made_by), None),
         "example": bench.example,
         "rows": [asdict(row) for row in rows],
         "provenance": provenance(),

@@ -11,7 +11,6 @@ from rich.console import Console
 from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.judge import Judge
 from draftheads.bench.quality import Gsm8k, Measure, Rouge
-from draftheads.bench.run_code import PassAt1
 from draftheads.bench.table import ALL, Row, by_part, columns, markdown, remarks, verdict
 from draftheads.cli.options.bench import BenchOptions, QualityOptions
 from draftheads.cli.progress_display import ProgressDisplay
@@ -101,7 +100,7 @@ def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", 
         InvalidSettings: a judge without an endpoint.
         MissingDependency: a measure needs a package.
     """
-    kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k, "pass@1": PassAt1}
+    kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k}
     found: list[Any] = []
     for name in options.quality:
         if name == "judge" and options.judge is None:
