@@ -312,7 +312,7 @@ class Bench:
 
     def _way(self, contender: Contender, point: Point, variant: Variant) -> _Way | None:
         """A drafter's way; None if it cannot draft like this."""
-        tree, predicted = "by itself", None
+        tree, predicted = variant.tree, None
         if variant.tree in LOADED:
             engine = None if variant.acceptance in DRAWN else contender.as_loaded(variant.tree == "defaults")
             if engine is None:

@@ -142,10 +142,9 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     overall = [row for row in rows if row.part == ALL]
     shown = columns(overall, intervals=False)
     name, *others = shown
-    settings = [column for column in others if column.kind == "settings"]
     for kind in ("speed", "time", "quality"):
         if chosen := [column for column in others if column.kind == kind]:
-            print_table(overall, [name, *settings, *chosen], console, fixed=1 + len(settings))
+            print_table(overall, [name, *chosen], console)
             console.print()
     for value, title in (("speedup", "× plain"), ("tokens_per_step", "tokens/step")):
         headings, lines = by_part(rows, value)
@@ -154,7 +153,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
             print_lines(headings, lines, console)
             console.print()
     greedy = [row for row in overall if not row.settings.get("temperature")]
-    different = {row.name: row.num_different for row in greedy if row.num_different}
+    different = {name.cell(row): row.num_different for row in greedy if row.num_different}
     if different:
         numbers = ", ".join(f"{name} {number}" for name, number in different.items())
         console.print(f"answers that differ from plain decoding: {numbers}")

@@ -5,6 +5,7 @@ Each ``draw_*`` function draws on an empty matplotlib figure. :class:`Figure` ma
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,17 +14,47 @@ from typing import Any
 from draftheads.errors import MissingDependency
 
 _FOREGROUND = "#010203"  # stands for the colour of the page's text, which depends on dark mode
-COLOURS = ("#2f81d6", "#e0672c", "#2b955a", "#b05cc9", "#a87f0e", "#d1466b", "#15919a", "#7f858e")
+COLOURS = ("#2f81d6", "#e0672c", "#2b955a", "#b05cc9", "#a87f0e", "#d1466b", "#15919a", "#a0694f", "#7f858e")
 _GREY = COLOURS[-1]
 _MARKERS = "osD^vPX*"
 _MOST_SMOOTHING = 20  # log lines in a moving mean
 _LEGEND_CHARACTERS = 57  # in a line of the legend; the sample and the gap of an entry take about 7
-_NAME_CHARACTERS = 18  # at a bar
-_ROOM_FOR_NUMBERS = 1.5  # length of the axis over that of the longest bar
+_NAME_CHARACTERS = 24  # at a bar
 _MOST_TICKS = 12
+_TITLE_CHARACTERS = 72  # in a line
 _LABEL_DISTANCES = (0, 12, 24, 36, 48)  # points between a dot and its label, where there is no room beside the dot
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # points by label
+Interval = Sequence[float] | None  # a lower and an upper bound
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a curve, its dots or a bar look; one that is dashed has hatched bars."""
+
+    colour: str
+    marker: str = "o"
+    is_dashed: bool = False
+
+    @classmethod
+    def of(cls, number: int, *, is_dashed: bool = False) -> "Style":
+        """The style of the first, second … head."""
+        return cls(COLOURS[number % (len(COLOURS) - 1)], _MARKERS[number % len(_MARKERS)], is_dashed)
+
+    @property
+    def bar(self) -> dict[str, Any]:
+        """Arguments of a bar."""
+        return {"color": self.colour, "hatch": "////" if self.is_dashed else None, "edgecolor": "#ffffff80", "lw": 0}
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Arguments of a curve."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": (0, (2, 1)) if self.is_dashed else "-"}
+
+
+Styles = Mapping[str, Style]  # by name; other names have a style by their place
+PLAIN_STYLE = Style(_GREY, "X")
+_NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -51,16 +82,19 @@ class Figure:
         svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every figure, and nothing refers to them
         return svg.replace(_FOREGROUND, "currentColor")
 
-    def files(self) -> dict[str, bytes]:
+    def files(self, where: str = "") -> dict[str, bytes]:
         """Files of the plot, black on white: an SVG that stands alone, and a PNG of 200 dpi.
+
+        Both have the title, and below it ``where``: the model and the machine.
 
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        svg = self._saved("svg", facecolor="white").replace(_FOREGROUND.encode(), b"#000000")
-        return {f"{self.name}.svg": svg, f"{self.name}.png": self._saved("png", facecolor="white", dpi=200)}
+        title = "\n".join(filter(None, [self.title, *textwrap.wrap(where, _TITLE_CHARACTERS)]))
+        svg = self._saved("svg", title, facecolor="white").replace(_FOREGROUND.encode(), b"#000000")
+        return {f"{self.name}.svg": svg, f"{self.name}.png": self._saved("png", title, facecolor="white", dpi=200)}
 
-    def _saved(self, form: str, **options: Any) -> bytes:
+    def _saved(self, form: str, title: str = "", **options: Any) -> bytes:
         try:
             import matplotlib as mpl  # noqa: PLC0415 - an extra
             from matplotlib import figure as mpl_figure  # noqa: PLC0415
@@ -83,7 +117,10 @@ class Figure:
         style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), _FOREGROUND)
         style |= dict.fromkeys(("xtick.color", "ytick.color"), _FOREGROUND)
         with mpl.rc_context(style):
-            figure = mpl_figure.Figure(figsize=(5.2, self.height), layout="constrained")
+            height = self.height + 0.2 * len(title.splitlines())
+            figure = mpl_figure.Figure(figsize=(5.2, height), layout="constrained")
+            if title:
+                figure.suptitle(title, fontsize=9.5)
             self.draw(figure)
             file = io.BytesIO()
             names = ("Date", "Creator", "Format", "Type") if form == "svg" else ("Software",)
@@ -211,19 +248,25 @@ def draw_calibration(
 
 
 def draw_bars(
-    figure: Any, names: Sequence[str], values: Sequence[float], errors: Sequence[float], *, label: str
+    figure: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    errors: Sequence[float],
+    *,
+    label: str,
+    styles: Styles = _NONE,
 ) -> None:
-    """Horizontal bars with standard errors, and a line at 1, the value of plain decoding. Bars below it are grey.
+    """Horizontal bars with standard errors and their numbers, and a line at 1, the value of plain decoding.
 
     ``names`` are of the bars, from top to bottom.
     """
     ax = figure.add_subplot(xlabel=label)
-    colours = [_GREY if value < 1 else COLOURS[0] for value in values]
-    ax.barh(range(len(names)), values, 0.8, xerr=errors, color=colours, ecolor=_FOREGROUND, error_kw={"lw": 1})
-    end = _ROOM_FOR_NUMBERS * max([1, *map(sum, zip(values, errors, strict=True))])
-    ax.set_xlim(0, end)
-    for place, (value, error) in enumerate(zip(values, errors, strict=True)):
-        ax.text(end, place, f"{value:.2f} ± {error:.2f}", ha="right", va="center")
+    for place, (name, value, error) in enumerate(zip(names, values, errors, strict=True)):
+        style = styles.get(name, Style.of(0))
+        ax.barh(place, value, 0.7, xerr=error, ecolor=_FOREGROUND, error_kw={"lw": 1}, **style.bar)
+        number = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+        ax.annotate(f"{value:.2f} ± {error:.2f}", (1, place), (6, 0), xycoords=("axes fraction", "data"), **number)
+    ax.set_xlim(0, max([1, *map(sum, zip(values, errors, strict=True))]))
     ax.axvline(1.0, color=_FOREGROUND, lw=0.8)
     _name_bars(ax, names)
 
@@ -239,16 +282,23 @@ def draw_stacks(figure: Any, names: Sequence[str], parts: Mapping[str, Sequence[
         ax.barh(range(len(names)), values, 0.7, left=ends, label=part, color=COLOURS[number % len(COLOURS)])
         ends = [end + value for end, value in zip(ends, values, strict=True)]
     for place, end in enumerate(ends):
-        ax.annotate(f"{end:.1f}", (end, place), (4, 0), textcoords="offset points", va="center")
-    ax.set_xlim(0, 1.15 * max(ends, default=0.0) or 1)
+        number = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+        ax.annotate(f"{end:.1f}", (end, place), (4, 0), **number)
+    ax.set_xlim(0, max(ends, default=0.0) or 1)
     _name_bars(ax, names)
     _add_legend(figure, ax)
 
 
 def draw_groups(
-    figure: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], *, label: str
+    figure: Any,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    label: str,
+    errors: Mapping[str, Sequence[float | None]] = _NONE,
+    styles: Styles = _NONE,
 ) -> None:
-    """Vertical bars in groups, and a line at 1, the value of plain decoding.
+    """Vertical bars in groups with standard errors, and a line at 1, the value of plain decoding.
 
     ``series`` have a value for each group, or None: no bar.
     """
@@ -256,45 +306,87 @@ def draw_groups(
     width = 0.8 / max(1, len(series))
     for number, (name, values) in enumerate(series.items()):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(groups))]
-        heights = [value or 0.0 for value in values]
-        ax.bar(places, heights, width, label=_shortened(name), color=COLOURS[number % len(COLOURS)])
+        style = styles.get(name, Style.of(number))
+        ax.bar(places, [value or 0.0 for value in values], width, label=_shortened(name), **style.bar)
+        bars = [
+            (place, value, error)
+            for place, value, error in zip(places, values, errors.get(name, ()), strict=False)
+            if value and error
+        ]
+        if bars:
+            x, y, sizes = zip(*bars, strict=True)
+            ax.errorbar(x, y, sizes, fmt="none", ecolor=_FOREGROUND, elinewidth=0.8)
     ax.axhline(1.0, color=_FOREGROUND, lw=0.8)
     turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, groups), default=0) > 7 else {}
     ax.set_xticks(range(len(groups)), [_shortened(group) for group in groups], **turned)
+    ax.set(xlim=(-0.5, max(1, len(groups)) - 0.5), ylim=(0, max(1.0, ax.dataLim.y1)))
     ax.grid(visible=False, axis="x")
     _add_legend(figure, ax)
 
 
-def draw_curves(figure: Any, panels: Mapping[str, Curves], *, label: str, log: bool = False) -> None:
+def draw_curves(
+    figure: Any,
+    panels: Mapping[str, Curves],
+    *,
+    label: str,
+    log: bool = False,
+    intervals: Mapping[str, Mapping[str, Sequence[Interval]]] = _NONE,
+    styles: Styles = _NONE,
+) -> None:
     """Curves with a marker at each point, in panels one below the other.
 
-    ``panels`` have the labels of their vertical axes, which begin at 0. ``label`` is of the horizontal axis, with a
-    tick at each value; ``log`` for values that double from one to the next.
+    ``panels`` have the labels of their vertical axes, which begin at 0; ``intervals`` have one for each point.
+    ``label`` is of the horizontal axis, with a tick at each value; ``log`` for values that double from one to the next.
     """
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     ticks: set[float] = set()
     for ax, (y_label, curves) in zip(axes, panels.items(), strict=True):
         for number, (name, points) in enumerate(curves.items()):
-            colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-            ax.plot(*_coordinates(points), f"{marker}-", color=colour, ms=4.5, lw=1.4, label=_shortened(name))
+            style = styles.get(name, Style.of(number))
+            ax.plot(*_coordinates(points), ms=4.5, lw=1.4, label=_shortened(name), **style.line)
+            _add_intervals(ax, points, intervals.get(y_label, {}).get(name, ()), style)
             ticks |= {x for x, _ in points}
-        ax.set(ylabel=y_label, ylim=(0, 1.08 * max(ax.dataLim.y1, 1e-9)), xscale="log" if log else "linear")
+        ax.set(ylabel=y_label, ylim=(0, 1.03 * max(ax.dataLim.y1, 1e-9)), xscale="log" if log else "linear")
     if len(ticks) <= _MOST_TICKS:
         axes[-1].set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
         axes[-1].minorticks_off()
+    axes[-1].margins(x=0.03)
     axes[-1].set_xlabel(label)
     _add_legend(figure, axes[0])
 
 
-def draw_scatter(figure: Any, points: Mapping[str, tuple[float, float]], *, x_label: str, y_label: str) -> None:
-    """A dot for each name, with the name beside it where it covers no other name and no dot."""
+def _add_intervals(
+    ax: Any, points: Sequence[tuple[float, float]], intervals: Sequence[Interval], style: Style, *, axis: str = "y"
+) -> None:
+    """Lines from the lower to the upper bounds."""
+    for (x, y), bounds in zip(points, intervals, strict=False):
+        if bounds is not None and axis == "y":
+            ax.plot([x, x], list(bounds), color=style.colour, lw=0.9, alpha=0.6)
+        elif bounds is not None:
+            ax.plot(list(bounds), [y, y], color=style.colour, lw=0.9, alpha=0.6)
+
+
+def draw_scatter(
+    figure: Any,
+    points: Mapping[str, tuple[float, float]],
+    *,
+    x_label: str,
+    y_label: str,
+    intervals: Mapping[str, tuple[Interval, Interval]] = _NONE,
+    styles: Styles = _NONE,
+) -> None:
+    """A dot for each name with its intervals, and the name beside it where it covers no other name and no dot."""
     from matplotlib.text import Text  # noqa: PLC0415 - an extra, as in Figure
     from matplotlib.transforms import Bbox  # noqa: PLC0415
 
     ax = figure.add_subplot(xlabel=x_label, ylabel=y_label)
-    for number, point in enumerate(points.values()):
-        ax.plot(*_coordinates([point]), _MARKERS[number % len(_MARKERS)], color=COLOURS[number % len(COLOURS)], ms=6)
-    ax.margins(0.12, 0.15)
+    for number, (name, point) in enumerate(points.items()):
+        style = styles.get(name, Style.of(number))
+        filled = {"mfc": "none"} if style.is_dashed else {}
+        ax.plot(*_coordinates([point]), style.marker, color=style.colour, ms=6, **filled)
+        for axis, bounds in zip("xy", intervals.get(name, ()), strict=False):
+            _add_intervals(ax, [point], [bounds], style, axis=axis)
+    ax.margins(0.04, 0.06)
     figure.draw_without_rendering()  # places the axes
     places = ax.transData.transform(list(points.values())) if points else []
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
@@ -367,13 +459,13 @@ def _add_plain_decoding(ax: Any) -> None:
 
 
 def _add_legend(figure: Any, ax: Any) -> None:
-    """Above the axes, where it hides no data; none for a single label."""
+    """Below the axes, where it hides no data; none for a single label."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
         size = 11 if len(labels) < 5 else 9.5
         fitting = int(_LEGEND_CHARACTERS * 11 / size) // (max(map(len, labels)) + 7)
-        style = {"ncols": max(1, min(len(labels), 4, fitting)), "handlelength": 1.5, "columnspacing": 1.5}
-        figure.legend(handles, labels, loc="outside upper center", fontsize=size, **style)
+        style = {"ncols": max(1, min(len(labels), 4, fitting)), "handlelength": 2.2, "columnspacing": 1.5}
+        figure.legend(handles, labels, loc="outside lower center", fontsize=size, **style)
 
 
 def _smoothed(values: Sequence[float], window: int) -> list[float]:

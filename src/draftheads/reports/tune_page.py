@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from draftheads.bench.table import speed_sentence
-from draftheads.reports.page import Page, Table, unbroken_speed
+from draftheads.reports.page import Page, Table, model_and_machine, unbroken_speed
 from draftheads.reports.plots import Figure, draw_calibration, draw_speedups, draw_tree_sizes
 from draftheads.utils.counts import counted
 
@@ -34,6 +34,7 @@ def tune_page(record: Record) -> Page:
     return Page(
         title=f"Trees for {record['head']} on {record['model_id']}",
         verdict=verdict,
+        where=model_and_machine(f"{record['head']} on {record['model_id']}", record["provenance"]),
         note=" ".join(others),
         numbers=_numbers(record, winners[0]),
         figures=[_speedups(record, winners), _tree_sizes(record), _calibration(record)],
