@@ -46,6 +46,8 @@ def test_a_table_is_written_and_shown_whole(
     assert "(2.50)" in text or "(2.5)" in text
     assert ("kind 3 tokens/step" in text) == (parts == 4)
     assert "…" not in shown, "no column is cut"
+    assert all(len(line) <= 80 for line in shown.splitlines() if "wrote" not in line)
+    assert sum(line.startswith("hydra") for line in shown.splitlines()) >= 1 + (parts == 4), "in every part"
     assert "wrote out/table.md and out/table.json" in shown
     record = json.loads((here / "out" / "table.json").read_text())
     assert record["cells"]["hydra"]["all tokens/step"] >= 1

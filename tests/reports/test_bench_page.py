@@ -120,8 +120,11 @@ def test_plots_of_one_category_and_one_point():
         "errors": [0.125, 0.125],
         "label": "× plain decoding",
     }
-    assert drawn(page, "speed-and-tokens")["points"] == {"hydra": (2.5, 1.75), "medusa": (2.5, 1.5), "plain": (1, 1)}
-    assert drawn(page, "speed-and-tokens")["intervals"]["hydra"] == ([2.25, 2.75], [1.5, 2.0])
+    assert drawn(page, "speed-and-tokens")["points"] == {
+        "hydra": (2.5, 1.75, [2.25, 2.75], [1.5, 2.0]),
+        "medusa": (2.5, 1.5, [2.25, 2.75], [1.25, 1.75]),
+        "plain": (1, 1, None, None),
+    }
     assert drawn(page, "lengths")["panels"]["steps, %"]["hydra"] == [(1, 12.5), (2, 25), (3, 62.5)]
     assert drawn(page, "depths")["panels"]["steps, %"]["hydra"] == [(1, 75), (2, 50)]
     assert drawn(page, "parts")["names"] == ["hydra", "medusa"], "no parts of plain decoding were measured"
@@ -153,10 +156,13 @@ def test_batch_sizes_have_curves_of_speed_and_latency():
     assert curves["median answer, s"] == {"hydra": [(1, 0.5), (4, 2.0)]}
     assert drawings(page)["batch_size"].caption.endswith("Shown: the fastest row of each drafter.")
     nodes = drawn(page, "num_nodes")["panels"]["× plain decoding"]
-    assert nodes == {"hydra": [(8, pytest.approx(1.58)), (24, pytest.approx(1.74))]}
+    assert nodes == {
+        "hydra": [
+            (8, pytest.approx(1.58), pytest.approx([1.33, 1.83])),
+            (24, pytest.approx(1.74), pytest.approx([1.49, 1.99])),
+        ]
+    }
     assert words(drawings(page)["num_nodes"].caption).endswith("Measured at batch size 1 and temperature 0.")
-    bounds = drawn(page, "num_nodes")["intervals"]["× plain decoding"]["hydra"]
-    assert bounds == [pytest.approx([1.33, 1.83]), pytest.approx([1.49, 1.99])]
     assert drawn(page, "speed")["values"] == [pytest.approx(1.74)]
     assert words(drawings(page)["speed"].caption).endswith(
         "Shown: the fastest row of each drafter. Measured at batch size 1 and temperature 0."
@@ -171,7 +177,7 @@ def test_thresholds_have_curves_of_tokens_and_quality():
         rows.append(row)
     panels = drawn(page_of(*rows), "epsilon")["panels"]
     assert panels == {
-        "tokens/step": {"hydra": [(0.125, 3.0), (0.25, 2.0)]},
+        "tokens/step": {"hydra": [(0.125, 3.0, [2.25, 2.75]), (0.25, 2.0, [2.25, 2.75])]},
         "rouge": {"hydra": [(0.125, 0.125), (0.25, 0.25)]},
     }
     without = page_of(*(replace(row, quality={}) for row in rows))

@@ -122,9 +122,9 @@ def test_bars_have_errors_and_their_numbers_and_the_style_of_their_head():
     styles = {"a": plots.Style("#ff0000"), "b": plots.Style("#0000ff", is_dashed=True)}
     ax = drawn(plots.draw_bars, ["a", "b"], [1.5, 0.75], [0.25, 0.125], label="speed", styles=styles)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
-    first, (fast,), second, (slow,) = ax.containers
+    errors, (fast, slow) = ax.containers
     assert [fast.get_width(), slow.get_width()] == [1.5, 0.75]
-    spans = [errors[2][0].get_segments()[0] for errors in (first, second)]
+    spans = errors[2][0].get_segments()
     assert [(left[0], right[0]) for left, right in spans] == [(1.25, 1.75), (0.625, 0.875)]
     assert [text.get_text() for text in ax.texts] == ["1.50 ± 0.25", "0.75 ± 0.12"]
     assert [bar.get_facecolor() for bar in (fast, slow)] == [(1, 0, 0, 1), (0, 0, 1, 1)]
@@ -148,7 +148,7 @@ def test_groups_have_a_bar_of_each_series_and_a_line_at_1():
     assert [[bar.get_height() for bar in bars] for bars in groups] == [[1.5, 0], [0.5, 2]]
     spans = [line.get_segments() for each in ax.containers if isinstance(each, ErrorbarContainer) for line in each[2]]
     assert [[(low[1], high[1]) for low, high in each] for each in spans] == [
-        [(1.25, 1.75)],
+        [(1.25, 1.75), (0, 0)],
         [(0.375, 0.625), (1.5, 2.5)],
     ]
     assert (ax.get_xlim(), ax.get_ylim()) == ((-0.5, 1.5), (0, 2.5)), "axes end where the data ends"
@@ -159,10 +159,9 @@ def test_groups_have_a_bar_of_each_series_and_a_line_at_1():
 
 def test_curves_lie_in_panels_and_have_a_tick_at_each_value():
     figure = Figure()
-    panels = {"speed": {"a": [(1, 2.0), (4, 8.0)], "b": [(2, 3.0)]}, "seconds": {"a": [(1, 0.5)]}}
-    intervals = {"speed": {"a": [(1.0, 3.0), None]}}
+    panels = {"speed": {"a": [(1, 2.0, (1.0, 3.0)), (4, 8.0)], "b": [(2, 3.0)]}, "seconds": {"a": [(1, 0.5)]}}
     styles = {"a": plots.Style("#ff0000", is_dashed=True)}
-    plots.draw_curves(figure, panels, label="batch size", log=True, intervals=intervals, styles=styles)
+    plots.draw_curves(figure, panels, label="batch size", log=True, styles=styles)
     above, below = figure.axes
     assert [points(line) for line in above.lines if line.get_marker() == "None"] == [[(1, 1.0), (1, 3.0)]]
     curve = next(line for line in above.lines if line.get_label() == "a")
@@ -182,7 +181,8 @@ def test_names_of_dots_cover_neither_dots_nor_each_other():
     spots |= {f"drafter {number}": (1.5 + number / 50, 50 + number / 2) for number in range(5)}
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     bounds = {"high": ((2.5, 3.25), (70.0, 90.0)), "low": (None, None)}
-    plots.draw_scatter(figure, spots, x_label="tokens", y_label="speed", intervals=bounds)
+    with_bounds = {name: (*spot, *bounds.get(name, ())) for name, spot in spots.items()}
+    plots.draw_scatter(figure, with_bounds, x_label="tokens", y_label="speed")
     figure.draw_without_rendering()
     (ax,) = figure.axes
     dots, lines = ([line for line in ax.lines if (line.get_marker() == "None") == bare] for bare in (False, True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from draftheads.bench.table import ALL, PARTS, TURN, Interval, Row, has_copies, heads_only, setting_in_words
+from draftheads.bench.table import ALL, PARTS, TURN, Row, has_copies, heads_only, setting_in_words
 from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.reports.plots import (
     PLAIN_STYLE,
@@ -82,7 +82,10 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
     few = _Chosen.of(heads_only(first), shown)
     every = _Chosen.of(first, list(dict.fromkeys([*names, *(row.name for row in first)])))
     few_note, every_note = few.note + where, every.note + where
-    dots = {row.name: (row.tokens_per_step, row.speedup) for row in every.rows}
+    dots = {
+        row.name: (row.tokens_per_step, row.speedup, row.interval("tokens_per_step"), row.interval("speedup"))
+        for row in every.rows
+    }
     lengths = {row.name: _shares(row.steps_by_tokens) for row in few.rows if row.steps_by_tokens}
     depths = {row.name: _percent(row.acceptance_by_depth) for row in few.rows if row.acceptance_by_depth}
     typical = [row for row in overall if row.settings.get("epsilon") is not None]
@@ -98,12 +101,11 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
                 points=dots,
                 x_label="tokens per step",
                 y_label="× plain decoding",
-                intervals={row.name: (row.interval("tokens_per_step"), row.interval("speedup")) for row in every.rows},
                 styles=styles,
             ),
             f"Further right, drafts are better; a drafter far right but low takes too long to draft. {_INTERVALS}"
             + every_note,
-            alt=_spoken({name: [(f"{x:.2f} tokens/step", y)] for name, (x, y) in dots.items()}),
+            alt=_spoken({name: [(f"{x:.2f} tokens/step", y)] for name, (x, y, *_) in dots.items()}),
             name="speed-and-tokens",
             height=3.6,
         ),
@@ -256,18 +258,15 @@ def _against(
         [row for row in given if row.name not in (PLAIN, STOCK)], names, lambda row: row.settings[setting]
     )
     shown = sorted([*chosen.rows, *(row for row in given if row.name == PLAIN)], key=lambda row: row.settings[setting])
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    intervals: dict[str, dict[str, list[Interval | None]]] = {}
+    panels: dict[str, dict[str, list[tuple[Any, ...]]]] = {}
     for label, value in values.items():
-        curves = {
-            name: [row for row in shown if row.name == name and row.number(value) is not None]
-            for name in (*names, PLAIN)
-        }
-        panels[label] = {
-            name: [(row.settings[setting], row.number(value)) for row in own] for name, own in curves.items() if own
-        }
-        intervals[label] = {name: [row.interval(value) for row in own] for name, own in curves.items()}
-    return _curves(panels, caption + chosen.note, name=setting, intervals=intervals, **labels)
+        curves: dict[str, list[tuple[Any, ...]]] = {name: [] for name in (*names, PLAIN)}
+        for row in shown:
+            if (number := row.number(value)) is not None:
+                bounds = row.interval(value)
+                curves[row.name].append((row.settings[setting], number, *([] if bounds is None else [bounds])))
+        panels[label] = {name: points for name, points in curves.items() if points}
+    return _curves(panels, caption + chosen.note, name=setting, **labels)
 
 
 def _curves(panels: Mapping[str, Curves], caption: str, *, title: str, name: str, **how: Any) -> Figure | None:
@@ -291,9 +290,9 @@ def _stacks(
     return Figure(title, draw, caption, alt=f"Bars. {alt}", name=name, height=1.3 + 0.3 * len(names))
 
 
-def _spoken(curves: Mapping[str, Iterable[tuple[Any, float | None]]]) -> str:
+def _spoken(curves: Mapping[str, Iterable[tuple[Any, ...]]]) -> str:
     """The points of curves for people who cannot see them."""
     words = (
-        f"{name} {', '.join(f'{x} {y:.2f}' for x, y in points if y is not None)}" for name, points in curves.items()
+        f"{name} {', '.join(f'{x} {y:.2f}' for x, y, *_ in points if y is not None)}" for name, points in curves.items()
     )
     return f"{'; '.join(words)}."

@@ -24,8 +24,8 @@ _MOST_TICKS = 12
 _TITLE_CHARACTERS = 72  # in a line
 _LABEL_DISTANCES = (0, 12, 24, 36, 48)  # points between a dot and its label, where there is no room beside the dot
 
-Curves = Mapping[str, Sequence[tuple[float, float]]]  # points by label
-Interval = Sequence[float] | None  # a lower and an upper bound
+Interval = Sequence[float]  # a lower and an upper bound
+Curves = Mapping[str, Sequence[tuple[Any, ...]]]  # by label: points, and the interval of y behind them if it is known
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,16 @@ class Style:
         return cls(COLOURS[number % (len(COLOURS) - 1)], _MARKERS[number % len(_MARKERS)], is_dashed)
 
     @property
-    def bar(self) -> dict[str, Any]:
-        """Arguments of a bar."""
-        return {"color": self.colour, "hatch": "////" if self.is_dashed else None, "edgecolor": "#ffffff80", "lw": 0}
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Arguments of a curve."""
-        return {"color": self.colour, "marker": self.marker, "linestyle": (0, (2, 1)) if self.is_dashed else "-"}
+    def hatch(self) -> str:
+        """Of a bar."""
+        return "////" if self.is_dashed else ""
 
 
 Styles = Mapping[str, Style]  # by name; other names have a style by their place
 PLAIN_STYLE = Style(_GREY, "X")
 _NONE: Mapping[str, Any] = {}
+_THIN: dict[str, Any] = {"lw": 0.9, "alpha": 0.6}  # intervals
+_BAR: dict[str, Any] = {"edgecolor": "#ffffff80", "lw": 0, "ecolor": _FOREGROUND, "error_kw": {"lw": 0.8}}
 
 
 @dataclass(frozen=True)
@@ -261,11 +258,11 @@ def draw_bars(
     ``names`` are of the bars, from top to bottom.
     """
     ax = figure.add_subplot(xlabel=label)
-    for place, (name, value, error) in enumerate(zip(names, values, errors, strict=True)):
-        style = styles.get(name, Style.of(0))
-        ax.barh(place, value, 0.7, xerr=error, ecolor=_FOREGROUND, error_kw={"lw": 1}, **style.bar)
-        number = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
-        ax.annotate(f"{value:.2f} ± {error:.2f}", (1, place), (6, 0), xycoords=("axes fraction", "data"), **number)
+    look = [styles.get(name, Style.of(0)) for name in names]
+    colours, hatches = [style.colour for style in look], [style.hatch for style in look]
+    ax.barh(range(len(names)), values, 0.7, xerr=errors, color=colours, hatch=hatches, **_BAR)
+    for place, (value, error) in enumerate(zip(values, errors, strict=True)):
+        _add_number(ax, f"{value:.2f} ± {error:.2f}", (1, place), ("axes fraction", "data"))
     ax.set_xlim(0, max([1, *map(sum, zip(values, errors, strict=True))]))
     ax.axvline(1.0, color=_FOREGROUND, lw=0.8)
     _name_bars(ax, names)
@@ -282,8 +279,7 @@ def draw_stacks(figure: Any, names: Sequence[str], parts: Mapping[str, Sequence[
         ax.barh(range(len(names)), values, 0.7, left=ends, label=part, color=COLOURS[number % len(COLOURS)])
         ends = [end + value for end, value in zip(ends, values, strict=True)]
     for place, end in enumerate(ends):
-        number = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
-        ax.annotate(f"{end:.1f}", (end, place), (4, 0), **number)
+        _add_number(ax, f"{end:.1f}", (end, place), "data")
     ax.set_xlim(0, max(ends, default=0.0) or 1)
     _name_bars(ax, names)
     _add_legend(figure, ax)
@@ -306,16 +302,9 @@ def draw_groups(
     width = 0.8 / max(1, len(series))
     for number, (name, values) in enumerate(series.items()):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(groups))]
-        style = styles.get(name, Style.of(number))
-        ax.bar(places, [value or 0.0 for value in values], width, label=_shortened(name), **style.bar)
-        bars = [
-            (place, value, error)
-            for place, value, error in zip(places, values, errors.get(name, ()), strict=False)
-            if value and error
-        ]
-        if bars:
-            x, y, sizes = zip(*bars, strict=True)
-            ax.errorbar(x, y, sizes, fmt="none", ecolor=_FOREGROUND, elinewidth=0.8)
+        style, sizes = styles.get(name, Style.of(number)), [error or 0.0 for error in errors.get(name, ())]
+        look = {"label": _shortened(name), "color": style.colour, "hatch": style.hatch, **_BAR}
+        ax.bar(places, [value or 0.0 for value in values], width, yerr=sizes or None, **look)
     ax.axhline(1.0, color=_FOREGROUND, lw=0.8)
     turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, groups), default=0) > 7 else {}
     ax.set_xticks(range(len(groups)), [_shortened(group) for group in groups], **turned)
@@ -325,27 +314,24 @@ def draw_groups(
 
 
 def draw_curves(
-    figure: Any,
-    panels: Mapping[str, Curves],
-    *,
-    label: str,
-    log: bool = False,
-    intervals: Mapping[str, Mapping[str, Sequence[Interval]]] = _NONE,
-    styles: Styles = _NONE,
+    figure: Any, panels: Mapping[str, Curves], *, label: str, log: bool = False, styles: Styles = _NONE
 ) -> None:
-    """Curves with a marker at each point, in panels one below the other.
+    """Curves with a marker and an interval at each point, in panels one below the other.
 
-    ``panels`` have the labels of their vertical axes, which begin at 0; ``intervals`` have one for each point.
-    ``label`` is of the horizontal axis, with a tick at each value; ``log`` for values that double from one to the next.
+    ``panels`` have the labels of their vertical axes, which begin at 0. ``label`` is of the horizontal axis, with a
+    tick at each value; ``log`` for values that double from one to the next.
     """
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     ticks: set[float] = set()
     for ax, (y_label, curves) in zip(axes, panels.items(), strict=True):
         for number, (name, points) in enumerate(curves.items()):
             style = styles.get(name, Style.of(number))
-            ax.plot(*_coordinates(points), ms=4.5, lw=1.4, label=_shortened(name), **style.line)
-            _add_intervals(ax, points, intervals.get(y_label, {}).get(name, ()), style)
-            ticks |= {x for x, _ in points}
+            look = {"marker": style.marker, "linestyle": (0, (2, 1)) if style.is_dashed else "-"}
+            ax.plot(*_coordinates(points), color=style.colour, ms=4.5, lw=1.4, label=_shortened(name), **look)
+            for x, _, *bounds in points:
+                for each in bounds:
+                    ax.plot([x, x], each, color=style.colour, **_THIN)
+                ticks.add(x)
         ax.set(ylabel=y_label, ylim=(0, 1.03 * max(ax.dataLim.y1, 1e-9)), xscale="log" if log else "linear")
     if len(ticks) <= _MOST_TICKS:
         axes[-1].set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
@@ -355,37 +341,25 @@ def draw_curves(
     _add_legend(figure, axes[0])
 
 
-def _add_intervals(
-    ax: Any, points: Sequence[tuple[float, float]], intervals: Sequence[Interval], style: Style, *, axis: str = "y"
-) -> None:
-    """Lines from the lower to the upper bounds."""
-    for (x, y), bounds in zip(points, intervals, strict=False):
-        if bounds is not None and axis == "y":
-            ax.plot([x, x], list(bounds), color=style.colour, lw=0.9, alpha=0.6)
-        elif bounds is not None:
-            ax.plot(list(bounds), [y, y], color=style.colour, lw=0.9, alpha=0.6)
-
-
 def draw_scatter(
-    figure: Any,
-    points: Mapping[str, tuple[float, float]],
-    *,
-    x_label: str,
-    y_label: str,
-    intervals: Mapping[str, tuple[Interval, Interval]] = _NONE,
-    styles: Styles = _NONE,
+    figure: Any, points: Mapping[str, tuple[Any, ...]], *, x_label: str, y_label: str, styles: Styles = _NONE
 ) -> None:
-    """A dot for each name with its intervals, and the name beside it where it covers no other name and no dot."""
+    """A dot for each name, and the name beside it where it covers no other name and no dot.
+
+    Points have x and y, and then their intervals, or None.
+    """
     from matplotlib.text import Text  # noqa: PLC0415 - an extra, as in Figure
     from matplotlib.transforms import Bbox  # noqa: PLC0415
 
     ax = figure.add_subplot(xlabel=x_label, ylabel=y_label)
-    for number, (name, point) in enumerate(points.items()):
+    for number, (name, (x, y, *bounds)) in enumerate(points.items()):
         style = styles.get(name, Style.of(number))
-        filled = {"mfc": "none"} if style.is_dashed else {}
-        ax.plot(*_coordinates([point]), style.marker, color=style.colour, ms=6, **filled)
-        for axis, bounds in zip("xy", intervals.get(name, ()), strict=False):
-            _add_intervals(ax, [point], [bounds], style, axis=axis)
+        face = "none" if style.is_dashed else style.colour
+        ax.plot([x], [y], style.marker, color=style.colour, markerfacecolor=face, ms=6)
+        for bound, is_x in zip(bounds, (True, False), strict=False):
+            if bound is not None:
+                ax.plot(*((bound, [y, y]) if is_x else ([x, x], bound)), color=style.colour, **_THIN)
+    points = {name: point[:2] for name, point in points.items()}
     ax.margins(0.04, 0.06)
     figure.draw_without_rendering()  # places the axes
     places = ax.transData.transform(list(points.values())) if points else []
@@ -434,8 +408,14 @@ def _loss_curves(
     ]
 
 
-def _coordinates(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def _add_number(ax: Any, words: str, place: tuple[float, float], coordinates: Any) -> None:
+    """To the right of a place, also outside of the axes."""
+    how = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+    ax.annotate(words, place, (5, 0), xycoords=coordinates, **how)
+
+
+def _coordinates(points: Sequence[tuple[Any, ...]]) -> tuple[list[float], list[float]]:
+    return [point[0] for point in points], [point[1] for point in points]
 
 
 def _count_on_x(ax: Any) -> None:
