@@ -29,7 +29,7 @@ from draftheads.data.suites import read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress
-from draftheads.utils.provenance import provenance
+from draftheads.utils.provenance import machine_in_words, provenance
 
 _ON_A_CPU = """\
 × plain is about tokens/step divided by overhead. A GPU verifies 64 nodes in nearly the time of one token: it waits for
@@ -170,12 +170,10 @@ def _notes(table: PaperTable, finished: Sequence[Comparison], *, quick: bool, ha
         yield f"{kind}."
         return
     first = records[0]
-    device, threads, processor, day = (first["provenance"][name] for name in ("device", "threads", "processor", "time"))
     longest = max(record["settings"]["max_new_tokens"] for record in records)
-    machine = f"{processor}, {counted(threads, 'thread')}" if device == "cpu" else device
     yield (
         f"{kind}: {counted(first['num_prompts'], 'question')}, answers of at most {counted(longest, 'token')}, "
-        f"{first['precision']}, {machine}, {day[:10]}."
+        f"{first['precision']}, {machine_in_words(first['provenance'])}, {first['provenance']['time'][:10]}."
     )
     if has_intervals:
         yield "In square brackets: 95 % bootstrap intervals over the questions."
@@ -185,7 +183,7 @@ def _notes(table: PaperTable, finished: Sequence[Comparison], *, quick: bool, ha
     if {"speedup", "token_milliseconds"} & {*table.values}:
         papers = f" The paper's baseline is {BASELINES[table.paper]}." if table.paper in BASELINES else ""
         yield f"Plain decoding is this package's own loop, which is faster than transformers' `generate`.{papers}"
-    if "speedup" in table.values and device == "cpu":
+    if "speedup" in table.values and first["provenance"]["device"] == "cpu":
         yield _ON_A_CPU
 
 

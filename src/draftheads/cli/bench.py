@@ -22,6 +22,7 @@ from draftheads.data.suites import read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
+from draftheads.utils.provenance import machine_in_words
 
 BUILT_IN = "tasks"
 _FEW = 4  # of our own questions of each category
@@ -125,9 +126,9 @@ def write(console: Console, out: Path, comparison: Comparison) -> None:
     write_atomic(out / "bench.json", json.dumps(comparison.record, indent=1).encode())
     record = comparison.record
     asked = counted(record["num_prompts"], "prompt") + (f" of {record['prompts']}" if record["prompts"] else "")
-    longest, processor = counted(record["settings"]["max_new_tokens"], "token"), record["provenance"]["processor"]
+    longest, machine = counted(record["settings"]["max_new_tokens"], "token"), machine_in_words(record["provenance"])
     lines = [verdict(comparison.rows), "", *markdown(comparison.rows), ""]
-    lines.append(f"{record['model']} in {record['precision']}, {asked}, answers of at most {longest}; {processor}.")
+    lines.append(f"{record['model']} in {record['precision']}, {asked}, answers of at most {longest}; {machine}.")
     if record["problems"]:
         lines += ["", "Not answered or not measured:", "", *(f"* {in_words(each)}" for each in record["problems"])]
     write_atomic(out / "bench.md", "".join(line + "\n" for line in lines).encode())

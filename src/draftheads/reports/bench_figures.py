@@ -107,7 +107,7 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
             + every_note,
             alt=_spoken({name: [(f"{x:.2f} tokens/step", y)] for name, (x, y, *_) in dots.items()}),
             name="speed-and-tokens",
-            height=3.6,
+            height=2.9 + 0.1 * len(dots),  # with two names in a line of the legend
         ),
         _curves(
             {"steps, %": lengths},
@@ -226,11 +226,11 @@ def _speedups(rows: Sequence[Row], chosen: _Chosen, note: str, styles: Styles) -
     groups = [*parts, ALL]
     found = {(way(row), row.part): row for row in rows}
     of_groups = {row.name: [found.get((way(row), part)) for part in groups] for row in chosen.rows}
-    series = {name: [row and row.speedup for row in own] for name, own in of_groups.items()}
-    errors = {name: [row and row.speedup_error for row in own] for name, own in of_groups.items()}
+    series = {name: [row.speedup if row else None for row in own] for name, own in of_groups.items()}
+    sizes = {name: [row.speedup_error if row else None for row in own] for name, own in of_groups.items()}
     return Figure(
         "Speed over plain decoding, by category",
-        partial(draw_groups, groups=groups, series=series, label="× plain decoding", errors=errors, styles=styles),
+        partial(draw_groups, groups=groups, series=series, label="× plain decoding", errors=sizes, styles=styles),
         "Bars above the line are faster than plain decoding; where they are low, texts are harder to draft. Thin lines "
         f"are ± one standard error.{note}",
         alt=_spoken({name: zip(groups, values, strict=True) for name, values in series.items()}),

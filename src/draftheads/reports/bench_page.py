@@ -5,8 +5,9 @@ from typing import Any
 
 from draftheads.bench.table import ALL, Column, Row, by_part, columns, heads_only, remarks, verdict
 from draftheads.reports.bench_figures import at, bench_figures, point, way
-from draftheads.reports.page import Page, Piece, Table, Text, model_and_machine, unbroken, unbroken_speed
+from draftheads.reports.page import Page, Piece, Table, Text, unbroken, unbroken_speed
 from draftheads.utils.counts import counted
+from draftheads.utils.provenance import machine_in_words
 
 _FORMAT_VERSION = 2
 _INTERVALS = "In brackets: 95 % bootstrap intervals over the prompts."
@@ -39,7 +40,7 @@ def bench_page(record: Record) -> Page:
     return Page(
         title=f"Draft heads for {record['model']}, compared",
         verdict=unbroken_speed(verdict(rows)),
-        where=model_and_machine(f"{record['model']} in {record['precision']}", record["provenance"]),
+        where=f"{record['model']} in {record['precision']}, {machine_in_words(record['provenance'])}",
         note=" ".join([asked, *(remarks(rows) if drafters else [])]),
         numbers=[
             (f"{best.speedup:.2f}", f"× plain, {best.name}"),

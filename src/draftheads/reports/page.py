@@ -7,13 +7,12 @@ policy has its digest. The same content gives the same bytes.
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftheads.reports.plots import Figure, missing
-from draftheads.utils.counts import counted
 
 _TEMPLATE, _SCRIPT = (Path(__file__).with_name(name) for name in ("page.html.j2", "sort.js"))
 
@@ -63,18 +62,6 @@ class Page:
     settings: Sequence[tuple[str, Any]] = ()  # that differ from the defaults
     facts: Sequence[tuple[str, Facts]] = ()  # titles, each with names and values; shown folded
     where: str = ""  # the model and the machine, in files of plots
-
-
-def model_and_machine(model: Any, provenance: Mapping[str, Any]) -> str:
-    """Both in one line; a record can have no processor.
-
-    >>> model_and_machine("tiny", {"processor": "A CPU", "threads": 2})
-    'tiny, A CPU, 2 threads'
-    """
-    threads = counted(provenance["threads"], "thread") if provenance.get("threads") else None
-    device = provenance.get("device")
-    machine = provenance.get("processor") if device in (None, "cpu") else device
-    return ", ".join(str(each) for each in (model, machine, threads if machine != device else None) if each)
 
 
 def render(page: Page) -> str:

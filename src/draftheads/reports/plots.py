@@ -8,7 +8,6 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from draftheads.errors import MissingDependency
@@ -22,7 +21,6 @@ _LEGEND_CHARACTERS = 57  # in a line of the legend; the sample and the gap of an
 _NAME_CHARACTERS = 24  # at a bar
 _MOST_TICKS = 12
 _TITLE_CHARACTERS = 72  # in a line
-_LABEL_DISTANCES = (0, 12, 24, 36, 48)  # points between a dot and its label, where there is no room beside the dot
 
 Interval = Sequence[float]  # a lower and an upper bound
 Curves = Mapping[str, Sequence[tuple[Any, ...]]]  # by label: points, and the interval of y behind them if it is known
@@ -344,46 +342,18 @@ def draw_curves(
 def draw_scatter(
     figure: Any, points: Mapping[str, tuple[Any, ...]], *, x_label: str, y_label: str, styles: Styles = _NONE
 ) -> None:
-    """A dot for each name, and the name beside it where it covers no other name and no dot.
-
-    Points have x and y, and then their intervals, or None.
-    """
-    from matplotlib.text import Text  # noqa: PLC0415 - an extra, as in Figure
-    from matplotlib.transforms import Bbox  # noqa: PLC0415
-
+    """A dot for each name, hollow where it is dashed; points have x and y, and then their intervals, or None."""
     ax = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     for number, (name, (x, y, *bounds)) in enumerate(points.items()):
         style = styles.get(name, Style.of(number))
         face = "none" if style.is_dashed else style.colour
-        ax.plot([x], [y], style.marker, color=style.colour, markerfacecolor=face, ms=6)
+        look = {"color": style.colour, "markerfacecolor": face, "ms": 6, "linestyle": "none"}
+        ax.plot([x], [y], style.marker, label=_shortened(name), **look)
         for bound, is_x in zip(bounds, (True, False), strict=False):
             if bound is not None:
                 ax.plot(*((bound, [y, y]) if is_x else ([x, x], bound)), color=style.colour, **_THIN)
-    points = {name: point[:2] for name, point in points.items()}
     ax.margins(0.04, 0.06)
-    figure.draw_without_rendering()  # places the axes
-    places = ax.transData.transform(list(points.values())) if points else []
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
-    for name, point in points.items():
-        label = None
-        for distance, side, up in product(_LABEL_DISTANCES, (1, -1), (1, -1)):
-            if label is not None:
-                label.remove()
-            line = {"arrowstyle": "-", "color": _GREY, "lw": 0.6, "shrinkA": 0} if distance else None
-            label = ax.annotate(
-                *(_shortened(name), point, (8 * side, up * distance)),
-                textcoords="offset points",
-                ha="left" if side > 0 else "right",
-                va="center",
-                fontsize=9,
-                arrowprops=line,
-            )
-            label.get_window_extent()  # places the words
-            box = Text.get_window_extent(label)  # without the line
-            is_inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
-            if is_inside and box.count_overlaps(taken) == 0:
-                break
-        taken.append(box)
+    _add_legend(figure, ax)
 
 
 def _name_bars(ax: Any, names: Sequence[str]) -> None:
