@@ -204,7 +204,7 @@ def test_rows_of_one_name_meet_where_a_setting_was_changed(tmp_path: Path, run: 
     ]
     out = run(["bench", "diff", *map(str, folders)]).out
     assert "Only in" not in out
-    assert words in " ".join(line[:24].strip() for line in out.splitlines())
+    assert words in " ".join(line[:30].strip() for line in out.splitlines())
 
 
 def test_settings_that_both_vary_are_not_guessed(tmp_path: Path, run: Run) -> None:

@@ -200,6 +200,7 @@ def test_names_of_heads_are_not_formulas():
 def test_a_row_has_one_name_in_plots_and_tables_and_a_head_one_colour():
     """With copies, its curves are dashed and its bars hatched."""
     loaded = {**GROWING, "tree": "defaults"}
+    depths = [0.5, 0.0, 0.25, *[0.0] * 13]
     rows = [
         plain_row(),
         *(replace(row, settings=loaded, tree="defaults, with copies") for row in with_parts("hydra", 1.75)),
@@ -215,6 +216,8 @@ def test_a_row_has_one_name_in_plots_and_tables_and_a_head_one_colour():
     assert [style.is_dashed for style in styles] == [True, False, False, True]
     assert styles[0].colour == styles[1].colour != styles[2].colour == styles[3].colour
     assert drawn(page, "speed")["errors"]["medusa, growing"] == [0.125, 0.125, 0.125]
+    deep = page_of(bench_row("hydra", speedup=1.5, acceptance_by_depth=depths))
+    assert drawn(deep, "depths")["panels"]["steps, %"]["hydra"] == [(1, 50), (2, 0), (3, 25), (4, 0)]
 
 
 def test_files_of_plots_name_the_model_and_the_machine():

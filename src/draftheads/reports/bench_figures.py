@@ -202,7 +202,9 @@ def _styles(rows: Iterable[Row]) -> dict[str, Style]:
 
 
 def _percent(shares: Sequence[float]) -> list[tuple[float, float]]:
-    return [(number, 100 * share) for number, share in enumerate(shares, 1)]
+    """With one zero behind the last share: the axis ends there."""
+    end = max((number for number, share in enumerate(shares, 1) if share), default=0)
+    return [(number, 100 * share) for number, share in enumerate(shares[: end + 1], 1)]
 
 
 def _shares(counts: Sequence[int]) -> list[tuple[float, float]]:
