@@ -113,10 +113,8 @@ def test_the_tables_of_bench_fit_80_columns(capsys: pytest.CaptureFixture[str], 
     for name in names[:-1]:
         found = [line for line in lines if line.startswith((f"{name} ", f"{name},")) and "fastest" not in line]
         assert len(found) >= 5, "speed, times, quality, and by part speed-up and tokens per step"
-    cells = next(line for line in lines if line.startswith("mlp-speculator, ")).split()
-    assert cells[:6] == ["mlp-speculator,", "batch", "1,", "T", "0", "static,"], "on the line of the name"
     assert "…" not in "".join(lines)
-    assert sum("x" * 30 in line for line in lines) == len(found)
+    assert sum("x" * 12 in line for line in lines) >= len(found), "long names are folded"
 
 
 def test_answers_that_differ_are_named(capsys: pytest.CaptureFixture[str], narrow: Console):

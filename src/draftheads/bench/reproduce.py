@@ -278,4 +278,9 @@ def quick_settings(settings: BenchSettings) -> BenchSettings:
         if isinstance(values, tuple) and len(values) > _QUICK_VALUES
     }
     few["prompt_tokens"] = tuple(dict.fromkeys(min(each, _QUICK_PROMPT) for each in settings.prompt_tokens))
-    return replace(settings, **few, max_new_tokens=min(32, settings.max_new_tokens), num_calibration_prompts=8)
+    return replace(
+        settings,
+        **few,
+        max_new_tokens=min(32, settings.max_new_tokens),
+        num_calibration_prompts=min(8, settings.num_calibration_prompts),
+    )

@@ -91,8 +91,10 @@ def run(options: DiffOptions) -> None:
 
 
 def _line(one: Difference, varied: Sequence[str]) -> list[str]:
-    pairs = ([setting_in_words(own, name) for own in (one.settings, one.b_settings)] for name in varied)
-    words = [before if before == now else f"{before or 'none'} → {now or 'none'}" for before, now in pairs]
+    pairs = ((name, *(setting_in_words(own, name) for own in (one.settings, one.b_settings))) for name in varied)
+    words = [
+        a if a == b else f"{a or 'none'} → {b.removeprefix(SETTINGS[name]).strip() or 'none'}" for name, a, b in pairs
+    ]
     ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
     ratio += " ({:.2f}-{:.2f})".format(*one.interval) if one.interval else ""
     numbers = [f"{number:.{2 if number < 10 else 1}f}" for number in (one.a, one.b)]

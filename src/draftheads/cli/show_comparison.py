@@ -26,6 +26,7 @@ INT8 = "transformers computes in {}, another model than int8: its texts may diff
 DIFFERENT = "Texts differ. They should be equal in this precision: please report it."
 _BAR_CELLS = 32
 _NAME_CELLS = 30  # of a table's first column; longer names are folded
+_LEAST_NAME_CELLS = 12
 _BAR_NAME_CELLS = 12
 _TREE_CELLS = 14  # of a description of a tree, which is folded
 _BREAKS = re.compile(r"(?<=\S) (?=\S)|(?<=[/_])(?=\w)")  # where a heading goes on in the next line
@@ -54,6 +55,9 @@ def print_lines(headings: Sequence[str], lines: Sequence[Sequence[str]], console
     widths = [
         min(_TREE_CELLS, width) if heading == "tree" else width for heading, width in zip(headings, widths, strict=True)
     ]
+    room = console.width - 2 - sum(2 + width for width in widths[1:])
+    if room >= _LEAST_NAME_CELLS:  # one table, if only names have to be folded for it
+        widths[0] = min(widths[0], room)
     columns = list(range(1, len(headings)))
     while columns:
         shown = [0]
