@@ -16,7 +16,7 @@ from draftheads.models.kv_target import Target
 
 NEW_TOKENS = 24
 Fields = dict[str, Any]
-Behaviour = Callable[[Fields], tuple[int, Any]]  # status and JSON, or text; 0 breaks the connection
+Behaviour = Callable[[Fields], tuple[int, Any]]  # status and JSON, or text; of 3xx an address; 0 breaks the connection
 
 
 class FakeServer:
@@ -60,6 +60,8 @@ class FakeServer:
                 content = (body if isinstance(body, str) else json.dumps(body)).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
+                if 300 <= status < 400:
+                    self.send_header("location", str(body))
                 self.end_headers()
                 self.wfile.write(content)
 

@@ -557,6 +557,8 @@ def test_the_record_has_every_number(found_trees: list[str]):
     ("changes", "words"),
     [
         ({"num_nodes": 1}, r"--num-nodes is 1: must be at least 2"),
+        ({"num_nodes": (1, 8), "trees": ("paths", "chain")}, r"--num-nodes is .*: must be at least 2"),
+        ({"num_nodes": 0, "trees": "paths"}, r"--num-nodes is 0: must be at least 1"),
         ({"num_nodes": (4, 4)}, "each value once"),
         ({"trees": ()}, "give at least one value"),
         ({"trees": ("wide",)}, r"--trees is wide: choose among best"),

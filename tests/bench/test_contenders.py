@@ -47,7 +47,7 @@ def test_untrained_drafters_keep_to_a_number_of_nodes(world: Path, target: Targe
     named = {"lookup": "prompt-lookup", "lookahead": "lookahead"}
     for found in load_contenders(named, str(world / "model"), target):
         assert found.within is not None
-        for num_nodes in (4, 6, 24):
+        for num_nodes in (1, 4, 6, 24):
             drafter = found.within(num_nodes)
             assert type(drafter) is type(found.drafter)
             assert drafter.most_nodes <= max(num_nodes, 6), "lookahead has at least six"

@@ -236,6 +236,19 @@ def test_ratings_that_are_saved_are_not_asked_for_again(tmp_path: Path):
     assert (scores.values, list(scores.problems)) == ({"a": 7, "b": 7}, ["c"]), "the server has gone"
 
 
+def test_ratings_of_another_model_at_the_same_address_are_not_used_again(tmp_path: Path):
+    """Also where the model is the first one that the server lists."""
+    with FakeServer(says("[[7]]"), models=[{"id": "small"}]) as server:
+        for models, text, value in (("small", "[[7]]", 7), ("large", "[[3]]", 3), ("small", "[[9]]", 7)):
+            server.models, server.behave = [{"id": models}], says(text)
+            judge = Judge(server.url)
+            judge.folder = tmp_path
+            [scores] = judge([item("a", "one")], FakeProgress())
+            assert (scores.values, judge.made_by) == ({"a": value}, models)
+    [scores] = judge([item("a", "one")], FakeProgress())
+    assert not scores.values, "the server has gone, and its model is unknown"
+
+
 def test_a_refused_key_and_a_wrong_address():
     items = [item(str(i), "x") for i in range(20)]
     for status, words in ((401, "refuses the key"), (403, "--api-key-env"), (404, "was not found")):
@@ -248,12 +261,48 @@ def test_a_refused_key_and_a_wrong_address():
         Judge("nowhere")
 
 
-def test_the_key_and_the_model_of_the_server(monkeypatch: pytest.MonkeyPatch):
+def test_a_key_goes_only_to_the_address_that_it_was_given_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     scores, server = judged(says("[[5]]"), item("a", "x"))
     assert scores.values == {"a": 5}
-    assert server.keys == {"Bearer secret"}
+    assert server.keys == {None}
     assert server.requests[0]["model"] == "fake"
+    monkeypatch.setenv("JUDGE_KEY", "its own")
+    _, server = judged(says("[[5]]"), item("a", "x"), api_key_env="JUDGE_KEY")
+    assert server.keys == {"Bearer its own"}
+    with pytest.raises(InvalidSettings, match="--api-key-env is 'NO_KEY', but this environment variable is not set"):
+        Judge("https://api.openai.com/v1", api_key_env="NO_KEY")
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("https://api.openai.com/v1", "secret"),
+        ("https://API.OpenAI.com:443", "secret"),
+        ("http://api.openai.com/v1", None),
+        ("https://api.openai.com:8443/v1", None),
+        ("https://api.openai.com.evil.org/v1", None),
+        ("https://api.openai.com@evil.org/v1", None),
+        ("https://evil.org/api.openai.com/v1", None),
+        ("https://eu.api.openai.com/v1", None),
+    ],
+)
+def test_by_default_only_openai_gets_its_key(url: str, key: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert Judge(url)._address.api_key == key
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert Judge(url)._address.api_key is None
+
+
+def test_a_server_that_sends_elsewhere_is_not_followed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", "its own")
+    with FakeServer(says("[[5]]")) as other:
+        for status in (301, 302, 307, 308):
+            moved = f"{other.url}/v1/chat/completions"
+            scores, _ = judged(lambda _, at=(status, moved): at, item("a", "x"), model="big", api_key_env="JUDGE_KEY")
+            assert f"status {status}" in scores.problems["a"]
+        assert not other.keys
+        assert not other.requests
 
 
 def test_requests_run_at_the_same_time():

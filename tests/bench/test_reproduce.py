@@ -1,15 +1,25 @@
 """Tables of papers: read from data, measured, and shown beside the published numbers."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from draftheads.bench import reproduce as reproduce_module
-from draftheads.bench.paper_tables import PaperTable, cells_of, lines_of, read_table, table_names
+from draftheads.bench.paper_tables import (
+    PaperTable,
+    blocks_of,
+    cells_of,
+    intervals_of,
+    markdown_of,
+    read_table,
+    table_names,
+)
 from draftheads.bench.reproduce import _top, _with_our_category, losses_of, questions_of, quick_settings, reproduce
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import Budget, Variant, options_of
@@ -80,7 +90,7 @@ def test_a_column_can_have_its_ratio_to_a_row_beside_it():
 
 def test_accuracy_is_summed_over_ranks():
     shares = [[0.4, 0.2, 0.1, 0.1, 0.05, 0.05]]
-    assert _top(shares) == {"top-1": [0.4], "top-5": [pytest.approx(0.85)]}
+    assert _top(shares) == {"top-1": [40.0], "top-5": [pytest.approx(85.0)]}
 
 
 def test_losses_are_of_five_steps_with_both_ends_and_of_held_out_text(tmp_path: Path):
@@ -98,12 +108,45 @@ def test_published_numbers_stand_in_brackets_and_those_of_other_models_below():
         "A": {"medusa": {"× plain": 2}, "eagle": {"× plain": "2.5 to 3"}},
         "B": {"medusa": {"speed": 3.25}},
     }
-    lines = list(lines_of(replace(TABLE, published=published, note="A note."), {"medusa": {"× plain": 1.25}}))
-    assert lines == [
-        "|  | × plain |", "| --- | --- |", "| medusa | 1.25 (2) |", "| eagle | (2.5 to 3) |", "",
+    table, cells = replace(TABLE, published=published, note="A note."), {"medusa": {"× plain": 1.25}}
+    intervals = {"medusa": {"× plain": (1.0, 1.5)}}
+    assert list(markdown_of(blocks_of(table, cells, intervals))) == [
+        "|  | × plain |", "| --- | --- |", "| medusa | 1.25 [1.00-1.50] (2) |", "| eagle | (2.5 to 3) |", "",
         "In brackets: Nobody, table 0, A.", "", "The paper, B:", "", "|  | speed |", "| --- | --- |",
-        "| medusa | 3.25 |", "", "A note.",
+        "| medusa | 3.25 |", "", "A note.", "",
     ]  # fmt: skip
+    (headings, rows), *sentences = blocks_of(table, cells, only_measured=True)
+    assert (headings, rows) == (["", "× plain"], [["medusa", "1.25 (2)"]]), "no row of the paper alone"
+    assert sentences == ["In brackets: Nobody, table 0, A.", "A note."]
+
+
+def test_columns_have_the_paper_s_order_as_far_as_it_has_them():
+    published = {"A": {"medusa": {"b": 2.0, "a": 3.0, "z": 4.0}}}
+    cells = {"medusa": {"all": 1.0, "a": 1.0, "c": 1.0, "b": 1.0}}
+    table = replace(TABLE, published=published, columns="part")
+    (headings, _), *_ = blocks_of(table, cells)
+    assert headings == ["× plain", "all", "b", "c", "a", "z"]
+    (headings, _), *_ = blocks_of(table, cells, only_measured=True)
+    assert headings == ["× plain", "all", "b", "c", "a"]
+
+
+def test_intervals_stand_where_their_numbers_do():
+    row = replace(ROW, speedup_interval=(1.0, 1.5), quality_intervals={"agreement": (80.0, 95.0)})
+    table = replace(TABLE, values=("speedup", "agreement", "tokens_per_step"), means={"mean": ["a"]})
+    assert intervals_of(table, [row]) == {"medusa": {"× plain": (1.0, 1.5), "agreement": (80.0, 95.0)}}
+    parts = replace(table, columns="part", over_columns=("agreement",))
+    assert intervals_of(parts, [row, replace(row, part="a")]) == {
+        "medusa": {"a × plain": (1.0, 1.5), "all × plain": (1.0, 1.5), "agreement": (80.0, 95.0)}
+    }
+    sizes = replace(table, columns="batch_size", over_columns=("agreement",))
+    assert "agreement" not in intervals_of(sizes, [row])["medusa"], "it is a mean over the columns"
+
+
+def test_sampled_texts_have_no_agreement():
+    table = replace(TABLE, values=("speedup", "agreement"))
+    warm = replace(ROW, settings={**ROW.settings, "temperature": 0.5})
+    assert cells_of(table, [warm]) == {"medusa": {"× plain": 1.25}}
+    assert "agreement" in cells_of(table, [replace(ROW, settings={"temperature": 0.0})])["medusa"]
 
 
 def test_quick_settings_keep_both_ends():
@@ -127,6 +170,7 @@ def test_quick_settings_keep_both_ends():
         ('title = "a"', DataError, "is not a table"),
         ('title = "a"\nsource = "b"\nneeds = "c"\nmeasured = "luck"', DataError, "measured is 'luck'; choose among"),
         ('title = "a"\nsource = "b"\nneeds = "c"\n[runs.x]\nnum_nodes = [1]', InvalidSettings, "--num-nodes"),
+        ('title = "a"\nsource = "b"\nneeds = "c"\n[runs.x]\n[runs.y]', DataError, "rows are not named by run"),
     ],
 )
 def test_a_bad_file_is_an_error_that_names_it(tmp_path: Path, text: str, error: Any, words: str):
@@ -191,7 +235,16 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
 
     monkeypatch.setattr(reproduce_module, "compare_heads", noted)
     found = run()
-    assert found.lines[-1] == "Heads draft alone, without copies from the text."
+    words = " ".join(block for block in found.blocks if isinstance(block, str))
+    assert re.search(
+        r"A full run: 4 questions, answers of at most 6 tokens, fp32, .*, 1 thread, 20\d\d-\d\d-\d\d\.", words
+    )
+    assert "Heads draft alone, without copies from the text. Plain decoding is this package's own loop" in words
+    assert "95 % bootstrap intervals" in words
+    assert ("A CPU computes longer for each node" in words) == (not torch.cuda.is_available())
+    low, high = found.record["intervals"]["one"]["× plain"]
+    assert low <= found.record["cells"]["one"]["× plain"] <= high
+    assert f"[{low:.2f}-{high:.2f}]" in "".join(found.lines)
     assert [stage for stage in progress.stages if stage.startswith(("variant", "comparison"))] == [
         "variant 1 of 2: one",
         "variant 2 of 2: tuned",
@@ -227,7 +280,7 @@ def test_losses_and_accuracy_have_a_column_for_each_head(folder: Path, tmp_path:
     runs = {"": {**STUDY.runs[""], "trees": ["static"]}}
     cells = reproduce(replace(table, measured="accuracy", runs=runs), str(folder / "model"), **more).record["cells"]
     assert cells["one"].keys() == {f"top-{k} head {head}" for k in (1, 5) for head in (1, 2)}
-    assert cells["one"]["top-1 head 1"] <= cells["one"]["top-5 head 1"] <= 1
+    assert cells["one"]["top-1 head 1"] <= cells["one"]["top-5 head 1"] <= 100
     cells = reproduce(replace(table, measured="drafting", runs=runs), str(folder / "model"), **more).record["cells"]
     assert cells["one"].keys() == {"prefix", "head 1", "head 2"}
 

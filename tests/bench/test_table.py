@@ -110,11 +110,15 @@ def test_cells_show_values_and_intervals_and_nothing_that_was_not_measured():
     assert cells(measured)["gsm8k"] == "12.50 (0.00-25.00)"
 
 
-def test_settings_are_columns_where_they_vary():
+def test_settings_are_in_a_row_s_name_where_they_vary():
     warm = replace(ROW, settings={"tree": "best", "temperature": 0.7, "acceptance": "typical", "epsilon": 0.09})
-    shown = cells(warm, ROW, replace(warm, settings={**warm.settings, "epsilon": 0.2}))
-    assert [(name, shown[name]) for name in ("T", "ε")] == [("T", "0.7"), ("ε", "0.09")]
-    assert "acceptance" not in shown, "it does not vary"
+    cold = replace(ROW, settings={**warm.settings, "temperature": 0.0, "epsilon": 0.2})
+    assert [cells(row, warm, cold)["drafter"] for row in (warm, cold)] == [
+        "medusa, T 0.7, ε 0.09",
+        "medusa, T 0, ε 0.2",
+    ]
+    paths = [replace(ROW, settings={"tree": "paths", "num_nodes": number}) for number in (1, 5)]
+    assert [cells(row, *paths)["drafter"] for row in paths] == ["medusa, k = 1", "medusa, k = 5"]
 
 
 def test_the_markdown_tables_have_a_line_for_each_way():
@@ -142,10 +146,9 @@ def test_ways_of_one_name_are_told_apart_by_their_settings():
     _, lines = by_part([*plain, *rows])
     assert [line[0] for line in lines] == [
         "plain",
-        *(f"medusa, trees {tree}, nodes {nodes}" for tree in ("static", "dense") for nodes in (6, 9)),
+        *(f"medusa, {tree}, nodes {nodes}" for tree in ("static", "dense") for nodes in (6, 9)),
     ]
-    assert {"trees", "nodes"} <= cells(rows[0], *rows).keys()
-    assert "batch" not in cells(rows[0], *rows)
+    assert [cells(row, *rows)["drafter"] for row in rows[::2]] == [line[0] for line in lines[1:]]
 
 
 @pytest.mark.parametrize(

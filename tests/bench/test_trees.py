@@ -92,6 +92,7 @@ def test_other_kinds_need_no_search(model: TargetModel, tmp_path: Path, monkeypa
     assert shape(head, "chain", 3) == Tree.chain(2)
     assert shape(head, "chain", 9) == Tree.chain(4)
     assert shape(head, "paths", 5) == BestPaths((6, 3, 2, 1), 5)
+    assert shape(head, "paths", 1) == BestPaths((6, 3, 2, 1), 1)
     assert shape(head, "paths", 37) is None, "there are 36"
     assert shape(contender(model, num_heads=2), "paths", 3) is None, "too few heads"
     assert shape(head, "dense", 12) == dense_tree(12, depth=4)

@@ -73,17 +73,17 @@ def test_ratios_are_paired_by_question(pair: tuple[Path, Path]) -> None:
 
 
 def test_quality_is_compared_by_its_intervals(tmp_path: Path) -> None:
-    before = {"quality": {"pass@1": 10.0, "judge": 0.0, "old": 1.0}, "quality_intervals": {"pass@1": (8.0, 12.0)}}
+    before = {"quality": {"gsm8k": 10.0, "judge": 0.0, "old": 1.0}, "quality_intervals": {"gsm8k": (8.0, 12.0)}}
     now = {
-        "quality": {"pass@1": 15.0, "judge": 7.0},
-        "quality_intervals": {"pass@1": (13.0, 17.0), "judge": (6.0, 8.0)},
+        "quality": {"gsm8k": 15.0, "judge": 7.0},
+        "quality_intervals": {"gsm8k": (13.0, 17.0), "judge": (6.0, 8.0)},
     }
     a, b = (
         write(tmp_path / name, [plain_row(), replace(bench_row("hydra", speedup=1.5), **more)])
         for name, more in (("a", before), ("b", now))
     )
     numbers = {key: (one.ratio, one.b_is) for key, one in found((a, b)).items()}
-    assert numbers["hydra", "pass@1"] == (1.5, "higher")
+    assert numbers["hydra", "gsm8k"] == (1.5, "higher")
     assert numbers["hydra", "judge"] == (None, "unknown")
     assert ("hydra", "old") not in numbers
 
@@ -104,7 +104,7 @@ def test_without_answers_the_intervals_of_both_are_compared(tmp_path: Path) -> N
     speed, tokens, rate = (numbers["hydra", name] for name in ("speedup", "tokens_per_step", "tokens_per_second"))
     assert (speed.a, speed.b, speed.ratio, speed.interval, speed.b_is) == (1.5, 2.25, 1.5, None, "higher")
     assert tokens.b_is == "unclear", "2.25-2.75 in both"
-    assert rate.b_is == "unknown", "there is no interval of tokens/s"
+    assert rate.b_is == "unknown", "older records have no interval of tokens/s"
 
 
 def test_turns_of_a_question_are_added_without_first_tokens_in_tokens_per_step(tmp_path: Path) -> None:
@@ -164,8 +164,105 @@ def test_rows_with_other_settings_are_told_apart(tmp_path: Path, run: Run) -> No
     a, b = (write(tmp_path / name, [*ROWS, larger]) for name in "ab")
     out = run(["bench", "diff", str(a), str(b)]).out
     assert out.startswith("A and B have the same settings and machine.")
-    assert "hydra, num nodes 48" in out
-    assert "batch size" not in out
+    assert "hydra, nodes 48" in " ".join(out.split())
+    assert "batch" not in out
+
+
+SETTINGS = {
+    "nodes": ({"num_nodes": 8}, {"num_nodes": 48}, "hydra, growing, nodes 8 → 48"),
+    "a tree": (
+        {"tree": "chain", "num_nodes": 5},
+        {"tree": "dense", "num_nodes": 16},
+        "hydra, chain → dense, nodes 5 → 16",
+    ),
+    "acceptance": ({}, {"acceptance": "typical", "epsilon": 0.1}, "exact → typical"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_of_one_name_meet_where_a_setting_was_changed(tmp_path: Path, run: Run, name: str) -> None:
+    before, now, words = SETTINGS[name]
+    loaded = {**POINT, "tree": "defaults", "num_nodes": None, "acceptance": "exact", "epsilon": None}
+    folders = []
+    for folder, changed, steps in (("a", before, 8), ("b", now, 4)):
+        settings = {**GROWING, **changed}
+        rows = [
+            plain_row(),
+            bench_row("hydra", speedup=1.5, settings=settings),
+            bench_row("hydra", speedup=1.5, settings=loaded),
+        ]
+        lines = answers_of("plain", steps=8, seconds=[1, 2, 4])
+        lines += [{**line, "settings": settings} for line in answers_of("hydra", steps=steps, seconds=[1, 1, 1])]
+        folders.append(write(tmp_path / folder, rows, lines))
+    numbers = [
+        one for one in diff.differences(*map(diff.read_result, folders)) if one.settings.get("tree") != "defaults"
+    ]
+    assert [(one.name, one.measure, one.ratio, one.b_is) for one in numbers if one.name == "hydra"] == [
+        ("hydra", "tokens_per_step", 2.0, "higher"),
+        ("hydra", "speedup", 1.0, "unclear"),
+        ("hydra", "tokens_per_second", 1.0, "unclear"),
+    ]
+    out = run(["bench", "diff", *map(str, folders)]).out
+    assert "Only in" not in out
+    lines = out.splitlines()
+    assert sum(line.startswith("drafter") for line in lines) == 1, "one table, in which each row has its number"
+    end = lines[[line.startswith("drafter") for line in lines].index(True)].index("number") - 6
+    assert words in " ".join(line[:end].strip() for line in lines)
+
+
+def test_settings_that_both_vary_are_not_guessed(tmp_path: Path, run: Run) -> None:
+    """16 nodes meet 16; of 4 and 8 none is the counterpart of 24 and 48, but 4 alone is that of 24 alone."""
+
+    def result(name: str, *nodes: int) -> Path:
+        return write(
+            tmp_path / name,
+            [
+                plain_row(),
+                *(bench_row("hydra", speedup=1.5, settings={**GROWING, "num_nodes": each}) for each in nodes),
+            ],
+        )
+
+    def met(*names: str) -> list[tuple[Any, Any]]:
+        ways = diff.same_ways(*(diff.read_result(tmp_path / name) for name in names))
+        return [
+            tuple(json.loads(way[1])["num_nodes"] for way in pair) for pair in ways.items() if pair[0][0] == "hydra"
+        ]
+
+    a, b = result("a", 4, 8, 16), result("b", 16, 24, 48)
+    assert met("a", "b") == [(16, 16)]
+    out = " ".join(run(["bench", "diff", str(a), str(b)]).out.split())
+    assert "Only in A: hydra, nodes 4; hydra, nodes 8. Only in B: hydra, nodes 24; hydra, nodes 48." in out
+    result("c", 4, 16)
+    result("d", 16, 24)
+    assert met("c", "d") == [(4, 24), (16, 16)]
+
+
+@pytest.mark.parametrize("tree", ["defaults", "adaptive"])
+def test_there_is_no_verdict_on_tokens_per_step_of_trees_that_follow_the_costs(
+    tmp_path: Path, run: Run, tree: str
+) -> None:
+    settings = {**POINT, "tree": tree, "num_nodes": None, "acceptance": "exact", "epsilon": None}
+    a, b = (
+        write(
+            tmp_path / name,
+            [
+                plain_row(),
+                bench_row(
+                    "hydra",
+                    speedup=1.5,
+                    settings=settings,
+                    tokens_per_step=tokens,
+                    tokens_per_step_interval=[tokens - 0.1, tokens + 0.1],
+                ),
+            ],
+        )
+        for name, tokens in (("a", 2.0), ("b", 1.5))
+    )
+    assert found((a, b))["hydra", "tokens_per_step"].b_is == "by costs"
+    out = run(["bench", "diff", str(a), str(b)]).out
+    assert "no verdict on it" in " ".join(out.split())
+    fixed = write(tmp_path / "c", ROWS)
+    assert "no verdict" not in run(["bench", "diff", str(fixed), str(fixed)]).out
 
 
 def test_results_without_a_common_way_are_an_error(tmp_path: Path, run: Run) -> None:
@@ -173,7 +270,7 @@ def test_results_without_a_common_way_are_an_error(tmp_path: Path, run: Run) -> 
         write(tmp_path / "a", [bench_row("hydra", speedup=1.5)]),
         write(tmp_path / "b", [bench_row("x", speedup=1.5)]),
     )
-    assert "have no drafter with the same settings" in run(["bench", "diff", str(a), str(b)], code=1).err
+    assert "have no drafter of the same name" in run(["bench", "diff", str(a), str(b)], code=1).err
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,52 @@ def test_a_table_is_written_and_shown_whole(
     assert "(2.50)" in text or "(2.5)" in text
     assert ("kind 3 tokens/step" in text) == (parts == 4)
     assert "…" not in shown, "no column is cut"
+    assert all(len(line) <= 80 for line in shown.splitlines() if "wrote" not in line)
+    assert sum(line.startswith("hydra") for line in shown.splitlines()) >= 1 + (parts == 4), "in every part"
     assert "wrote out/table.md and out/table.json" in shown
     record = json.loads((here / "out" / "table.json").read_text())
     assert record["cells"]["hydra"]["all tokens/step"] >= 1
+
+
+CANDIDATES = """
+title = "Candidates"
+source = "MLP Speculator, table 0"
+needs = "nothing"
+heads = ["./hydra"]
+rows = ["name", "num_nodes", "prompt_tokens"]
+columns = "batch_size"
+values = ["speedup", "tokens_per_second"]
+[runs.""]
+trees = ["paths"]
+num_nodes = [1, 3]
+batch_sizes = [1, 2]
+prompt_tokens = [4, 6]
+max_new_tokens = 6
+num_calibration_prompts = 2
+[published.A]
+"plain, prompt 4" = { "batch 1 × plain" = 1.0 }
+"hydra, k = 9, prompt 4" = { "batch 1 × plain" = 1.0 }
+"""
+
+
+def test_each_row_is_over_the_plain_decoding_that_is_printed(
+    here: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    (here / "candidates.toml").write_text(CANDIDATES)
+    (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": f"a dog {n}"}) for n in range(4)))
+    command = ["reproduce", "./candidates.toml", "--model", "./model", "--prompts", "four.jsonl", "--quick"]
+    shown = run([*command, "--out", "out", "--precision", "fp32"]).out
+    record = json.loads((here / "out" / "table.json").read_text())
+    assert list(record["cells"]) == [
+        f"{way}, prompt {n}" for n in (4, 6) for way in ("plain", "hydra, k = 1", "hydra, k = 3")
+    ]
+    for label, line in record["cells"].items():
+        plain = record["cells"][f"plain, {label.rpartition(', ')[2]}"]
+        for size in (1, 2):
+            ratio = line[f"batch {size} tokens/s"] / plain[f"batch {size} tokens/s"]
+            assert line[f"batch {size} × plain"] == pytest.approx(ratio), "of the same comparison"
+    assert "k = 0, prompt 4" in shown
+    assert "k = 9" not in shown, "nobody measured it"
+    assert "A quick run: 3 questions, answers of at most 6 tokens, fp32" in " ".join(shown.split())
+    assert "The paper's baseline is IBM's own inference code" in " ".join(shown.split())

@@ -113,10 +113,8 @@ def test_the_tables_of_bench_fit_80_columns(capsys: pytest.CaptureFixture[str], 
     for name in names[:-1]:
         found = [line for line in lines if line.startswith((f"{name} ", f"{name},")) and "fastest" not in line]
         assert len(found) >= 5, "speed, times, quality, and by part speed-up and tokens per step"
-    cells = next(line for line in lines if line.startswith("mlp-speculator ")).split()
-    assert cells[:4] == ["mlp-speculator", "1", "0", "static,"], "on the line of the name"
     assert "…" not in "".join(lines)
-    assert sum("x" * 24 in line for line in lines) == len(found)
+    assert sum("x" * 12 in line for line in lines) >= len(found), "long names are folded"
 
 
 def test_answers_that_differ_are_named(capsys: pytest.CaptureFixture[str], narrow: Console):
@@ -125,3 +123,22 @@ def test_answers_that_differ_are_named(capsys: pytest.CaptureFixture[str], narro
     assert "answers that differ from plain decoding: hydra 2" in words
     assert "hydra is fastest: 1.50 ± 0.00 × plain decoding (with the same text in 1 of 3 answers)." in words
     assert "Texts can differ where rounding decides" in words
+
+
+def test_rows_are_told_apart_in_every_part_of_a_table(capsys: pytest.CaptureFixture[str], narrow: Console):
+    """Also where a head has two kinds of trees: each part that is continued below has the names of both."""
+    more = {"decode_speedup": 1.75, "overhead": 1.25, "first_token_milliseconds": 12.0, "step_milliseconds": 123.4,
+            "latency_seconds": {"50": 10.25, "90": 20.5, "99": 30.75}, "num_different": 1}  # fmt: skip
+    rows = [
+        row_of("eagle", tree=words, settings={"tree": tree}, part=part, **more)
+        for part in ("all", "retrieval", "maths")
+        for tree, words in (("best", "growing, 24"), ("defaults", "defaults, with copies"))
+    ]
+    show(narrow, [row_of("plain", 1.0), *rows])
+    lines = capsys.readouterr().out.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("plain ")]
+    assert len(starts) >= 4, "parts of tables"
+    for start in starts:
+        names = [line for line in lines[start : start + 8] if line.startswith("eagle")]
+        assert [line.split("  ")[0].strip() for line in names[:2]] == ["eagle, best", "eagle, defaults"]
+    assert "eagle, best 1, eagle, defaults 1" in " ".join(" ".join(lines).split())

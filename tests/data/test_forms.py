@@ -41,7 +41,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str | None, Any]] = {
         {**TASK, "canonical_solution": "    return 1\n"},
         f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{CODE}```",
         None,
-        {"prompt": f"\n\n{CODE}", "entry_point": "one", "test": "def check(f): ..."},
+        None,
     ),
     "alpaca": ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2", "3", "3"),
     "alpaca without input": ({"instruction": "Add.", "input": "", "output": "3"}, "Add.", "3", "3"),

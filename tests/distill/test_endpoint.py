@@ -266,6 +266,13 @@ def test_the_key_comes_from_the_environment(server: Server, tmp_path: Path, monk
     assert "polly" not in (tmp_path / "out.jsonl.manifest.json").read_text()
 
 
+def test_an_endpoint_that_sends_elsewhere_is_not_followed(server: Server, tmp_path: Path):
+    server.behave = lambda _: (307, {"location": "/v1/elsewhere"}, b"moved")
+    with pytest.raises(EndpointError, match="refuses the request: status 307"):
+        run(remote(tmp_path, server, batch_size=1))
+    assert server.paths == {"/v1/chat/completions"}
+
+
 def test_a_missing_package_is_an_error(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "httpx2", None)
     with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[endpoint\]'"):

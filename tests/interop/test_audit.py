@@ -925,6 +925,31 @@ def test_the_key_comes_from_the_environment(world: World, audit: Audit, monkeypa
         assert "refuses the key (401): name its variable in --api-key-env" in record["errors"]
 
 
+def test_a_baseline_at_another_address_gets_only_its_own_key(
+    world: World, audit: Audit, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SERVER_KEY", "one")
+    monkeypatch.setenv("OTHER_KEY", "two")
+    with FakeServer(world.answer) as server, FakeServer(world.answer) as other:
+
+        def keys(baseline: str, *named: str) -> list[set[str | None]]:
+            server.keys.clear()
+            other.keys.clear()
+            audit(server.url, "--baseline", baseline, "--checks", "greedy", "--api-key-env", "SERVER_KEY", *named)
+            return [server.keys, other.keys]
+
+        assert keys(other.url) == [{"Bearer one"}, {None}]
+        assert keys(other.url, "--baseline-key-env", "OTHER_KEY") == [{"Bearer one"}, {"Bearer two"}]
+        assert keys(f"{server.url}/v1") == [{"Bearer one"}, set()], "the same address"
+        assert keys(server.url, "--baseline-key-env", "OTHER_KEY")[0] == {"Bearer one", "Bearer two"}
+        other.behave = lambda _: (401, {})
+        record = audit(server.url, "--baseline", other.url, "--checks", "greedy", code=2)
+        assert "name its variable in --baseline-key-env" in record["errors"]
+        record = audit(server.url, *of_model(world), "--baseline-key-env", "OTHER_KEY", code=2)
+        assert "--baseline-key-env" in record["errors"]
+        assert "give --baseline" in record["errors"]
+
+
 def test_requests_that_failed_for_now_are_repeated(world: World, audit: Audit):
     troubles = iter([(503, "busy"), (429, {"error": {"message": "slow"}}), (500, "oh"), (0, "")])
     with FakeServer(lambda fields: next(troubles, None) or world.answer(fields)) as fake:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from draftheads.bench.table import Row
-from draftheads.reports.bench_figures import bench_figures
 from draftheads.reports.bench_page import bench_page
 from draftheads.reports.page import Page, Piece, Table
 from report_records import BENCH, GROWING, POINT, bench_record, bench_row, plain_row
@@ -115,13 +114,17 @@ def test_categories_have_grouped_bars_and_tables_with_turns():
 def test_plots_of_one_category_and_one_point():
     page = bench_page(BENCH)
     assert list(drawings(page)) == ["speed", "speed-and-tokens", "lengths", "depths", "parts", "drafting"]
-    assert drawn(page, "speed") == {
+    assert {name: value for name, value in drawn(page, "speed").items() if name != "styles"} == {
         "names": ["hydra", "medusa"],
         "values": [1.75, 1.5],
         "errors": [0.125, 0.125],
         "label": "× plain decoding",
     }
-    assert drawn(page, "speed-and-tokens")["points"] == {"hydra": (2.5, 70), "medusa": (2.5, 60), "plain": (1, 40)}
+    assert drawn(page, "speed-and-tokens")["points"] == {
+        "hydra": (2.5, 1.75, [2.25, 2.75], [1.5, 2.0]),
+        "medusa": (2.5, 1.5, [2.25, 2.75], [1.25, 1.75]),
+        "plain": (1, 1, None, None),
+    }
     assert drawn(page, "lengths")["panels"]["steps, %"]["hydra"] == [(1, 12.5), (2, 25), (3, 62.5)]
     assert drawn(page, "depths")["panels"]["steps, %"]["hydra"] == [(1, 75), (2, 50)]
     assert drawn(page, "parts")["names"] == ["hydra", "medusa"], "no parts of plain decoding were measured"
@@ -153,7 +156,12 @@ def test_batch_sizes_have_curves_of_speed_and_latency():
     assert curves["median answer, s"] == {"hydra": [(1, 0.5), (4, 2.0)]}
     assert drawings(page)["batch_size"].caption.endswith("Shown: the fastest row of each drafter.")
     nodes = drawn(page, "num_nodes")["panels"]["× plain decoding"]
-    assert nodes == {"hydra": [(8, pytest.approx(1.58)), (24, pytest.approx(1.74))]}
+    assert nodes == {
+        "hydra": [
+            (8, pytest.approx(1.58), pytest.approx([1.33, 1.83])),
+            (24, pytest.approx(1.74), pytest.approx([1.49, 1.99])),
+        ]
+    }
     assert words(drawings(page)["num_nodes"].caption).endswith("Measured at batch size 1 and temperature 0.")
     assert drawn(page, "speed")["values"] == [pytest.approx(1.74)]
     assert words(drawings(page)["speed"].caption).endswith(
@@ -169,7 +177,7 @@ def test_thresholds_have_curves_of_tokens_and_quality():
         rows.append(row)
     panels = drawn(page_of(*rows), "epsilon")["panels"]
     assert panels == {
-        "tokens/step": {"hydra": [(0.125, 3.0), (0.25, 2.0)]},
+        "tokens/step": {"hydra": [(0.125, 3.0, [2.25, 2.75]), (0.25, 2.0, [2.25, 2.75])]},
         "rouge": {"hydra": [(0.125, 0.125), (0.25, 0.25)]},
     }
     without = page_of(*(replace(row, quality={}) for row in rows))
@@ -189,10 +197,31 @@ def test_names_of_heads_are_not_formulas():
     assert ">$a$ &lt;b&gt;</text>" in drawings(page)["speed"].svg
 
 
-def test_a_head_with_copies_is_another_line_than_the_head_alone():
-    copying = bench_row("hydra", speedup=1.75, tree="by itself, with copies", settings={**GROWING, "tree": "defaults"})
-    (lengths,) = (
-        each for each in bench_figures([copying, bench_row("hydra", speedup=1.5)], {}) if each.name == "lengths"
-    )
-    assert "hydra + copies 1" in lengths.alt
-    assert "; hydra 1" in lengths.alt
+def test_a_row_has_one_name_in_plots_and_tables_and_a_head_one_colour():
+    """With copies, its curves are dashed and its bars hatched."""
+    loaded = {**GROWING, "tree": "defaults"}
+    depths = [0.5, 0.0, 0.25, *[0.0] * 13]
+    rows = [
+        plain_row(),
+        *(replace(row, settings=loaded, tree="defaults, with copies") for row in with_parts("hydra", 1.75)),
+        *with_parts("hydra", 1.5),
+        *with_parts("medusa", 1.25),
+        *with_parts("medusa + corpus", 1.0),
+    ]
+    page = page_of(*rows)
+    names = ["hydra, defaults", "hydra, growing", "medusa, growing", "medusa + corpus, growing"]
+    assert list(drawn(page, "speed")["series"]) == list(drawn(page, "lengths")["panels"]["steps, %"]) == names
+    assert [row[0] for table in page.tables for row in table.rows if row[0] != "plain"] == 3 * names
+    styles = [drawn(page, "speed")["styles"][name] for name in names]
+    assert [style.is_dashed for style in styles] == [True, False, False, True]
+    assert styles[0].colour == styles[1].colour != styles[2].colour == styles[3].colour
+    assert drawn(page, "speed")["errors"]["medusa, growing"] == [0.125, 0.125, 0.125]
+    deep = page_of(bench_row("hydra", speedup=1.5, acceptance_by_depth=depths))
+    assert drawn(deep, "depths")["panels"]["steps, %"]["hydra"] == [(1, 50), (2, 0), (3, 25), (4, 0)]
+
+
+def test_files_of_plots_name_the_model_and_the_machine():
+    facts = {**BENCH["provenance"], "processor": "A CPU", "threads": 2, "device": "cpu"}
+    assert page_of(plain_row(), provenance=facts).where == "tiny in fp32, A CPU, 2 threads"
+    assert page_of(plain_row(), provenance={**facts, "device": "A GPU"}).where == "tiny in fp32, A GPU"
+    assert page_of(plain_row()).where.startswith("tiny in fp32")

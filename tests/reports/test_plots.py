@@ -9,9 +9,9 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from matplotlib.text import Text
 
 from draftheads.reports import plots
 from report_records import LOG, VALIDATION
@@ -117,16 +117,18 @@ def test_calibration_has_dots_in_percent_and_bars_of_counts():
     assert bars[0].get_facecolor() == bars[2].get_facecolor() != bars[1].get_facecolor()
 
 
-def test_bars_have_errors_and_their_numbers_and_are_grey_below_1():
-    ax = drawn(plots.draw_bars, ["a", "b"], [1.5, 0.75], [0.25, 0.125], label="speed")
+def test_bars_have_errors_and_their_numbers_and_the_style_of_their_head():
+    styles = {"a": plots.Style("#ff0000"), "b": plots.Style("#0000ff", is_dashed=True)}
+    ax = drawn(plots.draw_bars, ["a", "b"], [1.5, 0.75], [0.25, 0.125], label="speed", styles=styles)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
     errors, (fast, slow) = ax.containers
     assert [fast.get_width(), slow.get_width()] == [1.5, 0.75]
     spans = errors[2][0].get_segments()
     assert [(left[0], right[0]) for left, right in spans] == [(1.25, 1.75), (0.625, 0.875)]
     assert [text.get_text() for text in ax.texts] == ["1.50 ± 0.25", "0.75 ± 0.12"]
-    assert fast.get_facecolor() != slow.get_facecolor()
-    assert ax.get_xlim()[1] > 1.75 + 0.5, "room for the numbers"
+    assert [bar.get_facecolor() for bar in (fast, slow)] == [(1, 0, 0, 1), (0, 0, 1, 1)]
+    assert [bool(bar.get_hatch()) for bar in (fast, slow)] == [False, True]
+    assert ax.get_xlim() == (0, 1.75), "the axis ends where the data ends"
 
 
 def test_stacks_have_parts_side_by_side_and_their_sum():
@@ -134,46 +136,53 @@ def test_stacks_have_parts_side_by_side_and_their_sum():
     draft, verify = ax.containers
     assert [(bar.get_x(), bar.get_width()) for bar in (*draft, *verify)] == [(0, 2), (0, 3), (2, 10), (3, 20)]
     assert [text.get_text() for text in ax.texts] == ["12.0", "23.0"]
-    assert ax.get_xlim()[1] > 23
+    assert ax.get_xlim() == (0, 23)
 
 
 def test_groups_have_a_bar_of_each_series_and_a_line_at_1():
-    ax = drawn(plots.draw_groups, ["chat", "code"], {"a": [1.5, None], "b": [0.5, 2.0]}, label="speed")
+    errors = {"a": [0.25, None], "b": [0.125, 0.5]}
+    ax = drawn(plots.draw_groups, ["chat", "code"], {"a": [1.5, None], "b": [0.5, 2.0]}, errors=errors, label="speed")
     assert [label.get_text() for label in ax.get_xticklabels()] == ["chat", "code"]
-    assert [[bar.get_height() for bar in bars] for bars in ax.containers] == [[1.5, 0], [0.5, 2]]
-    centres = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in ax.containers]
+    groups = [each for each in ax.containers if isinstance(each, BarContainer)]
+    assert [[bar.get_height() for bar in bars] for bars in groups] == [[1.5, 0], [0.5, 2]]
+    spans = [line.get_segments() for each in ax.containers if isinstance(each, ErrorbarContainer) for line in each[2]]
+    assert [[(low[1], high[1]) for low, high in each] for each in spans] == [
+        [(1.25, 1.75), (0, 0)],
+        [(0.375, 0.625), (1.5, 2.5)],
+    ]
+    assert (ax.get_xlim(), ax.get_ylim()) == ((-0.5, 1.5), (0, 2.5)), "axes end where the data ends"
+    centres = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in groups]
     assert centres == [pytest.approx([-0.2, 0.8]), pytest.approx([0.2, 1.2])]
     assert points(ax.lines[0]) == [(0, 1), (1, 1)]
 
 
 def test_curves_lie_in_panels_and_have_a_tick_at_each_value():
     figure = Figure()
-    panels = {"speed": {"a": [(1, 2.0), (4, 8.0)], "b": [(2, 3.0)]}, "seconds": {"a": [(1, 0.5)]}}
-    plots.draw_curves(figure, panels, label="batch size", log=True)
+    panels = {"speed": {"a": [(1, 2.0, (1.0, 3.0)), (4, 8.0)], "b": [(2, 3.0)]}, "seconds": {"a": [(1, 0.5)]}}
+    styles = {"a": plots.Style("#ff0000", is_dashed=True)}
+    plots.draw_curves(figure, panels, label="batch size", log=True, styles=styles)
     above, below = figure.axes
+    assert [points(line) for line in above.lines if line.get_marker() == "None"] == [[(1, 1.0), (1, 3.0)]]
+    curve = next(line for line in above.lines if line.get_label() == "a")
+    assert (curve.get_color(), curve.is_dashed()) == ("#ff0000", True)
+    assert [line.is_dashed() for line in above.lines if line.get_label() == "b"] == [False]
     assert lines(above) == {"a": [(1, 2), (4, 8)], "b": [(2, 3)]}
     assert lines(below) == {"a": [(1, 0.5)]}
     assert [ax.get_ylabel() for ax in figure.axes] == ["speed", "seconds"]
-    assert above.get_ylim() == (0, pytest.approx(8.64))
+    assert above.get_ylim() == (0, pytest.approx(8.24))
     assert below.get_xlabel() == "batch size"
     assert [label.get_text() for label in below.get_xticklabels()] == ["1", "2", "4"]
     assert len(figure.legends) == 1
 
 
-def test_names_of_dots_cover_neither_dots_nor_each_other():
-    spots = {"low": (0.5, 20.0), "high": (3.0, 80.0)}
-    spots |= {f"drafter {number}": (1.5 + number / 50, 50 + number / 2) for number in range(5)}
-    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
-    plots.draw_scatter(figure, spots, x_label="tokens", y_label="speed")
-    figure.draw_without_rendering()
-    (ax,) = figure.axes
-    assert [points(line) for line in ax.lines] == [[spot] for spot in spots.values()]
-    assert [text.get_text() for text in ax.texts] == list(spots)
-    boxes = [Text.get_window_extent(text) for text in ax.texts]
-    dots = ax.transData.transform(list(spots.values()))
-    assert all(one.count_overlaps(boxes) == 1 for one in boxes)
-    assert not any(box.contains(*dot) for box in boxes for dot in dots)
-    assert all(ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 for box in boxes)
+def test_dots_have_intervals_and_are_hollow_where_they_are_dashed():
+    spots = {"low": (0.5, 20.0), "high": (3.0, 80.0, (2.5, 3.25), (70.0, 90.0)), "none": (1.0, 1.0, None, None)}
+    styles = {"high": plots.Style("#ff0000", "s", is_dashed=True)}
+    ax = drawn(plots.draw_scatter, spots, x_label="tokens", y_label="speed", styles=styles)
+    dots, lines = ([line for line in ax.lines if (line.get_marker() == "None") == bare] for bare in (False, True))
+    assert [(line.get_label(), points(line)) for line in dots] == [(name, [spot[:2]]) for name, spot in spots.items()]
+    assert [line.get_markerfacecolor() == "none" for line in dots] == [False, True, False]
+    assert [points(line) for line in lines] == [[(2.5, 80.0), (3.25, 80.0)], [(3.0, 70.0), (3.0, 90.0)]]
 
 
 def test_a_legend_of_long_labels_lies_within_the_figure():
@@ -243,8 +252,8 @@ def test_ids_in_svgs_of_other_names_are_others():
 
 def test_files_of_a_plot_stand_alone_and_are_black_on_white():
     plot = plot_of(partial(plots.draw_acceptance, validation=VALIDATION))
-    files = plot.files()
-    assert files == plot.files(), "the same bytes each time"
+    files = plot.files("a model, a machine")
+    assert files == plot.files("a model, a machine"), "the same bytes each time"
     svg = files["plot.svg"].decode()
     assert ET.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"  # noqa: S314 - our own
     assert ">head 1</text>" in svg
@@ -252,7 +261,8 @@ def test_files_of_a_plot_stand_alone_and_are_black_on_white():
     assert "#000000" in svg
     assert "currentColor" not in svg
     image = imread(io.BytesIO(files["plot.png"]))
-    assert image.shape[:2] == (640, 1040), "200 dots per inch"
+    assert image.shape[:2] == (640 + 2 * 40, 1040), "200 dots per inch, and two lines of a title"
+    assert all(words in svg for words in ("Title", "a model, a machine"))
     assert image[0, 0].tolist() == [1, 1, 1, 1]
     assert image[..., :3].min() < 0.05
 

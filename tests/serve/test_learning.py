@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import httpx2
@@ -20,6 +21,7 @@ from draftheads.cli.main import main
 from draftheads.cli.options.serve import ServeOptions
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
+from draftheads.serve import head_replacement
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.load_models import load_served
@@ -66,6 +68,17 @@ def started(world: Path) -> ServerProcess:
 def plain(path: Path, text: str, **options: object) -> str:
     engine = draftheads.load(path, precision="fp32", fast=False)
     return str(engine.generate([text], max_new_tokens=options["max_tokens"], ignore_eos=True)[0].text)
+
+
+def test_heads_are_compared_on_the_records_that_were_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_replacement, "_MOST_RECORDS", 5)
+    for name, numbers in (("000009", range(4)), ("000010", range(4, 7)), ("000011", range(7, 10))):
+        lines = ({"prompt_ids": [number], "answer_ids": [1], "tokenizer": "t"} for number in numbers)
+        (tmp_path / f"traffic-{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = islice(head_replacement._newest_records(tmp_path), 5)
+    assert [text.prompt_ids for text in found] == [(9,), (8,), (7,), (6,), (5,)]
 
 
 def records(world: Path, model: str) -> list[dict]:

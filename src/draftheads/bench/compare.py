@@ -179,6 +179,7 @@ def compare_heads(
         "disturbed": disturbed,  # other programs used the cores
         "problems": bench.problems,
         "unmeasured": bench.unmeasured,  # a judge failed, and can be asked again
+        "judge": next((each.made_by for each in measures if isinstance(each, Measure) and each.made_by), None),
         "example": bench.example,
         "rows": [asdict(row) for row in rows],
         "provenance": provenance(),
@@ -311,7 +312,7 @@ class Bench:
 
     def _way(self, contender: Contender, point: Point, variant: Variant) -> _Way | None:
         """A drafter's way; None if it cannot draft like this."""
-        tree, predicted = "by itself", None
+        tree, predicted = variant.tree, None
         if variant.tree in LOADED:
             engine = None if variant.acceptance in DRAWN else contender.as_loaded(variant.tree == "defaults")
             if engine is None:

@@ -30,7 +30,7 @@ DRAFT_MODEL = "draft-model"
 # the drafters of UNTRAINED, with trees of at most so many nodes
 _WITHIN: dict[str, Callable[[int], Drafter]] = {
     "lookahead": Lookahead.within,
-    "prompt-lookup": lambda num_nodes: PromptLookup(num_tokens=min(8, num_nodes - 1)),
+    "prompt-lookup": lambda num_nodes: PromptLookup(num_tokens=max(1, min(8, num_nodes - 1))),
 }
 
 

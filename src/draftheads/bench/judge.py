@@ -17,11 +17,13 @@ from draftheads.errors import DataError, EndpointError, MissingDependency
 from draftheads.interop.audit.answer import Failure
 from draftheads.interop.audit.client import Server, ServerAddress, api_base
 from draftheads.interop.audit.settings import AuditSettings
+from draftheads.utils.api_keys import OPENAI, api_key, origin
 from draftheads.utils.files import user_path
 from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.messages import short
 from draftheads.utils.progress import Progress
 
+_OPENAI_VARIABLE = "OPENAI_API_KEY"
 _RATINGS = re.compile(r"\[\[(\d+(?:\.\d+)?)\]\]"), re.compile(r"\[(\d+(?:\.\d+)?)\]")
 _SYSTEM = """You grade answers of an AI assistant. Consider whether the answer is correct, does what the user asked for,
 and is clear and complete. Give no points for length. Write one or two sentences about the strengths and errors of the
@@ -81,7 +83,7 @@ class Judge(Measure):
     url: str
     model: str | None = None  # its name there; None: the first one that the server lists
     prompts: str | PathLike[str] | None = None  # a file; None: our own prompts
-    api_key_env: str = "OPENAI_API_KEY"  # variable with the key, if the server needs one
+    api_key_env: str | None = None  # variable with the key; None: OPENAI_API_KEY, for that address alone
     parallel: int = 8
     name = "judge"
     unit = "of 10"
@@ -91,8 +93,11 @@ class Judge(Measure):
         if find_spec("httpx2") is None:
             raise MissingDependency("--judge needs httpx2", pip_install="'draftheads[bench]'")
         self._prompts = DEFAULT_PROMPTS if self.prompts is None else read_judge_prompts(self.prompts)
-        self._address = ServerAddress(self.url, "--judge", self.model, api_key=os.environ.get(self.api_key_env))
         api_base(self.url, "--judge")  # raises
+        variable = self.api_key_env
+        if variable is None and origin(self.url) == OPENAI and _OPENAI_VARIABLE in os.environ:
+            variable = _OPENAI_VARIABLE
+        self._address = ServerAddress(self.url, "--judge", self.model, api_key=api_key(variable))
 
     def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
         """If the server cannot be reached, all items without a rating have the same problem."""
@@ -127,9 +132,10 @@ class Judge(Measure):
             raise DataError(f"the judge has no prompt for turn {turn + 1}, or the turn has no answer")
         prompt = max(fitting, key=lambda prompt: len(prompt.fields))  # with references, if there are any
         asked = {"system": prompt.system, "user": prompt.template.format(**known)}
-        if self.folder is None:
+        self.made_by = self._server.model
+        if self.folder is None or not self.made_by:  # it does not answer, and it is unknown whose ratings were saved
             return self._ask(asked)
-        key = identity_digest([self.url, self.model, asked])
+        key = identity_digest([self.url, self.made_by, asked])
         return float(saved_json(self.folder / f"rated-{key}.json", partial(self._ask, asked)))
 
     def _ask(self, asked: Mapping[str, str]) -> float:

@@ -1,4 +1,4 @@
-"""Measures of answers: by references, by plain decoding, by a model. Others are in ``run_code.py`` and ``judge.py``."""
+"""Measures of answers: by references, by plain decoding, by a model. The judge is in ``judge.py``."""
 
 import re
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Item:
     category: str
     turns: tuple[str, ...]  # what the user said
     answers: tuple[str, ...]  # the model's, one for each turn
-    reference: Any = None  # a text; HumanEval: prompt, entry_point and test; the judge: a text for each turn, or None
+    reference: Any = None  # a text; the judge: a text for each turn, or None
     prompt_ids: tuple[tuple[int, ...], ...] = ()  # token ids before each answer: all that the model had read
     answer_ids: tuple[tuple[int, ...], ...] = ()  # token ids of each answer
 
@@ -67,6 +67,7 @@ class Measure:
     unit: ClassVar[str] = "%"
     parallel: int = 1  # items at the same time
     asks_others: ClassVar[bool] = False  # a program elsewhere, which can fail and costs money
+    made_by: str = ""  # the model that measures
     folder: Path | None = None  # where answers of others are saved, so that they are not asked again
 
     def score(self, item: Item) -> Outcome:

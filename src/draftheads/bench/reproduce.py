@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.bench.compare import MIN_PROMPTS, Comparison, compare_heads
-from draftheads.bench.paper_tables import Cells, PaperTable, by_head, cells_of, drafting_cells, lines_of
+from draftheads.bench.paper_tables import (
+    BASELINES,
+    Block,
+    Cells,
+    PaperTable,
+    blocks_of,
+    by_head,
+    cells_of,
+    drafting_cells,
+    intervals_of,
+    markdown_of,
+)
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, own_text, train_variants
 from draftheads.bench.table import Row, copies_note
@@ -16,9 +27,14 @@ from draftheads.bench.timing import PLAIN
 from draftheads.data.records import Record
 from draftheads.data.suites import read_suite, select
 from draftheads.errors import InvalidSettings
+from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress
-from draftheads.utils.provenance import provenance
+from draftheads.utils.provenance import machine_in_words, provenance
 
+_ON_A_CPU = """\
+× plain is about tokens/step divided by overhead. A GPU verifies 64 nodes in nearly the time of one token: it waits for
+the weights. A CPU computes longer for each node, so large trees have a high overhead and a low × plain there. Compare
+tokens/step with the paper's."""
 _QUICK_VALUES = 3  # of a setting with more values
 _QUICK_PROMPT = 256  # tokens of the longest prompt
 _QUICK_TEXT = 256  # tokens of a block of plain text: a few blocks are held out
@@ -36,8 +52,13 @@ _OURS = {  # categories of Spec-Bench by the names of ours
 class Reproduction:
     """A table that was rebuilt."""
 
-    lines: list[str]  # in Markdown
+    blocks: list[Block]
     record: dict[str, Any]
+
+    @property
+    def lines(self) -> list[str]:
+        """In Markdown."""
+        return list(markdown_of(self.blocks))
 
 
 def reproduce(
@@ -91,6 +112,7 @@ def reproduce(
             raise InvalidSettings(f"{table.name} trains {', '.join(table.variants)}: give --data FILE…, or --quick")
         variants = train_variants(table, model, out, budget, progress, **(quick_training(table) if quick else {}))
     cells: Cells = {}
+    intervals: Cells = {}
     finished: list[Comparison] = []
     record: dict[str, Any] = {"variants": {one.name: asdict(one.report) for one in variants}, "runs": {}}
     if table.measured == "losses":
@@ -119,11 +141,13 @@ def reproduce(
                 replace(row, name=task.names.get(row.name, row.name), settings={**row.settings, "run": run})
                 for row in compared.rows
             ]
-            for label, line in _cells(table, task, rows, compared.record).items():
-                cells.setdefault(label, {}).update(line)
-    lines = [f"**{table.title}** ({table.source}), here for {model}.", "", *lines_of(table, cells)]
-    if table.measured == "rows":
-        lines += ["", copies_note(row for compared in finished for row in compared.rows)]
+            cells |= _cells(table, task, rows, compared.record)
+            intervals |= intervals_of(table, rows) if table.measured == "rows" else {}
+    blocks = [
+        f"**{table.title}** ({table.source}), here for {model}.",
+        *blocks_of(table, cells, intervals, only_measured=quick),
+        *_notes(table, finished, quick=quick, has_intervals=any(intervals.values())),
+    ]
     for compared in finished:
         compared.forget()
     record = {
@@ -132,10 +156,35 @@ def reproduce(
         "model": model,
         "quick": quick,
         "cells": cells,
+        "intervals": intervals,
         **record,
         "provenance": provenance(),
     }
-    return Reproduction(lines, record)
+    return Reproduction(blocks, record)
+
+
+def _notes(table: PaperTable, finished: Sequence[Comparison], *, quick: bool, has_intervals: bool) -> Iterator[str]:
+    """How our numbers were measured, and why they differ from the paper's."""
+    records, kind = [compared.record for compared in finished], "A quick run" if quick else "A full run"
+    if not records:
+        yield f"{kind}."
+        return
+    first = records[0]
+    longest = max(record["settings"]["max_new_tokens"] for record in records)
+    yield (
+        f"{kind}: {counted(first['num_prompts'], 'question')}, answers of at most {counted(longest, 'token')}, "
+        f"{first['precision']}, {machine_in_words(first['provenance'])}, {first['provenance']['time'][:10]}."
+    )
+    if has_intervals:
+        yield "In square brackets: 95 % bootstrap intervals over the questions."
+    if table.measured != "rows":
+        return
+    yield copies_note(row for compared in finished for row in compared.rows)
+    if {"speedup", "token_milliseconds"} & {*table.values}:
+        papers = f" The paper's baseline is {BASELINES[table.paper]}." if table.paper in BASELINES else ""
+        yield f"Plain decoding is this package's own loop, which is faster than transformers' `generate`.{papers}"
+    if "speedup" in table.values and first["provenance"]["device"] == "cpu":
+        yield _ON_A_CPU
 
 
 def questions_of(
@@ -202,8 +251,8 @@ def _with_our_category(record: Record, table: PaperTable) -> Record:
 
 
 def _top(ranks: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """Top-1 and top-5 accuracy of each head, from the share of each rank."""
-    return {f"top-{best}": [sum(shares[:best]) for shares in ranks] for best in (1, 5)}
+    """Top-1 and top-5 accuracy of each head in percent, from the share of each rank."""
+    return {f"top-{best}": [100 * sum(shares[:best]) for shares in ranks] for best in (1, 5)}
 
 
 def losses_of(variant: Variant) -> Cells:
@@ -229,4 +278,9 @@ def quick_settings(settings: BenchSettings) -> BenchSettings:
         if isinstance(values, tuple) and len(values) > _QUICK_VALUES
     }
     few["prompt_tokens"] = tuple(dict.fromkeys(min(each, _QUICK_PROMPT) for each in settings.prompt_tokens))
-    return replace(settings, **few, max_new_tokens=min(32, settings.max_new_tokens), num_calibration_prompts=8)
+    return replace(
+        settings,
+        **few,
+        max_new_tokens=min(32, settings.max_new_tokens),
+        num_calibration_prompts=min(8, settings.num_calibration_prompts),
+    )

@@ -80,7 +80,8 @@ class BenchSettings(OptionGroup):
             self._require(name, fine=len(set(values)) == len(values), fix="each value once")
         kinds = get_args(TreeKind)
         self._require("trees", fine=set(self.trees) <= set(kinds), fix=f"choose among {', '.join(kinds)}")
-        self._require("num_nodes", fine=min(self.num_nodes) >= 2, fix="must be at least 2")
+        fewest = 1 if set(self.trees) <= {"paths", *LOADED} else 2  # a path has further nodes
+        self._require("num_nodes", fine=min(self.num_nodes) >= fewest, fix=f"must be at least {fewest}")
         self._require("batch_sizes", fine=min(self.batch_sizes) >= 1, fix="must be at least 1")
         self._require("prompt_tokens", fine=min(self.prompt_tokens, default=1) >= 1, fix="must be at least 1")
         for point, epsilon in product(self.points(), self.epsilons):

@@ -40,6 +40,7 @@ class Row:
     tokens_per_step_interval: Interval | None = None
     accepted_per_step: float = 0.0  # without it
     tokens_per_second: float  # mean over prompts (with several at a time, over groups), reading prompts included
+    tokens_per_second_interval: Interval | None = None
     speedup: float  # over plain decoding: ratio of these means, as in Spec-Bench
     speedup_interval: Interval | None = None
     speedup_error: float = 0.0  # one standard error
@@ -73,6 +74,22 @@ class Row:
         """Milliseconds of the parts of a step, by name."""
         milliseconds = (self.draft_milliseconds, self.verify_milliseconds, self.rest_milliseconds)
         return dict(zip(PARTS, milliseconds, strict=True))
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Of an answer."""
+        return self.latency_seconds.get("50")
+
+    def number(self, name: str) -> Any:
+        """A measure of quality or a field; None: was not measured."""
+        return self.quality[name] if name in self.quality else getattr(self, name, None)
+
+    def interval(self, name: str) -> Interval | None:
+        """Of a number."""
+        if name in self.quality:
+            return self.quality_intervals.get(name)
+        found: Interval | None = getattr(self, f"{name}_interval", None)
+        return found
 
 
 @dataclass(frozen=True)
@@ -128,14 +145,15 @@ def timed_row(
     draft, verify, rest = (
         sum(getattr(answer, f"{part}_milliseconds") for answer in own) / steps for part in ("draft", "verify", "rest")
     )
-    tokens_per_second = float(sums.speed(everything)[0])
+    rate = bootstrap(sums.speed, count)
     return Row(
         name=name,
         num_answers=sum(len(answer.token_ids) for answer in own),
         tokens_per_step=per_step.value,
         tokens_per_step_interval=_interval(per_step, count),
         accepted_per_step=per_step.value - 1,
-        tokens_per_second=tokens_per_second,
+        tokens_per_second=rate.value,
+        tokens_per_second_interval=_interval(rate, count),
         speedup=speed.value,
         speedup_interval=_interval(speed, count),
         speedup_error=speed.error,
@@ -144,7 +162,7 @@ def timed_row(
         decode_speedup_interval=_interval(decode, count),
         decode_tokens_per_second=float(sums.decode_speed(everything)[0]),
         overhead=per_step.value / decode.value,
-        speedup_over_transformers=tokens_per_second / float(_Sums.of(stock).speed(everything)[0]) if stock else None,
+        speedup_over_transformers=rate.value / float(_Sums.of(stock).speed(everything)[0]) if stock else None,
         draft_milliseconds=draft,
         verify_milliseconds=verify,
         rest_milliseconds=rest,
@@ -226,15 +244,14 @@ def _between(value: float | None, interval: Interval | None, form: str = ".2f") 
 
 
 def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
-    """All columns with a number in these rows, the name first; with ``intervals``, cells show them."""
+    """All columns with a number in these rows, their names first; with ``intervals``, cells show them."""
 
     def number(row: Row, name: str) -> str:
-        return _between(getattr(row, name), getattr(row, f"{name}_interval") if intervals else None)
+        return _between(row.number(name), row.interval(name) if intervals else None)
 
     def quality(row: Row, measure: str) -> str:
-        interval = row.quality_intervals.get(measure) if intervals else None
         count = row.quality_counts.get(measure)
-        return _between(row.quality.get(measure), interval) + (f", of {count}" if count is not None else "")
+        return number(row, measure) + (f", of {count}" if count is not None else "")
 
     def latency(row: Row, share: str) -> str:
         return _shown(row.latency_seconds.get(share))
@@ -242,11 +259,9 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
     def milliseconds(row: Row, part: str) -> str:
         return f"{getattr(row, f'{part}_milliseconds'):.1f}" if row.step_milliseconds else ""
 
-    varied = _varied(rows)
     measures = dict.fromkeys(measure for row in rows for measure in row.quality)
     shown = [
-        Column("drafter", lambda row: row.name),
-        *(Column(_SETTINGS[name], partial(_setting, name=name), "settings") for name in varied),
+        Column("drafter", namer(rows)),
         Column("tree", lambda row: row.tree),
         Column("tokens/step", partial(number, name="tokens_per_step")),
         Column("predicted", lambda row: _shown(row.predicted_tokens_per_step)),
@@ -268,26 +283,38 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
     return [column for column in shown if any(map(column.cell, rows))]
 
 
-# settings of a row that are shown where they vary, and their headings
-_SETTINGS = {
-    "tree": "trees",
+# settings that can tell rows of one drafter apart, and the words before their values
+SETTINGS = {
+    "tree": "",
     "num_nodes": "nodes",
     "batch_size": "batch",
     "prompt_tokens": "prompt",
     "temperature": "T",
-    "acceptance": "acceptance",
+    "acceptance": "",
     "epsilon": "ε",
+    "run": "",
 }
 
 
-def _varied(rows: Sequence[Row]) -> list[str]:
+def namer(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """Gives rows their names, the same in all tables and plots: the drafter, and the settings that vary in ``rows``."""
+    varied = varied_in([row.settings for row in rows])
+    return lambda row: ", ".join(filter(None, [row.name, *(setting_in_words(row.settings, name) for name in varied)]))
+
+
+def varied_in(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the settings that tell rows apart."""
-    return [name for name in _SETTINGS if len({row.settings.get(name) for row in rows} - {None}) > 1]
+    return [name for name in SETTINGS if len({each.get(name) for each in settings} - {None}) > 1]
 
 
-def _setting(row: Row, name: str) -> str:
-    value = row.settings.get(name)
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def setting_in_words(settings: Mapping[str, Any], name: str) -> str:
+    """A setting of a row, such as "batch 4"; the number of paths is the k of the MLP Speculator."""
+    value = settings.get(name)
+    if value is None:
+        return ""
+    if (name, settings.get("tree")) == ("num_nodes", "paths"):
+        return f"k = {value}"
+    return f"{SETTINGS[name]} {value:g}" if isinstance(value, float) else f"{SETTINGS[name]} {value}".strip()
 
 
 def _numbers(*values: float | None, form: str = ".2f") -> str:
@@ -314,11 +341,10 @@ def by_part(rows: Sequence[Row], value: str = "speedup") -> tuple[list[str], lis
     parts = list(dict.fromkeys(row.part for row in rows))
     if len(parts) < 2:
         return [], []
-    varied = _varied(rows)
+    name = namer(rows)
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        settings = (f"{_SETTINGS[name]} {_setting(row, name)}" for name in varied if _setting(row, name))
-        lines.setdefault(", ".join([row.name, *settings]), {})[row.part] = _shown(getattr(row, value))
+        lines.setdefault(name(row), {})[row.part] = _shown(getattr(row, value))
     others = [part for part in parts if part != ALL]
     return (
         ["drafter", *others, ALL],

@@ -1,7 +1,6 @@
 """``draftheads audit``: checks a server, and prints what was found."""
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from draftheads.cli.options.audit import AuditOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
 from draftheads.data.records import TextPrompt, prompts_in
-from draftheads.errors import DataError, InvalidSettings
+from draftheads.errors import DataError
 from draftheads.interop.audit.client import Server, ServerAddress
 from draftheads.interop.audit.compare import Comparison
 from draftheads.interop.audit.drafting import Drafting
@@ -25,6 +24,7 @@ from draftheads.interop.audit.run import Audit
 from draftheads.interop.audit.settings import DEFAULT_SCHEMA
 from draftheads.loading import load
 from draftheads.settings import Grammar
+from draftheads.utils.api_keys import api_key, origin
 from draftheads.utils.provenance import provenance
 
 _BEFORE, _AFTER = 40, 60  # characters that are shown around a difference
@@ -33,11 +33,14 @@ _BEFORE, _AFTER = 40, 60  # characters that are shown around a difference
 def run(options: AuditOptions) -> int:
     """Audits and prints; returns the exit status of the verdict."""
     check_json_path(options.json)
-    prompts, schema, key = _prompts(options), _schema(options.json_schema), _key(options.api_key_env)
+    prompts, schema, key = _prompts(options), _schema(options.json_schema), api_key(options.api_key_env)
     addresses = [ServerAddress(options.url, "URL", options.server_name, options.server_values, key)]
     if options.baseline is not None:
         name, values = options.baseline_name, options.baseline_values
-        addresses.append(ServerAddress(options.baseline, "--baseline", name, values, key))
+        key_option = "--baseline-key-env"
+        if options.baseline_key_env is not None or origin(options.baseline) != origin(options.url):
+            key = api_key(options.baseline_key_env, key_option)  # the other key is for the other server
+        addresses.append(ServerAddress(options.baseline, "--baseline", name, values, key, key_option))
     servers = [Server(address, options.settings, schema) for address in addresses]
     load_model = None if options.model is None else partial(_model, options, prompts)
     quiet_transformers()
@@ -92,15 +95,6 @@ def _schema(path: Path | None) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise DataError(f"a schema for servers is a JSON object, not {schema!r}", path=path)
     return schema
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise InvalidSettings(f"--api-key-env is {variable!r}, but this environment variable is not set: export it")
-    return key
 
 
 def _model(options: AuditOptions, prompts: list[TextPrompt]) -> ModelReference:

@@ -11,7 +11,6 @@ from rich.console import Console
 from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.judge import Judge
 from draftheads.bench.quality import Gsm8k, Measure, Rouge
-from draftheads.bench.run_code import PassAt1
 from draftheads.bench.table import ALL, Row, by_part, columns, markdown, remarks, verdict
 from draftheads.cli.options.bench import BenchOptions, QualityOptions
 from draftheads.cli.progress_display import ProgressDisplay
@@ -23,6 +22,7 @@ from draftheads.data.suites import read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
+from draftheads.utils.provenance import machine_in_words
 
 BUILT_IN = "tasks"
 _FEW = 4  # of our own questions of each category
@@ -101,7 +101,7 @@ def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", 
         InvalidSettings: a judge without an endpoint.
         MissingDependency: a measure needs a package.
     """
-    kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k, "pass@1": PassAt1}
+    kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k}
     found: list[Any] = []
     for name in options.quality:
         if name == "judge" and options.judge is None:
@@ -126,9 +126,9 @@ def write(console: Console, out: Path, comparison: Comparison) -> None:
     write_atomic(out / "bench.json", json.dumps(comparison.record, indent=1).encode())
     record = comparison.record
     asked = counted(record["num_prompts"], "prompt") + (f" of {record['prompts']}" if record["prompts"] else "")
-    longest, processor = counted(record["settings"]["max_new_tokens"], "token"), record["provenance"]["processor"]
+    longest, machine = counted(record["settings"]["max_new_tokens"], "token"), machine_in_words(record["provenance"])
     lines = [verdict(comparison.rows), "", *markdown(comparison.rows), ""]
-    lines.append(f"{record['model']} in {record['precision']}, {asked}, answers of at most {longest}; {processor}.")
+    lines.append(f"{record['model']} in {record['precision']}, {asked}, answers of at most {longest}; {machine}.")
     if record["problems"]:
         lines += ["", "Not answered or not measured:", "", *(f"* {in_words(each)}" for each in record["problems"])]
     write_atomic(out / "bench.md", "".join(line + "\n" for line in lines).encode())
@@ -143,10 +143,9 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     overall = [row for row in rows if row.part == ALL]
     shown = columns(overall, intervals=False)
     name, *others = shown
-    settings = [column for column in others if column.kind == "settings"]
     for kind in ("speed", "time", "quality"):
         if chosen := [column for column in others if column.kind == kind]:
-            print_table(overall, [name, *settings, *chosen], console, fixed=1 + len(settings))
+            print_table(overall, [name, *chosen], console)
             console.print()
     for value, title in (("speedup", "× plain"), ("tokens_per_step", "tokens/step")):
         headings, lines = by_part(rows, value)
@@ -155,7 +154,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
             print_lines(headings, lines, console)
             console.print()
     greedy = [row for row in overall if not row.settings.get("temperature")]
-    different = {row.name: row.num_different for row in greedy if row.num_different}
+    different = {name.cell(row): row.num_different for row in greedy if row.num_different}
     if different:
         numbers = ", ".join(f"{name} {number}" for name, number in different.items())
         console.print(f"answers that differ from plain decoding: {numbers}")

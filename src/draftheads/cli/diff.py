@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
-from draftheads.bench.table import ALL, Interval, Row
+from draftheads.bench.settings import LOADED
+from draftheads.bench.table import ALL, SETTINGS, Interval, Row, namer, setting_in_words, varied_in
 from draftheads.bench.timing import PLAIN
 from draftheads.cli.options.diff import DiffOptions
 from draftheads.cli.show import check_json_path, write_json
@@ -28,7 +29,12 @@ _MACHINE = ("device", "processor", "draftheads", "git_commit", "torch", "transfo
 _LEGEND = "Unclear: the 95 % interval of the ratio B/A has 1 in it, or those of A and B overlap: no clear difference."
 _LOAD = "Tokens/s also depend on what else the machine did, which the intervals do not show; × plain hardly does."
 
+_BY_COSTS = (
+    "With the defaults, trees follow the measured costs of the machine, and tokens/step with them: no verdict on it."
+)
+
 Way = tuple[str, str]  # name and settings
+BIs = Literal["higher", "lower", "unclear", "unknown", "by costs"]
 Sums = dict[str, np.ndarray]  # by question: tokens, seconds, tokens after the first ones, steps
 
 
@@ -53,12 +59,13 @@ class Difference:
 
     name: str
     settings: Mapping[str, Any]
+    b_settings: Mapping[str, Any]  # some can differ
     measure: str
     a: float
     b: float
     ratio: float | None  # b / a; None if a is 0
     interval: Interval | None  # of the ratio: 95 %, question by question
-    b_is: Literal["higher", "lower", "unclear", "unknown"]  # by this interval, or else by the intervals of a and b
+    b_is: BIs  # by this interval, or else by the intervals of a and b
 
 
 def run(options: DiffOptions) -> None:
@@ -68,32 +75,31 @@ def run(options: DiffOptions) -> None:
     changed = changed_facts(a, b)
     found = list(differences(a, b))
     if not found:
-        raise DataError(f"{options.a} and {options.b} have no drafter with the same settings")
+        raise DataError(f"{options.a} and {options.b} have no drafter of the same name")
     console = Console(highlight=False)
     first = f"B differs from A: {', '.join(changed)}." if changed else "A and B have the same settings and machine."
     console.print(first, markup=False)
-    for name, one, other in (("A", a, b), ("B", b, a)):
-        if ways := dict.fromkeys(way for way, settings in one.rows if (way, settings) not in other.rows):
-            console.print(f"Only in {name}: {', '.join(ways)}.", markup=False)
-    print_lines(["drafter", "number", "A", "B", "ratio", "B is"], [_line(one, labels(found)) for one in found], console)
-    console.print(f"\n{_LEGEND}\n{_LOAD}")
+    rows, pairs = [*a.rows.values(), *b.rows.values()], same_ways(a, b)
+    named, varied = namer(rows), varied_in([row.settings for row in rows])
+    for name, one, both in (("A", a, pairs.keys()), ("B", b, pairs.values())):
+        if alone := [named(row) for way, row in one.rows.items() if way not in both]:
+            console.print(f"Only in {name}: {'; '.join(alone)}.", markup=False)
+    print_lines(["drafter", "number", "A", "B", "ratio", "B is"], [_line(one, varied) for one in found], console)
+    more = [_BY_COSTS] if any(one.b_is == "by costs" for one in found) else []
+    console.print("\n".join(["", _LEGEND, _LOAD, *more]))
     write_json(options.json, {"differences": changed, "rows": [asdict(one) for one in found]})
 
 
-def _line(one: Difference, names: Sequence[str]) -> list[str]:
-    settings = [
-        f"{name.replace('_', ' ')} {one.settings[name]}" for name in names if one.settings.get(name) is not None
+def _line(one: Difference, varied: Sequence[str]) -> list[str]:
+    pairs = ((name, *(setting_in_words(own, name) for own in (one.settings, one.b_settings))) for name in varied)
+    words = [
+        a if a == b else f"{a or 'none'} → {b.removeprefix(SETTINGS[name]).strip() or 'none'}" for name, a, b in pairs
     ]
     ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
     ratio += " ({:.2f}-{:.2f})".format(*one.interval) if one.interval else ""
     numbers = [f"{number:.{2 if number < 10 else 1}f}" for number in (one.a, one.b)]
-    return [", ".join([one.name, *settings]), _MEASURES.get(one.measure, one.measure), *numbers, ratio, one.b_is]
-
-
-def labels(found: Sequence[Difference]) -> list[str]:
-    """Names of the settings that tell rows apart."""
-    names = dict.fromkeys(name for one in found for name in one.settings)
-    return [name for name in names if len({one.settings.get(name) for one in found} - {None}) > 1]
+    full = ", ".join(filter(None, [one.name, *words]))
+    return [full, _MEASURES.get(one.measure, one.measure), *numbers, ratio, one.b_is]
 
 
 def read_result(path: Path) -> Result:
@@ -142,41 +148,65 @@ def changed_facts(a: Result, b: Result) -> list[str]:
     return [*changes(a.facts, b.facts), *others]
 
 
+def same_ways(a: Result, b: Result) -> dict[Way, Way]:
+    """The ways of A with those of B of the same settings, or else of the same name where one setting was changed.
+
+    A setting was changed that has one value in all of these ways of A, and another one in those of B: 8 and 24 nodes.
+    """
+    pairs = {way: way for way in a.rows if way in b.rows}
+    for name in dict.fromkeys(name for name, _ in a.rows):
+        ways = [[way for way in one.rows if way[0] == name and way not in pairs] for one in (a, b)]
+        left, right = ([one.rows[way].settings for way in own] for one, own in zip((a, b), ways, strict=True))
+        values = {key: [{each.get(key) for each in own} - {None} for own in (left, right)] for key in SETTINGS}
+        kept = [key for key, (one, other) in values.items() if one == other or max(len(one), len(other)) > 1]
+        rest = {tuple(each.get(key) for key in kept): way for each, way in zip(right, ways[1], strict=True)}
+        for each, way in zip(left, ways[0], strict=True):
+            if other := rest.pop(tuple(each.get(key) for key in kept), None):
+                pairs[way] = other
+    return {way: pairs[way] for way in a.rows if way in pairs}
+
+
 def differences(a: Result, b: Result) -> Iterator[Difference]:
-    """Of all ways that both have with the same settings."""
-    for way, row in a.rows.items():
-        for measure in _MEASURES if way in b.rows else ():
+    """Of all ways that both have, see :func:`same_ways`."""
+    for way, other in same_ways(a, b).items():
+        rows = row, now = a.rows[way], b.rows[other]
+        common = row.name, row.settings, now.settings
+        for measure in _MEASURES:
             if measure == "speedup" and row.name == PLAIN:
                 continue
-            before, now = getattr(row, measure), getattr(b.rows[way], measure)
-            paired = _paired(a, b, way, measure)
-            interval, bounds = None, [getattr(each, f"{measure}_interval", None) for each in (row, b.rows[way])]
+            paired = _paired(a, b, (way, other), measure)
+            interval, bounds = None, [each.interval(measure) for each in rows]
             if paired is not None:
                 interval, bounds = (paired.low, paired.high), [(1.0, 1.0), (paired.low, paired.high)]
-            ratio = now / before if paired is None else paired.value
-            yield Difference(row.name, row.settings, measure, before, now, ratio, interval, _compared(*bounds))
-        for measure in (name for name in row.quality if way in b.rows and name in b.rows[way].quality):
-            before, now = row.quality[measure], b.rows[way].quality[measure]
-            bounds = [each.quality_intervals.get(measure) for each in (row, b.rows[way])]
-            quotient = now / before if before else None
-            yield Difference(row.name, row.settings, measure, before, now, quotient, None, _compared(*bounds))
+            before, after = (getattr(each, measure) for each in rows)
+            ratio = after / before if paired is None else paired.value
+            by_costs = measure == "tokens_per_step" and any(each.settings.get("tree") in LOADED for each in rows)
+            verdict = "by costs" if by_costs else _compared(*bounds)
+            yield Difference(*common, measure, before, after, ratio, interval, verdict)
+        for measure in (name for name in row.quality if name in now.quality):
+            before, after = (each.quality[measure] for each in rows)
+            bounds = [each.interval(measure) for each in rows]
+            yield Difference(
+                *common, measure, before, after, after / before if before else None, None, _compared(*bounds)
+            )
 
 
-def _compared(a: Interval | None, b: Interval | None) -> Literal["higher", "lower", "unclear", "unknown"]:
+def _compared(a: Interval | None, b: Interval | None) -> BIs:
     """What b is, if the intervals do not overlap."""
     if a is None or b is None:
         return "unknown"
     return "higher" if b[0] > a[1] else "lower" if b[1] < a[0] else "unclear"
 
 
-def _paired(a: Result, b: Result, way: Way, measure: str) -> Estimate | None:
+def _paired(a: Result, b: Result, ways: tuple[Way, Way], measure: str) -> Estimate | None:
     """B/A over the questions of both; None where there are too few, or their seconds are unknown."""
     if a.record["prompts"] != b.record["prompts"]:  # the same id can be another question
         return None
-    ways = [way]
+    pairs = [*zip((a, b), ways, strict=True)]
     if measure == "speedup":
-        ways.append(_way(PLAIN, {name: a.rows[way].settings.get(name) for name in _POINT}))
-    sums = [result.sums.get(each, {}) for each in ways for result in (a, b)]
+        points = [{name: one.rows[way].settings.get(name) for name in _POINT} for one, way in pairs]
+        pairs += [(a, _way(PLAIN, points[0])), (b, _way(PLAIN, points[1]))]
+    sums = [one.sums.get(way, {}) for one, way in pairs]
     questions = sorted(set.intersection(*map(set, sums)))
     if len(questions) < _MIN_QUESTIONS:
         return None

@@ -15,6 +15,7 @@ from draftheads.cli.bench import measures_of
 from draftheads.cli.options.reproduce import ReproduceOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
+from draftheads.cli.show_comparison import print_lines
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
@@ -51,11 +52,12 @@ def run(options: ReproduceOptions) -> None:
         )
     write_atomic(out / "table.md", "".join(line + "\n" for line in found.lines).encode())
     write_atomic(out / "table.json", json.dumps(found.record, indent=1, default=str).encode())
-    text = "\n".join(found.lines)
-    if max(map(len, found.lines)) > console.width:  # columns would be cut
-        console.print(text, markup=False, soft_wrap=True)
-    else:
-        console.print(Markdown(text))
+    for block in found.blocks:
+        if isinstance(block, str):
+            console.print(Markdown(block))
+        else:
+            print_lines(*block, console)
+        console.print()
     console.print(f"wrote {out / 'table.md'} and {out / 'table.json'}", soft_wrap=True)
 
 

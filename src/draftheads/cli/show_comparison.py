@@ -1,4 +1,4 @@
-"""A comparison on a terminal: the table, a bar of the parts of a step, and sentences. Fits 80 columns."""
+"""A comparison on a terminal: the table, a bar of the parts of a step, and sentences."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ also between transformers and plain. "worst margin" is the largest such gap
 INT8 = "transformers computes in {}, another model than int8: its texts may differ."
 DIFFERENT = "Texts differ. They should be equal in this precision: please report it."
 _BAR_CELLS = 32
-_NAME_CELLS = 24  # of a table's first column; longer names are folded
+_NAME_CELLS = 30  # of a table's first column; longer names are folded
+_LEAST_NAME_CELLS = 12
 _BAR_NAME_CELLS = 12
 _TREE_CELLS = 14  # of a description of a tree, which is folded
 _BREAKS = re.compile(r"(?<=\S) (?=\S)|(?<=[/_])(?=\w)")  # where a heading goes on in the next line
@@ -33,15 +34,15 @@ _BREAKS = re.compile(r"(?<=\S) (?=\S)|(?<=[/_])(?=\w)")  # where a heading goes 
 _SIGNS = dict(zip(PARTS, (("▒", "green"), ("█", "blue"), ("░", "yellow")), strict=True))
 
 
-def print_table(rows: Sequence[Row], columns: Sequence[Column], console: Console, *, fixed: int = 1) -> None:
+def print_table(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
     """The rows as :func:`print_lines`."""
     print_lines(
         [column.heading for column in columns], [[column.cell(row) for column in columns] for row in rows], console
     )
 
 
-def print_lines(headings: Sequence[str], lines: Sequence[Sequence[str]], console: Console, *, fixed: int = 1) -> None:
-    """Tables of at most 80 columns of text, each with the first ``fixed`` columns and as many of the others as fit.
+def print_lines(headings: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> None:
+    """Tables that fit the terminal, each with the first column, the names of the rows, and as many others as fit.
 
     Headings break at blanks, and long cells of text are folded.
     """
@@ -54,11 +55,14 @@ def print_lines(headings: Sequence[str], lines: Sequence[Sequence[str]], console
     widths = [
         min(_TREE_CELLS, width) if heading == "tree" else width for heading, width in zip(headings, widths, strict=True)
     ]
-    columns = list(range(fixed, len(headings)))
+    room = console.width - 2 - sum(2 + width for width in widths[1:])
+    if room >= _LEAST_NAME_CELLS:  # one table, if only names have to be folded for it
+        widths[0] = min(widths[0], room)
+    columns = list(range(1, len(headings)))
     while columns:
-        shown = list(range(fixed))
-        room = 80 - sum(2 + widths[column] for column in shown)
-        while columns and (len(shown) == fixed or room >= 2 + widths[columns[0]]):
+        shown = [0]
+        room = console.width - widths[0] - 2
+        while columns and (len(shown) == 1 or room >= 2 + widths[columns[0]]):
             column = columns.pop(0)
             room -= 2 + widths[column]
             shown.append(column)

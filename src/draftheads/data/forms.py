@@ -41,8 +41,7 @@ def _gsm8k(line: Line) -> Line:
 def _human_eval(line: Line) -> Line:
     code = _text(line, "prompt").strip("\n")
     text = f"Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{code}\n```"
-    task = {name: _text(line, name) for name in ("prompt", "entry_point", "test")}
-    return {**_asked(text, reference=task), "question_id": line["task_id"]}
+    return {**_asked(text), "question_id": line["task_id"]}
 
 
 def _alpaca(line: Line) -> Line:

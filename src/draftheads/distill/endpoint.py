@@ -1,13 +1,13 @@
 """Answers by a server with OpenAI's chat API. The only file that knows HTTP."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
-from draftheads.errors import EndpointError, InvalidSettings, MissingDependency, PromptTooLong
+from draftheads.errors import EndpointError, MissingDependency, PromptTooLong
+from draftheads.utils.api_keys import api_key
 from draftheads.utils.counts import counted
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class EndpointSource:
             raise MissingDependency("--endpoint needs httpx2", pip_install="'draftheads[endpoint]'") from None
         self.url = options.endpoint.rstrip("/") + "/chat/completions"
         self.options = options
-        self.headers = _headers(options.api_key_env)
+        key = api_key(options.api_key_env)
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     @property
     def identity(self) -> dict[str, str]:
@@ -121,15 +122,6 @@ class EndpointSource:
             f"{self.url} did not answer in {counted(self.options.request_retries + 1, 'attempt')}; "
             f"the last problem: {problem}; check the server; the same command continues"
         )
-
-
-def _headers(api_key_env: str | None) -> dict[str, str]:
-    if api_key_env is None:
-        return {}
-    key = os.environ.get(api_key_env)
-    if not key:
-        raise InvalidSettings(f"--api-key-env is {api_key_env!r}, but this environment variable is not set: export it")
-    return {"Authorization": f"Bearer {key}"}
 
 
 def _wait_seconds(attempt: int, response: "Response | None", seed: int) -> float:

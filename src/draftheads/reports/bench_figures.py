@@ -9,12 +9,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from draftheads.bench.table import ALL, PARTS, TURN, Row, has_copies, heads_only
+from draftheads.bench.table import ALL, PARTS, TURN, Row, has_copies, heads_only, setting_in_words
 from draftheads.bench.timing import PLAIN, STOCK
-from draftheads.reports.plots import Curves, Figure, draw_bars, draw_curves, draw_groups, draw_scatter, draw_stacks
+from draftheads.reports.plots import (
+    PLAIN_STYLE,
+    Curves,
+    Figure,
+    Style,
+    Styles,
+    draw_bars,
+    draw_curves,
+    draw_groups,
+    draw_scatter,
+    draw_stacks,
+)
 from draftheads.utils.counts import counted
 
-_MOST = 7  # drafters in a plot with a colour for each
+_MOST = 7  # rows in a plot
+_INTERVALS = "Thin lines are 95 % intervals."
 _POINT = ("batch_size", "temperature", "prompt_tokens")  # what all ways have in common that are timed in turn
 
 
@@ -59,7 +71,9 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
     ``rows`` are sorted: the first point first, and there the fastest drafter. ``drafting`` has the milliseconds of each
     drafter's ``prefix`` and ``heads``.
     """
-    rows = [replace(row, name=f"{row.name} + copies") if has_copies(row) else row for row in rows]
+    styles = _styles(rows)
+    several = len({row.settings.get("tree") for row in rows} - {None}) > 1
+    rows = [replace(row, name=_with_tree(row)) if several else row for row in rows]
     overall = [row for row in rows if row.part == ALL]
     first = [row for row in overall if point(row) == point(overall[0])]
     where = f" Measured {at(first[0])}." if len(first) < len(overall) else ""
@@ -68,25 +82,32 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
     few = _Chosen.of(heads_only(first), shown)
     every = _Chosen.of(first, list(dict.fromkeys([*names, *(row.name for row in first)])))
     few_note, every_note = few.note + where, every.note + where
-    dots = {row.name: (row.tokens_per_step, row.tokens_per_second) for row in every.rows}
+    dots = {
+        row.name: (row.tokens_per_step, row.speedup, row.interval("tokens_per_step"), row.interval("speedup"))
+        for row in every.rows
+    }
     lengths = {row.name: _shares(row.steps_by_tokens) for row in few.rows if row.steps_by_tokens}
     depths = {row.name: _percent(row.acceptance_by_depth) for row in few.rows if row.acceptance_by_depth}
     typical = [row for row in overall if row.settings.get("epsilon") is not None]
     typical = [row for row in typical if point(row) == point(typical[0])]
-    measures = {
-        measure: partial(_quality, measure=measure)
-        for measure in dict.fromkeys(m for row in typical for m in row.quality)
-    }
+    measures = dict.fromkeys(measure for row in typical for measure in row.quality)
     deepest = max((len(cost["heads"]) for cost in drafting.values()), default=0)
     figures = [
-        _speedups(rows, few, few_note) if names else None,
+        _speedups(rows, few, few_note, styles) if names else None,
         Figure(
             "Speed and tokens per step",
-            partial(draw_scatter, points=dots, x_label="tokens per step", y_label="tokens/s"),
-            "Further right, drafts are better; a drafter far right but low takes too long to draft." + every_note,
-            alt=_spoken({name: [(f"{x:.2f} tokens/step", y)] for name, (x, y) in dots.items()}),
+            partial(
+                draw_scatter,
+                points=dots,
+                x_label="tokens per step",
+                y_label="× plain decoding",
+                styles=styles,
+            ),
+            f"Further right, drafts are better; a drafter far right but low takes too long to draft. {_INTERVALS}"
+            + every_note,
+            alt=_spoken({name: [(f"{x:.2f} tokens/step", y)] for name, (x, y, *_) in dots.items()}),
             name="speed-and-tokens",
-            height=3.6,
+            height=2.9 + 0.1 * len(dots),  # with two names in a line of the legend
         ),
         _curves(
             {"steps, %": lengths},
@@ -94,6 +115,7 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
             title="Tokens of a step",
             label="tokens of a step",
             name="lengths",
+            styles=styles,
         ),
         _curves(
             {"steps, %": depths},
@@ -102,6 +124,7 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
             title="Acceptance by depth",
             label="depth of the draft token",
             name="depths",
+            styles=styles,
         ),
         _stacks(
             "Parts of a step",
@@ -127,11 +150,9 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
             [row for row in overall if point(row)[1:] == point(overall[0])[1:]],
             shown,
             "batch_size",
-            {
-                "tokens/s": lambda row: row.tokens_per_second,
-                "median answer, s": lambda row: row.latency_seconds.get("50"),
-            },
-            "A drafter is worth it up to the batch size at which plain decoding reaches its tokens/s.",
+            {"tokens/s": "tokens_per_second", "median answer, s": "median_seconds"},
+            f"A drafter is worth it up to the batch size at which plain decoding reaches its tokens/s. {_INTERVALS}",
+            styles=styles,
             title="Batch size",
             label="batch size",
             log=True,
@@ -140,8 +161,10 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
             first,
             shown,
             "num_nodes",
-            {"× plain decoding": lambda row: row.speedup},
-            f"The best size of a tree is where its curve is highest: more nodes take longer to verify.{where}",
+            {"× plain decoding": "speedup"},
+            "The best size of a tree is where its curve is highest: more nodes take longer to verify. "
+            f"{_INTERVALS}{where}",
+            styles=styles,
             title="Speed by tree size",
             label="nodes",
             log=True,
@@ -150,8 +173,10 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
             typical,
             shown,
             "epsilon",
-            {"tokens/step": lambda row: row.tokens_per_step, **measures},
-            "A smaller threshold accepts more draft tokens; choose the smallest one whose quality is good enough.",
+            {"tokens/step": "tokens_per_step", **{measure: measure for measure in measures}},
+            "A smaller threshold accepts more draft tokens; choose the smallest one whose quality is good enough. "
+            f"{_INTERVALS}",
+            styles=styles,
             title="Typical acceptance",
             label="threshold ε",
         )
@@ -161,19 +186,32 @@ def bench_figures(rows: Sequence[Row], drafting: Mapping[str, Any]) -> list[Figu
     return [figure for figure in figures if figure is not None]
 
 
-def _quality(row: Row, measure: str) -> float | None:
-    return row.quality.get(measure)
+def _with_tree(row: Row) -> str:
+    return ", ".join(filter(None, [row.name, setting_in_words(row.settings, "tree")]))
+
+
+def _styles(rows: Iterable[Row]) -> dict[str, Style]:
+    """The style of each drafter with each kind of tree: a colour for each head, dashed with copies."""
+    heads: dict[str, int] = {}
+    styles = {PLAIN: PLAIN_STYLE, STOCK: PLAIN_STYLE}
+    for row in heads_only(rows):
+        head, _, copies = row.name.partition(" + ")
+        style = Style.of(heads.setdefault(head, len(heads)), is_dashed=bool(copies) or has_copies(row))
+        styles |= {row.name: style, _with_tree(row): style}
+    return styles
 
 
 def _percent(shares: Sequence[float]) -> list[tuple[float, float]]:
-    return [(number, 100 * share) for number, share in enumerate(shares, 1)]
+    """With one zero behind the last share: the axis ends there."""
+    end = max((number for number, share in enumerate(shares, 1) if share), default=0)
+    return [(number, 100 * share) for number, share in enumerate(shares[: end + 1], 1)]
 
 
 def _shares(counts: Sequence[int]) -> list[tuple[float, float]]:
     return _percent([count / max(1, sum(counts)) for count in counts])
 
 
-def _speedups(rows: Sequence[Row], chosen: _Chosen, note: str) -> Figure:
+def _speedups(rows: Sequence[Row], chosen: _Chosen, note: str, styles: Styles) -> Figure:
     """By category and drafter; where there is one category, a bar for each drafter."""
     parts = list(dict.fromkeys(row.part for row in rows if row.part != ALL and not row.part.startswith(TURN)))
     names = [row.name for row in chosen.rows]
@@ -181,19 +219,22 @@ def _speedups(rows: Sequence[Row], chosen: _Chosen, note: str) -> Figure:
         values, errors = [row.speedup for row in chosen.rows], [row.speedup_error for row in chosen.rows]
         return Figure(
             "Speed over plain decoding",
-            partial(draw_bars, names=names, values=values, errors=errors, label="× plain decoding"),
+            partial(draw_bars, names=names, values=values, errors=errors, label="× plain decoding", styles=styles),
             "Bars beyond the line are faster than plain decoding; ± is one standard error." + note,
             alt=_spoken({"Bars:": zip(names, values, strict=True)}),
             name="speed",
             height=1.0 + 0.42 * len(names),
         )
     groups = [*parts, ALL]
-    speeds = {(way(row), row.part): row.speedup for row in rows}
-    series = {row.name: [speeds.get((way(row), part)) for part in groups] for row in chosen.rows}
+    found = {(way(row), row.part): row for row in rows}
+    of_groups = {row.name: [found.get((way(row), part)) for part in groups] for row in chosen.rows}
+    series = {name: [row.speedup if row else None for row in own] for name, own in of_groups.items()}
+    sizes = {name: [row.speedup_error if row else None for row in own] for name, own in of_groups.items()}
     return Figure(
         "Speed over plain decoding, by category",
-        partial(draw_groups, groups=groups, series=series, label="× plain decoding"),
-        "Bars above the line are faster than plain decoding; where they are low, texts are harder to draft." + note,
+        partial(draw_groups, groups=groups, series=series, label="× plain decoding", errors=sizes, styles=styles),
+        "Bars above the line are faster than plain decoding; where they are low, texts are harder to draft. Thin lines "
+        f"are ± one standard error.{note}",
         alt=_spoken({name: zip(groups, values, strict=True) for name, values in series.items()}),
         name="speed",
         height=3.8,
@@ -204,11 +245,14 @@ def _against(
     rows: Sequence[Row],
     names: Sequence[str],
     setting: str,
-    values: Mapping[str, Callable[[Row], float | None]],
+    values: Mapping[str, str],
     caption: str,
     **labels: Any,
 ) -> Figure | None:
-    """Curves of values against a setting, for the fastest row of each drafter; None if the setting has one value."""
+    """Curves of values (their labels and fields) against a setting, for the fastest row of each drafter.
+
+    None if the setting has one value.
+    """
     given = [row for row in rows if row.settings.get(setting) is not None]
     if len({row.settings[setting] for row in given}) < 2:
         return None
@@ -216,24 +260,23 @@ def _against(
         [row for row in given if row.name not in (PLAIN, STOCK)], names, lambda row: row.settings[setting]
     )
     shown = sorted([*chosen.rows, *(row for row in given if row.name == PLAIN)], key=lambda row: row.settings[setting])
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    panels: dict[str, dict[str, list[tuple[Any, ...]]]] = {}
     for label, value in values.items():
-        curves: dict[str, list[tuple[float, float]]] = {name: [] for name in (*names, PLAIN)}
+        curves: dict[str, list[tuple[Any, ...]]] = {name: [] for name in (*names, PLAIN)}
         for row in shown:
-            if (number := value(row)) is not None:
-                curves[row.name].append((row.settings[setting], number))
+            if (number := row.number(value)) is not None:
+                bounds = row.interval(value)
+                curves[row.name].append((row.settings[setting], number, *([] if bounds is None else [bounds])))
         panels[label] = {name: points for name, points in curves.items() if points}
     return _curves(panels, caption + chosen.note, name=setting, **labels)
 
 
-def _curves(
-    panels: Mapping[str, Curves], caption: str, *, title: str, label: str, name: str, log: bool = False
-) -> Figure | None:
+def _curves(panels: Mapping[str, Curves], caption: str, *, title: str, name: str, **how: Any) -> Figure | None:
     """None where there is no curve."""
     if not any(panels.values()):
         return None
     alt = " ".join(f"{y_label}: {_spoken(curves)}" for y_label, curves in panels.items())
-    draw = partial(draw_curves, panels=panels, label=label, log=log)
+    draw = partial(draw_curves, panels=panels, **how)
     return Figure(title, draw, caption, alt=f"Curves. {alt}", name=name, height=1.3 + 2.1 * len(panels))
 
 
@@ -249,9 +292,9 @@ def _stacks(
     return Figure(title, draw, caption, alt=f"Bars. {alt}", name=name, height=1.3 + 0.3 * len(names))
 
 
-def _spoken(curves: Mapping[str, Iterable[tuple[Any, float | None]]]) -> str:
+def _spoken(curves: Mapping[str, Iterable[tuple[Any, ...]]]) -> str:
     """The points of curves for people who cannot see them."""
     words = (
-        f"{name} {', '.join(f'{x} {y:.2f}' for x, y in points if y is not None)}" for name, points in curves.items()
+        f"{name} {', '.join(f'{x} {y:.2f}' for x, y, *_ in points if y is not None)}" for name, points in curves.items()
     )
     return f"{'; '.join(words)}."

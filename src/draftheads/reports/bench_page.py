@@ -7,6 +7,7 @@ from draftheads.bench.table import ALL, Column, Row, by_part, columns, heads_onl
 from draftheads.reports.bench_figures import at, bench_figures, point, way
 from draftheads.reports.page import Page, Piece, Table, Text, unbroken, unbroken_speed
 from draftheads.utils.counts import counted
+from draftheads.utils.provenance import machine_in_words
 
 _FORMAT_VERSION = 2
 _INTERVALS = "In brackets: 95 % bootstrap intervals over the prompts."
@@ -39,6 +40,7 @@ def bench_page(record: Record) -> Page:
     return Page(
         title=f"Draft heads for {record['model']}, compared",
         verdict=unbroken_speed(verdict(rows)),
+        where=f"{record['model']} in {record['precision']}, {machine_in_words(record['provenance'])}",
         note=" ".join([asked, *(remarks(rows) if drafters else [])]),
         numbers=[
             (f"{best.speedup:.2f}", f"× plain, {best.name}"),
@@ -68,7 +70,6 @@ def _example(example: Record | None) -> list[Text]:
 def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> list[Table]:
     overall = [row for row in rows if row.part == ALL]
     name, *others = columns(overall)
-    settings = [column for column in others if column.kind == "settings"]
 
     def table(title: str, shown: Sequence[Column], note: str) -> Table:
         cells = [[name.cell(row), *(unbroken(column.cell(row)) for column in shown)] for row in overall]
@@ -78,7 +79,7 @@ def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> list[
     speeds = [column for column in others if column.kind != "quality"]
     tables = [table("Speed, tokens per step and times", speeds, f"{_INTERVALS} {_HEADINGS}")]
     if quality := [column for column in others if column.kind == "quality"]:
-        tables.append(table("Quality of the answers", [*settings, *quality], _INTERVALS))
+        tables.append(table("Quality of the answers", quality, _INTERVALS))
     first = [row for row in rows if point(row) == point(rows[0])]
     for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):
         headings, lines = by_part(first, value)

@@ -61,6 +61,7 @@ class Page:
     tables: Sequence[Table] = ()
     settings: Sequence[tuple[str, Any]] = ()  # that differ from the defaults
     facts: Sequence[tuple[str, Facts]] = ()  # titles, each with names and values; shown folded
+    where: str = ""  # the model and the machine, in files of plots
 
 
 def render(page: Page) -> str:

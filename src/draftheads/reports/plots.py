@@ -5,25 +5,51 @@ Each ``draw_*`` function draws on an empty matplotlib figure. :class:`Figure` ma
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from draftheads.errors import MissingDependency
 
 _FOREGROUND = "#010203"  # stands for the colour of the page's text, which depends on dark mode
-COLOURS = ("#2f81d6", "#e0672c", "#2b955a", "#b05cc9", "#a87f0e", "#d1466b", "#15919a", "#7f858e")
+COLOURS = ("#2f81d6", "#e0672c", "#2b955a", "#b05cc9", "#a87f0e", "#d1466b", "#15919a", "#a0694f", "#7f858e")
 _GREY = COLOURS[-1]
 _MARKERS = "osD^vPX*"
 _MOST_SMOOTHING = 20  # log lines in a moving mean
 _LEGEND_CHARACTERS = 57  # in a line of the legend; the sample and the gap of an entry take about 7
-_NAME_CHARACTERS = 18  # at a bar
-_ROOM_FOR_NUMBERS = 1.5  # length of the axis over that of the longest bar
+_NAME_CHARACTERS = 24  # at a bar
 _MOST_TICKS = 12
-_LABEL_DISTANCES = (0, 12, 24, 36, 48)  # points between a dot and its label, where there is no room beside the dot
+_TITLE_CHARACTERS = 72  # in a line
 
-Curves = Mapping[str, Sequence[tuple[float, float]]]  # points by label
+Interval = Sequence[float]  # a lower and an upper bound
+Curves = Mapping[str, Sequence[tuple[Any, ...]]]  # by label: points, and the interval of y behind them if it is known
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a curve, its dots or a bar look; one that is dashed has hatched bars."""
+
+    colour: str
+    marker: str = "o"
+    is_dashed: bool = False
+
+    @classmethod
+    def of(cls, number: int, *, is_dashed: bool = False) -> "Style":
+        """The style of the first, second … head."""
+        return cls(COLOURS[number % (len(COLOURS) - 1)], _MARKERS[number % len(_MARKERS)], is_dashed)
+
+    @property
+    def hatch(self) -> str:
+        """Of a bar."""
+        return "////" if self.is_dashed else ""
+
+
+Styles = Mapping[str, Style]  # by name; other names have a style by their place
+PLAIN_STYLE = Style(_GREY, "X")
+_NONE: Mapping[str, Any] = {}
+_THIN: dict[str, Any] = {"lw": 0.9, "alpha": 0.6}  # intervals
+_BAR: dict[str, Any] = {"edgecolor": "#ffffff80", "lw": 0, "ecolor": _FOREGROUND, "error_kw": {"lw": 0.8}}
 
 
 @dataclass(frozen=True)
@@ -51,16 +77,19 @@ class Figure:
         svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every figure, and nothing refers to them
         return svg.replace(_FOREGROUND, "currentColor")
 
-    def files(self) -> dict[str, bytes]:
+    def files(self, where: str = "") -> dict[str, bytes]:
         """Files of the plot, black on white: an SVG that stands alone, and a PNG of 200 dpi.
+
+        Both have the title, and below it ``where``: the model and the machine.
 
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        svg = self._saved("svg", facecolor="white").replace(_FOREGROUND.encode(), b"#000000")
-        return {f"{self.name}.svg": svg, f"{self.name}.png": self._saved("png", facecolor="white", dpi=200)}
+        title = "\n".join(filter(None, [self.title, *textwrap.wrap(where, _TITLE_CHARACTERS)]))
+        svg = self._saved("svg", title, facecolor="white").replace(_FOREGROUND.encode(), b"#000000")
+        return {f"{self.name}.svg": svg, f"{self.name}.png": self._saved("png", title, facecolor="white", dpi=200)}
 
-    def _saved(self, form: str, **options: Any) -> bytes:
+    def _saved(self, form: str, title: str = "", **options: Any) -> bytes:
         try:
             import matplotlib as mpl  # noqa: PLC0415 - an extra
             from matplotlib import figure as mpl_figure  # noqa: PLC0415
@@ -83,7 +112,10 @@ class Figure:
         style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), _FOREGROUND)
         style |= dict.fromkeys(("xtick.color", "ytick.color"), _FOREGROUND)
         with mpl.rc_context(style):
-            figure = mpl_figure.Figure(figsize=(5.2, self.height), layout="constrained")
+            height = self.height + 0.2 * len(title.splitlines())
+            figure = mpl_figure.Figure(figsize=(5.2, height), layout="constrained")
+            if title:
+                figure.suptitle(title, fontsize=9.5)
             self.draw(figure)
             file = io.BytesIO()
             names = ("Date", "Creator", "Format", "Type") if form == "svg" else ("Software",)
@@ -211,19 +243,25 @@ def draw_calibration(
 
 
 def draw_bars(
-    figure: Any, names: Sequence[str], values: Sequence[float], errors: Sequence[float], *, label: str
+    figure: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    errors: Sequence[float],
+    *,
+    label: str,
+    styles: Styles = _NONE,
 ) -> None:
-    """Horizontal bars with standard errors, and a line at 1, the value of plain decoding. Bars below it are grey.
+    """Horizontal bars with standard errors and their numbers, and a line at 1, the value of plain decoding.
 
     ``names`` are of the bars, from top to bottom.
     """
     ax = figure.add_subplot(xlabel=label)
-    colours = [_GREY if value < 1 else COLOURS[0] for value in values]
-    ax.barh(range(len(names)), values, 0.8, xerr=errors, color=colours, ecolor=_FOREGROUND, error_kw={"lw": 1})
-    end = _ROOM_FOR_NUMBERS * max([1, *map(sum, zip(values, errors, strict=True))])
-    ax.set_xlim(0, end)
+    look = [styles.get(name, Style.of(0)) for name in names]
+    colours, hatches = [style.colour for style in look], [style.hatch for style in look]
+    ax.barh(range(len(names)), values, 0.7, xerr=errors, color=colours, hatch=hatches, **_BAR)
     for place, (value, error) in enumerate(zip(values, errors, strict=True)):
-        ax.text(end, place, f"{value:.2f} ± {error:.2f}", ha="right", va="center")
+        _add_number(ax, f"{value:.2f} ± {error:.2f}", (1, place), ("axes fraction", "data"))
+    ax.set_xlim(0, max([1, *map(sum, zip(values, errors, strict=True))]))
     ax.axvline(1.0, color=_FOREGROUND, lw=0.8)
     _name_bars(ax, names)
 
@@ -239,16 +277,22 @@ def draw_stacks(figure: Any, names: Sequence[str], parts: Mapping[str, Sequence[
         ax.barh(range(len(names)), values, 0.7, left=ends, label=part, color=COLOURS[number % len(COLOURS)])
         ends = [end + value for end, value in zip(ends, values, strict=True)]
     for place, end in enumerate(ends):
-        ax.annotate(f"{end:.1f}", (end, place), (4, 0), textcoords="offset points", va="center")
-    ax.set_xlim(0, 1.15 * max(ends, default=0.0) or 1)
+        _add_number(ax, f"{end:.1f}", (end, place), "data")
+    ax.set_xlim(0, max(ends, default=0.0) or 1)
     _name_bars(ax, names)
     _add_legend(figure, ax)
 
 
 def draw_groups(
-    figure: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], *, label: str
+    figure: Any,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    label: str,
+    errors: Mapping[str, Sequence[float | None]] = _NONE,
+    styles: Styles = _NONE,
 ) -> None:
-    """Vertical bars in groups, and a line at 1, the value of plain decoding.
+    """Vertical bars in groups with standard errors, and a line at 1, the value of plain decoding.
 
     ``series`` have a value for each group, or None: no bar.
     """
@@ -256,17 +300,21 @@ def draw_groups(
     width = 0.8 / max(1, len(series))
     for number, (name, values) in enumerate(series.items()):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(groups))]
-        heights = [value or 0.0 for value in values]
-        ax.bar(places, heights, width, label=_shortened(name), color=COLOURS[number % len(COLOURS)])
+        style, sizes = styles.get(name, Style.of(number)), [error or 0.0 for error in errors.get(name, ())]
+        look = {"label": _shortened(name), "color": style.colour, "hatch": style.hatch, **_BAR}
+        ax.bar(places, [value or 0.0 for value in values], width, yerr=sizes or None, **look)
     ax.axhline(1.0, color=_FOREGROUND, lw=0.8)
     turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, groups), default=0) > 7 else {}
     ax.set_xticks(range(len(groups)), [_shortened(group) for group in groups], **turned)
+    ax.set(xlim=(-0.5, max(1, len(groups)) - 0.5), ylim=(0, max(1.0, ax.dataLim.y1)))
     ax.grid(visible=False, axis="x")
     _add_legend(figure, ax)
 
 
-def draw_curves(figure: Any, panels: Mapping[str, Curves], *, label: str, log: bool = False) -> None:
-    """Curves with a marker at each point, in panels one below the other.
+def draw_curves(
+    figure: Any, panels: Mapping[str, Curves], *, label: str, log: bool = False, styles: Styles = _NONE
+) -> None:
+    """Curves with a marker and an interval at each point, in panels one below the other.
 
     ``panels`` have the labels of their vertical axes, which begin at 0. ``label`` is of the horizontal axis, with a
     tick at each value; ``log`` for values that double from one to the next.
@@ -275,49 +323,37 @@ def draw_curves(figure: Any, panels: Mapping[str, Curves], *, label: str, log: b
     ticks: set[float] = set()
     for ax, (y_label, curves) in zip(axes, panels.items(), strict=True):
         for number, (name, points) in enumerate(curves.items()):
-            colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
-            ax.plot(*_coordinates(points), f"{marker}-", color=colour, ms=4.5, lw=1.4, label=_shortened(name))
-            ticks |= {x for x, _ in points}
-        ax.set(ylabel=y_label, ylim=(0, 1.08 * max(ax.dataLim.y1, 1e-9)), xscale="log" if log else "linear")
+            style = styles.get(name, Style.of(number))
+            look = {"marker": style.marker, "linestyle": (0, (2, 1)) if style.is_dashed else "-"}
+            ax.plot(*_coordinates(points), color=style.colour, ms=4.5, lw=1.4, label=_shortened(name), **look)
+            for x, _, *bounds in points:
+                for each in bounds:
+                    ax.plot([x, x], each, color=style.colour, **_THIN)
+                ticks.add(x)
+        ax.set(ylabel=y_label, ylim=(0, 1.03 * max(ax.dataLim.y1, 1e-9)), xscale="log" if log else "linear")
     if len(ticks) <= _MOST_TICKS:
         axes[-1].set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
         axes[-1].minorticks_off()
+    axes[-1].margins(x=0.03)
     axes[-1].set_xlabel(label)
     _add_legend(figure, axes[0])
 
 
-def draw_scatter(figure: Any, points: Mapping[str, tuple[float, float]], *, x_label: str, y_label: str) -> None:
-    """A dot for each name, with the name beside it where it covers no other name and no dot."""
-    from matplotlib.text import Text  # noqa: PLC0415 - an extra, as in Figure
-    from matplotlib.transforms import Bbox  # noqa: PLC0415
-
+def draw_scatter(
+    figure: Any, points: Mapping[str, tuple[Any, ...]], *, x_label: str, y_label: str, styles: Styles = _NONE
+) -> None:
+    """A dot for each name, hollow where it is dashed; points have x and y, and then their intervals, or None."""
     ax = figure.add_subplot(xlabel=x_label, ylabel=y_label)
-    for number, point in enumerate(points.values()):
-        ax.plot(*_coordinates([point]), _MARKERS[number % len(_MARKERS)], color=COLOURS[number % len(COLOURS)], ms=6)
-    ax.margins(0.12, 0.15)
-    figure.draw_without_rendering()  # places the axes
-    places = ax.transData.transform(list(points.values())) if points else []
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
-    for name, point in points.items():
-        label = None
-        for distance, side, up in product(_LABEL_DISTANCES, (1, -1), (1, -1)):
-            if label is not None:
-                label.remove()
-            line = {"arrowstyle": "-", "color": _GREY, "lw": 0.6, "shrinkA": 0} if distance else None
-            label = ax.annotate(
-                *(_shortened(name), point, (8 * side, up * distance)),
-                textcoords="offset points",
-                ha="left" if side > 0 else "right",
-                va="center",
-                fontsize=9,
-                arrowprops=line,
-            )
-            label.get_window_extent()  # places the words
-            box = Text.get_window_extent(label)  # without the line
-            is_inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
-            if is_inside and box.count_overlaps(taken) == 0:
-                break
-        taken.append(box)
+    for number, (name, (x, y, *bounds)) in enumerate(points.items()):
+        style = styles.get(name, Style.of(number))
+        face = "none" if style.is_dashed else style.colour
+        look = {"color": style.colour, "markerfacecolor": face, "ms": 6, "linestyle": "none"}
+        ax.plot([x], [y], style.marker, label=_shortened(name), **look)
+        for bound, is_x in zip(bounds, (True, False), strict=False):
+            if bound is not None:
+                ax.plot(*((bound, [y, y]) if is_x else ([x, x], bound)), color=style.colour, **_THIN)
+    ax.margins(0.04, 0.06)
+    _add_legend(figure, ax)
 
 
 def _name_bars(ax: Any, names: Sequence[str]) -> None:
@@ -342,8 +378,14 @@ def _loss_curves(
     ]
 
 
-def _coordinates(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def _add_number(ax: Any, words: str, place: tuple[float, float], coordinates: Any) -> None:
+    """To the right of a place, also outside of the axes."""
+    how = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+    ax.annotate(words, place, (5, 0), xycoords=coordinates, **how)
+
+
+def _coordinates(points: Sequence[tuple[Any, ...]]) -> tuple[list[float], list[float]]:
+    return [point[0] for point in points], [point[1] for point in points]
 
 
 def _count_on_x(ax: Any) -> None:
@@ -367,13 +409,13 @@ def _add_plain_decoding(ax: Any) -> None:
 
 
 def _add_legend(figure: Any, ax: Any) -> None:
-    """Above the axes, where it hides no data; none for a single label."""
+    """Below the axes, where it hides no data; none for a single label."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
         size = 11 if len(labels) < 5 else 9.5
         fitting = int(_LEGEND_CHARACTERS * 11 / size) // (max(map(len, labels)) + 7)
-        style = {"ncols": max(1, min(len(labels), 4, fitting)), "handlelength": 1.5, "columnspacing": 1.5}
-        figure.legend(handles, labels, loc="outside upper center", fontsize=size, **style)
+        style = {"ncols": max(1, min(len(labels), 4, fitting)), "handlelength": 2.2, "columnspacing": 1.5}
+        figure.legend(handles, labels, loc="outside lower center", fontsize=size, **style)
 
 
 def _smoothed(values: Sequence[float], window: int) -> list[float]:

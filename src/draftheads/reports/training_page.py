@@ -9,6 +9,7 @@ from draftheads.reports.page import Page, Table
 from draftheads.reports.plots import Figure, draw_acceptance, draw_losses, draw_tokens_per_step, loss_limit, smoothing
 from draftheads.train.summary import verdict_of
 from draftheads.utils.counts import counted
+from draftheads.utils.provenance import machine_in_words
 
 Lines = list[dict[str, Any]]
 
@@ -26,6 +27,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
     return Page(
         title=f"{metrics['method']} heads for {metrics['model_id']}",
         verdict=verdict_of(metrics),
+        where=f"{metrics['method']} for {metrics['model_id']}, {machine_in_words(metrics['provenance'])}",
         note=(
             f"Measured on {held_out} with a tree of {counted(len(metrics['tree']) + 1, 'node')}. The last run took "
             f"{metrics['training_seconds']:,.0f} seconds at {metrics['tokens_per_second']:,.0f} tokens per second."

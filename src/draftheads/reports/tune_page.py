@@ -9,6 +9,7 @@ from draftheads.bench.table import speed_sentence
 from draftheads.reports.page import Page, Table, unbroken_speed
 from draftheads.reports.plots import Figure, draw_calibration, draw_speedups, draw_tree_sizes
 from draftheads.utils.counts import counted
+from draftheads.utils.provenance import machine_in_words
 
 _FORMAT_VERSION = 2
 _SETTINGS = ("method", "model_id", "head", "dtype", "temperature", "num_texts", "num_tokens", "format_version")
@@ -34,6 +35,7 @@ def tune_page(record: Record) -> Page:
     return Page(
         title=f"Trees for {record['head']} on {record['model_id']}",
         verdict=verdict,
+        where=f"{record['head']} on {record['model_id']}, {machine_in_words(record['provenance'])}",
         note=" ".join(others),
         numbers=_numbers(record, winners[0]),
         figures=[_speedups(record, winners), _tree_sizes(record), _calibration(record)],

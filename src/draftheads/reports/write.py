@@ -58,7 +58,7 @@ def _write(folder: Path, files: _Files, *, figures: bool) -> list[Path]:
         page = files.make(json.loads(path.read_text(encoding="utf-8")), folder)
         contents = {folder / files.page: render(page).encode()}
         for figure in page.figures if figures else ():
-            contents |= {folder / "figures" / name: content for name, content in figure.files().items()}
+            contents |= {folder / "figures" / name: content for name, content in figure.files(page.where).items()}
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise DataError(f"this {files.what} cannot be read: {error!r}", path=path) from error
     for place, content in contents.items():

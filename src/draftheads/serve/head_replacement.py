@@ -7,6 +7,7 @@ their text does not depend on it.
 
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -209,8 +210,8 @@ def _texts_for(engine: Engine, folder: Path) -> list[RecordedTokens]:
 
 
 def _newest_records(folder: Path) -> Iterator[RecordedTokens]:
-    """What was recorded, the newest file first."""
+    """What was recorded last, the newest first."""
     for path in sorted(folder.glob("traffic-*.jsonl"), reverse=True):
         with suppress(DataError):  # it was deleted to make room
-            for _, value in read_json_lines(path, may_be_torn=True):
+            for _, value in reversed(deque(read_json_lines(path, may_be_torn=True), _MOST_RECORDS)):
                 yield RecordedTokens(tuple(value["prompt_ids"]), tuple(value["answer_ids"]), value["tokenizer"])

@@ -7,10 +7,13 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from draftheads.utils.counts import counted
 
 _GIT_TIMEOUT_SECONDS = 5.0
 
@@ -38,6 +41,18 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, str | int | bool 
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),  # within one operation
     }
+
+
+def machine_in_words(facts: Mapping[str, Any]) -> str:
+    """The accelerator, or the processor with its threads; older records can lack some.
+
+    >>> machine_in_words({"device": "cpu", "processor": "A CPU", "threads": 2})
+    'A CPU, 2 threads'
+    """
+    if (device := facts.get("device", "cpu")) != "cpu":
+        return str(device)
+    threads = counted(facts["threads"], "thread") if "threads" in facts else None
+    return ", ".join(filter(None, [facts.get("processor"), threads]))
 
 
 def installed_version(package: str) -> str | None:

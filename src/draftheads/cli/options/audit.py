@@ -50,7 +50,9 @@ class AuditOptions(OptionGroup):
     json_schema: Path | None = None
     """A JSON file with the schema of the json checks. Default: a small built-in one."""
     api_key_env: str | None = None
-    """The environment variable with the servers' key."""
+    """The environment variable with the server's key. Also for a baseline at the same host and port."""
+    baseline_key_env: str | None = None
+    """The environment variable with the baseline's key."""
     json: str | None = None
     """Write everything as JSON to this file. - writes it to standard output."""
     examples: Annotated[int, FROM_0] = 3
@@ -62,7 +64,7 @@ class AuditOptions(OptionGroup):
         super().__post_init__()
         if self.baseline is None and self.model is None:
             raise InvalidSettings("nothing to compare with: give --baseline URL, --model MODEL, or both")
-        for name in ("baseline_name", "baseline_fields"):
+        for name in ("baseline_name", "baseline_fields", "baseline_key_env"):
             self._require(name, fine=self.baseline is not None or getattr(self, name) is None, fix="give --baseline")
         _ = self.server_values, self.baseline_values
 

@@ -10,7 +10,7 @@ from draftheads.bench.settings import BenchSettings
 from draftheads.settings import LoadSettings
 from draftheads.utils.option_group import OptionGroup
 
-MeasureName = Literal["agreement", "perplexity", "rouge", "gsm8k", "pass@1", "judge"]
+MeasureName = Literal["agreement", "perplexity", "rouge", "gsm8k", "judge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +18,15 @@ class QualityOptions(OptionGroup):
     """Quality of the answers."""
 
     quality: tuple[MeasureName, ...] = ()
-    """Measure quality. Of all answers; pass@1 runs the code that the model wrote, in a process with limits."""
+    """Measure quality. Of all answers."""
     judge: str | None = None
     """OpenAI-compatible endpoint that judges the answers."""
     judge_model: str | None = None
     """The model that judges there."""
     judge_prompts: Path | None = None
     """Prompts of the judge. In the form of FastChat's judge_prompts.jsonl; default: our own words."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable with the judge's key."""
+    api_key_env: str | None = None
+    """Environment variable with the judge's key. Default: OPENAI_API_KEY if it is https://api.openai.com, else none."""
     original_model: str | None = None
     """What the model was tuned from. Perplexity is under this model; default: the model itself."""
 

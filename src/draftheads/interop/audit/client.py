@@ -34,6 +34,7 @@ class ServerAddress:
     model: str | None = None  # its name there; None: the first one of /v1/models
     fields: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
     api_key: str | None = None
+    key_option: str = "--api-key-env"  # which argument names the key's variable, for messages
 
 
 class Server:
@@ -190,9 +191,8 @@ class Server:
                 problem, is_down = str(error) or type(error).__name__, isinstance(error, ConnectError)
                 continue
             if response.status_code in (401, 403):
-                raise EndpointError(
-                    f"{url} refuses the key ({response.status_code}): name its variable in --api-key-env"
-                )
+                named = self.address.key_option
+                raise EndpointError(f"{url} refuses the key ({response.status_code}): name its variable in {named}")
             if response.status_code not in _BUSY_STATUSES and response.status_code < 500:
                 return response
             problem, is_down = f"status {response.status_code}: {_message_in(response)}", False
