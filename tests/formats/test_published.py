@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ CASES: dict[str, Make] = {
     "eagle3, residual after the norm": lambda target: published.eagle3(target, norm_before_residual=True),
     "eagle3.1": lambda target: published.eagle3(target, fc_norm=True, norm_output=True, trimmed=False),
     "eagle3 with layers of its own": lambda target: published.eagle3(target, layers=[1, 3, 6], attention_bias=True),
+    "eagle3 with an embedding of its own": lambda target: published.eagle3(target, own_embedding=True),
+    "eagle3 of another size": lambda target: published.eagle3(target, size=24, own_embedding=True, fc_norm=True),
+    "eagle3 of a larger size": lambda target: published.eagle3(
+        target, size=48, own_embedding=True, norm_output=True, attention_bias=True, trimmed=False
+    ),
+    "speculators of another size": lambda target: published.eagle3(
+        target, form="layers.0.", size=40, own_embedding=True, norm_before_residual=True
+    ),
     "speculators": lambda target: published.eagle3(target, form="layers.0.", norm_before_residual=True),
 }
 
@@ -86,6 +95,10 @@ def made(case: str, target: TargetModel) -> Published:
         return CASES[case](target)
 
 
+OWN_EMBEDDING = pytest.mark.filterwarnings("ignore:.*so it is read as the head's own")
+
+
+@OWN_EMBEDDING
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_it_computes_what_its_project_computes(case: str, tmp_path: Path) -> None:
@@ -105,8 +118,9 @@ def test_it_computes_what_its_project_computes(case: str, tmp_path: Path) -> Non
         )
 
 
+@OWN_EMBEDDING
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(8)
+@pytest.mark.few(10)
 def test_it_decodes_without_changing_a_word(case: str, tmp_path: Path) -> None:
     target = tiny_model("llama", **DEEP)
     convert(written(made(case, target), tmp_path / "theirs"), tmp_path / "ours", base=target)
@@ -118,8 +132,9 @@ def test_it_decodes_without_changing_a_word(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the head has:UserWarning")  # options that some engines do not know
+@OWN_EMBEDDING
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(8)
+@pytest.mark.few(12)
 def test_it_comes_back_equal(case: str, tmp_path: Path) -> None:
     name = on_disk(tmp_path / "model", **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)
@@ -201,6 +216,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ours").exists()
 
 
+@OWN_EMBEDDING
 @pytest.mark.parametrize("case", CASES)
 def test_damaged_files_are_errors_that_name_the_tensor(case: str, tmp_path: Path) -> None:
     target = tiny_model("llama", **DEEP)
@@ -221,7 +237,34 @@ def test_damaged_files_are_errors_that_name_the_tensor(case: str, tmp_path: Path
         assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize("case", ["hydra", "eagle", "speculators"])
+@pytest.mark.parametrize("form", ["midlayer.", "layers.0."])
+def test_an_embedding_of_its_own_may_be_that_of_another_base(form: str, tmp_path: Path) -> None:
+    target, other = tiny_model("llama", **DEEP), tiny_model("llama", seed=9, **DEEP)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        head = published.eagle3(target, form=form)
+    head.tensors["embed_tokens.weight"] = other.weights.embedding.detach().float()
+    with pytest.warns(
+        BaseModelWarning, match=r"embed_tokens\.weight differs by \d+% from .* trained for another model"
+    ):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    options = read_head(tmp_path / "ours").options
+    assert options["own_embedding"] is True
+    assert "inner_size" not in options
+
+
+def test_another_size_needs_an_embedding(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    with torch.no_grad():
+        head = published.eagle3(target, size=24, own_embedding=True)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors = {key: tensor for key, tensor in head.tensors.items() if key != name}
+        folder = written(replace(head, tensors=tensors), tmp_path / name)
+        with pytest.raises(CheckpointCorrupt, match=f"missing tensor {name}"):
+            convert(folder, tmp_path / "ours", base=target)
+
+
+@pytest.mark.parametrize("case", ["hydra", "eagle"])
 def test_another_base_is_refused(case: str, tmp_path: Path) -> None:
     target, other = tiny_model("llama", **DEEP), tiny_model("llama", seed=9, **DEEP)
     folder = written(made(case, target), tmp_path / "theirs")
@@ -251,7 +294,7 @@ def test_what_no_head_here_computes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="no file that ends in"):
         convert(tmp_path / "empty", tmp_path / "ours", base=target)
     save_file({"a": torch.zeros(1)}, tmp_path / "empty" / "model.safetensors")
-    with pytest.raises(ModelNotFound, match="the tensors a, …: they are of no known format"):
+    with pytest.raises(ModelNotFound, match="the tensors a: they are of no known format"):
         convert(tmp_path / "empty", tmp_path / "ours", base=target)
     assert not is_published(tmp_path / "empty")
 
@@ -460,7 +503,7 @@ def test_names_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match=r"surplus tensor '\\x1b\[2J'"):
         convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
     head.tensors = {"\x1b[2J": torch.zeros(1)}
-    with pytest.raises(ModelNotFound, match=r"has the tensors '\\x1b\[2J', …"):
+    with pytest.raises(ModelNotFound, match=r"has the tensors '\\x1b\[2J': they"):
         convert(written(head, tmp_path / "others"), tmp_path / "ours", base=target)
 
 

@@ -33,8 +33,11 @@ from draftheads.speculation.acceptance_profile import DEFAULT_NODES, PROFILE_FIL
 from draftheads.utils.counts import counted
 from draftheads.utils.file_set import read_set, replaced_set
 from draftheads.utils.files import atomic_directory, user_path
+from draftheads.utils.messages import first_names
 from draftheads.utils.provenance import provenance
 from draftheads.utils.strict_json import read_dataclass
+
+_FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors as safetensors names them; those of 8 bits need scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,13 +289,14 @@ def _check_tensors(files: HeadFiles, skeleton: DraftHead) -> None:
     for kind, names in (("missing", set(expected) - found), ("surplus", found - set(expected))):
         if names:
             counts = f"it has {counted(len(found), 'tensor')}, {CONFIG_FILE} needs {len(expected)}"
-            raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
+            noun = "tensors" if len(names) > 1 else "tensor"
+            raise CheckpointCorrupt(f"{path}: {kind} {noun} {first_names(names)}: {counts}")
     for name, tensor in expected.items():
         if files.shapes[name] != tuple(tensor.shape):
             raise CheckpointCorrupt(
                 f"{path}: tensor {name} is {files.shapes[name]}; {CONFIG_FILE} makes it {tuple(tensor.shape)}"
             )
-        if files.types[name].startswith(("F", "BF")) != tensor.is_floating_point():
+        if (files.types[name] in _FLOATS) != tensor.is_floating_point():
             raise CheckpointCorrupt(f"{path}: tensor {name} holds {files.types[name]}; it must be {tensor.dtype}")
 
 

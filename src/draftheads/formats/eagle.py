@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import CheckpointCorrupt, UnsupportedModel
-from draftheads.formats.layout import Layout, Made, need_config, refuse, sizes_of
+from draftheads.errors import BaseModelWarning, CheckpointCorrupt, UnsupportedModel
+from draftheads.formats.layout import CLOSE, Layout, Made, distance, need_config, refuse, sizes_of
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
@@ -23,6 +23,7 @@ _OF_LAYER = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
 )
+_EMBEDDING = "embed_tokens.weight"
 _MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
 _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
@@ -43,7 +44,7 @@ def is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def eagle_layout(source: Source, base: TargetModel) -> Layout:
     """Biases are there or not, whatever the configuration says."""
-    sizes = _sizes(source, base, source.config)
+    sizes = _sizes(source, base, source.config, base.hidden_size)
     config = EagleConfig(
         **sizes,
         fusion_bias="fc.bias" in source.shapes,
@@ -54,7 +55,7 @@ def eagle_layout(source: Source, base: TargetModel) -> Layout:
         "an EAGLE head",
         config,
         eagle_names(config),
-        copies=_copies(source, "embed_tokens.weight"),
+        copies=_copies(source, _EMBEDDING),
         unused=_unused(source),
     )
 
@@ -74,7 +75,9 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     shapes, given = source.shapes, source.config
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
-    sizes = _sizes(source, base, layer)
+    size = shapes["fc.weight"][0]
+    sizes = _sizes(source, base, layer, size)
+    own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
     target_size = given.get("target_hidden_size") or base.hidden_size
     if target_size != base.hidden_size:
         raise UnsupportedModel(
@@ -83,8 +86,8 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         )
     count = shapes["fc.weight"][1] // base.hidden_size
     layers = _layers(source, base, count)
-    size = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else given.get("draft_vocab_size")
-    is_trimmed = "d2t" in shapes and not (size == base.vocab_size and _is_whole(source))
+    num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else given.get("draft_vocab_size")
+    is_trimmed = "d2t" in shapes and not (num_tokens == base.vocab_size and _is_whole(source))
     config = Eagle3Config(
         **sizes,
         layers=layers,
@@ -92,16 +95,19 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         norm_output=source.flag("norm_output"),
         norm_before_residual=source.flag("norm_before_residual"),
         qkv_bias=f"{prefix}self_attn.q_proj.bias" in shapes,
-        lm_head="own" if "lm_head.weight" in shapes else "shared",
-        draft_vocab_size=size if is_trimmed else None,
+        lm_head="own" if "lm_head.weight" in shapes or size != base.hidden_size else "shared",
+        draft_vocab_size=num_tokens if is_trimmed else None,
         num_heads=_depth(source),
+        inner_size=None if size == base.hidden_size else size,
+        own_embedding=own_embedding,
     )
     names: dict[str, str | Made] = dict(eagle3_names(config, prefix))
     if is_trimmed:
         with_mask = ("d2t", "t2d") if "t2d" in shapes else ("d2t",)
         names["draft_vocab"] = Made(with_mask, partial(_draft_vocab, source, base.vocab_size))
     unused = {*_unused(source), *({"d2t", "t2d"} & set(shapes) if not is_trimmed else ())}
-    return Layout("an EAGLE-3 head", config, names, copies=_copies(source, "embed_tokens.weight"), unused=unused)
+    copies = {} if own_embedding else _copies(source, _EMBEDDING)
+    return Layout("an EAGLE-3 head", config, names, copies=copies, unused=unused)
 
 
 def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, str]:
@@ -110,6 +116,7 @@ def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, st
     if config.fc_norm:
         names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
     names |= _layer_names(config, prefix)
+    names |= {"embedding.weight": _EMBEDDING} if config.own_embedding else {}
     names |= {
         "layer.input_norm.norms.0.weight": f"{prefix}input_layernorm.weight",
         "layer.input_norm.norms.1.weight": f"{prefix}hidden_norm.weight",
@@ -144,7 +151,7 @@ def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
         theirs: head.state_dict()[ours] for ours, theirs in eagle3_names(config).items() if theirs != "lm_head.weight"
     }
     # whatever kind the lm_head is: the logits of unit vectors are its columns
-    tensors["lm_head.weight"] = head.logits(torch.eye(config.hidden_size), 0).T
+    tensors["lm_head.weight"] = head.logits(torch.eye(config.feature_size), 0).T
     ids = head.draft_vocab if config.draft_vocab_size is not None else torch.arange(config.vocab_size)
     tensors |= _output_bias(config, _PUBLISHED)
     tensors["d2t"] = ids - torch.arange(len(ids))
@@ -153,6 +160,7 @@ def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **llama_config(config, target),
+        "hidden_size": config.state_size,
         "target_hidden_size": config.hidden_size,
         "draft_vocab_size": config.num_draft_tokens,
         "norm_before_residual": config.norm_before_residual,
@@ -174,7 +182,7 @@ def write_speculators(
 
     Args:
         head: an EAGLE-3 head.
-        target: its base model, whose embedding is written, too: the project starts from it.
+        target: its base model, whose embedding is written if the head has none: the project starts from it.
         verifier: the base model's name or folder.
 
     Raises:
@@ -208,7 +216,7 @@ def write_speculators(
         _SPECULATORS + name.removeprefix(_PUBLISHED) if name.startswith(_PUBLISHED) else name: tensor
         for name, tensor in tensors.items()
     }
-    return about, {**renamed, "embed_tokens.weight": target.weights.embedding.detach()}
+    return about, {_EMBEDDING: target.weights.embedding.detach(), **renamed}
 
 
 def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -244,8 +252,28 @@ def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tup
     return {**about, "bias": False}, tensors
 
 
-def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a layer that a Llama configuration gives.
+def _has_own_embedding(source: Source, base: TargetModel) -> bool:
+    """Whether the file's embedding, if it has one, is another one than the base model's.
+
+    Warns:
+        BaseModelWarning: it is; so the head may be for another base model.
+    """
+    if _EMBEDDING not in source.shapes:
+        return False
+    apart = distance(source.tensor(_EMBEDDING), base.weights.embedding)
+    if apart is None or apart <= CLOSE:
+        return False
+    warnings.warn(
+        f"{source.path}: its {_EMBEDDING} differs by {apart:.0%} from the embedding of {base.model_id}, so it is read "
+        "as the head's own; if the head was trained for another model, give that one",
+        BaseModelWarning,
+        stacklevel=2,
+    )
+    return True
+
+
+def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Options of a layer of that size that a Llama configuration gives.
 
     Raises:
         CheckpointCorrupt: there is no configuration, or no valid one.
@@ -262,8 +290,8 @@ def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any]) -> dict[
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = LlamaConfig(**kept, hidden_size=base.hidden_size)
-        sizes = layer_sizes(config, base.hidden_size)
+            config = LlamaConfig(**kept, hidden_size=size)
+        sizes = layer_sizes(config, size)
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise CheckpointCorrupt(f"{source.folder / CONFIG}: {error}") from None
     return {**sizes_of(base), **sizes}
@@ -335,7 +363,7 @@ def _unused(source: Source) -> set[str]:
 
 def _output_bias(config: LayerConfig, prefix: str) -> dict[str, Tensor]:
     """Engines whose q, k and v have biases give the layer behind the attention one, too, and do not set it to zero."""
-    return {f"{prefix}self_attn.o_proj.bias": torch.zeros(config.hidden_size)} if config.qkv_bias else {}
+    return {f"{prefix}self_attn.o_proj.bias": torch.zeros(config.state_size)} if config.qkv_bias else {}
 
 
 def _architectures(target: TargetModel) -> list[str]:

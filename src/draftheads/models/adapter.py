@@ -29,6 +29,8 @@ from draftheads.errors import (
 )
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, model_id_of
+from draftheads.models.weight_files import fits
+from draftheads.utils.messages import first_names
 
 FORMAT_VERSION = 1  # of ``base.json``
 _TASKS = (None, "CAUSAL_LM")
@@ -85,7 +87,13 @@ class Adapter:
         with _reading(folder) as (peft, config):
             if config.is_prompt_learning:
                 raise _not_mergeable(config.peft_type)
-            return cls(peft.PeftModel.from_pretrained(model, str(folder)))
+            tuned = peft.PeftModel.from_pretrained(model, str(folder))
+            left_over = tuned.load_adapter(str(folder), "default").unexpected_keys  # peft does not mention them
+            # it writes a whole embedding or lm_head twice if there are more tokens
+            if surplus := [key for key in left_over if not key.endswith(".modules_to_save.weight")]:
+                raise ValueError(f"tensors that belong to no layer: {first_names(surplus)}")
+            _check_types(folder)
+            return cls(tuned)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -163,6 +171,7 @@ def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
         ) from None
     except (OSError, SafetensorError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {first_line(error)}") from None
+    _check_types(folder)
     matrices = {}
     for name, layer in layers.items():
         pair = []
@@ -177,6 +186,16 @@ def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
     if tensors:
         raise _not_beside_base(folder, f"has {next(iter(tensors))!r}, which does not belong to a linear layer")
     return matrices
+
+
+def _check_types(folder: Path) -> None:
+    """Raises :class:`CheckpointCorrupt` if tensors of an adapter have 8 bits: their scales are not known here."""
+    from transformers.modeling_utils import load_state_dict  # noqa: PLC0415 - slow to import
+
+    files = [folder / name for name in (_WEIGHTS_FILE, "adapter_model.bin") if (folder / name).is_file()]
+    types = {name: tensor.dtype for file in files[:1] for name, tensor in load_state_dict(file, "meta").items()}
+    if wrong := [f"{name} ({dtype})" for name, dtype in types.items() if not fits(dtype, None)]:
+        raise CheckpointCorrupt(f"{folder} has quantised tensors, which an adapter cannot have: {first_names(wrong)}")
 
 
 def _lora_layers(model: Any, folder: Path) -> dict[str, Any]:
@@ -211,7 +230,7 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
                 raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
             yield peft, config
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning, SafetensorError) as error:
-            raise CheckpointCorrupt(f"{folder} does not fit the model: {first_line(error)}") from error
+            raise CheckpointCorrupt(f"{folder} does not fit the model: {' '.join(str(error).split())[:300]}") from error
 
 
 def _untie(model: Any) -> None:
