@@ -204,7 +204,7 @@ def _json_in(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is none that can be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -86,7 +86,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         )
     count = shapes["fc.weight"][1] // base.hidden_size
     layers = _layers(source, base, count)
-    num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else given.get("draft_vocab_size")
+    num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else source.number("draft_vocab_size")
     is_trimmed = "d2t" in shapes and not (num_tokens == base.vocab_size and _is_whole(source))
     config = Eagle3Config(
         **sizes,
@@ -285,6 +285,8 @@ def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any], size: in
     if (act := given.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(f"{source.path}: the layer's activation is {act!r}; only silu can be read")
     kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
+    for name in _OF_LAYER[:4]:
+        source.number(name, given=given)
     if "num_attention_heads" not in kept:
         raise CheckpointCorrupt(f"{source.folder / CONFIG}: num_attention_heads is missing")
     try:

@@ -29,6 +29,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 
 _IN_MODEL = "medusa_head."  # of version 1.0, beside the base model's tensors
+_MOST_CHOICES = 1024  # published trees have 64
 _OF_VLLM = "medusa_heads."
 
 
@@ -180,7 +181,7 @@ def _choices(source: Source, heads: int) -> Tree | None:
     if choices is None:
         return None
     try:
-        return Tree.from_paths([tuple(path) for path in choices if 0 < len(path) <= heads])
+        return Tree.from_paths([tuple(path) for path in choices[:_MOST_CHOICES] if 0 < len(path) <= heads])
     except (TypeError, ValueError, InvalidTree) as error:
         raise CheckpointCorrupt(f"{source.folder / CONFIG}: medusa_choices: {error}") from None
 

@@ -15,7 +15,7 @@ from draftheads.checkpoints.checkpoint import weightless_head
 from draftheads.errors import CheckpointCorrupt
 from draftheads.formats.layout import Layout, Made, numbers_in, partial_vocabulary, refuse, sizes_of, whole_lm_heads
 from draftheads.formats.source import CONFIG, Source
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import MAX_NODES
@@ -48,7 +48,7 @@ def mlp_layout(source: Source, base: TargetModel) -> Layout:
     shapes = source.shapes
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in shapes) else ""
     known = {theirs: _stages(source, prefix, theirs) for theirs, _ in _PARTS.values()}
-    stages = source.number("n_predict") or max(map(len, known.values()))
+    stages = source.number("n_predict", most=MOST_DEPTH) or max(map(len, known.values()))
     may_be_tied = source.config.get("tie_weights", len(known["emb"]) < stages)
     for theirs, found in known.items():
         fewest = (min(2, stages) if theirs == "proj" else 1) if may_be_tied else stages
