@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
     DraftHeadsError,
+    InvalidSettings,
     ModelNotFound,
     StorageError,
     UnsupportedModel,
@@ -284,7 +286,7 @@ def test_what_no_head_here_computes_is_refused(tmp_path: Path) -> None:
         convert(written(head, tmp_path / "gelu"), tmp_path / "ours", base=target)
     head = made("eagle3", target)
     head.tensors["d2t"][0] += 500
-    with pytest.raises(CheckpointCorrupt, match=r"d2t makes the ids .* must be different and lie in 0 … 23"):
+    with pytest.raises(CheckpointCorrupt, match=r"d2t makes the ids .* must be different integers in 0 … 23"):
         convert(written(head, tmp_path / "d2t"), tmp_path / "ours", base=target)
     head = made("eagle3", target)
     head.tensors["t2d"][:] = True
@@ -414,6 +416,15 @@ def test_a_changed_configuration_is_read_anew(tmp_path: Path, monkeypatch: pytes
         ("hydra", {}, {"hydra_mlp.999999999.0.linear.weight": torch.zeros(2, 2)}),
         ("accelerator", {"scale_input": "false"}, {}),
         ("accelerator", {"n_predict": -1}, {}),
+        ("accelerator, tied and scaled", {"n_predict": 10**6}, {}),
+        ("accelerator", {"n_predict": True}, {}),
+        ("accelerator", {"inner_dim": 10**12}, {}),
+        ("accelerator", {"n_candidates": 10**12}, {}),
+        ("eagle", {"head_dim": 10**12}, {}),
+        ("eagle", {"num_key_value_heads": 10**12}, {}),
+        ("eagle3", {"intermediate_size": 10**12}, {}),
+        ("speculators", {"draft_vocab_size": 10**12}, {"lm_head.weight": None}),
+        ("speculators", {"transformer_layer_config": {**published.SIZES, "head_dim": 10**12}}, {}),
         ("eagle", {"num_attention_heads": "4"}, {}),
         ("eagle", {"rope_scaling": "linear"}, {}),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": 5}, {}),
@@ -425,15 +436,57 @@ def test_a_changed_configuration_is_read_anew(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_what_makes_no_sense_is_an_error_of_the_file(
-    case: str, changes: dict[str, Any], tensors: dict[str, torch.Tensor], tmp_path: Path
+    case: str, changes: dict[str, Any], tensors: dict[str, torch.Tensor | None], tmp_path: Path
 ) -> None:
     target = tiny_model("llama", **DEEP)
     head = made(case, target)
     head.config |= changes
-    head.tensors |= tensors
+    changed = {**head.tensors, **tensors}
+    head.tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
     with pytest.raises(CheckpointCorrupt, match="theirs"):
         convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("case", ["medusa v0.1", "hydra", "vllm-medusa"])
+def test_a_file_cannot_have_more_heads_than_a_tree_has_nodes(case: str, tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made(case, target)
+    first = {
+        name: tensor
+        for name, tensor in head.tensors.items()
+        if re.search(r"(^|hydra_mlp\.|hydra_lm_head\.|s\.)0\.", name)
+    }
+    for i in range(1, 130):
+        head.tensors |= {
+            re.sub(r"(^|hydra_mlp\.|hydra_lm_head\.|s\.)0\.", rf"\g<1>{i}.", name, count=1): tensor
+            for name, tensor in first.items()
+        }
+    with pytest.raises(InvalidSettings, match="num_heads is 130; it must be at most 127"):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+
+
+def test_nested_json_and_endless_trees_are_errors_of_the_file(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made("medusa v0.1", target)
+    head.config["medusa_choices"] = [[i] for i in range(100_000)]
+    convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    assert len(read_head(tmp_path / "ours").profile.paths) < 128
+    (tmp_path / "theirs" / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointCorrupt, match=r"config\.json"):
+        convert(tmp_path / "theirs", tmp_path / "more", base=target)
+
+
+@pytest.mark.parametrize("case", ["medusa v0.1", "hydra", "accelerator", "eagle", "eagle3", "speculators"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int64])
+@pytest.mark.few(8)
+def test_quantised_tensors_are_refused(dtype: torch.dtype, case: str, tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made(case, target)
+    name = max(name for name, tensor in head.tensors.items() if tensor.dim() == 2 and "embed" not in name)
+    head.tensors[name] = head.tensors[name].to(dtype)
+    with pytest.raises(CheckpointCorrupt, match=f"{re.escape(name)} holds {dtype}"):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
 
 
 @pytest.mark.parametrize("to", ["eagle", "eagle-sglang"])

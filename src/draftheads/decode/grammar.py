@@ -120,7 +120,7 @@ class GrammarState:
         allowed = mask[: len(self._known)] & self._known
         if mask.any() and not allowed.any():
             self._problem = _TokenMissing(
-                f"the answer can only go on with the tokenizer's token {tokens_of(mask)[0]}, which the model does not have"
+                f"the answer can only go on with token {tokens_of(mask)[0]}, which the model does not have"
             )
             return None
         return allowed

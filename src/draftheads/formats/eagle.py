@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftheads.errors import BaseModelWarning, CheckpointCorrupt, UnsupportedModel
-from draftheads.formats.layout import CLOSE, Layout, Made, distance, need_config, refuse, sizes_of
+from draftheads.formats.layout import CLOSE, Layout, Made, distance, draft_ids, need_config, refuse, sizes_of
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
@@ -67,11 +67,7 @@ def eagle_names(config: EagleConfig) -> dict[str, str]:
 
 
 def eagle3_layout(source: Source, base: TargetModel) -> Layout:
-    """``d2t`` has the target's id of each draft token less the token's place; ``t2d`` says which are draft tokens.
-
-    Raises:
-        UnsupportedModel: the head was made for hidden states of another size.
-    """
+    """``d2t`` has the target's id of each draft token less the token's place; ``t2d`` says which are draft tokens."""
     shapes, given = source.shapes, source.config
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
@@ -130,9 +126,6 @@ def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
     ``d2t`` (V',) int64 is the target's id of each draft token minus the token's place; ``t2d`` (V,) bool is true for
     draft tokens. Engines count layers in two ways: vLLM and llama.cpp name the layer whose input is read, at the top;
     SGLang the one before it, in ``eagle_config``.
-
-    Raises:
-        InvalidSettings: the head reads other than three layers, or a bias has no place.
     """
     config = head.config
     assert isinstance(config, Eagle3Config)
@@ -184,9 +177,6 @@ def write_speculators(
         head: an EAGLE-3 head.
         target: its base model, whose embedding is written if the head has none: the project starts from it.
         verifier: the base model's name or folder.
-
-    Raises:
-        InvalidSettings: as for :func:`write_eagle3`.
     """
     given, tensors = write_eagle3(head, target)
     config = head.config
@@ -223,9 +213,6 @@ def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tup
     """The layout of EAGLE heads: vLLM's, which has no bias of ``fc``, or SGLang's.
 
     Embeddings that the head scales are scaled by ``fc``. The lm_head is the target's.
-
-    Raises:
-        InvalidSettings: a bias, an lm_head of the head's own.
     """
     config = head.config
     assert isinstance(config, EagleConfig)
@@ -273,12 +260,7 @@ def _has_own_embedding(source: Source, base: TargetModel) -> bool:
 
 
 def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Options of a layer of that size that a Llama configuration gives.
-
-    Raises:
-        CheckpointCorrupt: there is no configuration, or no valid one.
-        UnsupportedModel: other activations than SiLU.
-    """
+    """Options of a layer of that size that a Llama configuration gives."""
     from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
 
     need_config(source, "it says how many heads the layer's attention has, and its rotary positions")
@@ -328,12 +310,7 @@ def _is_whole(source: Source) -> bool:
 
 
 def _draft_vocab(source: Source, vocab_size: int, d2t: Tensor, t2d: Tensor | None = None) -> Tensor:
-    ids = d2t.long() + torch.arange(len(d2t))
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size or len(ids.unique()) < len(ids):
-        raise CheckpointCorrupt(
-            f"{source.path}: d2t makes the ids {low} … {high}; they must be different and lie in 0 … {vocab_size - 1}"
-        )
+    ids = draft_ids(source, "d2t", vocab_size, d2t + torch.arange(len(d2t)))
     if t2d is not None and t2d.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist()):
         raise CheckpointCorrupt(f"{source.path}: t2d and d2t name different draft tokens")
     return ids

@@ -180,6 +180,15 @@ def need_config(source: Source, why: str) -> None:
         raise CheckpointCorrupt(f"{source.folder / CONFIG} is missing; {why}")
 
 
+def draft_ids(source: Source, name: str, vocab_size: int, ids: Tensor) -> Tensor:
+    """A draft vocabulary that a tensor of the file makes."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size or len(ids.unique()) < len(ids) or ids.is_floating_point():
+        fix = f"they must be different integers in 0 … {vocab_size - 1}"
+        raise CheckpointCorrupt(f"{source.path}: {name} makes the ids {low} … {high}; {fix}")
+    return ids.long()
+
+
 def zeros(size: int) -> Made:
     """A bias that is not there."""
     return Made((), lambda: torch.zeros(size))

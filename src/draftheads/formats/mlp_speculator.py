@@ -40,11 +40,7 @@ def is_mlp_speculator(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def mlp_layout(source: Source, base: TargetModel) -> Layout:
-    """Some files are marked as tied and hold different lm_heads: only what is equal counts as tied.
-
-    Raises:
-        CheckpointCorrupt: parts of stages are missing.
-    """
+    """Some files are marked as tied and hold different lm_heads: only what is equal counts as tied."""
     shapes = source.shapes
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in shapes) else ""
     known = {theirs: _stages(source, prefix, theirs) for theirs, _ in _PARTS.values()}
@@ -105,9 +101,6 @@ def write_mlp(
 
     Parts of the target that the head reads become its own: the embeddings with their scale and projection, the lm_head
     with the layer before it. A bias has no place there: if there is one, states get numbers that are always the same.
-
-    Raises:
-        InvalidSettings: lm_heads of a part of the vocabulary.
     """
     config = head.config
     assert isinstance(config, MlpSpeculatorConfig)

@@ -47,11 +47,7 @@ FORMATS = "Medusa, Hydra, IBM's MLP speculator, EAGLE and EAGLE-3"
 
 
 def is_published(path: Path) -> bool:
-    """Whether a file or folder holds a head of another project; false for heads of this package.
-
-    Raises:
-        ModelNotFound: it holds a whole model.
-    """
+    """Whether a file or folder holds a head of another project; false for heads of this package."""
     if path.is_dir() and kind_of_folder(path) == "draft head":
         return False
     try:
@@ -109,11 +105,7 @@ def _read(path: Path, base: TargetModel) -> tuple[Layout, dict[str, Tensor]]:
 
 
 def _form_of(opened: Source) -> _Format | None:
-    """The format whose tensors these are.
-
-    Raises:
-        ModelNotFound: they are of a whole model.
-    """
+    """The format whose tensors these are."""
     form = next((form for form in _FORMATS if form.fits(opened.shapes)), None)
     if form is None and "model.embed_tokens.weight" in opened.shapes:
         raise ModelNotFound(
@@ -137,11 +129,7 @@ def _profile(layout: Layout) -> AcceptanceProfile:
 
 
 def imported_once(source: Path, base: TargetModel) -> Path:
-    """The folder in the user's cache with the head of another project, read there at the first use.
-
-    Raises:
-        DraftHeadsError: as for :func:`convert`.
-    """
+    """The folder in the user's cache with the head of another project, read there at the first use."""
     opened = Source(source)
     facts = [
         *(FORMAT_VERSION, str(source.resolve()), base.model_id, asdict(base.fingerprints)),

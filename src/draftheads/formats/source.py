@@ -53,11 +53,7 @@ class Source:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` says; empty where there is none.
-
-        Raises:
-            CheckpointCorrupt: it is no JSON object.
-        """
+        """What ``config.json`` says; empty where there is none."""
         file = self.folder / CONFIG
         if not file.is_file():
             return {}
@@ -70,22 +66,14 @@ class Source:
         return values
 
     def number(self, name: str, *, most: int = LARGEST_SIZE, given: Mapping[str, Any] | None = None) -> int | None:
-        """A key of the configuration, or of the ``given`` part of it; None where it is missing.
-
-        Raises:
-            CheckpointCorrupt: its value is not a whole number from 1 to ``most``.
-        """
+        """A key of the configuration, or of the ``given`` part of it; None where it is missing."""
         value = (self.config if given is None else given).get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most):
             raise CheckpointCorrupt(f"{self.folder / CONFIG}: {name} is {value!r}; it must lie in 1 … {most}")
         return value
 
     def flag(self, name: str) -> bool:
-        """Whether a key of the configuration is true; false where it is missing.
-
-        Raises:
-            CheckpointCorrupt: it is neither true nor false.
-        """
+        """Whether a key of the configuration is true; false where it is missing."""
         value = self.config.get(name) or False
         if not isinstance(value, bool):
             raise CheckpointCorrupt(f"{self.folder / CONFIG}: {name} is {value!r}; it must be true or false")

@@ -48,9 +48,7 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
     """Whether it has an embedding of its own in place of the target's."""
 
     method: ClassVar[str] = "eagle3"
-    optional: ClassVar[frozenset[str]] = LayerConfig.optional | {
-        *("norm_before_residual", "inner_size", "own_embedding")
-    }
+    optional = LayerConfig.optional | {"norm_before_residual", "inner_size", "own_embedding"}
     one_layer: ClassVar[str] = "EAGLE-3"
     one_lm_head: ClassVar[bool] = True
 
@@ -60,10 +58,8 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
             raise InvalidSettings(f"layers is {self.layers}; give different numbers from 0 on")
         require_at_least(1, inner_size=self.inner_size)
         if self.state_size != self.hidden_size and (not self.own_embedding or self.lm_head == "shared"):
-            raise InvalidSettings(
-                f"inner_size is {self.inner_size} and the target's hidden_size {self.hidden_size}: give "
-                "own_embedding=true and --lm-head own, because the target's do not fit"
-            )
+            sizes = f"inner_size is {self.inner_size} and the target's hidden_size {self.hidden_size}"
+            raise InvalidSettings(f"{sizes}: give own_embedding=true and --lm-head own")
 
     @property
     def state_size(self) -> int:
@@ -134,17 +130,12 @@ class Eagle3Head(OneLayerHead):
         nn.init.eye_(self.fc.weight.data[:, -self.config.hidden_size :])
         self.norm.weight.data.fill_(self.hidden_scale(weights))
         if self.embedding is not None:
-            start = weights.embedding.float()
-            fits = self.embedding.weight.shape == start.shape
-            self.embedding.weight.data.copy_(start) if fits else nn.init.normal_(self.embedding.weight, std=start.std())
+            nn.init.normal_(self.embedding.weight, std=float(weights.embedding.float().std()))
 
     def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
-        """As the target's where they read vectors of its size, else random."""
+        """As the target's where they read vectors of its size, else as any linear layer."""
         if self.config.feature_size == self.config.hidden_size:
             super().initialise_lm_heads(weights, draft_vocab)
-            return
-        for parameter in self.lm_heads.parameters():
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Its own embedding of tokens, or the target's: (…) -> (…, M)."""

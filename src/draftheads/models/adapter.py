@@ -92,7 +92,6 @@ class Adapter:
             # it writes a whole embedding or lm_head twice if there are more tokens
             if surplus := [key for key in left_over if not key.endswith(".modules_to_save.weight")]:
                 raise ValueError(f"tensors that belong to no layer: {first_names(surplus)}")
-            _check_types(folder)
             return cls(tuned)
 
     @property
@@ -171,7 +170,6 @@ def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
         ) from None
     except (OSError, SafetensorError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {first_line(error)}") from None
-    _check_types(folder)
     matrices = {}
     for name, layer in layers.items():
         pair = []
@@ -186,16 +184,6 @@ def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
     if tensors:
         raise _not_beside_base(folder, f"has {next(iter(tensors))!r}, which does not belong to a linear layer")
     return matrices
-
-
-def _check_types(folder: Path) -> None:
-    """Raises :class:`CheckpointCorrupt` if tensors of an adapter have 8 bits: their scales are not known here."""
-    from transformers.modeling_utils import load_state_dict  # noqa: PLC0415 - slow to import
-
-    files = [folder / name for name in (_WEIGHTS_FILE, "adapter_model.bin") if (folder / name).is_file()]
-    types = {name: tensor.dtype for file in files[:1] for name, tensor in load_state_dict(file, "meta").items()}
-    if wrong := [f"{name} ({dtype})" for name, dtype in types.items() if not fits(dtype, None)]:
-        raise CheckpointCorrupt(f"{folder} has quantised tensors, which an adapter cannot have: {first_names(wrong)}")
 
 
 def _lora_layers(model: Any, folder: Path) -> dict[str, Any]:
@@ -228,6 +216,10 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
             config = peft.PeftConfig.from_pretrained(str(folder))
             if config.task_type not in _TASKS:
                 raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
+            weights = folder / _WEIGHTS_FILE
+            types = {key: value.dtype for key, value in load_file(weights).items()} if weights.is_file() else {}
+            if wrong := [f"{key} ({dtype})" for key, dtype in types.items() if not fits(dtype, None)]:
+                raise ValueError(f"quantised tensors: {first_names(wrong)}")  # noqa: TRY301
             yield peft, config
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning, SafetensorError) as error:
             raise CheckpointCorrupt(f"{folder} does not fit the model: {' '.join(str(error).split())[:300]}") from error

@@ -1,4 +1,4 @@
-"""Whether a model's files hold what the model needs. ``transformers`` only logs most of what this refuses."""
+"""Whether a model's files hold what the model needs. ``transformers`` only logs most of what is refused here."""
 
 import json
 import re
@@ -15,41 +15,41 @@ from draftheads.errors import UnsupportedModel
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
 
-_OF_MODELOPT = "hf_quant_config.json"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NUMBER = r"(?<=\.)\d+(?=\.)"  # of a layer or an expert, in the name of a tensor
-# buffers that models compute now, and heads beside the model that draft for it
-_IGNORABLE = (
-    r"rotary_emb\.inv_freq$",
-    r"(^|\.)position_ids$",
-    r"\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$",
-    r"^medusa_head\.",
+_IGNORABLE = (  # buffers that models compute now, and heads beside the model that draft for it
+    r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$|^medusa_head\."
 )
 
 
 def check_quantisation(name: str, config: Any, given: Any = None, *, source: Path | str | None = None) -> bool:
-    """Whether the model's files hold quantised weights, by their configuration; ``source`` is where they are.
+    """Whether the files at ``source`` hold quantised weights, by a model's configuration.
 
     Raises:
-        UnsupportedModel: ``transformers`` does not undo this quantisation, or a text would depend on the rows beside it
-            with this one, or with the ``given`` one.
+        UnsupportedModel: ``transformers`` does not undo this quantisation; or with it, or with the ``given`` one, texts
+            would depend on the rows beside them.
     """
-    stored = _settings(getattr(config, "quantization_config", None)) or _settings(
-        getattr(config.get_text_config(), "quantization_config", None)
+    stored, wanted = (
+        quantisation if isinstance(quantisation, dict) else quantisation.to_dict() if quantisation else {}
+        for quantisation in (
+            getattr(config, "quantization_config", None)
+            or getattr(config.get_text_config(), "quantization_config", None),
+            given,
+        )
     )
-    if not stored and source is not None:
-        stored = _of_modelopt(source)
-    for settings in (stored, _settings(given)):
-        if settings.get("load_in_8bit") and settings.get("llm_int8_threshold") != 0:
-            raise UnsupportedModel(
-                f"{name}: the 8 bits of bitsandbytes (LLM.int8()) keep columns whole in which any row of a pass has a "
-                "large number, so a text depends on the rows and the draft tokens beside it: use precision int8 or "
-                "four_bit=True in place of it"
-            )
-    method = "bitsandbytes_4bit" if stored.get("load_in_4bit") else stored.get("quant_method")
-    method = "bitsandbytes_8bit" if stored.get("load_in_8bit") else method
-    if stored and method not in transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
-        kind = " ".join(str(stored[key]) for key in ("quant_method", "quant_algo") if stored.get(key)) or "unknown"
+    if not stored and source is not None and (path := _file(source, "hf_quant_config.json")):  # of ModelOpt
+        written = json.loads(path.read_text(encoding="utf-8")).get("quantization", {})
+        stored = {"quant_method": "modelopt", **written} if written.get("quant_algo") else {}
+    if any(each.get("load_in_8bit") and each.get("llm_int8_threshold") != 0 for each in (stored, wanted)):
+        raise UnsupportedModel(
+            f"{name}: the 8 bits of bitsandbytes (LLM.int8()) keep columns whole where any row of a pass has a large "
+            "number, so a text depends on the rows and the draft tokens beside it: use precision int8 or four_bit=True"
+        )
+    from transformers.quantizers.auto import AutoHfQuantizer  # noqa: PLC0415 - slow to import
+
+    quantizer: Any = AutoHfQuantizer
+    if stored and not ((method := stored.get("quant_method")) and quantizer.supports_quant_method(stored)):
+        kind = " ".join(filter(None, (method, stored.get("quant_algo")))) or "unknown"
         raise UnsupportedModel(
             f"{name} has quantised weights ({kind}), which transformers {transformers.__version__} does not undo: load "
             "the model that it was made from, which precision int8 or four_bit=True quantise here"
@@ -58,39 +58,24 @@ def check_quantisation(name: str, config: Any, given: Any = None, *, source: Pat
 
 
 def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | str, *, is_quantised: bool) -> None:
-    """Compares a model with its files.
-
-    Args:
-        name: the model's.
-        model: as it was loaded.
-        report: the loading info of ``transformers``.
-        source: where the files are.
-        is_quantised: whether they hold quantised weights, whose types the model need not have.
+    """Compares a model with its files, by the loading info of ``transformers`` and by the types in the files.
 
     Raises:
         UnsupportedModel: tensors are missing or left over, or have another shape or type than the model's.
     """
-    declared = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ignorable = re.compile("|".join(f"({pattern})" for pattern in (*_IGNORABLE, *declared)))
-    is_quantised_here = getattr(model, "hf_quantizer", None) is not None
-    own = {} if is_quantised_here else {key: tensor.dtype for key, tensor in model.state_dict().items()}
-    prefix = f"{model.base_model_prefix}."  # files of base models leave it out
-    stored = {} if is_quantised else _stored(source)
-    types = {prefix + key if prefix + key in own else key: tensor.dtype for key, tensor in stored.items()}
-    others = {
-        f"{key} ({dtype})"
-        for key, dtype in types.items()
-        if not (fits(dtype, own.get(key)) or (key not in own and ignorable.search(key)))
-    }
-    problems = {
-        "missing": report["missing_keys"],
-        "left over": {key for key in report["unexpected_keys"] if not ignorable.search(key)},
-        "of another shape": {
-            f"{key} ({tuple(shape)}, not {tuple(wanted)})" for key, shape, wanted in report["mismatched_keys"]
-        },
-        "of another type": others,
-    }
-    _refuse(name, problems)
+    ignorable = re.compile("|".join((_IGNORABLE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
+    # quantised here: the model has other types than its files
+    own = (
+        {} if getattr(model, "hf_quantizer", None) else {key: value.dtype for key, value in model.state_dict().items()}
+    )
+    prefix, others = f"{model.base_model_prefix}.", set()  # files of base models leave the prefix out
+    for short, tensor in ({} if is_quantised else _stored(source)).items():
+        key = prefix + short if prefix + short in own else short
+        if not fits(tensor.dtype, own.get(key)) and (key in own or not ignorable.search(key)):
+            others.add(f"{key} ({tensor.dtype})")
+    shapes = {f"{key} ({tuple(shape)}, not {tuple(wanted)})" for key, shape, wanted in report["mismatched_keys"]}
+    surplus = {key for key in report["unexpected_keys"] if not ignorable.search(key)}
+    _refuse(name, report["missing_keys"], surplus, shapes, others)
 
 
 def check_series(name: str, source: Path | str) -> None:
@@ -102,24 +87,14 @@ def check_series(name: str, source: Path | str) -> None:
     series: dict[str, dict[tuple[str, ...], torch.Size]] = {}
     for key, tensor in _stored(source).items():
         series.setdefault(re.sub(_NUMBER, "{}", key), {})[tuple(re.findall(_NUMBER, key))] = tensor.shape
-    missing, others = set(), set()
-    for pattern, shapes in series.items():
+    missing, shapes = set[str](), set[str]()
+    for pattern, found in series.items():
+        usual = Counter(found.values()).most_common(1)[0][0]
+        shapes |= {f"{pattern.format(*place)} {tuple(shape)}" for place, shape in found.items() if shape != usual}
         missing |= {
-            pattern.format(*numbers) for numbers in set(product(*map(set, zip(*shapes, strict=True)))) - set(shapes)
+            pattern.format(*place) for place in product(*map(set, zip(*found, strict=True))) if place not in found
         }
-        usual, _ = Counter(shapes.values()).most_common(1)[0]
-        others |= {f"{pattern.format(*numbers)} {tuple(shape)}" for numbers, shape in shapes.items() if shape != usual}
-    _refuse(name, {"missing": missing, "of another shape": others})
-
-
-def _refuse(name: str, problems: dict[str, set[str]]) -> None:
-    """Raises :class:`UnsupportedModel` with the tensors of each kind of problem, if there are any."""
-    found = [f"{what} ({counted(len(keys), 'tensor')}): {first_names(keys)}" for what, keys in problems.items() if keys]
-    if found:
-        raise UnsupportedModel(
-            f"the files of {name} do not hold the model of its config.json, so its text would be wrong: "
-            f"{'; '.join(found)}"
-        )
+    _refuse(name, missing, set(), shapes, set())
 
 
 def fits(stored: torch.dtype, own: torch.dtype | None) -> bool:
@@ -129,17 +104,13 @@ def fits(stored: torch.dtype, own: torch.dtype | None) -> bool:
     return own.is_floating_point == (stored in _FLOATS)
 
 
-def _settings(quantisation: Any) -> dict[str, Any]:
-    """As in ``config.json``; empty for None."""
-    given = quantisation if isinstance(quantisation, dict | None) else quantisation.to_dict()
-    return dict(given or {})
-
-
-def _of_modelopt(source: Path | str) -> dict[str, Any]:
-    """What ModelOpt writes beside a checkpoint whose weights it has quantised; empty if there is nothing."""
-    path = _file(source, _OF_MODELOPT)
-    quantisation = json.loads(path.read_text(encoding="utf-8")).get("quantization", {}) if path else {}
-    return {"quant_method": "modelopt", **quantisation} if quantisation.get("quant_algo") else {}
+def _refuse(name: str, *problems: set[str]) -> None:
+    kinds = zip(("missing", "left over", "of another shape", "of another type"), problems, strict=True)
+    if found := [f"{kind} ({counted(len(keys), 'tensor')}): {first_names(keys)}" for kind, keys in kinds if keys]:
+        raise UnsupportedModel(
+            f"the files of {name} do not hold the model of its config.json, so its text would be wrong: "
+            f"{'; '.join(found)}"
+        )
 
 
 def _stored(source: Path | str) -> dict[str, Tensor]:
@@ -155,8 +126,10 @@ def _stored(source: Path | str) -> dict[str, Tensor]:
 
 
 def _file(source: Path | str, name: str) -> Path | None:
-    """One of a model's files, which may have to be downloaded; None if there is none."""
+    from transformers.utils.hub import cached_file  # noqa: PLC0415 - slow to import
+
     try:
-        return Path(transformers.utils.cached_file(source, name))
+        path: Any = cached_file(source, name)
+        return Path(path)
     except OSError:
         return None
