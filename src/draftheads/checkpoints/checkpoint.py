@@ -258,7 +258,8 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     if base.vocab_size > rows:
         of_old = (fingerprint_of(matrix[:rows]) for matrix in (base.weights.embedding, base.weights.lm_head))
         given_prints = replace(given_prints, **dict(zip(("embedding", "lm_head"), of_old, strict=True)))
-    if prints.tokenizer != given_prints.tokenizer and prints.tokenizer in tokenizer_fingerprints(base.tokenizer):
+    is_other = prints.tokenizer != given_prints.tokenizer and _apart(saved, "embedding", given_prints) <= MAX_DIFFERENCE
+    if is_other and prints.tokenizer in tokenizer_fingerprints(base.tokenizer):
         given_prints = replace(given_prints, tokenizer=prints.tokenizer)
     fix = (
         "load the head with its own base model, or train a new head with "
