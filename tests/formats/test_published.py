@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -452,16 +453,10 @@ def test_what_makes_no_sense_is_an_error_of_the_file(
 def test_a_file_cannot_have_more_heads_than_a_tree_has_nodes(case: str, tmp_path: Path) -> None:
     target = tiny_model("llama", **DEEP)
     head = made(case, target)
-    first = {
-        name: tensor
-        for name, tensor in head.tensors.items()
-        if re.search(r"(^|hydra_mlp\.|hydra_lm_head\.|s\.)0\.", name)
-    }
+    of_head = re.compile(r"^((?:hydra_mlp|hydra_lm_head|medusa_heads.blocks|medusa_heads.lm_heads)\.)?0\.")
+    first = {name: tensor for name, tensor in head.tensors.items() if of_head.match(name)}
     for i in range(1, 130):
-        head.tensors |= {
-            re.sub(r"(^|hydra_mlp\.|hydra_lm_head\.|s\.)0\.", rf"\g<1>{i}.", name, count=1): tensor
-            for name, tensor in first.items()
-        }
+        head.tensors |= {of_head.sub(rf"\g<1>{i}.", name): tensor.clone() for name, tensor in first.items()}
     with pytest.raises(InvalidSettings, match="num_heads is 130; it must be at most 127"):
         convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
 
@@ -469,7 +464,7 @@ def test_a_file_cannot_have_more_heads_than_a_tree_has_nodes(case: str, tmp_path
 def test_nested_json_and_endless_trees_are_errors_of_the_file(tmp_path: Path) -> None:
     target = tiny_model("llama", **DEEP)
     head = made("medusa v0.1", target)
-    head.config["medusa_choices"] = [[i] for i in range(100_000)]
+    head.config["medusa_choices"] = [path for depth in (1, 2, 3) for path in product(range(20), repeat=depth)]
     convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
     assert len(read_head(tmp_path / "ours").profile.paths) < 128
     (tmp_path / "theirs" / "config.json").write_text("[" * 100_000)

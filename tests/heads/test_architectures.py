@@ -785,7 +785,7 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
         (
             "eagle3",
             "inner_size=16",
-            r"inner_size is 16 and .* size 64: give own_embedding=true and --lm-head own",
+            r"inner_size is 16 and .*size 64: give own_embedding=true and --lm-head own",
         ),
         ("eagle3", "inner_size=0", r"inner_size is 0; it must be at least 1"),
         ("mlp-speculator", "embeddings=mine", r"embeddings must be 'own' or 'target'"),
