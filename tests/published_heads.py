@@ -284,13 +284,16 @@ def eagle3(
     form: str = "midlayer.",
     trimmed: bool = True,
     layers: list[int] | None = None,
+    size: int = SIZES["hidden_size"],  # type: ignore[assignment]
+    own_embedding: bool = False,
     **flags: bool,
 ) -> Published:
-    """Version 3: SafeAILab's names (``midlayer.``), or speculators' (``layers.0.``)."""
+    """Version 3: SafeAILab's names (``midlayer.``), or speculators' (``layers.0.``); of a size of its own if given."""
     vocab = target.vocab_size
     known = {"fc_norm": False, "norm_output": False, "norm_before_residual": False, "attention_bias": False, **flags}
     count = len(DRAFTED) if trimmed else vocab
-    given = {**SIZES, "draft_vocab_size": count, **known}
+    given: dict[str, Any] = {**SIZES, "hidden_size": size, "draft_vocab_size": count, **known}
+    given["target_hidden_size"] = target.hidden_size
     head = Eagle3(given).eval()
     for parameter in head.parameters():
         parameter.data = numbers(*parameter.shape)
@@ -298,8 +301,8 @@ def eagle3(
     ids_of = DRAFTED if trimmed else torch.arange(vocab)
     tensors["d2t"] = ids_of - torch.arange(count)
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids_of, value=True)
-    embedding = target.weights.embedding.detach().float()
-    if form == "layers.0.":
+    embedding = numbers(vocab, size) if own_embedding else target.weights.embedding.detach().float()
+    if form == "layers.0." or own_embedding:
         tensors["embed_tokens.weight"] = embedding.clone()
 
     def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
@@ -311,7 +314,7 @@ def eagle3(
     def head_logits(state: Tensor) -> Tensor:
         return head.lm_head(state if head.norm_output else head.norm(state))  # type: ignore[no-any-return]
 
-    about: dict[str, Any] = given
+    about = given
     if layers is not None:
         about = {**about, "eagle_aux_hidden_state_layer_ids": layers}
     if form == "layers.0.":
@@ -361,8 +364,9 @@ class Eagle3(nn.Module):
         if config.attention_bias:  # of Qwen2's kind: none behind the attention
             self.midlayer.self_attn.o_proj = nn.Linear(rows_of_output, size, bias=False)
         self.midlayer.mlp = LlamaMLP(config)
-        self.fc = nn.Linear(3 * size, size, bias=False)
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, epsilon) for _ in range(3 * given["fc_norm"]))
+        read = given["target_hidden_size"]
+        self.fc = nn.Linear(3 * read, size, bias=False)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(read, epsilon) for _ in range(3 * given["fc_norm"]))
         self.norm = LlamaRMSNorm(size, epsilon)
         self.lm_head = nn.Linear(size, given["draft_vocab_size"], bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
@@ -370,7 +374,7 @@ class Eagle3(nn.Module):
         self.norm_before_residual: bool = given["norm_before_residual"]
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What ``fc`` makes of three hidden states, (…, 3·D) -> (…, D)."""
+        """What ``fc`` makes of three hidden states, (…, 3·D) -> (…, M)."""
         if self.fc_norm:
             parts = hidden.chunk(3, -1)
             hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
@@ -378,7 +382,7 @@ class Eagle3(nn.Module):
         return fused
 
     def forward(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the last place (V',), and what the next place reads as its state (D,): inputs are (T, D)."""
+        """Logits of the last place (V',), and what the next place reads as its state (M,): inputs are (T, M)."""
         layer, positions = self.midlayer, torch.arange(len(states))[None]
         normed = layer.hidden_norm(states)
         x = torch.cat([layer.input_layernorm(embedded), normed], -1)[None]

@@ -434,7 +434,7 @@ def other_embedding() -> TargetModel:
         (lambda: tiny_base(tied=True), "the lm_head of this model"),
         (lambda: tiny_base(tokenizer=tiny_tokenizer(swap=True)), "tokenizer fingerprint"),
         (lambda: tiny_base(hidden_size=16), "hidden_size 32, this model, tiny-0, has 16"),
-        (lambda: tiny_base(vocab_size=65), "vocab_size 64, this model, tiny-0, has 65"),
+        (lambda: tiny_base(vocab_size=63), "vocab_size 64, this model, tiny-0, has 63"),
     ],
 )
 def test_a_head_of_another_model_is_refused(folder: Path, make_other: Callable[[], TargetModel], what: str) -> None:
@@ -496,6 +496,9 @@ BROKEN = [
     Broken(CONFIG_FILE, put("head", "num_heads", value=True), "num_heads is True; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=2.0), r"num_heads is 2\.0; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=0), "num_heads is 0; .* at least 1"),
+    Broken(CONFIG_FILE, put("head", "num_heads", value=10**9), "num_heads is 1000000000; it must be at most 127"),
+    Broken(CONFIG_FILE, put("head", "num_layers", value=128), "num_layers is 128; it must be at most 127"),
+    Broken(CONFIG_FILE, put("head", "hidden_size", value=10**12), "hidden_size is 1000000000000; .* at most 1048576"),
     Broken(CONFIG_FILE, put("head", "draft_vocab_size", value="all"), "is 'all'; .* int or null"),
     Broken(CONFIG_FILE, put("head", "lm_head", value="mine"), "is 'mine'; .* 'shared' or 'own' or 'low_rank'"),
     Broken(
@@ -528,6 +531,12 @@ BROKEN = [
         InvalidTree,
     ),
     Broken(TENSORS_FILE, drop(BIAS), f"missing tensor {BIAS}: it has 6 tensors, .* needs 7"),
+    Broken(
+        TENSORS_FILE,
+        lambda tensors: tensors.update({f"extra.{i}": torch.zeros(1) for i in range(5)}),
+        r"surplus tensors extra\.0, extra\.1, extra\.2 and 2 more: it has 12",
+    ),
+    Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(32).to(torch.float8_e4m3fn)), r"holds F8_E4M3; it must be torch"),
     Broken(TENSORS_FILE, put("extra", value=torch.zeros(1)), "surplus tensor extra: it has 8"),
     Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(31)), r"is \(31,\); .* makes it \(32,\)"),
     Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(32).int()), r"holds I32; it must be torch\.float"),

@@ -71,6 +71,26 @@ def change_base(zoo: Path, method: str, **changes: Any) -> None:
     path.write_text(text)
 
 
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_copy_with_more_tokens_uses_the_head(number: int, zoo: Path, tuned: Path) -> None:
+    """The new tokens of the tokenizer lie behind the model's, or in what filled its embedding up."""
+    tokenizer = AutoTokenizer.from_pretrained(tuned)
+    tokenizer.add_tokens(["<tool>", "<think>"], special_tokens=True)
+    model = AutoModelForCausalLM.from_pretrained(tuned)
+    model.resize_token_embeddings(model.config.vocab_size + number)
+    model.save_pretrained(tuned)
+    tokenizer.save_pretrained(str(tuned))
+    plain, drafted = (draftheads.load(tuned, head, **FP32) for head in (None, "hydra"))
+    texts = [
+        [result.token_ids for result in each.generate(["a dog", "ice"], max_new_tokens=30)] for each in (plain, drafted)
+    ]
+    assert texts[0] == texts[1]
+    model.resize_token_embeddings(23)
+    model.save_pretrained(tuned)
+    with pytest.raises(ModelNotFound, match=r"vocab_size was .* and is 23"):
+        draftheads.load(tuned, "hydra", **FP32)
+
+
 def test_load_finds_the_head_with_its_profile_and_template(zoo: Path, tuned: Path) -> None:
     plain = draftheads.load(tuned, **FP32)
     expected = [result.token_ids for result in plain.generate(["a dog", "ice"], max_new_tokens=30)]

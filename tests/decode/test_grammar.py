@@ -1,5 +1,6 @@
 """Grammars: what is refused, what states allow, and what becomes of a request whose grammar exceeds a limit."""
 
+import copy
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import draftheads.decode.grammar as module
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import GrammarState, compiler_for, tokens_of
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
+from draftheads.models.model import TargetModel
 from draftheads.settings import DEEPEST_SCHEMA, MOST_GRAMMAR_CHARACTERS, Grammar, SamplingSettings
 from draftheads.speculation.draft import AFTER_END, FORBIDDEN
 from families import tiny_head, tiny_model
@@ -125,6 +127,41 @@ def test_a_grammar_that_exceeds_a_limit_later_fails_its_own_request_only():
     assert isinstance(bad.failure, GrammarFailed)
     assert bad.finish_reason is None
     assert good.result().token_ids == Engine(json_model()).generate(prompts[1:], each[1])[0].token_ids
+
+
+def larger_tokenizer() -> Any:
+    """With tokens that no model of the tests has."""
+    tokenizer = copy.deepcopy(json_tokenizer())
+    tokenizer.add_tokens([f"<{number}>" for number in range(VOCAB)] + ["perhaps"], special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, VOCAB - 7, 288, 320])
+def test_a_tokenizer_may_have_more_tokens_than_the_model(vocab_size: int):
+    tokenizer = larger_tokenizer()
+    state = compiler_for(tokenizer, vocab_size=vocab_size, eos_ids=frozenset({EOS})).start(GRAMMARS["choice"])
+    known = state_of(GRAMMARS["choice"])
+    assert tokens_of(state.masks[0]) == [token for token in tokens_of(known.masks[0]) if token < vocab_size]
+    assert len(state.masks[0]) == -(-vocab_size // 32)
+    model = TargetModel(json_model().model, tokenizer, "larger")
+    one = SamplingSettings(max_new_tokens=40, grammar=GRAMMARS["choice"])
+    answers = [Engine(each).generate(["yes"], one)[0] for each in (model, json_model())]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_a_grammar_that_needs_a_missing_token_names_it():
+    tokenizer = larger_tokenizer()
+    compiler = compiler_for(tokenizer, vocab_size=VOCAB, eos_ids=frozenset({EOS}))
+    token = tokenizer.convert_tokens_to_ids("<5>")
+    words = f"go on with token {token}, which the model does not have"
+    with pytest.raises(InvalidSettings, match=words):
+        compiler.start(Grammar.lark("start: <5>"))
+    state = compiler.start(Grammar.lark('start: "a" <5> | "b"'))
+    a, b = (tokenizer(letter)["input_ids"][0] for letter in "ab")
+    assert state.place_below(0, a) == FORBIDDEN
+    assert state.place_below(0, b) > 0
+    with pytest.raises(GrammarFailed, match=words):
+        state.read([a])
 
 
 def test_places_follow_the_draft_tokens():

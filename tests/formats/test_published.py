@@ -2,9 +2,12 @@
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,6 +29,7 @@ from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
     DraftHeadsError,
+    InvalidSettings,
     ModelNotFound,
     StorageError,
     UnsupportedModel,
@@ -65,6 +69,14 @@ CASES: dict[str, Make] = {
     "eagle3, residual after the norm": lambda target: published.eagle3(target, norm_before_residual=True),
     "eagle3.1": lambda target: published.eagle3(target, fc_norm=True, norm_output=True, trimmed=False),
     "eagle3 with layers of its own": lambda target: published.eagle3(target, layers=[1, 3, 6], attention_bias=True),
+    "eagle3 with an embedding of its own": lambda target: published.eagle3(target, own_embedding=True),
+    "eagle3 of another size": lambda target: published.eagle3(target, size=24, own_embedding=True, fc_norm=True),
+    "eagle3 of a larger size": lambda target: published.eagle3(
+        target, size=48, own_embedding=True, norm_output=True, attention_bias=True, trimmed=False
+    ),
+    "speculators of another size": lambda target: published.eagle3(
+        target, form="layers.0.", size=40, own_embedding=True, norm_before_residual=True
+    ),
     "speculators": lambda target: published.eagle3(target, form="layers.0.", norm_before_residual=True),
 }
 
@@ -86,6 +98,10 @@ def made(case: str, target: TargetModel) -> Published:
         return CASES[case](target)
 
 
+OWN_EMBEDDING = pytest.mark.filterwarnings("ignore:.*so it is read as the head's own")
+
+
+@OWN_EMBEDDING
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_it_computes_what_its_project_computes(case: str, tmp_path: Path) -> None:
@@ -105,8 +121,9 @@ def test_it_computes_what_its_project_computes(case: str, tmp_path: Path) -> Non
         )
 
 
+@OWN_EMBEDDING
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(8)
+@pytest.mark.few(10)
 def test_it_decodes_without_changing_a_word(case: str, tmp_path: Path) -> None:
     target = tiny_model("llama", **DEEP)
     convert(written(made(case, target), tmp_path / "theirs"), tmp_path / "ours", base=target)
@@ -118,8 +135,9 @@ def test_it_decodes_without_changing_a_word(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the head has:UserWarning")  # options that some engines do not know
+@OWN_EMBEDDING
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(8)
+@pytest.mark.few(12)
 def test_it_comes_back_equal(case: str, tmp_path: Path) -> None:
     name = on_disk(tmp_path / "model", **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)
@@ -201,6 +219,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ours").exists()
 
 
+@OWN_EMBEDDING
 @pytest.mark.parametrize("case", CASES)
 def test_damaged_files_are_errors_that_name_the_tensor(case: str, tmp_path: Path) -> None:
     target = tiny_model("llama", **DEEP)
@@ -221,7 +240,34 @@ def test_damaged_files_are_errors_that_name_the_tensor(case: str, tmp_path: Path
         assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize("case", ["hydra", "eagle", "speculators"])
+@pytest.mark.parametrize("form", ["midlayer.", "layers.0."])
+def test_an_embedding_of_its_own_may_be_that_of_another_base(form: str, tmp_path: Path) -> None:
+    target, other = tiny_model("llama", **DEEP), tiny_model("llama", seed=9, **DEEP)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        head = published.eagle3(target, form=form)
+    head.tensors["embed_tokens.weight"] = other.weights.embedding.detach().float()
+    with pytest.warns(
+        BaseModelWarning, match=r"embed_tokens\.weight differs by \d+% from .* trained for another model"
+    ):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    options = read_head(tmp_path / "ours").options
+    assert options["own_embedding"] is True
+    assert "inner_size" not in options
+
+
+def test_another_size_needs_an_embedding(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    with torch.no_grad():
+        head = published.eagle3(target, size=24, own_embedding=True)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors = {key: tensor for key, tensor in head.tensors.items() if key != name}
+        folder = written(replace(head, tensors=tensors), tmp_path / name)
+        with pytest.raises(CheckpointCorrupt, match=f"missing tensor {name}"):
+            convert(folder, tmp_path / "ours", base=target)
+
+
+@pytest.mark.parametrize("case", ["hydra", "eagle"])
 def test_another_base_is_refused(case: str, tmp_path: Path) -> None:
     target, other = tiny_model("llama", **DEEP), tiny_model("llama", seed=9, **DEEP)
     folder = written(made(case, target), tmp_path / "theirs")
@@ -241,7 +287,7 @@ def test_what_no_head_here_computes_is_refused(tmp_path: Path) -> None:
         convert(written(head, tmp_path / "gelu"), tmp_path / "ours", base=target)
     head = made("eagle3", target)
     head.tensors["d2t"][0] += 500
-    with pytest.raises(CheckpointCorrupt, match=r"d2t makes the ids .* must be different and lie in 0 … 23"):
+    with pytest.raises(CheckpointCorrupt, match=r"d2t makes the ids .* must be different integers in 0 … 23"):
         convert(written(head, tmp_path / "d2t"), tmp_path / "ours", base=target)
     head = made("eagle3", target)
     head.tensors["t2d"][:] = True
@@ -251,7 +297,7 @@ def test_what_no_head_here_computes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="no file that ends in"):
         convert(tmp_path / "empty", tmp_path / "ours", base=target)
     save_file({"a": torch.zeros(1)}, tmp_path / "empty" / "model.safetensors")
-    with pytest.raises(ModelNotFound, match="the tensors a, …: they are of no known format"):
+    with pytest.raises(ModelNotFound, match="the tensors a: they are of no known format"):
         convert(tmp_path / "empty", tmp_path / "ours", base=target)
     assert not is_published(tmp_path / "empty")
 
@@ -371,6 +417,15 @@ def test_a_changed_configuration_is_read_anew(tmp_path: Path, monkeypatch: pytes
         ("hydra", {}, {"hydra_mlp.999999999.0.linear.weight": torch.zeros(2, 2)}),
         ("accelerator", {"scale_input": "false"}, {}),
         ("accelerator", {"n_predict": -1}, {}),
+        ("accelerator, tied and scaled", {"n_predict": 10**6}, {}),
+        ("accelerator", {"n_predict": True}, {}),
+        ("accelerator", {"inner_dim": 10**12}, {}),
+        ("accelerator", {"n_candidates": 10**12}, {}),
+        ("eagle", {"head_dim": 10**12}, {}),
+        ("eagle", {"num_key_value_heads": 10**12}, {}),
+        ("eagle3", {"intermediate_size": 10**12}, {}),
+        ("speculators", {"draft_vocab_size": 10**12}, {"lm_head.weight": None}),
+        ("speculators", {"transformer_layer_config": {**published.SIZES, "head_dim": 10**12}}, {}),
         ("eagle", {"num_attention_heads": "4"}, {}),
         ("eagle", {"rope_scaling": "linear"}, {}),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": 5}, {}),
@@ -382,15 +437,51 @@ def test_a_changed_configuration_is_read_anew(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_what_makes_no_sense_is_an_error_of_the_file(
-    case: str, changes: dict[str, Any], tensors: dict[str, torch.Tensor], tmp_path: Path
+    case: str, changes: dict[str, Any], tensors: dict[str, torch.Tensor | None], tmp_path: Path
 ) -> None:
     target = tiny_model("llama", **DEEP)
     head = made(case, target)
     head.config |= changes
-    head.tensors |= tensors
+    changed = {**head.tensors, **tensors}
+    head.tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
     with pytest.raises(CheckpointCorrupt, match="theirs"):
         convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("case", ["medusa v0.1", "hydra", "vllm-medusa"])
+def test_a_file_cannot_have_more_heads_than_a_tree_has_nodes(case: str, tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made(case, target)
+    of_head = re.compile(r"^((?:hydra_mlp|hydra_lm_head|medusa_heads.blocks|medusa_heads.lm_heads)\.)?0\.")
+    first = {name: tensor for name, tensor in head.tensors.items() if of_head.match(name)}
+    for i in range(1, 130):
+        head.tensors |= {of_head.sub(rf"\g<1>{i}.", name): tensor.clone() for name, tensor in first.items()}
+    with pytest.raises(InvalidSettings, match="num_heads is 130; it must be at most 127"):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+
+
+def test_nested_json_and_endless_trees_are_errors_of_the_file(tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made("medusa v0.1", target)
+    head.config["medusa_choices"] = [path for depth in (1, 2, 3) for path in product(range(20), repeat=depth)]
+    convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
+    assert len(read_head(tmp_path / "ours").profile.paths) < 128
+    (tmp_path / "theirs" / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointCorrupt, match=r"config\.json"):
+        convert(tmp_path / "theirs", tmp_path / "more", base=target)
+
+
+@pytest.mark.parametrize("case", ["medusa v0.1", "hydra", "accelerator", "eagle", "eagle3", "speculators"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int64])
+@pytest.mark.few(8)
+def test_quantised_tensors_are_refused(dtype: torch.dtype, case: str, tmp_path: Path) -> None:
+    target = tiny_model("llama", **DEEP)
+    head = made(case, target)
+    name = max(name for name, tensor in head.tensors.items() if tensor.dim() == 2 and "embed" not in name)
+    head.tensors[name] = head.tensors[name].to(dtype)
+    with pytest.raises(CheckpointCorrupt, match=f"{re.escape(name)} holds {dtype}"):
+        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
 
 
 @pytest.mark.parametrize("to", ["eagle", "eagle-sglang"])
@@ -460,7 +551,7 @@ def test_names_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match=r"surplus tensor '\\x1b\[2J'"):
         convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
     head.tensors = {"\x1b[2J": torch.zeros(1)}
-    with pytest.raises(ModelNotFound, match=r"has the tensors '\\x1b\[2J', …"):
+    with pytest.raises(ModelNotFound, match=r"has the tensors '\\x1b\[2J': they"):
         convert(written(head, tmp_path / "others"), tmp_path / "ours", base=target)
 
 

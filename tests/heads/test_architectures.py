@@ -16,7 +16,6 @@ from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import HEADS, head_classes
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig
-from draftheads.heads.head_options import parse_head_options
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from draftheads.heads.stateful import StatefulHead, StatefulSession
 from draftheads.models.model import TargetModel
@@ -27,6 +26,7 @@ from draftheads.speculation.sampling import RowSettings
 from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
 from draftheads.speculation.tree import Tree
 from draftheads.testing import check_head
+from draftheads.train.options import HeadOptions
 from families import FAMILIES, TREES, VOCAB, propose, tiny_head, tiny_model
 from slow_heads import slow_attention
 from thorough import some_rows
@@ -780,14 +780,20 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
         ("amphista", "sampled_token", r"--head-options sampled_token: it has no value; give sampled_token=VALUE"),
         ("amphista", "sampled_token=1", r"--head-options sampled_token=1: sampled_token must be bool"),
         ("markov-medusa", "markov_rank=many", r"--head-options markov_rank=many: markov_rank must be int"),
-        ("markov-medusa", "markov_rank=1048577", r"markov_rank must be at most 1048576"),
-        ("amphista", "num_auto_embedding_blocks=1025", r"num_auto_embedding_blocks must be at most 1024"),
+        ("markov-medusa", "markov_rank=1048577", r"markov_rank is 1048577; it must be at most 1048576"),
+        ("amphista", "num_auto_embedding_blocks=1025", r"num_auto_embedding_blocks is 1025; it must be at most 1024"),
+        (
+            "eagle3",
+            "inner_size=16",
+            r"inner_size is 16 and .*size 64: give own_embedding=true and --lm-head own",
+        ),
+        ("eagle3", "inner_size=0", r"inner_size is 0; it must be at least 1"),
         ("mlp-speculator", "embeddings=mine", r"embeddings must be 'own' or 'target'"),
     ],
 )
 def test_unknown_options_are_refused(method: str, option: str, words: str) -> None:
     with pytest.raises(InvalidSettings, match=words):
-        parse_head_options(method, [option])
+        HeadOptions(method=method, head_options=(option,)).check_method()
 
 
 # --- the target's sizes ---

@@ -54,6 +54,9 @@ def test_other_threads_and_models_are_not_noted() -> None:
         {"norm_output": True},
         {"fc_norm": True, "norm_output": True, "draft_vocab_size": 12, "lm_head": "own", "num_key_value_heads": 2},
         {"layers": []},
+        {"own_embedding": True},
+        {"own_embedding": True, "inner_size": 20, "lm_head": "own", "fc_norm": True},
+        {"own_embedding": True, "inner_size": 48, "lm_head": "low_rank", "lm_head_rank": 48, "norm_output": True},
     ],
 )
 def test_drafting_follows_the_published_layout(options: dict[str, object]) -> None:
@@ -62,7 +65,7 @@ def test_drafting_follows_the_published_layout(options: dict[str, object]) -> No
     head = tiny_head("eagle3", model, **options)
     weight = {name: value.detach() for name, value in head.named_parameters()}
     hidden = head.split(model.hidden_states(TEXT, head.hidden_layers))[0]
-    embedding = model.weights.embedding
+    embedding = weight["embedding.weight"] if head.config.own_embedding else model.weights.embedding  # type: ignore[attr-defined]
     inputs: list[Tensor] = []  # what attention reads at each position
     states: list[Tensor] = []
 
@@ -79,6 +82,8 @@ def test_drafting_follows_the_published_layout(options: dict[str, object]) -> No
             parts = torch.stack([rms_norm(part, weight[f"fc_norm.norms.{i}.weight"]) for i, part in enumerate(parts)])
         output = layer(text[position + 1], weight["fc.weight"] @ parts.flatten())
     lm_head = weight["lm_heads.heads.0.weight"] if head.config.lm_head == "own" else model.weights.lm_head
+    if head.config.lm_head == "low_rank":
+        lm_head = weight["lm_heads.up.0.weight"] @ weight["lm_heads.down.0.weight"]
     last = len(text) - 2
     for depth in range(3):
         # training along the text that this chain drafts; what stands beyond the last position is not read

@@ -592,6 +592,14 @@ def test_the_bytes_of_tokens_are_those_of_the_text(kind: str):
     assert known.of(tokenizer.eos_token_id) == b""
 
 
+@pytest.mark.parametrize("given", [10**18, True, "abc", [256], [0.5], {"a": 1}])
+def test_bytes_of_a_token_are_a_list_of_them(given: object):
+    """A number would be so many zeros."""
+    content = [{"token": "a", "logprob": -1.0, "top_logprobs": [], "bytes": given}]
+    with pytest.raises((TypeError, ValueError)):
+        client._places_of_chat(content)
+
+
 def test_reasoning_that_the_server_took_out_is_compared_and_not_scored(world: World, audit: Audit):
     prompt, place, _, text = world.changed(is_tie=False)
 

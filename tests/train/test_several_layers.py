@@ -14,7 +14,7 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import head_learner
 from draftheads.train.new_head import new_head
-from training_world import build_features, lines, train_for, train_options
+from training_world import build_features, chat, chat_tokenizer, lines, train_for, train_options, write_chats
 
 
 def options(out: Path, features: Path | None = None, **changes: object):
@@ -40,9 +40,13 @@ def test_a_run_stores_the_layers_and_lowers_the_loss(target: TargetModel, chats:
     assert sum(result.tokens_per_step for result in drafted) / len(drafted) > 1.3
 
 
-def test_every_parameter_gets_a_gradient(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("own_embedding=true",), ("own_embedding=true", "inner_size=24")])
+def test_every_parameter_gets_a_gradient(
+    more: tuple[str, ...], target: TargetModel, chats: Path, tmp_path: Path
+) -> None:
     texts = load_texts(target, [chats], max_length=64)
-    settings = options(tmp_path, data=(chats,), head_options=("fc_norm=true", "norm_output=true"), lm_head="own")
+    flags = ("fc_norm=true", "norm_output=true", *more)
+    settings = options(tmp_path, data=(chats,), head_options=flags, lm_head="own")
     store = LiveStore(target, texts, (0, 1))
     head = new_head(settings.heads, target, store, range(len(store)))
     for parameter in head.parameters():
@@ -52,6 +56,35 @@ def test_every_parameter_gets_a_gradient(target: TargetModel, chats: Path, tmp_p
     batch = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]
     learner(*batch)["loss"].backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("size", [24, 40])
+def test_a_head_of_another_size_learns(size: int, target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    own = ("own_embedding=true", f"inner_size={size}")
+    out = tmp_path / "out"
+    train_for(target, options(out, data=(chats,), max_length=64, head_options=own, lm_head="own", epochs=12))
+    log = [line["loss"] for line in lines(out) if "loss" in line]
+    assert sum(log[-3:]) < 0.85 * sum(log[:3])
+    assert load_head(out, target).config.options()["inner_size"] == size
+
+
+def test_a_text_with_a_token_that_the_model_does_not_have_is_named(target: TargetModel, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<new>", "<other>"])
+    larger = TargetModel(target.model, tokenizer, "tiny-chat")
+    known = [chat(f"w{i}", f"w{i + 1} w{i + 2}") for i in range(30)]
+    data = write_chats(tmp_path / "known.jsonl", known)
+    train_for(larger, options(tmp_path / "known", data=(data,), epochs=1))
+    data = write_chats(tmp_path / "new.jsonl", [*known, chat("w1", "w2 <other> w3")])
+    words = (
+        rf"new\.jsonl:31: token {target.vocab_size + 1} is one of the tokenizer, and the model has the tokens 0 … 63"
+    )
+    with pytest.raises(DataError, match=words):
+        train_for(larger, options(tmp_path / "new", data=(data,), epochs=1))
+    text = tmp_path / "plain.txt"
+    text.write_text("w1 w2 <new> " * 20)
+    with pytest.raises(DataError, match=rf"plain\.txt.*: token {target.vocab_size} is one"):
+        train_for(larger, options(tmp_path / "plain", text=(text,), epochs=1))
 
 
 def test_a_store_of_other_layers_is_refused(target: TargetModel, chats: Path, features: Path, tmp_path: Path) -> None:

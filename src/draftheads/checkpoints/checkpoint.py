@@ -6,13 +6,14 @@ The files of a head and their keys: :mod:`draftheads.checkpoints.head_files`.
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftheads.checkpoints.head_files import (
     CARD_FILE,
@@ -26,15 +27,25 @@ from draftheads.checkpoints.head_files import (
 from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, InvalidSettings, InvalidTree
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.models.fingerprint import MAX_DIFFERENCE, TUNED_DIFFERENCE, Fingerprints, difference
+from draftheads.models.fingerprint import (
+    MAX_DIFFERENCE,
+    TUNED_DIFFERENCE,
+    Fingerprints,
+    difference,
+    fingerprint_of,
+    tokenizer_fingerprints,
+)
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import dtype_named
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile
 from draftheads.utils.counts import counted
 from draftheads.utils.file_set import read_set, replaced_set
 from draftheads.utils.files import atomic_directory, user_path
+from draftheads.utils.messages import first_names
 from draftheads.utils.provenance import provenance
 from draftheads.utils.strict_json import read_dataclass
+
+_FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors as safetensors names them; those of 8 bits need scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +136,7 @@ def load_head(
     saved, tensors = read_tensors(folder, device=base.device, ignore_profile=ignore_profile)
     check_base(saved, base)
     _check_draft_vocab(saved, tensors)
-    head = _filled(saved.config, tensors, base, dtype or base.dtype)
+    head = _filled(*_grown(saved.config, tensors, base.vocab_size), base, dtype or base.dtype)
     if unsaved := [name for name, buffer in head.named_buffers() if buffer.is_meta]:
         raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
     head.default_shape = saved.profile.tree(DEFAULT_NODES)
@@ -155,6 +166,21 @@ def _filled(config: HeadConfig, tensors: Mapping[str, Tensor], base: TargetModel
     head.load_state_dict(values, strict=True, assign=True)
     head.bind(base.weights)
     return head.eval().requires_grad_(requires_grad=False)
+
+
+def _grown(
+    config: HeadConfig, tensors: Mapping[str, Tensor], vocab_size: int
+) -> tuple[HeadConfig, Mapping[str, Tensor]]:
+    """The head for a base model whose vocabulary has grown: it drafts the tokens that it knows, and reads all."""
+    known = config.vocab_size
+    if vocab_size == known:
+        return config, tensors
+    config = replace(config, vocab_size=vocab_size, draft_vocab_size=config.draft_vocab_size or known)
+    grown = {"draft_vocab": torch.arange(known), **tensors}
+    for name, expected in weightless_head(config).state_dict().items():
+        if expected.shape[:1] == (vocab_size,) and len(grown[name]) == known:  # an embedding of its own
+            grown[name] = F.pad(grown[name], (0, 0, 0, vocab_size - known))
+    return config, grown
 
 
 def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> SavedHead:
@@ -220,7 +246,7 @@ def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) ->
 
 
 def check_base(saved: SavedHead, base: TargetModel) -> None:
-    """Checks that this is the model that the head was trained for.
+    """Checks that this is the model that the head was trained for. Its vocabulary may have grown since.
 
     Raises:
         CheckpointMismatch: other sizes, another tokenizer, or another embedding or lm_head.
@@ -228,14 +254,20 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     Warns:
         BaseModelWarning: the layers between them differ much.
     """
-    prints, given_prints = saved.fingerprints, base.fingerprints
+    prints, given_prints, rows = saved.fingerprints, base.fingerprints, saved.config.vocab_size
+    if base.vocab_size > rows:
+        of_old = (fingerprint_of(matrix[:rows]) for matrix in (base.weights.embedding, base.weights.lm_head))
+        given_prints = replace(given_prints, **dict(zip(("embedding", "lm_head"), of_old, strict=True)))
+    is_other = prints.tokenizer != given_prints.tokenizer and _apart(saved, "embedding", given_prints) <= MAX_DIFFERENCE
+    if is_other and prints.tokenizer in tokenizer_fingerprints(base.tokenizer):
+        given_prints = replace(given_prints, tokenizer=prints.tokenizer)
     fix = (
         "load the head with its own base model, or train a new head with "
         f"`draftheads train --method {saved.method} --model {base.model_id}`"
     )
     for what, trained, given in (
         ("hidden_size", saved.config.hidden_size, base.hidden_size),
-        ("vocab_size", saved.config.vocab_size, base.vocab_size),
+        ("vocab_size", rows, min(base.vocab_size, rows)),
         ("tokenizer fingerprint", prints.tokenizer, given_prints.tokenizer),
     ):
         if trained != given:
@@ -286,13 +318,14 @@ def _check_tensors(files: HeadFiles, skeleton: DraftHead) -> None:
     for kind, names in (("missing", set(expected) - found), ("surplus", found - set(expected))):
         if names:
             counts = f"it has {counted(len(found), 'tensor')}, {CONFIG_FILE} needs {len(expected)}"
-            raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
+            noun = "tensors" if len(names) > 1 else "tensor"
+            raise CheckpointCorrupt(f"{path}: {kind} {noun} {first_names(names)}: {counts}")
     for name, tensor in expected.items():
         if files.shapes[name] != tuple(tensor.shape):
             raise CheckpointCorrupt(
                 f"{path}: tensor {name} is {files.shapes[name]}; {CONFIG_FILE} makes it {tuple(tensor.shape)}"
             )
-        if files.types[name].startswith(("F", "BF")) != tensor.is_floating_point():
+        if (files.types[name] in _FLOATS) != tensor.is_floating_point():
             raise CheckpointCorrupt(f"{path}: tensor {name} holds {files.types[name]}; it must be {tensor.dtype}")
 
 

@@ -105,11 +105,25 @@ def _compared(base_name: str, method: str | None) -> dict[str, list[str]]:
         return {}
     stamp = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(user_path(base_name).glob("*.json")))
     facts = _facts_of(base_name, stamp)
-    return (
-        {}
-        if facts is None
-        else {name: changes(_facts_of_base(head), facts, names=facts) for name, head in bases.items()}
-    )
+    if facts is None:
+        return {}
+    found = {}
+    for name, head in bases.items():
+        before = _facts_of_base(head)
+        found[name] = changes(before, facts, names=facts)
+        if found[name] and _has_grown(before, facts, base_name):
+            found[name] = []
+    return found
+
+
+def _has_grown(before: Mapping[str, Any], now: Mapping[str, Any], model: str) -> bool:
+    """Whether the model has this size and this tokenizer, and more tokens."""
+    from draftheads.models.fingerprint import tokenizer_fingerprints  # noqa: PLC0415 - slow to import
+    from draftheads.models.pretrained import load_tokenizer  # noqa: PLC0415
+
+    sizes = before["hidden_size"] == now["hidden_size"] and (before["vocab_size"] or 0) <= (now["vocab_size"] or 0)
+    prints = "tokenizer fingerprint"
+    return sizes and prints in now and before[prints] in tokenizer_fingerprints(load_tokenizer(model).tokenizer)
 
 
 def _facts_of_base(head: Path) -> dict[str, Any]:
@@ -204,7 +218,7 @@ def _json_in(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is none that can be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -6,6 +6,7 @@ leads to a place of its own.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,12 +38,17 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
 
 
+class _TokenMissing(GrammarFailed):
+    """An answer can only go on with tokens that the model does not have."""
+
+
 class GrammarState:
     """How far one answer has come in its grammar, and the draft tokens that are tried below it."""
 
-    def __init__(self, matcher: Any, *, num_words: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, *, num_words: int, known: Mask, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher  # after the accepted tokens
-        self._num_words, self._eos_ids = num_words, eos_ids
+        self._num_words, self._known, self._eos_ids = num_words, known, eos_ids
+        self._problem: GrammarFailed | None = None  # why there is no mask
         self._restart()
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -61,7 +67,8 @@ class GrammarState:
         self._places: dict[tuple[int, int], int] = {}
         root = self._probe_mask()
         if root is None:
-            raise GrammarFailed(f"the grammar of the answer is too complex: {_first_line(self._probe.get_error())}")
+            assert self._problem is not None
+            raise self._problem
         self.masks: list[Mask] = [root]  # of each place
 
     def place_below(self, place: int, token: int) -> int:
@@ -102,11 +109,21 @@ class GrammarState:
         return len(self.masks) - 1
 
     def _probe_mask(self) -> Mask | None:
-        """Where the probe is; None after an error, from which a matcher does not recover."""
+        """Where the probe is; None after an error, from which a matcher does not recover, or if no token may follow."""
         mask = np.zeros(self._num_words, np.int32)
         if not self._probe.is_error():
             self._probe.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        return None if self._probe.is_error() else mask
+        if self._probe.is_error():
+            why = _first_line(self._probe.get_error())
+            self._problem = GrammarFailed(f"the grammar of the answer is too complex: {why}")
+            return None
+        allowed = mask[: len(self._known)] & self._known
+        if mask.any() and not allowed.any():
+            self._problem = _TokenMissing(
+                f"the answer can only go on with token {tokens_of(mask)[0]}, which the model does not have"
+            )
+            return None
+        return allowed
 
 
 class GrammarCompiler:
@@ -114,7 +131,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        vocab_size: V of the model; the tokenizer may have fewer tokens.
+        vocab_size: V of the model; the tokenizer may have fewer tokens, or more, which no answer has.
         eos_ids: tokens that end a text.
 
     Raises:
@@ -127,9 +144,13 @@ class GrammarCompiler:
             raise MissingDependency("grammars need llguidance", pip_install="llguidance")
         if not eos_ids:
             raise InvalidSettings("the model has no token that ends a text: an answer with a grammar needs one")
-        self._eos_ids, self._num_words = eos_ids, -(-vocab_size // 32)
+        tokens = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
+        most = max(vocab_size, max(tokens, default=0) + 1)
+        self._eos_ids, self._num_words = eos_ids, -(-most // 32)
+        bits = np.arange(-(-vocab_size // 32) * 32) < vocab_size
+        self._known: Mask = np.packbits(bits, bitorder="little").view(np.int32)
         try:
-            self._table = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids))
+            self._table = llguidance.hf.from_tokenizer(tokenizer, n_vocab=most, eos_token=sorted(eos_ids))
         except ValueError as error:
             raise InvalidSettings(f"grammars cannot be used with the model's tokenizer: {error}") from None
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
@@ -157,7 +178,7 @@ class GrammarCompiler:
             self._compiled.popitem(last=False)
 
     def _state(self, matcher: Any) -> GrammarState:
-        return GrammarState(matcher.deep_copy(), num_words=self._num_words, eos_ids=self._eos_ids)
+        return GrammarState(matcher.deep_copy(), num_words=self._num_words, known=self._known, eos_ids=self._eos_ids)
 
     def _checked(self, grammar: Grammar) -> Any:
         """A matcher that has computed its first masks without an error."""
@@ -178,7 +199,8 @@ class GrammarCompiler:
             allowed = [token for token in tokens_of(trial.masks[0]) if token not in self._eos_ids]
             if not allowed:
                 raise InvalidSettings("the grammar allows no text")
-            trial.read(allowed[:1])
+            with suppress(_TokenMissing):  # other answers may do without it
+                trial.read(allowed[:1])
             self._state(matcher)  # the lexer, which copies share, may be at its limit now
         except GrammarFailed as error:
             raise InvalidSettings(str(error)) from None

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import CheckpointCorrupt, UnsupportedModel
-from draftheads.formats.layout import Layout, Made, need_config, refuse, sizes_of
+from draftheads.errors import BaseModelWarning, CheckpointCorrupt, UnsupportedModel
+from draftheads.formats.layout import CLOSE, Layout, Made, distance, draft_ids, need_config, refuse, sizes_of
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
@@ -23,6 +23,7 @@ _OF_LAYER = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
 )
+_EMBEDDING = "embed_tokens.weight"
 _MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
 _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
@@ -43,7 +44,7 @@ def is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def eagle_layout(source: Source, base: TargetModel) -> Layout:
     """Biases are there or not, whatever the configuration says."""
-    sizes = _sizes(source, base, source.config)
+    sizes = _sizes(source, base, source.config, base.hidden_size)
     config = EagleConfig(
         **sizes,
         fusion_bias="fc.bias" in source.shapes,
@@ -54,7 +55,7 @@ def eagle_layout(source: Source, base: TargetModel) -> Layout:
         "an EAGLE head",
         config,
         eagle_names(config),
-        copies=_copies(source, "embed_tokens.weight"),
+        copies=_copies(source, _EMBEDDING),
         unused=_unused(source),
     )
 
@@ -66,15 +67,13 @@ def eagle_names(config: EagleConfig) -> dict[str, str]:
 
 
 def eagle3_layout(source: Source, base: TargetModel) -> Layout:
-    """``d2t`` has the target's id of each draft token less the token's place; ``t2d`` says which are draft tokens.
-
-    Raises:
-        UnsupportedModel: the head was made for hidden states of another size.
-    """
+    """``d2t`` has the target's id of each draft token less the token's place; ``t2d`` says which are draft tokens."""
     shapes, given = source.shapes, source.config
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
-    sizes = _sizes(source, base, layer)
+    size = shapes["fc.weight"][0]
+    sizes = _sizes(source, base, layer, size)
+    own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
     target_size = given.get("target_hidden_size") or base.hidden_size
     if target_size != base.hidden_size:
         raise UnsupportedModel(
@@ -83,8 +82,8 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         )
     count = shapes["fc.weight"][1] // base.hidden_size
     layers = _layers(source, base, count)
-    size = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else given.get("draft_vocab_size")
-    is_trimmed = "d2t" in shapes and not (size == base.vocab_size and _is_whole(source))
+    num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else source.number("draft_vocab_size")
+    is_trimmed = "d2t" in shapes and not (num_tokens == base.vocab_size and _is_whole(source))
     config = Eagle3Config(
         **sizes,
         layers=layers,
@@ -92,16 +91,19 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         norm_output=source.flag("norm_output"),
         norm_before_residual=source.flag("norm_before_residual"),
         qkv_bias=f"{prefix}self_attn.q_proj.bias" in shapes,
-        lm_head="own" if "lm_head.weight" in shapes else "shared",
-        draft_vocab_size=size if is_trimmed else None,
+        lm_head="own" if "lm_head.weight" in shapes or size != base.hidden_size else "shared",
+        draft_vocab_size=num_tokens if is_trimmed else None,
         num_heads=_depth(source),
+        inner_size=None if size == base.hidden_size else size,
+        own_embedding=own_embedding,
     )
     names: dict[str, str | Made] = dict(eagle3_names(config, prefix))
     if is_trimmed:
         with_mask = ("d2t", "t2d") if "t2d" in shapes else ("d2t",)
         names["draft_vocab"] = Made(with_mask, partial(_draft_vocab, source, base.vocab_size))
     unused = {*_unused(source), *({"d2t", "t2d"} & set(shapes) if not is_trimmed else ())}
-    return Layout("an EAGLE-3 head", config, names, copies=_copies(source, "embed_tokens.weight"), unused=unused)
+    copies = {} if own_embedding else _copies(source, _EMBEDDING)
+    return Layout("an EAGLE-3 head", config, names, copies=copies, unused=unused)
 
 
 def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, str]:
@@ -110,6 +112,7 @@ def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, st
     if config.fc_norm:
         names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
     names |= _layer_names(config, prefix)
+    names |= {"embedding.weight": _EMBEDDING} if config.own_embedding else {}
     names |= {
         "layer.input_norm.norms.0.weight": f"{prefix}input_layernorm.weight",
         "layer.input_norm.norms.1.weight": f"{prefix}hidden_norm.weight",
@@ -123,9 +126,6 @@ def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
     ``d2t`` (V',) int64 is the target's id of each draft token minus the token's place; ``t2d`` (V,) bool is true for
     draft tokens. Engines count layers in two ways: vLLM and llama.cpp name the layer whose input is read, at the top;
     SGLang the one before it, in ``eagle_config``.
-
-    Raises:
-        InvalidSettings: the head reads other than three layers, or a bias has no place.
     """
     config = head.config
     assert isinstance(config, Eagle3Config)
@@ -144,7 +144,7 @@ def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
         theirs: head.state_dict()[ours] for ours, theirs in eagle3_names(config).items() if theirs != "lm_head.weight"
     }
     # whatever kind the lm_head is: the logits of unit vectors are its columns
-    tensors["lm_head.weight"] = head.logits(torch.eye(config.hidden_size), 0).T
+    tensors["lm_head.weight"] = head.logits(torch.eye(config.feature_size), 0).T
     ids = head.draft_vocab if config.draft_vocab_size is not None else torch.arange(config.vocab_size)
     tensors |= _output_bias(config, _PUBLISHED)
     tensors["d2t"] = ids - torch.arange(len(ids))
@@ -153,6 +153,7 @@ def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **llama_config(config, target),
+        "hidden_size": config.state_size,
         "target_hidden_size": config.hidden_size,
         "draft_vocab_size": config.num_draft_tokens,
         "norm_before_residual": config.norm_before_residual,
@@ -174,11 +175,8 @@ def write_speculators(
 
     Args:
         head: an EAGLE-3 head.
-        target: its base model, whose embedding is written, too: the project starts from it.
+        target: its base model, whose embedding is written if the head has none: the project starts from it.
         verifier: the base model's name or folder.
-
-    Raises:
-        InvalidSettings: as for :func:`write_eagle3`.
     """
     given, tensors = write_eagle3(head, target)
     config = head.config
@@ -208,16 +206,13 @@ def write_speculators(
         _SPECULATORS + name.removeprefix(_PUBLISHED) if name.startswith(_PUBLISHED) else name: tensor
         for name, tensor in tensors.items()
     }
-    return about, {**renamed, "embed_tokens.weight": target.weights.embedding.detach()}
+    return about, {_EMBEDDING: target.weights.embedding.detach(), **renamed}
 
 
 def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The layout of EAGLE heads: vLLM's, which has no bias of ``fc``, or SGLang's.
 
     Embeddings that the head scales are scaled by ``fc``. The lm_head is the target's.
-
-    Raises:
-        InvalidSettings: a bias, an lm_head of the head's own.
     """
     config = head.config
     assert isinstance(config, EagleConfig)
@@ -244,26 +239,43 @@ def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tup
     return {**about, "bias": False}, tensors
 
 
-def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a layer that a Llama configuration gives.
+def _has_own_embedding(source: Source, base: TargetModel) -> bool:
+    """Whether the file's embedding, if it has one, is another one than the base model's.
 
-    Raises:
-        CheckpointCorrupt: there is no configuration, or no valid one.
-        UnsupportedModel: other activations than SiLU.
+    Warns:
+        BaseModelWarning: it is; so the head may be for another base model.
     """
+    if _EMBEDDING not in source.shapes:
+        return False
+    apart = distance(source.tensor(_EMBEDDING), base.weights.embedding)
+    if apart is None or apart <= CLOSE:
+        return False
+    warnings.warn(
+        f"{source.path}: its {_EMBEDDING} differs by {apart:.0%} from the embedding of {base.model_id}, so it is read "
+        "as the head's own; if the head was trained for another model, give that one",
+        BaseModelWarning,
+        stacklevel=2,
+    )
+    return True
+
+
+def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Options of a layer of that size that a Llama configuration gives."""
     from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
 
     need_config(source, "it says how many heads the layer's attention has, and its rotary positions")
     if (act := given.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(f"{source.path}: the layer's activation is {act!r}; only silu can be read")
     kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
+    for name in _OF_LAYER[:4]:
+        source.number(name, given=given)
     if "num_attention_heads" not in kept:
         raise CheckpointCorrupt(f"{source.folder / CONFIG}: num_attention_heads is missing")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = LlamaConfig(**kept, hidden_size=base.hidden_size)
-        sizes = layer_sizes(config, base.hidden_size)
+            config = LlamaConfig(**kept, hidden_size=size)
+        sizes = layer_sizes(config, size)
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise CheckpointCorrupt(f"{source.folder / CONFIG}: {error}") from None
     return {**sizes_of(base), **sizes}
@@ -298,12 +310,7 @@ def _is_whole(source: Source) -> bool:
 
 
 def _draft_vocab(source: Source, vocab_size: int, d2t: Tensor, t2d: Tensor | None = None) -> Tensor:
-    ids = d2t.long() + torch.arange(len(d2t))
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size or len(ids.unique()) < len(ids):
-        raise CheckpointCorrupt(
-            f"{source.path}: d2t makes the ids {low} … {high}; they must be different and lie in 0 … {vocab_size - 1}"
-        )
+    ids = draft_ids(source, "d2t", vocab_size, d2t + torch.arange(len(d2t)))
     if t2d is not None and t2d.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist()):
         raise CheckpointCorrupt(f"{source.path}: t2d and d2t name different draft tokens")
     return ids
@@ -335,7 +342,7 @@ def _unused(source: Source) -> set[str]:
 
 def _output_bias(config: LayerConfig, prefix: str) -> dict[str, Tensor]:
     """Engines whose q, k and v have biases give the layer behind the attention one, too, and do not set it to zero."""
-    return {f"{prefix}self_attn.o_proj.bias": torch.zeros(config.hidden_size)} if config.qkv_bias else {}
+    return {f"{prefix}self_attn.o_proj.bias": torch.zeros(config.state_size)} if config.qkv_bias else {}
 
 
 def _architectures(target: TargetModel) -> list[str]:

@@ -32,11 +32,7 @@ def is_hydra(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def hydra_layout(source: Source, base: TargetModel) -> Layout:
-    """The kind of head follows from the tensors.
-
-    Raises:
-        UnsupportedModel: heads on another layer than the last one, or a prefix layer for heads that read no tokens.
-    """
+    """The kind of head follows from the tensors."""
     shapes = source.shapes
     if offset := source.config.get("hidden_state_offset"):
         raise UnsupportedModel(
@@ -88,9 +84,6 @@ def write_hydra(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], d
     """``config.json`` and the tensors as the project stores them: every head has an lm_head of the whole vocabulary.
 
     Embeddings that the head scales are scaled by the first block.
-
-    Raises:
-        InvalidSettings: lm_heads of a part of the vocabulary, or layers that the original code cannot keep apart.
     """
     config, tensors = head.config, dict(head.state_dict())
     has_prefix, is_grounded = isinstance(config, HydraPlusPlusConfig), not isinstance(config, MedusaConfig)

@@ -13,10 +13,12 @@ from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSett
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.model import TargetModel
+from draftheads.models.weight_files import fits
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
+from draftheads.utils.messages import first_names
 
-_CLOSE = 1e-2  # how far a copy of the base's weights may be from them, relative: 16-bit types differ by less
+CLOSE = 1e-2  # how far a copy of the base's weights may be from them, relative: 16-bit types differ by less
 
 
 class Made(NamedTuple):
@@ -64,8 +66,8 @@ class Layout:
         ):
             if names:
                 raise CheckpointCorrupt(
-                    f"{source.path}: {kind} tensor {shown(min(names))}: read as {self.format} with {self._sizes()}, it "
-                    f"needs {counted(len(used), 'tensor')} and has {len(found)}"
+                    f"{source.path}: {kind} {'tensors' if len(names) > 1 else 'tensor'} {first_names(names)}: read as "
+                    f"{self.format} with {self._sizes()}, it needs {counted(len(used), 'tensor')} and has {len(found)}"
                 )
         for name, part in self.copies.items():
             self._check_copy(source, name, part, base)
@@ -82,8 +84,10 @@ class Layout:
                     f"{source.path}: tensor {where} is {tuple(tensor.shape)}; {self.format} with {self._sizes()} "
                     f"makes it {shape}"
                 )
-            if tensor.is_floating_point() != expected[name].is_floating_point():
-                raise CheckpointCorrupt(f"{source.path}: tensor {where} holds {tensor.dtype}")
+            if not fits(tensor.dtype, expected[name].dtype):
+                raise CheckpointCorrupt(
+                    f"{source.path}: tensor {where} holds {tensor.dtype}, which is no value of {expected[name].dtype}"
+                )
             tensors[name] = tensor
         return tensors
 
@@ -102,17 +106,27 @@ class Layout:
     def _check_copy(self, source: Source, name: str, part: str, base: TargetModel) -> None:
         given, own = source.tensor(name), getattr(base.weights, part)
         fix = "give the base model that the head was trained for"
-        if given.shape != own.shape:
+        apart = distance(given, own)
+        if apart is None:
             raise CheckpointMismatch(
                 f"{source.path}: its {name} is {tuple(given.shape)} and the {part} of {base.model_id} is "
                 f"{tuple(own.shape)}: {fix}"
             )
-        own = own.detach().float().cpu()
-        apart = float((given.float() - own).norm() / own.norm().clamp_min(1e-30))
-        if not apart <= _CLOSE:
+        if not apart <= CLOSE:
             raise CheckpointMismatch(
                 f"{source.path}: its {name} differs by {apart:.0%} from the {part} of {base.model_id}: {fix}"
             )
+
+
+def distance(given: Tensor, own: Tensor) -> float | None:
+    """How far a file's copy of one of the base's weights is from it, relative; None if the sizes differ.
+
+    The base's vocabulary may have grown since.
+    """
+    own = own.detach()[: len(given)].float().cpu()
+    if given.shape != own.shape:
+        return None
+    return float((given.float() - own).norm() / own.norm().clamp_min(1e-30))
 
 
 def numbers_in(shapes: Collection[str], pattern: str) -> list[tuple[int, ...]]:
@@ -123,15 +137,6 @@ def numbers_in(shapes: Collection[str], pattern: str) -> list[tuple[int, ...]]:
     """
     found = (re.fullmatch(pattern, name) for name in shapes)
     return sorted(tuple(map(int, match.groups())) for match in found if match)
-
-
-def shown(name: str) -> str:
-    r"""A name from a file, such that a terminal prints it and does nothing else.
-
-    >>> shown("fc.weight"), shown("\x1b[2J")
-    ('fc.weight', "'\\x1b[2J'")
-    """
-    return name if name.isprintable() else repr(name)
 
 
 def refuse(reasons: Sequence[str]) -> None:
@@ -173,6 +178,15 @@ def need_config(source: Source, why: str) -> None:
     """Raises :class:`CheckpointCorrupt` without a ``config.json``."""
     if not source.config:
         raise CheckpointCorrupt(f"{source.folder / CONFIG} is missing; {why}")
+
+
+def draft_ids(source: Source, name: str, vocab_size: int, ids: Tensor) -> Tensor:
+    """A draft vocabulary that a tensor of the file makes."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size or len(ids.unique()) < len(ids) or ids.is_floating_point():
+        fix = f"they must be different integers in 0 … {vocab_size - 1}"
+        raise CheckpointCorrupt(f"{source.path}: {name} makes the ids {low} … {high}; {fix}")
+    return ids.long()
 
 
 def zeros(size: int) -> Made:

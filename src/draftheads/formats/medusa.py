@@ -15,6 +15,7 @@ from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree
 from draftheads.formats.layout import (
     Layout,
     Made,
+    draft_ids,
     numbers_in,
     partial_vocabulary,
     refuse,
@@ -29,6 +30,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 
 _IN_MODEL = "medusa_head."  # of version 1.0, beside the base model's tensors
+_MOST_CHOICES = 1024  # published trees have 64
 _OF_VLLM = "medusa_heads."
 
 
@@ -93,7 +95,7 @@ def vllm_layout(source: Source, base: TargetModel) -> Layout:
             is_whole = count is not None and shapes.get(name, (count,))[0] != count
             names[ours] = Made((name, tokens), lambda weight, ids: weight[ids.long()]) if is_whole else name
         elif theirs == "token_map":
-            names[ours] = Made((name,), partial(_ids, source, base.vocab_size))
+            names[ours] = Made((name,), partial(draft_ids, source, name, base.vocab_size))
         else:
             names[ours] = name
     return Layout("vLLM's Medusa heads", config, names)
@@ -110,11 +112,7 @@ def vllm_names(config: MedusaConfig) -> dict[str, str]:
 
 
 def write_medusa(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """``config.json`` and the tensors as Medusa stores them, with the head's lm_heads written out or shared.
-
-    Raises:
-        InvalidSettings: lm_heads of a part of the vocabulary or with a bias, or layers that differ.
-    """
+    """``config.json`` and the tensors as Medusa stores them, with the head's lm_heads written out or shared."""
     config, tensors = head.config, dict(head.state_dict())
     assert isinstance(config, MedusaConfig)
     layers = different_layers(tensors, config.num_heads, range(config.num_layers))
@@ -130,11 +128,7 @@ def write_medusa(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
 
 
 def write_vllm(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """``config.json`` and the tensors for vLLM 0.10 to 0.32: every head has its lm_head, whatever its kind here.
-
-    Raises:
-        InvalidSettings: the lm_heads have a bias.
-    """
+    """``config.json`` and the tensors for vLLM 0.10 to 0.32: every head has its lm_head, whatever its kind here."""
     config = head.config
     assert isinstance(config, MedusaConfig)
     refuse(_biases(head))
@@ -180,7 +174,7 @@ def _choices(source: Source, heads: int) -> Tree | None:
     if choices is None:
         return None
     try:
-        return Tree.from_paths([tuple(path) for path in choices if 0 < len(path) <= heads])
+        return Tree.from_paths([tuple(path) for path in choices[:_MOST_CHOICES] if 0 < len(path) <= heads])
     except (TypeError, ValueError, InvalidTree) as error:
         raise CheckpointCorrupt(f"{source.folder / CONFIG}: medusa_choices: {error}") from None
 
@@ -188,21 +182,6 @@ def _choices(source: Source, heads: int) -> Tree | None:
 def _counts(source: Source, places: list[tuple[int, ...]]) -> tuple[int, int]:
     """Heads and layers of each; an error where one is missing."""
     heads, layers = 1 + places[-1][0], 1 + max(layer for _, layer in places)
-    if heads * layers > len(source.shapes):
-        raise CheckpointCorrupt(
-            f"{source.path}: heads and layers are missing: {heads} × {layers}, of {len(places)} blocks"
-        )
-    if missing := set(product(range(heads), range(layers))) - set(places):
-        head, layer = min(missing)
-        raise CheckpointCorrupt(f"{source.path}: layer {layer} of head {head} is missing; other heads have it")
+    if heads * layers > len(places):
+        raise CheckpointCorrupt(f"{source.path}: layers are missing: {heads} × {layers}, and {len(places)} are there")
     return heads, layers
-
-
-def _ids(source: Source, vocab_size: int, ids: Tensor) -> Tensor:
-    """A draft vocabulary."""
-    if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise CheckpointCorrupt(
-            f"{source.path}: token_map has ids {int(ids.min())} … {int(ids.max())}; they must be different and lie in "
-            f"0 … {vocab_size - 1}"
-        )
-    return ids.long()

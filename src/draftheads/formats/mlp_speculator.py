@@ -15,7 +15,7 @@ from draftheads.checkpoints.checkpoint import weightless_head
 from draftheads.errors import CheckpointCorrupt
 from draftheads.formats.layout import Layout, Made, numbers_in, partial_vocabulary, refuse, sizes_of, whole_lm_heads
 from draftheads.formats.source import CONFIG, Source
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import MAX_NODES
@@ -40,15 +40,11 @@ def is_mlp_speculator(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def mlp_layout(source: Source, base: TargetModel) -> Layout:
-    """Some files are marked as tied and hold different lm_heads: only what is equal counts as tied.
-
-    Raises:
-        CheckpointCorrupt: parts of stages are missing.
-    """
+    """Some files are marked as tied and hold different lm_heads: only what is equal counts as tied."""
     shapes = source.shapes
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in shapes) else ""
     known = {theirs: _stages(source, prefix, theirs) for theirs, _ in _PARTS.values()}
-    stages = source.number("n_predict") or max(map(len, known.values()))
+    stages = source.number("n_predict", most=MOST_DEPTH) or max(map(len, known.values()))
     may_be_tied = source.config.get("tie_weights", len(known["emb"]) < stages)
     for theirs, found in known.items():
         fewest = (min(2, stages) if theirs == "proj" else 1) if may_be_tied else stages
@@ -105,9 +101,6 @@ def write_mlp(
 
     Parts of the target that the head reads become its own: the embeddings with their scale and projection, the lm_head
     with the layer before it. A bias has no place there: if there is one, states get numbers that are always the same.
-
-    Raises:
-        InvalidSettings: lm_heads of a part of the vocabulary.
     """
     config = head.config
     assert isinstance(config, MlpSpeculatorConfig)

@@ -19,7 +19,7 @@ from draftheads.drafters.copying import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
 from draftheads.formats.eagle import eagle3_layout, eagle_layout, is_eagle, is_eagle3
 from draftheads.formats.hydra import hydra_layout, is_hydra
-from draftheads.formats.layout import Layout, shown
+from draftheads.formats.layout import Layout
 from draftheads.formats.medusa import is_medusa, is_vllm_medusa, medusa_layout, vllm_layout
 from draftheads.formats.mlp_speculator import is_mlp_speculator, mlp_layout
 from draftheads.formats.source import Source
@@ -27,6 +27,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.utils.cache import cache_folder
+from draftheads.utils.messages import first_names
 
 
 class _Format(NamedTuple):
@@ -46,11 +47,7 @@ FORMATS = "Medusa, Hydra, IBM's MLP speculator, EAGLE and EAGLE-3"
 
 
 def is_published(path: Path) -> bool:
-    """Whether a file or folder holds a head of another project; false for heads of this package.
-
-    Raises:
-        ModelNotFound: it holds a whole model.
-    """
+    """Whether a file or folder holds a head of another project; false for heads of this package."""
     if path.is_dir() and kind_of_folder(path) == "draft head":
         return False
     try:
@@ -101,20 +98,14 @@ def _read(path: Path, base: TargetModel) -> tuple[Layout, dict[str, Tensor]]:
     opened = Source(path)
     form = _form_of(opened)
     if form is None:
-        names = ", ".join(map(shown, sorted(opened.shapes)[:3]))
-        raise ModelNotFound(
-            f"{opened.path} has the tensors {names}, …: they are of no known format, which are {FORMATS}"
-        )
+        names = first_names(opened.shapes)
+        raise ModelNotFound(f"{opened.path} has the tensors {names}: they are of no known format, which are {FORMATS}")
     layout = form.layout(opened, base)
     return layout, layout.read(opened, base)
 
 
 def _form_of(opened: Source) -> _Format | None:
-    """The format whose tensors these are.
-
-    Raises:
-        ModelNotFound: they are of a whole model.
-    """
+    """The format whose tensors these are."""
     form = next((form for form in _FORMATS if form.fits(opened.shapes)), None)
     if form is None and "model.embed_tokens.weight" in opened.shapes:
         raise ModelNotFound(
@@ -138,11 +129,7 @@ def _profile(layout: Layout) -> AcceptanceProfile:
 
 
 def imported_once(source: Path, base: TargetModel) -> Path:
-    """The folder in the user's cache with the head of another project, read there at the first use.
-
-    Raises:
-        DraftHeadsError: as for :func:`convert`.
-    """
+    """The folder in the user's cache with the head of another project, read there at the first use."""
     opened = Source(source)
     facts = [
         *(FORMAT_VERSION, str(source.resolve()), base.model_id, asdict(base.fingerprints)),

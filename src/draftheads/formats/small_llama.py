@@ -16,9 +16,6 @@ def write_small_llama(head: DraftHead, target: TargetModel) -> tuple[dict[str, A
     """``config.json`` and the tensors, with the target's embedding and an lm_head of the whole vocabulary.
 
     Tokens outside the head's draft vocabulary get the target's rows, too: a model has no draft vocabulary.
-
-    Raises:
-        InvalidSettings: the lm_head is not the target's, or has a bias.
     """
     config = head.config
     assert isinstance(config, SmallLlamaConfig)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftheads.errors import CheckpointCorrupt, ModelNotFound, first_line
+from draftheads.heads.base import LARGEST_SIZE
 
 CONFIG = "config.json"
 _ENDINGS = (".safetensors", ".bin", ".pt")  # the first kind that is there counts
@@ -52,42 +53,27 @@ class Source:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` says; empty where there is none.
-
-        Raises:
-            CheckpointCorrupt: it is no JSON object.
-        """
+        """What ``config.json`` says; empty where there is none."""
         file = self.folder / CONFIG
         if not file.is_file():
             return {}
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointCorrupt(f"{file} is no JSON: {error}") from None
         if not isinstance(values, dict):
             raise CheckpointCorrupt(f"{file} holds a {type(values).__name__}; it must be an object")
         return values
 
-    def number(self, *names: str, default: int | None = None) -> int | None:
-        """The first of these keys of the configuration that it has.
-
-        Raises:
-            CheckpointCorrupt: its value is not a whole number of at least 1.
-        """
-        for name in names:
-            value = self.config.get(name)
-            if value is not None:
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise CheckpointCorrupt(f"{self.folder / CONFIG}: {name} is {value!r}; it must be at least 1")
-                return value
-        return default
+    def number(self, name: str, *, most: int = LARGEST_SIZE, given: Mapping[str, Any] | None = None) -> int | None:
+        """A key of the configuration, or of the ``given`` part of it; None where it is missing."""
+        value = (self.config if given is None else given).get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most):
+            raise CheckpointCorrupt(f"{self.folder / CONFIG}: {name} is {value!r}; it must lie in 1 … {most}")
+        return value
 
     def flag(self, name: str) -> bool:
-        """Whether a key of the configuration is true; false where it is missing.
-
-        Raises:
-            CheckpointCorrupt: it is neither true nor false.
-        """
+        """Whether a key of the configuration is true; false where it is missing."""
         value = self.config.get(name) or False
         if not isinstance(value, bool):
             raise CheckpointCorrupt(f"{self.folder / CONFIG}: {name} is {value!r}; it must be true or false")

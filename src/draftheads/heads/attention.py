@@ -65,6 +65,11 @@ class LayerConfig(HeadConfig):
             if not getattr(self, name) > 0:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be above 0")
 
+    @property
+    def state_size(self) -> int:
+        """Numbers in what the layers pass on."""
+        return self.hidden_size
+
 
 class RmsNorm(nn.Module):
     """x / rms(x) · w, computed in fp32."""
@@ -117,14 +122,14 @@ class TransformerLayer(nn.Module):
         config: sizes.
         rotary: turn queries and keys by their positions; off where positions are added to the inputs.
         input_norm: norm the inputs of attention; off where they come normed (EAGLE).
-        num_inputs: how many vectors of size D attention reads, side by side.
+        num_inputs: how many vectors of the layer's size attention reads, side by side.
     """
 
     def __init__(
         self, config: LayerConfig, *, rotary: bool = True, input_norm: bool = True, num_inputs: int = 1
     ) -> None:
         super().__init__()
-        size, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        size, heads, groups = config.state_size, config.num_attention_heads, config.num_key_value_heads
         inputs = num_inputs * size
         self.config, self.rotary = config, rotary
         self.input_norm: nn.Module = RmsNorm(size, config.norm_epsilon) if input_norm else nn.Identity()

@@ -29,6 +29,10 @@ from draftheads.speculation.shapes import BestFirst, BestPaths, Shape, check_ran
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 
+MOST_DEPTH = 127  # heads, and blocks of a head: no tree has more nodes
+LARGEST_SIZE = 1 << 20
+_MOST_MODULES = 1024  # of what an option counts
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -57,6 +61,12 @@ class HeadConfig:
     def __post_init__(self) -> None:
         names = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank")
         require_at_least(1, **{name: getattr(self, name) for name in names})
+        for name, value in vars(self).items():  # a file may name any size
+            most = (
+                MOST_DEPTH if name in ("num_heads", "num_layers") else _MOST_MODULES if "num_" in name else LARGEST_SIZE
+            )
+            if isinstance(value, int) and value > most:
+                raise InvalidSettings(f"{name} is {value}; it must be at most {most}")
         if self.one_layer and self.num_layers != 1:
             raise InvalidSettings(f"num_layers is {self.num_layers}; {self.one_layer} has one layer")
         if self.lm_head not in ("shared", "own", "low_rank"):

@@ -1,9 +1,10 @@
 """EAGLE-3: a layer that reads hidden states of several layers of the target (Li et al. 2025, arXiv 2503.01840).
 
 Entry s of its history is E(x_{s+1}) and g_s at position s, where g_s = fc([a_s; b_s; c_s]) is made of what enters a
-low, a middle and a high layer of the target. Deeper predictions read the layer's own outputs in place of g. It need not
-predict hidden states, so its features are trained by the tokens alone. The layout is that of the published heads:
-:class:`Eagle3Layer`, a norm behind it, and one lm_head over the draft vocabulary.
+low, a middle and a high layer of the target; its size M may be another one than the target's D. Deeper predictions read
+the layer's own outputs in place of g. It need not predict hidden states, so its features are trained by the tokens
+alone. The layout is that of the published heads: :class:`Eagle3Layer`, a norm behind it, and one lm_head over the draft
+vocabulary.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.errors import InvalidSettings
+from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig
 from draftheads.heads.eagle import OneLayerHead
@@ -40,9 +41,14 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
 
     norm_before_residual: bool = False
     """Whether the layer's output is added to g after its norm, not before it."""
+    inner_size: int | None = None
+    """M, numbers in g and in the layer's output; as many as in a hidden state when left out. Another size needs
+    own_embedding and an lm_head of its own."""
+    own_embedding: bool = False
+    """Whether it has an embedding of its own in place of the target's."""
 
     method: ClassVar[str] = "eagle3"
-    optional: ClassVar[frozenset[str]] = LayerConfig.optional | {"norm_before_residual"}
+    optional = LayerConfig.optional | {"norm_before_residual", "inner_size", "own_embedding"}
     one_layer: ClassVar[str] = "EAGLE-3"
     one_lm_head: ClassVar[bool] = True
 
@@ -50,6 +56,20 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
         super().__post_init__()
         if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
             raise InvalidSettings(f"layers is {self.layers}; give different numbers from 0 on")
+        require_at_least(1, inner_size=self.inner_size)
+        if self.state_size != self.hidden_size and (not self.own_embedding or self.lm_head == "shared"):
+            sizes = f"inner_size is {self.inner_size} and the target's hidden_size {self.hidden_size}"
+            raise InvalidSettings(f"{sizes}: give own_embedding=true and --lm-head own")
+
+    @property
+    def state_size(self) -> int:
+        """M."""
+        return self.inner_size or self.hidden_size
+
+    @property
+    def feature_size(self) -> int:
+        """M: the lm_head reads the layer's output."""
+        return self.state_size
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -75,11 +95,11 @@ class Eagle3Layer(TransformerLayer):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, input_norm=False, num_inputs=2)
-        self.input_norm = NormedParts(2, config.hidden_size, config.norm_epsilon)
+        self.input_norm = NormedParts(2, config.state_size, config.norm_epsilon)
         self.norm_before_residual = config.norm_before_residual
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """(B, S, D) from inputs (B, S, 2·D) and what attention gave, (B, S, H, d)."""
+        """(B, S, M) from inputs (B, S, 2·M) and what attention gave, (B, S, H, d)."""
         state = x.chunk(2, -1)[1]
         if self.norm_before_residual:
             assert isinstance(self.input_norm, NormedParts)
@@ -94,11 +114,12 @@ class Eagle3Head(OneLayerHead):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, num_layers=1)
-        size, epsilon = config.hidden_size, config.norm_epsilon
+        size, epsilon = config.state_size, config.norm_epsilon
         count = max(1, len(config.layers))  # n, the hidden states of a token that are read
         self.norm_output = config.norm_output
-        self.fc_norm = NormedParts(count, size, epsilon) if config.fc_norm else nn.Identity()
-        self.fc = nn.Linear(count * size, size, bias=False)
+        self.fc_norm = NormedParts(count, config.hidden_size, epsilon) if config.fc_norm else nn.Identity()
+        self.fc = nn.Linear(count * config.hidden_size, size, bias=False)
+        self.embedding = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.layer = Eagle3Layer(config)
         self.norm = RmsNorm(size, epsilon)
 
@@ -108,6 +129,17 @@ class Eagle3Head(OneLayerHead):
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight.data[:, -self.config.hidden_size :])
         self.norm.weight.data.fill_(self.hidden_scale(weights))
+        if self.embedding is not None:
+            nn.init.normal_(self.embedding.weight, std=float(weights.embedding.float().std()))
+
+    def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
+        """As the target's where they read vectors of its size, else as any linear layer."""
+        if self.config.feature_size == self.config.hidden_size:
+            super().initialise_lm_heads(weights, draft_vocab)
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """Its own embedding of tokens, or the target's: (…) -> (…, M)."""
+        return super().embedded(token_ids) if self.embedding is None else self.embedding(token_ids)
 
     @torch.no_grad()
     def start_near(self, hidden: Iterable[Tensor]) -> None:
@@ -115,7 +147,7 @@ class Eagle3Head(OneLayerHead):
 
         What enters a layer has a few very large numbers, which would hide the others behind a norm.
         """
-        if not self.hidden_layers:
+        if not self.hidden_layers or self.fc.out_features != self.config.hidden_size:
             return
         size = self.fc.in_features
         products = self.fc.weight.new_zeros(size, size, dtype=torch.float64)
@@ -135,19 +167,19 @@ class Eagle3Head(OneLayerHead):
             self.fc.weight.copy_(torch.linalg.solve(products + ridge.diag(), towards).T)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """g, (…, n·D) -> (…, D)."""
+        """g, (…, n·D) -> (…, M)."""
         fused: Tensor = self.fc(self.fc_norm(hidden))
         return fused
 
     def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
-        """[e; g], (…, 2·D)."""
+        """[e; g], (…, 2·M)."""
         return torch.cat([self.embedded(token_ids), states], -1)
 
     def fed_back(self, features: Tensor) -> Tensor:
-        """(…, D)."""
+        """(…, M)."""
         return self.outputs(features) if self.norm_output else features
 
     def outputs(self, features: Tensor) -> Tensor:
-        """After the final norm, (…, D)."""
+        """After the final norm, (…, M)."""
         normed: Tensor = self.norm(features)
         return normed

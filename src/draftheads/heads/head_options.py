@@ -14,10 +14,6 @@ from draftheads.heads.base import HeadConfig
 from draftheads.heads.layers import Block
 from draftheads.utils.strict_json import in_words, matches
 
-# larger values would only take long to fail
-_MOST_MODULES = 1024  # of what an option counts
-_LARGEST_SIZE = 1 << 20
-
 
 def has_blocks(method: str) -> bool:
     """Whether a method's heads have MLPs of :class:`Block`, whose inputs may be dropped out."""
@@ -34,7 +30,7 @@ def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
     {'num_adaptation_layers': 1, 'sampled_token': False}
 
     Raises:
-        InvalidSettings: no such option of the method, not a value of its type, or a number that is too large.
+        InvalidSettings: no such option of the method, or not a value of its type.
     """
     config_class, _ = head_classes(method)
     hints = typing.get_type_hints(config_class)
@@ -54,8 +50,5 @@ def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
             value = text  # a word
         if not matches(value, known[name]):
             raise InvalidSettings(f"--head-options {option}: {name} must be {in_words(known[name])}")
-        most = _MOST_MODULES if name.startswith("num_") else _LARGEST_SIZE
-        if isinstance(value, int) and value > most:
-            raise InvalidSettings(f"--head-options {option}: {name} must be at most {most}")
         values[name] = value
     return values

@@ -50,6 +50,7 @@ _LITTLE_KNOWN = {
     "norm_output": "llama.cpp and optimum-intel (OpenVINO) ignore it and draft worse",
     "norm_before_residual": "SGLang ignores it and drafts worse",
     "qkv_bias": "SGLang ignores it and drafts worse",
+    "own_embedding": "SGLang ignores it where it has the size of the model's, and drafts worse",
 }
 
 _SGLANG = (
@@ -177,7 +178,7 @@ def export_head(
     base = base_of(fspath(model)) if isinstance(model, str | PathLike) else name_of(model)
     config, tensors = form.write(loaded, target, model_id_of(base))
     if with_embedding:
-        tensors["embed_tokens.weight"] = target.weights.embedding
+        tensors.setdefault("embed_tokens.weight", target.weights.embedding)
     # the loader of heads with lm_heads of their own opens this name only
     file = _OWN_HEADS if name == "medusa" and loaded.config.lm_head != "shared" else form.file
     if isinstance(loaded.config, Eagle3Config):

@@ -29,6 +29,8 @@ from draftheads.errors import (
 )
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, model_id_of
+from draftheads.models.weight_files import fits
+from draftheads.utils.messages import first_names
 
 FORMAT_VERSION = 1  # of ``base.json``
 _TASKS = (None, "CAUSAL_LM")
@@ -85,7 +87,12 @@ class Adapter:
         with _reading(folder) as (peft, config):
             if config.is_prompt_learning:
                 raise _not_mergeable(config.peft_type)
-            return cls(peft.PeftModel.from_pretrained(model, str(folder)))
+            tuned = peft.PeftModel.from_pretrained(model, str(folder))
+            left_over = tuned.load_adapter(str(folder), "default").unexpected_keys  # peft does not mention them
+            # it writes a whole embedding or lm_head twice if there are more tokens
+            if surplus := [key for key in left_over if not key.endswith(".modules_to_save.weight")]:
+                raise ValueError(f"tensors that belong to no layer: {first_names(surplus)}")
+            return cls(tuned)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -209,9 +216,13 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
             config = peft.PeftConfig.from_pretrained(str(folder))
             if config.task_type not in _TASKS:
                 raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
+            weights = folder / _WEIGHTS_FILE
+            types = {key: value.dtype for key, value in load_file(weights).items()} if weights.is_file() else {}
+            if wrong := [f"{key} ({dtype})" for key, dtype in types.items() if not fits(dtype, None)]:
+                raise ValueError(f"quantised tensors: {first_names(wrong)}")  # noqa: TRY301
             yield peft, config
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning, SafetensorError) as error:
-            raise CheckpointCorrupt(f"{folder} does not fit the model: {first_line(error)}") from error
+            raise CheckpointCorrupt(f"{folder} does not fit the model: {' '.join(str(error).split())[:300]}") from error
 
 
 def _untie(model: Any) -> None:

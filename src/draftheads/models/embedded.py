@@ -158,7 +158,10 @@ def _config(reader: "GGUFReader") -> "LlamaConfig":
     from transformers import LlamaConfig  # noqa: PLC0415
 
     def size(key: str) -> int:
-        return int(_field(reader, f"llama.{key}"))
+        value, most = int(_field(reader, f"llama.{key}")), len(reader.tensors) if key == "block_count" else 1 << 24
+        if not 1 <= value <= most:
+            raise UnsupportedModel(f"the GGUF file's llama.{key} is {value}; it must lie in 1 … {most}")
+        return value
 
     config = LlamaConfig(
         vocab_size=size("vocab_size"),

@@ -7,7 +7,7 @@ layers only: it may use the heads, with a warning if it differs much.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 MAX_DIFFERENCE = 0.05  # relative, of two samples; eight-bit copies differ by less than 0.01, four-bit ones by 0.1
 TUNED_DIFFERENCE = 0.12  # of the layers: above what 4 bits cost, which is 0.09
 _NUM_PROBES = 64
+_MOST_ADDED = 64  # tokens that a tokenizer may have more than in a head's training
 _PROBE_TEXTS = (
     "The quick brown fox doesn't jump over 12,345.67 lazy dogs; they'd sleep anyway!",
     "def add(a, b):\n    return a + b\n\n\tprint(add(1, 2))  # three",
@@ -86,8 +87,17 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
     Padding, truncation and chat template do not count.
     """
+    return next(tokenizer_fingerprints(tokenizer))
+
+
+def tokenizer_fingerprints(tokenizer: Any) -> Iterator[str]:
+    """:func:`tokenizer_fingerprint`, and those before its last tokens were added, the newest first."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    added = tokenizer.get_added_vocab().values() if hasattr(tokenizer, "get_added_vocab") else ()
     probes = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _PROBE_TEXTS]
     # the tokens differ: sorting by them alone gives the same order, ten times as fast
     words = sorted(vocabulary.items(), key=itemgetter(0))
-    return hashlib.sha256(json.dumps([words, probes]).encode()).hexdigest()[:16]
+    yield hashlib.sha256(json.dumps([words, probes]).encode()).hexdigest()[:16]
+    for end in sorted(added, reverse=True)[:_MOST_ADDED]:
+        words = [pair for pair in words if pair[1] < end]
+        yield hashlib.sha256(json.dumps([words, probes]).encode()).hexdigest()[:16]

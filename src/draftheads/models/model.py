@@ -32,6 +32,7 @@ from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, 
 from draftheads.models.model_names import find_adapter, model_id_of
 from draftheads.models.pretrained import ATTENTION, DTYPES, LoadOptions, adapter_tokenizer, load_pretrained
 from draftheads.models.torchao_int8 import quantise
+from draftheads.models.weight_files import check_quantisation
 from draftheads.speculation.draft import TargetWeights
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
@@ -173,6 +174,7 @@ class TargetModel:
             )
         if model.get_output_embeddings() is None:
             raise UnsupportedModel(f"the loaded {kind} has no lm_head: load it with AutoModelForCausalLM")
+        check_quantisation(f"the loaded {kind}", model.config)
         target = cls(_sharing_weights(model).eval(), tokenizer, name_of_loaded(model), chat_template)
         _warn_of_length(target)
         return target

@@ -26,7 +26,7 @@ from draftheads.errors import (
 from draftheads.models.adapter import Adapter, require_peft
 from draftheads.models.model_config import eos_ids_of, max_positions_of
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
-from draftheads.utils.counts import counted
+from draftheads.models.weight_files import check_quantisation, check_series, check_weights
 
 if TYPE_CHECKING:  # its import takes three seconds
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ def load_pretrained(
 
     Raises:
         ModelNotFound: no such model, or its files are missing or damaged.
-        UnsupportedModel: it is not a causal language model, or weights are missing in its files.
+        UnsupportedModel: it is not a causal language model, or its files do not hold its weights.
         InvalidSettings: an impossible value, or arguments that contradict each other.
         CheckpointCorrupt: an adapter that does not fit its base model.
         MissingDependency: its tokenizer or code, ``four_bit`` or an adapter needs a package that is not installed.
@@ -136,18 +136,27 @@ def load_pretrained(
 def _load_files(name: str, source: Path | str, tokenizer: Any, **options: Any) -> tuple[Any, Any]:
     """A model and its tokenizer; another one that is given stays. Options that are None are those of the model."""
     with _as_our_errors(name), without_bars():
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
+        trusted = options["trust_remote_code"]
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+        is_quantised = check_quantisation(name, config, options["quantization_config"], source=source)
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
         options = {key: value for key, value in options.items() if value is not None}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
-    model, report = loaded
+        loaded: Any
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+        except RuntimeError:  # tensors of which transformers makes one, such as experts, do not fit each other
+            check_series(name, source)
+            raise
+        model, report = loaded
+        check_weights(name, model, report, source, is_quantised=is_quantised)
     for module in model.modules():  # bitsandbytes would repack 4-bit weights, to a form without gradients
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if missing := report["missing_keys"]:  # transformers only warns and fills them with random numbers
-        raise UnsupportedModel(f"{name} lacks {counted(len(missing), 'weight')}, for example {min(missing)}")
     return model, tokenizer
 
 

@@ -64,6 +64,8 @@ class AcceptanceProfile:
         _check(self.num_tokens >= 0, f"num_tokens is {self.num_tokens}; it must be at least 0")
         _check(0 <= self.temperature < math.inf, f"temperature is {self.temperature}; it must be at least 0")
         _check(bool(self.temperatures), "temperatures is empty; it must have one number for each depth")
+        for name, most in (("temperatures", self.depth), ("top_k", self.top_k), ("beam", self.beam)):
+            _check(most <= MAX_NODES, f"{name} {most} is more than the {MAX_NODES} nodes that a tree may have")
         _check(
             all(0.01 <= divisor <= 100 for divisor in self.temperatures),
             f"temperatures is {self.temperatures}; every number must lie between 0.01 and 100",

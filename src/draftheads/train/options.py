@@ -61,12 +61,13 @@ class HeadOptions(OptionGroup):
             DraftHeadsError: no such method, or the method does not accept these settings.
         """
         check_method(self.method)
-        from draftheads.heads.head_options import parse_head_options  # noqa: PLC0415 - slow to import
+        from draftheads.heads.base import LARGEST_SIZE  # noqa: PLC0415 - slow to import
+        from draftheads.heads.head_options import parse_head_options  # noqa: PLC0415
 
         config_class, _ = head_classes(self.method)
         config_class(
             hidden_size=64,
-            vocab_size=1 << 30,
+            vocab_size=LARGEST_SIZE,
             num_heads=self.num_heads,
             num_layers=self.num_layers,
             lm_head=self.lm_head,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
-from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.chat_tokens import EncodedChat, check_known
 from draftheads.data.compute_features import build_shards, claim, limited, load_texts, missing_shards, needed_bytes
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live_features import LiveStore, read_alone
@@ -55,7 +55,7 @@ def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
     """Plain texts in blocks, and chats.
 
     Raises:
-        DataError: a bad file; no text at all.
+        DataError: a bad file; no text at all; a token that the model does not have.
     """
     texts: list[EncodedChat] = []
     chats = options.chats
@@ -69,6 +69,7 @@ def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
         )
     if chats.data:
         texts += load_texts(target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
+    check_known(texts, target.vocab_size)
     return texts
 
 

@@ -1,6 +1,6 @@
 """Which values are valid chat messages."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Message = Mapping[str, str]  # role and content
@@ -49,3 +49,22 @@ def half_character(text: str) -> str | None:
 def short(text: str) -> str:
     """The first 57 characters of a text that has more than 60, for error messages."""
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+def printable(name: str) -> str:
+    r"""A name from a file, such that a terminal prints it and does nothing else.
+
+    >>> printable("fc.weight"), printable("\x1b[2J")
+    ('fc.weight', "'\\x1b[2J'")
+    """
+    return name if name.isprintable() else repr(name)
+
+
+def first_names(names: Iterable[str]) -> str:
+    """The first three of some names, and how many more there are.
+
+    >>> first_names({"b", "a"}), first_names(["e", "d", "c", "b", "a"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    ordered = [printable(name) for name in sorted(names)]
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3:,} more" if len(ordered) > 3 else "")

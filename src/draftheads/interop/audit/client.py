@@ -285,7 +285,9 @@ def _places_of_chat(content: Sequence[Mapping[str, Any]]) -> list[Place]:
 
 def _bytes_of(entry: Mapping[str, Any]) -> bytes:
     raw = entry.get("bytes")
-    return str(entry["token"]).encode(errors="replace") if raw is None else bytes(raw)
+    return (
+        str(entry["token"]).encode(errors="replace") if raw is None else bytes(list(raw))
+    )  # not of a number: so many zeros
 
 
 def _places_of_text(logprobs: Mapping[str, Any]) -> list[Place]:

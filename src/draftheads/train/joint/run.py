@@ -16,6 +16,7 @@ from torch import Tensor
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.batches import PlannedTexts
+from draftheads.data.chat_tokens import check_known
 from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import BaseModelWarning
@@ -98,6 +99,7 @@ class JointRun(Run):
         self.progress.stage("reading data")
         chats, head = self.options.chats, self.options.tuning.head
         texts = load_texts(self.target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
+        check_known(texts, self.target.vocab_size)
         layers = read_head(head).config.hidden_layers if head else layers_read(self.options.heads, self.target)
         return self.claim(plan_training(LiveStore(self.target, texts, layers), self.options))
 

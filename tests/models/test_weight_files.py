@@ -1,0 +1,251 @@
+"""A model's files hold its weights, all of them and no others, in types that can be read; anything else is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import draftheads
+from cli_world import letters_tokenizer
+from draftheads.errors import CheckpointCorrupt, UnsupportedModel
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import load_pretrained
+from families import ALL_FAMILIES, tiny_model
+from test_loading_models import write_adapter, write_model
+
+WEIGHTS = "model.safetensors"
+Tensors = dict[str, Tensor]
+KINDS = {
+    "one too many": "left over",
+    "one too few": "missing",
+    "another shape": "of another shape",
+    "another type": "of another type",
+}
+TYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]
+
+
+def written(folder: Path, family: str = "llama", **save: Any) -> Path:
+    """A tiny model with a tokenizer, as an ordinary folder."""
+    tiny_model(family).model.save_pretrained(folder, **save)
+    letters_tokenizer().save_pretrained(str(folder))
+    return folder
+
+
+def change(folder: Path, damage: Callable[[Tensors], Any], file: str = WEIGHTS) -> None:
+    tensors = load_file(folder / file)
+    damage(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+
+
+def ask(folder: Path, **options: Any) -> list[int]:
+    engine = draftheads.load(folder, precision="fp32", device="cpu", fast=False, **options)
+    return list(engine.generate([[5, 6, 7]], max_new_tokens=8)[0].token_ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_that_does_not_fit_is_named(kind: str, family: str, tmp_path: Path) -> None:
+    folder, draw = written(tmp_path / "model", family), Random(f"{kind} {family}")  # noqa: S311 - a test
+    key = draw.choice(sorted(load_file(folder / WEIGHTS)))
+    named, dtype = key, draw.choice(TYPES)
+
+    def damage(tensors: Tensors) -> None:
+        nonlocal named
+        tensor = tensors[key]
+        if kind == "one too many":
+            named = key + draw.choice(["_scale", "_scale_inv", "x", ".weight_packed"])
+            tensors[named] = torch.ones(3)
+        elif kind == "one too few":
+            del tensors[key]
+        else:
+            tensors[key] = tensor[:-1] if kind == "another shape" else tensor.to(dtype)
+
+    change(folder, damage)
+    part = named.split("block_sparse_moe")[0]  # transformers gives another name to experts, and one to all of them
+    with pytest.raises(
+        UnsupportedModel, match=rf"its text would be wrong: {KINDS[kind]} \(1 tensor\): {part}"
+    ) as found:
+        ask(folder)
+    assert kind != "another type" or str(dtype) in str(found.value)
+
+
+def test_many_are_counted_and_three_are_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+
+    def damage(tensors: Tensors) -> None:
+        for key in [key for key in tensors if "_proj" in key]:
+            tensors[key.replace("_proj", "_project")] = tensors.pop(key)
+
+    change(folder, damage)
+    three = r"model\.layers\.0\.mlp\.down_{}\.weight, .*gate_{}\.weight, .*up_{}\.weight and 11 more"
+    missing, surplus = (three.replace("{}", name) for name in ("proj", "project"))
+    found = rf"missing \(14 tensors\): {missing}; left over \(14 tensors\): {surplus}$"
+    with pytest.raises(UnsupportedModel, match=found):
+        load_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["shards", "pickle"])
+def test_all_files_count(kind: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", **({"max_shard_size": "20KB"} if kind == "shards" else {}))
+    ask(folder)
+    if kind == "shards":
+        file = max(folder.glob("*.safetensors"))
+        key = min(load_file(file))
+        change(folder, lambda tensors: tensors.update({key: tensors[key].to(torch.int8)}), file.name)
+    else:
+        tensors, key = load_file(folder / WEIGHTS), "model.layers.1.mlp.up_proj.weight"
+        torch.save({**tensors, key: tensors[key].to(torch.int8)}, folder / "pytorch_model.bin")
+        (folder / WEIGHTS).unlink()
+    with pytest.raises(UnsupportedModel, match=rf"of another type \(1 tensor\): {key} \(torch.int8\)"):
+        ask(folder)
+
+
+MASK = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+KNOWN: dict[str, tuple[str, Tensors]] = {
+    "frequencies of old Llamas": ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    "masks of GPT-2": ("gpt2", {"transformer.h.0.attn.bias": MASK, "transformer.h.1.attn.masked_bias": torch.ones(())}),
+    "masks of GPT-NeoX": ("gpt_neox", {"gpt_neox.layers.0.attention.bias": MASK.bool()}),
+    "masks of GPT-J": ("gptj", {"transformer.h.0.attn.bias": MASK, "transformer.h.0.attn.masked_bias": torch.ones(())}),
+    "masks of CodeGen": ("codegen", {"transformer.h.0.attn.causal_mask": MASK}),
+    "Medusa heads": ("llama", {"medusa_head.0.0.linear.weight": torch.ones(2, 2)}),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_what_models_compute_themselves_may_be_there(case: str, tmp_path: Path) -> None:
+    family, more = KNOWN[case]
+    folder = written(tmp_path / "model", family)
+    expected = ask(folder)
+    change(folder, lambda tensors: tensors.update(more))
+    assert ask(folder) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_an_lm_head_that_is_the_embedding_may_be_there_or_not(family: str, tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**{**ALL_FAMILIES[family], "tie_word_embeddings": True})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    letters_tokenizer().save_pretrained(str(tmp_path))
+    expected, weight = ask(tmp_path), model.get_input_embeddings().weight.detach().clone()
+    if tied:
+        change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": weight}))
+    assert ask(tmp_path) == expected
+
+
+def test_names_without_the_models_prefix_and_other_float_types_are_read(tmp_path: Path) -> None:
+    """As in the files of GPT-2 on the Hub."""
+    folder = written(tmp_path / "model", "gpt2")
+    expected = ask(folder)
+
+    def shorten(tensors: Tensors) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix("transformer.")] = tensors.pop(key).double()
+        tensors["h.0.attn.bias"] = MASK
+
+    change(folder, shorten)
+    assert ask(folder) == expected
+    change(folder, lambda tensors: tensors.update({"h.1.ln_1.weight": torch.ones(32, dtype=torch.int16)}))
+    with pytest.raises(UnsupportedModel, match=r"of another type .*: transformer\.h\.1\.ln_1\.weight \(torch"):
+        ask(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "named"),
+    [
+        ("config.json", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4"),
+        ("config.json", {"quant_method": "my-own"}, "my-own"),
+        ("config.json", {"bits": 4}, "unknown"),
+        ("hf_quant_config.json", {"quant_algo": "W4A8_AWQ", "kv_cache_quant_algo": None}, "modelopt W4A8_AWQ"),
+    ],
+)
+def test_an_unknown_quantisation_is_refused_before_weights_are_read(
+    file: str, settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path / "model")
+    (folder / WEIGHTS).unlink()
+    if file == "config.json":
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**config, "quantization_config": settings}))
+    else:
+        (folder / file).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+    with pytest.raises(UnsupportedModel, match=rf"quantised weights \({named}\), which transformers .* does not undo"):
+        load_pretrained(folder, device="cpu")
+
+
+def test_whole_weights_with_a_quantised_cache_are_read(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    expected = ask(folder)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}}))
+    assert ask(folder) == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
+def test_stored_4_bits_are_read(tmp_path: Path) -> None:
+    options = {"device": "cpu", "dtype": torch.float32, "four_bit": True}
+    folder = written(tmp_path / "model")
+    model, _, _ = load_pretrained(folder, **options)  # type: ignore[arg-type]
+    model.save_pretrained(tmp_path / "quantised")
+    letters_tokenizer().save_pretrained(str(tmp_path / "quantised"))
+    again, _, _ = load_pretrained(tmp_path / "quantised", device="cpu", dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
+@pytest.mark.parametrize("place", ["argument", "dictionary", "config.json", "loaded"])
+def test_8_bits_of_bitsandbytes_are_refused_with_their_reason(place: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    quantisation: Any = BitsAndBytesConfig(load_in_8bit=True)
+    options: dict[str, Any] = {}
+    if place == "config.json":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation.to_dict()}))
+    elif place == "dictionary":
+        options["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    else:
+        options["quantization_config"] = quantisation
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options) if place == "loaded" else folder
+    options = {"tokenizer": letters_tokenizer()} if place == "loaded" else options
+    reason = r"LLM\.int8\(\).* depends on the rows .*: use precision int8 or four_bit"
+    with pytest.raises(UnsupportedModel, match=reason):
+        draftheads.load(model, **options)
+
+
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
+def test_8_bits_in_which_each_row_is_for_itself_are_read(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    apart = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    assert ask(folder, quantization_config=apart, head="prompt-lookup") == ask(folder, quantization_config=apart)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_read_as_strictly(kind: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_adapter(tmp_path / "lora", tmp_path / "model")
+    name = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+
+    def damage(tensors: Tensors) -> None:
+        if kind == "one too many":
+            tensors[name.replace("down", "up")] = tensors[name].clone()
+        elif kind == "one too few":
+            del tensors[name]
+        else:
+            tensors[name] = tensors[name][:1] if kind == "another shape" else tensors[name].to(torch.float8_e5m2)
+
+    change(tmp_path / "lora", damage, "adapter_model.safetensors")
+    part = r"layers\.0\.mlp\.(down|up)_proj\.lora_A"
+    with pytest.raises(CheckpointCorrupt, match=part):
+        load_pretrained(tmp_path / "lora", device="cpu")
+    base = TargetModel.load(tmp_path / "model", dtype="fp32", device="cpu")
+    with pytest.raises((CheckpointCorrupt, UnsupportedModel), match=part):
+        base.with_adapter(tmp_path / "lora")
