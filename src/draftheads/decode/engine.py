@@ -27,6 +27,7 @@ from draftheads.errors import (
 )
 from draftheads.models.chat_template import BUILT_IN, render, template_of
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import shown_name
 from draftheads.models.prompt_text import token_ids_of
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
@@ -175,7 +176,7 @@ class Engine:
         grammar_state = None
         if settings.grammar is not None:
             compiler = compiler_for(self.model.tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
-            grammar_state = compiler.start(settings.grammar)
+            grammar_state = compiler.start(settings.grammar, settings.stop_token_ids)
         return Request(
             prompt_ids,
             settings,
@@ -317,7 +318,8 @@ class Engine:
         limit = self.model.max_positions
         if limit is not None and len(ids) >= limit:
             raise PromptTooLong(
-                f"the prompt has {counted(len(ids), 'token')}; {self.model.model_id} takes at most {limit - 1}"
+                f"the prompt has {counted(len(ids), 'token')}; {shown_name(self.model.model_id)} takes at most "
+                f"{limit - 1}"
             )
         vocab_size = self.model.vocab_size
         if outside := [token for token in ids if not 0 <= token < vocab_size]:

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
+from draftheads.models.chat_template import continuing_ids, special_texts
+from draftheads.models.prompt_text import TokenBytes
 from draftheads.settings import Grammar
 from draftheads.speculation.draft import AFTER_END, FORBIDDEN
 
 try:
     import llguidance
-    import llguidance.hf
 except ImportError:
     llguidance = None  # type: ignore[assignment]
 
@@ -38,12 +39,26 @@ _COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
 
 
 class GrammarState:
-    """How far one answer has come in its grammar, and the draft tokens that are tried below it."""
+    """How far one answer has come in its grammar, and the draft tokens that are tried below it.
 
-    def __init__(self, matcher: Any, *, num_words: int, eos_ids: frozenset[int]) -> None:
-        self._matcher = matcher  # after the accepted tokens
-        self._num_words, self._eos_ids = num_words, eos_ids
+    Args:
+        matcher: at the beginning of the grammar.
+        table: of the tokenizer.
+        end_ids: tokens that end the answer. They are allowed where the grammar may end, and only there.
+    """
+
+    def __init__(self, matcher: Any, table: Any, *, end_ids: frozenset[int]) -> None:
+        self._start, self._table, self._end_ids = matcher, table, end_ids
+        self._matcher = matcher.deep_copy()  # after the accepted tokens
+        self._ends: Mask = np.zeros(-(-table.vocab_size // 32), np.int32)
+        for token in end_ids:
+            self._ends.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
         self._restart()
+
+    def is_whole(self, text: str) -> bool:
+        """Whether the grammar has this text as a whole."""
+        matcher = self._start.deep_copy()
+        return bool(matcher.consume_tokens(self._table.greedy_tokenize(text)) and matcher.is_accepting())
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Adds accepted tokens, which the grammar allows, and forgets all draft tokens.
@@ -61,14 +76,15 @@ class GrammarState:
         self._places: dict[tuple[int, int], int] = {}
         root = self._probe_mask()
         if root is None:
-            raise GrammarFailed(f"the grammar of the answer is too complex: {_first_line(self._probe.get_error())}")
+            problem = _first_line(self._probe.get_error()) or "without stop_token_ids it allows no token here"
+            raise GrammarFailed(f"the grammar of the answer is too complex: {problem}")
         self.masks: list[Mask] = [root]  # of each place
 
     def place_below(self, place: int, token: int) -> int:
         """The place after a token, or what else it leads to: ``FORBIDDEN`` or ``AFTER_END``."""
         if place < 0 or not self.masks[place][token >> 5] >> (token & 31) & 1:
             return FORBIDDEN
-        if token in self._eos_ids:
+        if token in self._end_ids:
             return AFTER_END
         known = self._places.get((place, token))
         if known is None:
@@ -102,19 +118,22 @@ class GrammarState:
         return len(self.masks) - 1
 
     def _probe_mask(self) -> Mask | None:
-        """Where the probe is; None after an error, from which a matcher does not recover."""
-        mask = np.zeros(self._num_words, np.int32)
+        """Where the probe is; None if it allows nothing, as after an error, from which a matcher does not recover."""
+        mask = np.zeros_like(self._ends)
         if not self._probe.is_error():
             self._probe.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        return None if self._probe.is_error() else mask
+        if self._probe.is_error():
+            return None
+        mask = mask | self._ends if self._probe.is_accepting() else mask & ~self._ends
+        return mask if mask.any() else None
 
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
-        vocab_size: V of the model; the tokenizer may have fewer tokens.
+        tokenizer: a tokenizer of transformers whose tokens are bytes.
+        vocab_size: V of the model; the tokenizer may have fewer or more tokens.
         eos_ids: tokens that end a text.
 
     Raises:
@@ -125,18 +144,17 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
         if llguidance is None:
             raise MissingDependency("grammars need llguidance", pip_install="llguidance")
-        if not eos_ids:
+        self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
+        if not self._eos_ids:
             raise InvalidSettings("the model has no token that ends a text: an answer with a grammar needs one")
-        self._eos_ids, self._num_words = eos_ids, -(-vocab_size // 32)
-        try:
-            self._table = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids))
-        except ValueError as error:
-            raise InvalidSettings(f"grammars cannot be used with the model's tokenizer: {error}") from None
+        vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, min(self._eos_ids)))
+        ends = sorted(self._eos_ids)
+        self._table = llguidance.LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=ends)
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = Lock()
 
-    def start(self, grammar: Grammar) -> GrammarState:
-        """The state of an answer without tokens.
+    def start(self, grammar: Grammar, stop_ids: Iterable[int] = ()) -> GrammarState:
+        """The state of an answer without tokens, which ``stop_ids`` may end, too.
 
         Raises:
             InvalidSettings: the grammar is wrong, allows no text, or exceeds a limit.
@@ -146,18 +164,19 @@ class GrammarCompiler:
                 self._compile(grammar)
             self._compiled.move_to_end(grammar)
             try:
-                return self._state(self._compiled[grammar])
+                return self._state(self._compiled[grammar], stop_ids)
             except GrammarFailed:  # copies share their lexer: it exceeded a limit in another answer
                 self._compile(grammar)
-                return self._state(self._compiled[grammar])
+                return self._state(self._compiled[grammar], stop_ids)
 
     def _compile(self, grammar: Grammar) -> None:
         self._compiled[grammar] = self._checked(grammar)
         if len(self._compiled) > _COMPILED:
             self._compiled.popitem(last=False)
 
-    def _state(self, matcher: Any) -> GrammarState:
-        return GrammarState(matcher.deep_copy(), num_words=self._num_words, eos_ids=self._eos_ids)
+    def _state(self, matcher: Any, stop_ids: Iterable[int] = ()) -> GrammarState:
+        stop_ids = (token for token in stop_ids if token < self._table.vocab_size)
+        return GrammarState(matcher, self._table, end_ids=self._eos_ids.union(stop_ids))
 
     def _checked(self, grammar: Grammar) -> Any:
         """A matcher that has computed its first masks without an error."""
@@ -185,6 +204,25 @@ class GrammarCompiler:
         return matcher
 
 
+class _Vocabulary:
+    """A tokenizer as llguidance reads it. Its own reading of a file with 262,144 tokens takes ten times as long."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_id: int) -> None:
+        self._tokenizer = tokenizer
+        known = TokenBytes(tokenizer)
+        if not known.are_known:
+            raise InvalidSettings("grammars cannot be used with the model's tokenizer: its tokens are not bytes")
+        self.eos_token_id = eos_id
+        self.special_token_ids = [token for token in special_texts(tokenizer) if token < vocab_size]
+        self.tokens = [known.of(token) for token in range(vocab_size)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of a text that the grammar leaves no choice about."""
+        return continuing_ids(self._tokenizer, text.decode())
+
+
 def tokens_of(mask: Mask) -> list[int]:
     """The tokens of a mask."""
     tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
@@ -196,7 +234,7 @@ _ONE_AT_A_TIME = Lock()
 
 
 def compiler_for(tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) -> GrammarCompiler:
-    """The compiler of a tokenizer, made once: it takes a second. Arguments and errors as for the class."""
+    """The compiler of a tokenizer, made once: it may take a second. Arguments and errors as for the class."""
     with _ONE_AT_A_TIME:
         known = _COMPILERS.setdefault(tokenizer, {})
         key = (vocab_size, eos_ids)

@@ -54,7 +54,7 @@ class _FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Arguments
+    arguments: Arguments = Field({})
 
     def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
         """Calls belong to the message of the model before them, as in a chat."""
