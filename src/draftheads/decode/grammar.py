@@ -5,7 +5,7 @@ leads to a place of its own.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
-from draftheads.models.chat_template import continuing_ids, special_texts
+from draftheads.models.chat_template import continuing_ids
 from draftheads.models.prompt_text import TokenBytes
 from draftheads.settings import Grammar
 from draftheads.speculation.draft import AFTER_END, FORBIDDEN
@@ -35,6 +35,7 @@ _LIMITS = {
     "verbose_errors": False,
 }
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FORCED_TEXTS = 4096  # whose tokens are kept
 _COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
 
 
@@ -147,9 +148,10 @@ class GrammarCompiler:
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         if not self._eos_ids:
             raise InvalidSettings("the model has no token that ends a text: an answer with a grammar needs one")
-        vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, min(self._eos_ids)))
-        ends = sorted(self._eos_ids)
-        self._table = llguidance.LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=ends)
+        vocabulary = _Vocabulary(tokenizer, vocab_size, min(self._eos_ids))
+        wrapper = llguidance.TokenizerWrapper(vocabulary)
+        self._table = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=sorted(self._eos_ids))
+        vocabulary.split = self._table.greedy_tokenize
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = Lock()
 
@@ -215,12 +217,22 @@ class _Vocabulary:
         if not known.are_known:
             raise InvalidSettings("grammars cannot be used with the model's tokenizer: its tokens are not bytes")
         self.eos_token_id = eos_id
-        self.special_token_ids = [token for token in special_texts(tokenizer) if token < vocab_size]
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        tags = {token for token, each in added if each.special or each.content[:1] + each.content[-1:] == "<>"}
+        self.special_token_ids = sorted(token for token in tags if token < vocab_size)
         self.tokens = [known.of(token) for token in range(vocab_size)]
+        self.split: Callable[[str], list[int]] = list  # in place of the tokenizer's, which may have more tokens
+        self._known: dict[bytes, list[int]] = {}
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of a text that the grammar leaves no choice about."""
-        return continuing_ids(self._tokenizer, text.decode())
+        """The tokens of a text that a grammar leaves no choice about."""
+        if text not in self._known:
+            ids = continuing_ids(self._tokenizer, text.decode())
+            outside = max(ids, default=0) >= len(self.tokens)
+            if len(self._known) >= _FORCED_TEXTS:
+                self._known.clear()
+            self._known[text] = self.split(text.decode()) if outside else ids
+        return self._known[text]
 
 
 def tokens_of(mask: Mask) -> list[int]:
