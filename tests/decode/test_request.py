@@ -355,9 +355,9 @@ def test_stop_strings_have_the_text_of_special_tokens(stop: str, shown: str, kep
     for keep in (False, True):
         settings = SamplingSettings(max_new_tokens=len(ids), stop=stop, include_stop_str_in_output=keep)
         request = Request([5], settings, tokenizer=tokenizer, eos_ids=frozenset({0}), max_length=None)
-        texts = []
+        text = ""
         for at in range(0, len(ids), width):
             if request.finish_reason is None:
-                texts.append(request.append(ids[at : at + width], num_drafted=0).text)
-        assert request.text == "".join(texts) == (kept if keep else shown)
+                text += request.append(ids[at : at + width], num_drafted=0).text
+        assert request.text == text == (kept if keep else shown)
         assert request.finish_reason == ("length" if shown == "the cat the cat" else "stop")
