@@ -131,10 +131,9 @@ def _welcome(address: str, served: Served, limits: Limits, *, has_keys: bool) ->
         f"  {model.name:<24} {model.head or 'plain decoding'}{', with an adapter' if model.adapter else ''}"
         for model in served.models
     ]
-    question = "Why is the sky blue?"
-    route, prompt = "chat/completions", {"messages": [{"role": "user", "content": question}]}
-    if template_of(target) is None:  # then the model continues texts
-        route, prompt = "completions", {"prompt": question, "max_tokens": 64}
+    chats, question = template_of(target) is not None, "Why is the sky blue?"  # else the model continues texts
+    route = "chat/completions" if chats else "completions"
+    prompt = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question}
     body = json.dumps({"model": served.models[0].name, **prompt})
     key = f' -H "Authorization: Bearer ${_KEY_VARIABLE}"' if has_keys else ""
     return "\n".join(

@@ -168,9 +168,16 @@ class Engine:
             for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
 
-    def request(self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0) -> Request:
-        """One checked request; its events carry ``index``."""
-        prompt_ids, vocab_size, eos_ids = self.encode(prompt), self.model.vocab_size, self.model.eos_ids
+    def request(
+        self,
+        prompt: Prompt,
+        settings: SamplingSettings,
+        *,
+        index: int = 0,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """One checked request; its events carry ``index``. ``variables`` are further ones of the chat template."""
+        prompt_ids, vocab_size, eos_ids = self.encode(prompt, variables), self.model.vocab_size, self.model.eos_ids
         if unknown := [token for token, _ in settings.logit_bias if token >= vocab_size]:
             raise InvalidSettings(f"logit_bias has token {unknown[0]}; the model has {vocab_size:,} tokens")
         grammar_state = None
@@ -305,14 +312,14 @@ class Engine:
         shape = self.shape or self.drafter.default_shape
         return self.drafter.most_nodes if shape is None else most_nodes_of(shape)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.
 
         Raises:
             InvalidPrompt: empty, or refused by the chat template.
             PromptTooLong: more tokens than the model takes.
         """
-        ids = prompt_ids(self.model, prompt)
+        ids = prompt_ids(self.model, prompt, variables)
         if not ids:
             raise InvalidPrompt("the prompt is empty: there is nothing to go on from")
         limit = self.model.max_positions
@@ -367,7 +374,7 @@ def _described(value: object) -> str:
     return f"{type(value).__name__}: {short(' '.join(repr(value).split()))}"
 
 
-def prompt_ids(model: TargetModel, prompt: Prompt) -> list[int]:
+def prompt_ids(model: TargetModel, prompt: Prompt, variables: Mapping[str, Any] | None = None) -> list[int]:
     """Token ids of a prompt of any length, with the model's chat template where it has one."""
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise InvalidPrompt(f"a prompt is a text, a list of messages or a list of token ids, not {_described(prompt)}")
@@ -386,7 +393,7 @@ def prompt_ids(model: TargetModel, prompt: Prompt) -> list[int]:
         )
         return _token_ids(model, "\n".join(message["content"] for message in messages))
     try:
-        text = render(model, messages, add_generation_prompt=True)
+        text = render(model, messages, add_generation_prompt=True, variables=variables)
     except Exception as error:  # a template is a program of the model's author: it may refuse in any way
         raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
     return _token_ids(model, text, add_special_tokens=False)

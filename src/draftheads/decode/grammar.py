@@ -6,6 +6,7 @@ leads to a place of its own.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,10 +43,7 @@ _COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
 class GrammarState:
     """How far one answer has come in its grammar, and the draft tokens that are tried below it.
 
-    Args:
-        matcher: at the beginning of the grammar.
-        table: of the tokenizer.
-        end_ids: tokens that end the answer. They are allowed where the grammar may end, and only there.
+    The tokens ``end_ids`` end the answer. They are allowed where the grammar may end, and only there.
     """
 
     def __init__(self, matcher: Any, table: Any, *, end_ids: frozenset[int]) -> None:
@@ -212,7 +210,6 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_id: int) -> None:
-        self._tokenizer = tokenizer
         known = TokenBytes(tokenizer)
         if not known.are_known:
             raise InvalidSettings("grammars cannot be used with the model's tokenizer: its tokens are not bytes")
@@ -221,18 +218,13 @@ class _Vocabulary:
         tags = {token for token, each in added if each.special or each.content[:1] + each.content[-1:] == "<>"}
         self.special_token_ids = sorted(token for token in tags if token < vocab_size)
         self.tokens = [known.of(token) for token in range(vocab_size)]
-        self.split: Callable[[str], list[int]] = list  # in place of the tokenizer's, which may have more tokens
-        self._known: dict[bytes, list[int]] = {}
+        self.split: Callable[[str], list[int]] | None = None  # for texts with tokens that the model does not have
+        self._ids_of = lru_cache(_FORCED_TEXTS)(partial(continuing_ids, tokenizer))
 
     def __call__(self, text: bytes) -> list[int]:
         """The tokens of a text that a grammar leaves no choice about."""
-        if text not in self._known:
-            ids = continuing_ids(self._tokenizer, text.decode())
-            outside = max(ids, default=0) >= len(self.tokens)
-            if len(self._known) >= _FORCED_TEXTS:
-                self._known.clear()
-            self._known[text] = self.split(text.decode()) if outside else ids
-        return self._known[text]
+        ids = self._ids_of(text.decode())
+        return self.split(text.decode()) if self.split and max(ids, default=0) >= len(self.tokens) else ids
 
 
 def tokens_of(mask: Mask) -> list[int]:

@@ -132,7 +132,7 @@ class Request:
         self.new_stream = partial(TextStream, tokenizer, skip_special_tokens=settings.skip_special_tokens)
         self._stream = self.new_stream()
         keep = settings.include_stop_str_in_output
-        may_end = grammar_state and grammar_state.is_whole
+        may_end = None if grammar_state is None else grammar_state.is_whole
         self._stop_text = StopText(settings.stop, keep=keep, hidden=self._stream.hidden, may_end=may_end)
         self._generator = torch.Generator()
         if settings.seed is None:

@@ -98,11 +98,8 @@ def pieces_of(text: str, token_ids: Sequence[int], stream: TextStream) -> tuple[
 class StopText:
     """Holds back what may become a stop string and cuts the text before one, or behind it if it is kept.
 
-    Args:
-        stop: the strings.
-        keep: whether the one that was found is part of the text.
-        hidden: tokens without text, and what they look like: a stop string may have this in it.
-        may_end: whether a text may end the answer; None: each may.
+    A stop string may have the names of ``hidden`` tokens in it, which have no text. ``may_end`` tells whether an answer
+    may end with a text.
 
     >>> stop = StopText(("END",))
     >>> stop.push("one E"), stop.push("N"), stop.push("X two END three"), stop.found
@@ -137,7 +134,7 @@ class StopText:
         """
         if not self._stop or self.found:
             return "" if self.found else text
-        self._held += text + self._marks.get(token, "")
+        self._held += text + ("" if token is None else self._marks.get(token, ""))
         if is_early:
             self._num_early = len(self._held)
         while hits := [
@@ -170,10 +167,6 @@ class StopText:
 class TaggedText:
     """Separates a text that comes in pieces at its tags. Parts have the kind of their tags; others are "text".
 
-    Args:
-        tags: the opening and the closing tag of each kind.
-        kind: of the beginning, which may be inside of tags.
-
     >>> parts = TaggedText({"thought": ("<think>", "</think>")})
     >>> parts.push("<think>So be it.</th"), parts.push("ink>Yes")
     ([('tag', '<think>'), ('thought', 'So be it.')], [('tag', '</think>'), ('text', 'Yes')])
@@ -203,12 +196,7 @@ class TaggedText:
 
 
 class TrimmedText:
-    """Text without the spaces beside the tags that were cut out of it.
-
-    >>> text = TrimmedText()
-    >>> text.push("One. "), text.cut(), text.push(" "), text.push("Two. "), text.cut()
-    ('One.', None, '', ' Two.', None)
-    """
+    """Text without the spaces beside the tags that were cut out of it."""
 
     def __init__(self) -> None:
         self._space = ""  # at the end of the text so far

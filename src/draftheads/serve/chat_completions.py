@@ -9,13 +9,13 @@ from pydantic import Field
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.serve.body import read_json
 from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
-from draftheads.serve.chat_messages import Effort, Message, TemplateFields, Thinking, chat_prompt
+from draftheads.serve.chat_messages import Message, TemplateFields, Thinking, chat_prompt
 from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.logprobs import chat_logprobs
 from draftheads.serve.request_params import CommonFields, read_params
 from draftheads.serve.state import Service
 from draftheads.serve.tools import ToolCall, ToolCallText, ToolFields, ToolUse, call_of
-from draftheads.settings import MOST_LOGPROBS
+from draftheads.settings import MOST_LOGPROBS, Effort
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,7 @@ class ChatCall(Call):
 
 
 class AnswerText:
-    """Separates the text of an answer from its calls and its thoughts.
-
-    Attributes:
-        thought: what the model thought in the last piece of text.
-    """
+    """Separates the text of an answer from its calls and its thoughts; ``thought`` is that of the last piece."""
 
     def __init__(self, tools: ToolUse | None, thinking: Thinking | None = None) -> None:
         self._tools = tools

@@ -29,7 +29,6 @@ def _as_json(arguments: Any) -> Any:
 
 # values of the arguments of a call; the API has them as JSON text
 Arguments = Annotated[Json[Any], BeforeValidator(_as_json, json_schema_input_type=str)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
 
 
 class _Function(Fields):

@@ -153,13 +153,7 @@ def check_template(model: TargetModel) -> None:
 class ToolCallText:
     """Finds the calls in a text that comes in pieces, and the thoughts, from which no call is read.
 
-    Args:
-        thinking: the tags around a thought; None if the model has none.
-        in_thought: whether the text begins in a thought.
-        has_tools: whether there are calls.
-
-    Attributes:
-        thought: what the model thought in the last piece.
+    After each piece, ``thought`` is what the model thought in it.
 
     >>> text = ToolCallText()
     >>> text.push('Let me see. <tool'), text.push('_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
