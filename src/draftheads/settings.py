@@ -19,6 +19,7 @@ MOST_GRAMMAR_CHARACTERS = 65_536
 DEEPEST_SCHEMA = 64  # objects and arrays inside each other, in the text of a JSON schema
 MOST_BIAS = 100.0  # as in OpenAI's API
 MOST_PENALTY = 2.0  # the same
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
 AcceptanceRule = Literal["exact", "rejection", "block", "typical", "typical-sampled"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
@@ -129,7 +130,7 @@ class SamplingOptions:
     seed: int | None = None
     """Makes sampling repeatable; drawn at random if left out."""
     stop: tuple[str, ...] = ()
-    """Strings that end the answer. They are not part of it."""
+    """Strings that end the answer. They are not part of it. With a grammar, they end it only where the grammar may."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the answer. The model's own end of text ends it, too."""
     ignore_eos: bool = False
@@ -190,7 +191,7 @@ class SamplingSettings(SamplingOptions):
     include_stop_str_in_output: bool = False
     """Whether the stop string, or the text of a token of ``stop_token_ids``, that ends the answer is part of it."""
     skip_special_tokens: bool = True
-    """Whether special tokens, such as ``<|im_start|>``, are left out of the text."""
+    """Whether special tokens, such as ``<|im_start|>``, are left out of the text, except tags of calls and thoughts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,6 +25,9 @@ from draftheads.cli.options.chat import ChatOptions
 from draftheads.data.records import read_chats
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
+from draftheads.errors import InvalidSettings
+from draftheads.settings import SamplingOptions
+from serve_world import tiny_engines
 
 BASE = ["chat", "model", "--precision", "fp32", "--max-new-tokens", "12"]
 GREEN = "\x1b[1;32m"
@@ -57,6 +60,26 @@ def offline(engine: Engine, *questions: str, system: str = "") -> list[str]:
 def speeds_in(notes: str) -> list[float]:
     """Tokens per step of each answer."""
     return [float(number) for number in re.findall(r"([\d.]+) tokens/step", notes)]
+
+
+def test_thoughts_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "template.jinja"
+    turns = "{% for m in messages %}{{ m.role }} {{ m.content }};{{ m.reasoning_content }};{% endfor %}"
+    path.write_text(turns + "{% if thinking is false %}</think>{% else %}<think>\n{% endif %}")
+    engine = tiny_engines(str(path))["tiny:plain"]
+    for effort, names in ((None, ("content", "reasoning_content")), ("none", ("reasoning_content", "content"))):
+        options = ChatOptions(settings=SamplingOptions(max_new_tokens=8), reasoning_effort=effort)
+        chat = Chat(options, engine, is_terminal=False)
+        chat.take("the cat")
+        chat.take("the mat")
+        out, err = capsys.readouterr()
+        answers = [message for message in chat.conversation.messages if message["role"] == "assistant"]
+        assert [message.get(names[0], "") for message in answers] == ["", ""]
+        assert all(message[names[1]].strip() in out for message in answers)
+        assert ("<think>" in err) == (effort is None)
+    never = tiny_engines("chatml")["tiny:plain"]
+    with pytest.raises(InvalidSettings, match="--reasoning-effort high"):
+        Chat(ChatOptions(reasoning_effort="high"), never, is_terminal=False)
 
 
 def printed(*answers: str) -> str:

@@ -1,15 +1,18 @@
 """Grammars: what is refused, what states allow, and what becomes of a request whose grammar exceeds a limit."""
 
 import copy
+import json
 import time
 from typing import Any
 
+import llguidance.hf
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import draftheads.decode.grammar as module
+from byte_tokenizers import byte_fallback, byte_level
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import GrammarState, compiler_for, tokens_of
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
@@ -153,15 +156,9 @@ def test_a_grammar_that_needs_a_missing_token_names_it():
     tokenizer = larger_tokenizer()
     compiler = compiler_for(tokenizer, vocab_size=VOCAB, eos_ids=frozenset({EOS}))
     token = tokenizer.convert_tokens_to_ids("<5>")
-    words = f"go on with token {token}, which the model does not have"
+    words = f"needs token {token}, <5>, which the model does not have"
     with pytest.raises(InvalidSettings, match=words):
         compiler.start(Grammar.lark("start: <5>"))
-    state = compiler.start(Grammar.lark('start: "a" <5> | "b"'))
-    a, b = (tokenizer(letter)["input_ids"][0] for letter in "ab")
-    assert state.place_below(0, a) == FORBIDDEN
-    assert state.place_below(0, b) > 0
-    with pytest.raises(GrammarFailed, match=words):
-        state.read([a])
 
 
 def test_places_follow_the_draft_tokens():
@@ -234,8 +231,78 @@ def test_models_that_cannot_have_grammars():
         Engine(tiny_model("llama")).request([5], grammar)
     with pytest.raises(InvalidSettings, match="no token that ends a text"):
         compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset())
-    with pytest.raises(InvalidSettings, match="vocab size too small"):
-        compiler_for(json_tokenizer(), vocab_size=100, eos_ids=frozenset({EOS}))
+    with pytest.raises(InvalidSettings, match="no token that ends a text"):
+        compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset({VOCAB}))
+
+
+@pytest.mark.parametrize("vocab_size", [257, 300, 400])
+def test_tokenizers_of_another_size_than_the_model(vocab_size: int):
+    """Forced texts, too, have only tokens of the model."""
+    compiler = compiler_for(json_tokenizer(), vocab_size=vocab_size, eos_ids=frozenset({EOS, 10**6}))
+    state, text = compiler.start(GRAMMARS["call"]), list[int]()
+    while AFTER_END not in (ends := [state.place_below(0, EOS)]):
+        assert ends == [FORBIDDEN]
+        text.append(tokens_of(state.masks[0])[-1])
+        assert text[-1] < min(vocab_size, len(json_tokenizer()))
+        state.read(text[-1:])
+    assert json_tokenizer().decode(text) == '{"city": "San Francisco"}'
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_the_vocabulary_is_that_of_llguidance(make: Any):
+    """The slow twin reads the tokenizer's own file."""
+    tokenizer = make()
+    tokenizer.add_tokens(["<think>", "◁é▷", "<b", "  x"])
+    slow = llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id])
+    ends = frozenset({tokenizer.eos_token_id})
+    table = compiler_for(tokenizer, vocab_size=len(tokenizer), eos_ids=ends)._table
+    for token in range(len(tokenizer)):
+        assert table.decode_bytes([token]) == slow.decode_bytes([token])
+        assert table.is_special_token(token) == slow.is_special_token(token)
+
+
+def letter_id(letter: str) -> int:
+    return int(json_tokenizer()(letter)["input_ids"][0])
+
+
+TEXTS = Grammar.regex('"[a-z]{2,9}"')
+
+
+@pytest.mark.parametrize("kind", ["eos", "stop"])
+def test_tokens_of_texts_end_an_answer_only_where_its_grammar_may_end(kind: str):
+    """An end token that is no special token of the tokenizer could be text in the middle of a value."""
+    ends = {letter_id("b")}
+    eos_ids = frozenset({EOS, *(ends if kind == "eos" else ())})
+    compiler = compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=eos_ids)
+    state = compiler.start(TEXTS, ends if kind == "stop" else ())
+    for text, may_end in (('"ac', False), ('"', True)):
+        state.read(json_tokenizer()(text)["input_ids"])
+        for end in {EOS, *ends}:
+            assert state.place_below(0, end) == (AFTER_END if may_end else FORBIDDEN)
+
+
+def test_stop_tokens_that_the_grammar_needs_are_an_error_of_the_request():
+    compiler = compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset({EOS}))
+    with pytest.raises(GrammarFailed, match="without stop_token_ids it allows no token"):
+        compiler.start(Grammar.regex("x"), [letter_id("x")])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("stop", ["e", "a", '"age', " ", "}"])
+def test_stop_strings_in_the_middle_of_a_value_do_not_end_it(stop: str, keep: bool):
+    model = json_model()
+    settings = SamplingSettings(grammar=GRAMMARS["person"], stop=stop, include_stop_str_in_output=keep)
+    for drafter in (None, tiny_head("hydra", model)):
+        [result] = Engine(model, drafter).generate([[5, 6]], settings)
+        assert (result.finish_reason, set(json.loads(result.text))) == ("stop", {"name", "age", "tags"})
+
+
+def test_stop_strings_end_an_answer_where_the_grammar_may_end():
+    grammar = Grammar.lark('start: WORD ("\\n" WORD)*\nWORD: /[a-z]{1,3}/')
+    [result] = Engine(json_model()).generate([[5, 6]], grammar=grammar, stop="\n", max_new_tokens=60)
+    assert result.finish_reason == "stop"
+    assert "\n" not in result.text
+    assert 1 <= len(result.text) <= 3
 
 
 def test_without_llguidance_there_is_the_line_to_install_it(monkeypatch: pytest.MonkeyPatch):

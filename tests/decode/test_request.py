@@ -10,8 +10,9 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
-from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
+from byte_tokenizers import LETTERS, TOKENIZERS, byte_level, whole_text
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.models.model import TargetModel
@@ -333,3 +334,30 @@ def test_a_result_made_by_hand_shows_its_text() -> None:
     assert result.pieces == ("<b>", "")
     assert "&lt;b&gt;" in result._repr_html_()
     assert GenerationResult("", (), 3, 0, "length")._repr_html_()
+
+
+@pytest.mark.parametrize("width", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("stop", "shown", "kept"),
+    [
+        ("<|turn|>", "the cat", "the cat<|turn|>"),
+        ("<|turn|> th", "the cat", "the cat<|turn|> th"),
+        ("t<|turn|> th", "the ca", "the cat<|turn|> th"),
+        ("<|turn|><|other|>", "the cat the cat", "the cat the cat"),
+        ("|", "the cat the cat", "the cat the cat"),  # a part of a token that is not shown
+        ("<|other|> cat", "the cat the", "the cat the<|other|> cat"),
+    ],
+)
+def test_stop_strings_have_the_text_of_special_tokens(stop: str, shown: str, kept: str, width: int) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<|turn|>", "<|other|>")], special_tokens=True)
+    ids = tokenizer("the cat<|turn|> the<|other|> cat")["input_ids"]
+    for keep in (False, True):
+        settings = SamplingSettings(max_new_tokens=len(ids), stop=stop, include_stop_str_in_output=keep)
+        request = Request([5], settings, tokenizer=tokenizer, eos_ids=frozenset({0}), max_length=None)
+        text = ""
+        for at in range(0, len(ids), width):
+            if request.finish_reason is None:
+                text += request.append(ids[at : at + width], num_drafted=0).text
+        assert request.text == text == (kept if keep else shown)
+        assert request.finish_reason == ("length" if shown == "the cat the cat" else "stop")

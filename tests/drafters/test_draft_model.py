@@ -16,7 +16,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
-from families import PROMPTS, TREES, VOCAB, tiny_head, tiny_model
+from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, tiny_head, tiny_model
 from thorough import some, some_rows
 
 
@@ -126,9 +126,29 @@ def test_a_draft_model_needs_the_same_tokenizer(model: TargetModel) -> None:
     small = tiny_model("llama", seed=5)
     other = TargetModel(small.model, Other(), "other")
     with pytest.raises(
-        InvalidSettings, match=r"other has another tokenizer \(\w+\) than tiny-llama \(\w+\): take a draft"
+        InvalidSettings, match="other has another tokenizer than tiny-llama: they have the same tokens and split texts"
     ):
         DraftModel(other, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a": 7}, "token 2 is missing there and 'a' here"),
+        ({"a": 3, "b": 2}, "token 2 is 'b' there and 'a' here"),
+        ({"c": 9}, "token 9 is 'c' there and missing here"),
+    ],
+)
+def test_the_first_token_that_differs_is_named(change: dict[str, int], words: str) -> None:
+    class Letters(IntegerTokenizer):
+        def __init__(self, vocabulary: dict[str, int]) -> None:
+            self.get_vocab = vocabulary.copy
+
+    vocabulary = {"<eos>": 0, "a": 2, "b": 3}
+    other = TargetModel(tiny_model("llama").model, Letters({**vocabulary, **change}), "other")
+    target = TargetModel(tiny_model("llama").model, Letters(vocabulary), "target")
+    with pytest.raises(InvalidSettings, match=f"than target: {words}; take a draft model of the same family"):
+        DraftModel(other, target)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from draftheads.interop.audit.model_scorer import ModelScorer
 from draftheads.interop.audit.report import Pass, SampledSide, SeededRow
 from draftheads.interop.audit.run import _Smallest
 from draftheads.interop.audit.settings import CHECKS, DEFAULT_SCHEMA, AuditSettings
-from draftheads.interop.audit.token_bytes import TokenBytes
+from draftheads.models.prompt_text import TokenBytes
 from draftheads.settings import Grammar
 from serve_world import Running, running
 from structured_world import json_model
@@ -589,7 +589,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(kind: str):
     for text in (" the cat", " Привет", "日本", " cat 🙂"):
         ids = tokenizer(text)["input_ids"]
         assert b"".join(map(known.of, ids)).lstrip() == text.strip().encode()
-    assert known.of(tokenizer.eos_token_id) == b""
+    assert known.of(tokenizer.eos_token_id) == b"<eos>"
 
 
 @pytest.mark.parametrize("given", [10**18, True, "abc", [256], [0.5], {"a": 1}])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,3 +231,48 @@ def test_other_weights_have_another_system_fingerprint(server: Running):
     with running(engines) as other:
         fingerprints = {read_completion(body, one.service).system_fingerprint for one in (server, other)}
     assert len(fingerprints) == 2
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "null", None, {}, "{}", "left out"])
+def test_calls_without_arguments_as_other_clients_send_them(reasoning: Running, arguments: Any):
+    function = {"name": "add"} if arguments == "left out" else {"name": "add", "arguments": arguments}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+    call = read_chat(json.dumps({"model": NAME, "messages": [USER, called]}).encode(), reasoning.service)
+    assert call.messages is not None
+    assert call.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+    items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "1", **function}]
+    response = read_response(json.dumps({"model": NAME, "input": items}).encode(), reasoning.service)
+    assert response.messages is not None
+    assert response.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_a_seed_of_minus_one_is_a_random_one(server: Running):
+    def seeds(seed: int | None) -> list[int | None]:
+        body = json.dumps({"model": NAME, "messages": [USER], "seed": seed, "n": 2}).encode()
+        return [request.settings.seed for request in read_chat(body, server.service).requests]
+
+    assert seeds(-1) == seeds(None) == [None, None]
+    assert seeds(-2) == [-2, -1]
+    assert seeds(0) == [0, 1]
+
+
+def test_errors_name_the_folder_of_the_model_and_no_path(tmp_path: Path):
+    engines = tiny_engines(None)
+    for engine in engines.values():
+        object.__setattr__(engine.model, "model_id", str(tmp_path / "my model"))
+    with running(engines) as server:
+        errors = [server.chat(), server.complete(prompt="a " * 3000), server.complete(prompt=[5] * 3000)]
+    for response in errors:
+        message = response.json()["error"]["message"]
+        assert "my model" in message
+        assert "/" not in message.replace("/v1/completions", "")
+
+
+def test_an_answer_can_have_as_many_tokens_as_the_model_without_a_prompt(server: Running):
+    body = {"model": NAME, "messages": [USER], "max_tokens": 2047}
+    assert read_chat(json.dumps(body).encode(), server.service).requests[0].most_new_tokens > 1900
+    for name in ("max_tokens", "max_completion_tokens"):
+        param, message = problem(server, **{"max_tokens": None, name: 2048})
+        assert (param, message) == (name, f"{name} is 2048; it must be at most 2047 on this server")
+    response = server.post("responses", input="the cat", max_output_tokens=2048)
+    assert response.json()["error"]["param"] == "max_output_tokens"

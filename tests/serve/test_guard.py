@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access, Guard
 
 
@@ -39,3 +40,14 @@ def test_polls_are_logged_only_if_they_fail(
         asyncio.run(guard(scope, ignore, ignore))
     assert counted == [(path, status)]
     assert [f" {path} {status} " in line for line in caplog.messages] == [True] * is_logged
+
+
+@pytest.mark.parametrize("given", ["Example.COM", "example.com:8443", "example.com."])
+@pytest.mark.parametrize("sent", ["example.com", "EXAMPLE.com:80", "example.com."])
+def test_names_of_the_server_are_compared_without_case_port_and_final_dot(given: str, sent: str) -> None:
+    access = Access(hosts=frozenset({given, "::1"}))
+    scope = {"path": "/", "headers": [(b"host", sent.encode())], "client": ("1.2.3.4", 5)}
+    assert access.client_of(scope) == "1.2.3.4"
+    assert access.client_of({**scope, "headers": [(b"host", b"[::1]:8000")]}) == "1.2.3.4"
+    with pytest.raises(ApiError, match="not a name of this server"):
+        access.client_of({**scope, "headers": [(b"host", b"sub." + sent.encode())]})

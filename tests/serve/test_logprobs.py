@@ -16,7 +16,7 @@ def test_the_bytes_of_a_texts_tokens_are_its_bytes(name: str):
     tokenizer: Any = TOKENIZERS[name]
     names, text = TokenNames(tokenizer), TEXT if name == "byte level" else "the cat 日本"
     ids = tokenizer(text)["input_ids"]
-    assert b"".join(map(names.bytes_of, ids)).decode().removeprefix(" ") == text
+    assert b"".join(map(names.of, ids)).decode().removeprefix(" ") == text
 
 
 def test_half_characters_have_names_of_their_own():

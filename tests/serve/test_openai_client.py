@@ -271,7 +271,7 @@ def test_a_conversation_with_a_tool_goes_on(client: openai.OpenAI, server: Runni
 def test_models(client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == [NAME, PLAIN]
     own = client.models.retrieve(PLAIN).model_extra["draftheads"]
-    assert own == {"head": None, "base": NAME, "context": 2048}
+    assert own == {"head": None, "base": NAME, "context": 2048, "chat": True, "thinks": False}
 
 
 def test_the_asynchronous_client(server: Running):

@@ -19,7 +19,7 @@ from draftheads.serve.scheduler import Limits, Scheduler
 from draftheads.serve.state import ServedModel, Service
 from families import TREES, tiny_head, tiny_model
 from serve_process import wait_until
-from serve_world import listening, metrics_of
+from serve_world import listening, metrics_of, running, tiny_engines
 
 playwright = pytest.importorskip("playwright.sync_api", reason="drives the browser: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -394,6 +394,35 @@ def test_a_server_with_keys(visit: Callable[..., Any]):
         page.fill("#max-tokens", str(MAX_TOKENS))
         assert texts(answered(page, "dead cab")) == [world.offline("dead cab").text]
         assert page.evaluate("[localStorage.length, sessionStorage.length]") == [0, 0]
+
+
+def test_a_model_without_a_chat_template_continues_the_text(visit: Callable[..., Any]):
+    with running(tiny_engines(None)) as server:
+        page = visit(server.url)
+        setting(page, "max-tokens", MAX_TOKENS)
+        turn = answered(page, "the cat")
+        expected = server.plain_answer(
+            server.engines["tiny"].model.tokenizer("the cat")["input_ids"], max_new_tokens=MAX_TOKENS
+        )
+        assert texts(turn) == [expected.text]
+        assert not page.is_visible("#thinking")
+
+
+def test_thoughts_are_above_the_answer(page: Any):
+    chunks = [{"reasoning_content": "Hm"}, {"reasoning_content": "."}, {"content": "Yes."}]
+    shown = page.evaluate(
+        """(deltas) => import('/answer.js').then(({ Answer }) => {
+            const answer = new Answer();
+            answer.begin();
+            for (const delta of deltas) {
+                answer.push({ choices: [{ delta, pieces: [[Object.values(delta)[0], true]] }] });
+            }
+            const texts = [...answer.node.querySelectorAll('.text')].map((node) => node.textContent);
+            return [texts, answer.text, answer.thought];
+        })""",
+        chunks,
+    )
+    assert shown == [["Hm.", "Yes."], "Yes.", "Hm."]
 
 
 def test_a_server_that_loads_and_then_goes(visit: Callable[..., Any]):

@@ -85,6 +85,16 @@ def test_folders_that_are_made_are_private_and_others_keep_their_mode(tmp_path: 
     assert modes == ["0o700", "0o700", "0o755", "0o700"]
 
 
+def test_what_is_recorded_is_for_its_user_only_also_in_files_that_others_could_read(tmp_path: Path) -> None:
+    for number in range(2):
+        recorder = Recorder(tmp_path, max_bytes=MB)
+        recorder.add(exchange(number))
+        recorder.close()
+        [file] = tmp_path.glob("*/*.jsonl")
+        assert oct(stat.S_IMODE(file.stat().st_mode)) == "0o600"
+        file.chmod(0o644)
+
+
 def test_records_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     recorder = record(tmp_path, exchange(tokenizer="0123456789abcdef"))
     with pytest.raises(DataError, match="line 1: recorded with a tokenizer of fingerprint 0123456789abcdef"):
@@ -186,7 +196,7 @@ def test_a_full_disk_or_a_deleted_file_costs_answers_and_no_error(
 
 
 def test_impossible_settings(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match="--record-bytes is 5"):
+    with pytest.raises(InvalidSettings, match=r"--record-gib is 4\.6"):
         Recorder(tmp_path, max_bytes=5)
     first = Recorder(tmp_path / "one", max_bytes=MB)
     with pytest.raises(StorageError, match="another process is writing"):

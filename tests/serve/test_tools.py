@@ -15,7 +15,7 @@ from structured_world import EOS, SlowGrammar, json_tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = ToolCall("add", '{"a": 1}')
-CASES = {
+CASES: dict[str, tuple[Any, ...]] = {  # text, content, calls, thought
     "text only": ("a <b> c", "a <b> c", []),
     "call only": (CALL, "", [ADD]),
     "two calls": (f"{CALL}\n{CALL}", "", [ADD, ADD]),
@@ -26,28 +26,45 @@ CASES = {
     "no arguments": ('<tool_call>{"name": "a"}</tool_call>', '<tool_call>{"name": "a"}</tool_call>', []),
     "a beginning of a tag": ("1 <tool", "1 <tool", []),
     "spaces at the end": ("yes. \n", "yes. \n", []),
+    "text around a call": (f"One.\n\n{CALL}\n Two  words. \n", "One.\n\nTwo  words. \n", [ADD]),
+    "text after a call": (f"{CALL}\n\nIt is 1 + 1. ", "It is 1 + 1. ", [ADD]),
+    "words beside a call": (f"One.{CALL}\nTwo.", "One.\nTwo.", [ADD]),
+    "spaces around what is no call": ("a <tool_call>x</tool_call> b", "a <tool_call>x</tool_call> b", []),
+    "a thought": ("<think>\nHm, 1?\n</think>\n\nYes.", "Yes.", [], "Hm, 1?"),
+    "an empty thought": ("<think>\n\n</think>\n\nYes.", "Yes.", [], ""),
+    "a thought that is cut": (f"<think>Perhaps {CALL} or", "", [], f"Perhaps {CALL} or"),
+    "a call in a thought": (f"<think>{CALL}</think>{CALL}", "", [ADD], CALL),
+    "two thoughts": (f"<think>a</think>b {CALL} <think> c </think> d", "b d", [ADD], "a c"),
+    "a thought in a call": (
+        '<tool_call>{"name": "add", "arguments": {"a": "<think>"}}</tool_call>.',
+        ".",
+        [ToolCall("add", '{"a": "<think>"}')],
+    ),
+    "an end without a beginning": ("a </think> b", "a </think> b", []),
 }
 
 
-def parsed(pieces: list[str]) -> tuple[str, list[ToolCall]]:
-    parser, content, calls = ToolCallText(), "", []
-    for text, found in [*map(parser.push, pieces), parser.flush()]:
+def parsed(pieces: list[str]) -> tuple[str, list[ToolCall], str]:
+    parser, content, calls, thought = ToolCallText(), "", [], ""
+    for text, found in (parser.push(piece, is_end=False) for piece in pieces):
         content += text
         calls += found
-    return content, calls
+        thought += parser.thought
+    text, found = parser.flush()
+    return content + text, [*calls, *found], thought + parser.thought
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_calls_in_a_whole_text(case: str):
-    text, content, calls = CASES[case]
-    assert parsed([text]) == (content, calls)
+    text, *expected = CASES[case]
+    assert parsed([text]) == (*expected, "")[:3]
 
 
 @given(st.sampled_from(list(CASES)), st.lists(st.integers(0, 80), max_size=6))
 def test_calls_are_the_same_however_the_text_is_cut(case: str, cuts: list[int]):
-    text, content, calls = CASES[case]
+    text, *expected = CASES[case]
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    assert parsed([text[a:b] for a, b in pairwise(edges)]) == (content, calls)
+    assert parsed([text[a:b] for a, b in pairwise(edges)]) == (*expected, "")[:3]
 
 
 def test_text_that_is_no_tag_is_not_held_back():

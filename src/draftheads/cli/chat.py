@@ -22,9 +22,11 @@ from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_
 from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
+from draftheads.decode.text import TaggedText
 from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
+from draftheads.models.chat_template import effort_variables, thinking_tags
 from draftheads.settings import SamplingSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
@@ -109,9 +111,10 @@ class Conversation:
         """Adds what the user wrote."""
         self.turns.append({"role": "user", "content": text})
 
-    def answer(self, text: str, *, finished: bool) -> None:
+    def answer(self, text: str, *, thought: str = "", finished: bool) -> None:
         """Adds what the model wrote; ``finished`` is False if it was cut off."""
-        self.turns.append({"role": "assistant", "content": text})
+        thoughts = {"reasoning_content": thought} if thought else {}
+        self.turns.append({"role": "assistant", "content": text, **thoughts})
         self.finished = finished
 
     def take_back(self) -> str | None:
@@ -151,6 +154,10 @@ class Chat:
         )
         self._head = options.head or options.draft.draft_model  # what drafts; None: nothing
         self._is_plain = False  # whether the user has switched drafting off
+        effort = options.reasoning_effort
+        self._variables = effort_variables(engine.model, effort) if effort else {}
+        if self._variables is None:
+            raise InvalidSettings(f"--reasoning-effort {effort}: the model's chat template has none; leave it out")
         self._commands: dict[str, Callable[[str], None]] = {
             "head": self._change_head,
             "plain": self._switch,
@@ -207,7 +214,12 @@ class Chat:
     def _answer(self, conversation: Conversation) -> None:
         """Answers the last question of a conversation, which becomes the chat's once there is an answer."""
         engine = self._engine
-        request = engine.request(conversation.messages, SamplingSettings(**vars(self._options.settings)))
+        settings = SamplingSettings(**vars(self._options.settings))
+        request = engine.request(conversation.messages, settings, variables=self._variables)
+        tags = thinking_tags(engine.model) or ("", "")
+        prompt_end = engine.model.tokenizer.decode(request.prompt_ids[-16:]).rstrip()
+        if has_begun := bool(tags[0]) and prompt_end.endswith(tags[0]):  # by the prompt
+            self._note(tags[0])
         start = time.perf_counter()
         try:
             self._core.add(request, Lane(self._name))
@@ -218,7 +230,12 @@ class Chat:
             if not self.is_terminal or not request.text:
                 raise
             self._console.print()
-        conversation.answer(request.text, finished=request.finish_reason == "stop")
+        text, thought = request.text, ""
+        if tags[0]:
+            parts = TaggedText({"thought": tags}, "thought" if has_begun else "text").push(text, is_end=True)
+            text, thought = ("".join(part for kind, part in parts if kind == of) for of in ("text", "thought"))
+        text = text.lstrip() if thought else text
+        conversation.answer(text, thought=thought.strip(), finished=request.finish_reason == "stop")
         self.conversation = conversation
         self._note(speed_words(request, time.perf_counter() - start))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from draftheads.cli.options.serve import ServeOptions
 from draftheads.cli.show import quiet_transformers
 from draftheads.errors import DeviceLost, InvalidSettings, MissingDependency
+from draftheads.models.chat_template import template_of
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
 
@@ -130,16 +131,17 @@ def _welcome(address: str, served: Served, limits: Limits, *, has_keys: bool) ->
         f"  {model.name:<24} {model.head or 'plain decoding'}{', with an adapter' if model.adapter else ''}"
         for model in served.models
     ]
-    body = json.dumps(
-        {"model": served.models[0].name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-    )
+    chats, question = template_of(target) is not None, "Why is the sky blue?"  # else the model continues texts
+    route = "chat/completions" if chats else "completions"
+    prompt = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question}
+    body = json.dumps({"model": served.models[0].name, **prompt})
     key = f' -H "Authorization: Bearer ${_KEY_VARIABLE}"' if has_keys else ""
     return "\n".join(
         [
             f"serving {target.model_id} ({target.precision}, {target.device}) at {address}",
             *names,
             f"{counted(limits.max_rows, 'row')}, {limits.kv_bytes / 2**30:.1f} GiB for keys and values",
-            f"try: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+            f"try: curl {address}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
         ]
     )
 

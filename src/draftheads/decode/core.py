@@ -81,6 +81,7 @@ class EngineCore(Generic[AnyEngine]):
         self.steps = 0
         self.tokens_read = 0
         self.interruptions = 0
+        self.held_bytes = 0  # memory of what is read outside of requests
         self._keeps_answers, self._answers_together, self._on_phase = keeps_answers, answers_together, on_phase
         self._reading = ReadingQueue(self.prefixes)
         self._admissions = 0
@@ -157,6 +158,20 @@ class EngineCore(Generic[AnyEngine]):
                 self.steps += 1
         self._drop_empty_lanes()
         return events
+
+    def hold(self, num_bytes: int) -> None:
+        """Reserves memory for what is read outside of requests; requests that no longer fit beside it wait.
+
+        Raises:
+            TooLarge: there is less memory, even without requests.
+        """
+        limit = self.limits.kv_bytes
+        if limit is not None and self.held_bytes + num_bytes > limit:
+            words = f"{num_bytes >> 20} MiB for keys and values; the server has {limit >> 20} MiB"
+            raise TooLarge(f"the prompt needs {words}: send a shorter one")
+        self.held_bytes += num_bytes
+        self._interrupt_what_does_not_fit()
+        self._drop_empty_lanes()
 
     def clear(self) -> None:
         """Forgets all requests, without events."""
@@ -305,7 +320,7 @@ class EngineCore(Generic[AnyEngine]):
         if self._with(lane, request, trimmed=False) + kept_free <= limit:
             return True
         # what was accepted is decoded, if only alone; while an interrupted text is read again, it is there twice
-        if self._with(lane, request, trimmed=True) + kept_free > limit and self.num_running:
+        if self._with(lane, request, trimmed=True) + kept_free > limit and (self.num_running or self.held_bytes):
             return False
         self._trim()
         return True
@@ -313,9 +328,9 @@ class EngineCore(Generic[AnyEngine]):
     def _reserved(self, *, headroom: int = 0, trimmed: bool = False) -> int:
         """Memory that the requests take at most in the next step, if each answer were longer by so many tokens."""
         slots = ((lane, lane.slots(headroom=headroom, trimmed=trimmed)) for lane in self.lanes)
-        return sum(count * self.sizes.per_slot(lane.engine) for lane, count in slots) + sum(
-            self.sizes.of_text(reading.lane.engine, reading.request) for reading in self._reading.readings
-        )
+        texts = (self.sizes.of_text(reading.lane.engine, reading.request) for reading in self._reading.readings)
+        slot_bytes = sum(count * self.sizes.per_slot(lane.engine) for lane, count in slots)
+        return self.held_bytes + slot_bytes + sum(texts)
 
     def _growth(self, lane: RunningLane, request: Request, *, trimmed: bool = False) -> int:
         """By how much one more request adds to it."""
@@ -350,7 +365,7 @@ class EngineCore(Generic[AnyEngine]):
         if limit is None or self._reserved() <= limit:
             return
         self._trim()
-        while self._reserved() > limit and self.num_running > 1:
+        while self._reserved() > limit and self.num_running > (0 if self.held_bytes else 1):
             self._interrupt(*max(self._interruptible(), key=lambda pair: self._freed(*pair)))
 
     def _interruptible(self, client: str | None = None) -> list[tuple[RunningLane, Request]]:

@@ -27,6 +27,7 @@ from draftheads.errors import (
 )
 from draftheads.models.chat_template import BUILT_IN, render, template_of
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import shown_name
 from draftheads.models.prompt_text import token_ids_of
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
@@ -167,15 +168,22 @@ class Engine:
             for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
 
-    def request(self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0) -> Request:
-        """One checked request; its events carry ``index``."""
-        prompt_ids, vocab_size, eos_ids = self.encode(prompt), self.model.vocab_size, self.model.eos_ids
+    def request(
+        self,
+        prompt: Prompt,
+        settings: SamplingSettings,
+        *,
+        index: int = 0,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """One checked request; its events carry ``index``. ``variables`` are further ones of the chat template."""
+        prompt_ids, vocab_size, eos_ids = self.encode(prompt, variables), self.model.vocab_size, self.model.eos_ids
         if unknown := [token for token, _ in settings.logit_bias if token >= vocab_size]:
             raise InvalidSettings(f"logit_bias has token {unknown[0]}; the model has {vocab_size:,} tokens")
         grammar_state = None
         if settings.grammar is not None:
             compiler = compiler_for(self.model.tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
-            grammar_state = compiler.start(settings.grammar)
+            grammar_state = compiler.start(settings.grammar, settings.stop_token_ids)
         return Request(
             prompt_ids,
             settings,
@@ -304,20 +312,21 @@ class Engine:
         shape = self.shape or self.drafter.default_shape
         return self.drafter.most_nodes if shape is None else most_nodes_of(shape)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.
 
         Raises:
             InvalidPrompt: empty, or refused by the chat template.
             PromptTooLong: more tokens than the model takes.
         """
-        ids = prompt_ids(self.model, prompt)
+        ids = prompt_ids(self.model, prompt, variables)
         if not ids:
             raise InvalidPrompt("the prompt is empty: there is nothing to go on from")
         limit = self.model.max_positions
         if limit is not None and len(ids) >= limit:
             raise PromptTooLong(
-                f"the prompt has {counted(len(ids), 'token')}; {self.model.model_id} takes at most {limit - 1}"
+                f"the prompt has {counted(len(ids), 'token')}; {shown_name(self.model.model_id)} takes at most "
+                f"{limit - 1}"
             )
         vocab_size = self.model.vocab_size
         if outside := [token for token in ids if not 0 <= token < vocab_size]:
@@ -365,7 +374,7 @@ def _described(value: object) -> str:
     return f"{type(value).__name__}: {short(' '.join(repr(value).split()))}"
 
 
-def prompt_ids(model: TargetModel, prompt: Prompt) -> list[int]:
+def prompt_ids(model: TargetModel, prompt: Prompt, variables: Mapping[str, Any] | None = None) -> list[int]:
     """Token ids of a prompt of any length, with the model's chat template where it has one."""
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise InvalidPrompt(f"a prompt is a text, a list of messages or a list of token ids, not {_described(prompt)}")
@@ -384,7 +393,7 @@ def prompt_ids(model: TargetModel, prompt: Prompt) -> list[int]:
         )
         return _token_ids(model, "\n".join(message["content"] for message in messages))
     try:
-        text = render(model, messages, add_generation_prompt=True)
+        text = render(model, messages, add_generation_prompt=True, variables=variables)
     except Exception as error:  # a template is a program of the model's author: it may refuse in any way
         raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
     return _token_ids(model, text, add_special_tokens=False)

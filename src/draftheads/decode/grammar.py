@@ -4,9 +4,10 @@ A place is an index of a point of one answer in this step: 0 is after the accept
 leads to a place of its own.
 """
 
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
+from draftheads.models.chat_template import continuing_ids
+from draftheads.models.prompt_text import TokenBytes
 from draftheads.settings import Grammar
 from draftheads.speculation.draft import AFTER_END, FORBIDDEN
 
 try:
     import llguidance
-    import llguidance.hf
 except ImportError:
     llguidance = None  # type: ignore[assignment]
 
@@ -35,21 +37,28 @@ _LIMITS = {
     "verbose_errors": False,
 }
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FORCED_TEXTS = 4096  # whose tokens are kept
 _COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
 
 
-class _TokenMissing(GrammarFailed):
-    """An answer can only go on with tokens that the model does not have."""
-
-
 class GrammarState:
-    """How far one answer has come in its grammar, and the draft tokens that are tried below it."""
+    """How far one answer has come in its grammar, and the draft tokens that are tried below it.
 
-    def __init__(self, matcher: Any, *, num_words: int, known: Mask, eos_ids: frozenset[int]) -> None:
-        self._matcher = matcher  # after the accepted tokens
-        self._num_words, self._known, self._eos_ids = num_words, known, eos_ids
-        self._problem: GrammarFailed | None = None  # why there is no mask
+    The tokens ``end_ids`` end the answer. They are allowed where the grammar may end, and only there.
+    """
+
+    def __init__(self, matcher: Any, table: Any, *, end_ids: frozenset[int]) -> None:
+        self._start, self._table, self._end_ids = matcher, table, end_ids
+        self._matcher = matcher.deep_copy()  # after the accepted tokens
+        self._ends: Mask = np.zeros(-(-table.vocab_size // 32), np.int32)
+        for token in end_ids:
+            self._ends.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
         self._restart()
+
+    def is_whole(self, text: str) -> bool:
+        """Whether the grammar has this text as a whole."""
+        matcher = self._start.deep_copy()
+        return bool(matcher.consume_tokens(self._table.greedy_tokenize(text)) and matcher.is_accepting())
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Adds accepted tokens, which the grammar allows, and forgets all draft tokens.
@@ -67,15 +76,15 @@ class GrammarState:
         self._places: dict[tuple[int, int], int] = {}
         root = self._probe_mask()
         if root is None:
-            assert self._problem is not None
-            raise self._problem
+            problem = _first_line(self._probe.get_error()) or "without stop_token_ids it allows no token here"
+            raise GrammarFailed(f"the grammar of the answer is too complex: {problem}")
         self.masks: list[Mask] = [root]  # of each place
 
     def place_below(self, place: int, token: int) -> int:
         """The place after a token, or what else it leads to: ``FORBIDDEN`` or ``AFTER_END``."""
         if place < 0 or not self.masks[place][token >> 5] >> (token & 31) & 1:
             return FORBIDDEN
-        if token in self._eos_ids:
+        if token in self._end_ids:
             return AFTER_END
         known = self._places.get((place, token))
         if known is None:
@@ -109,29 +118,22 @@ class GrammarState:
         return len(self.masks) - 1
 
     def _probe_mask(self) -> Mask | None:
-        """Where the probe is; None after an error, from which a matcher does not recover, or if no token may follow."""
-        mask = np.zeros(self._num_words, np.int32)
+        """Where the probe is; None if it allows nothing, as after an error, from which a matcher does not recover."""
+        mask = np.zeros_like(self._ends)
         if not self._probe.is_error():
             self._probe.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._probe.is_error():
-            why = _first_line(self._probe.get_error())
-            self._problem = GrammarFailed(f"the grammar of the answer is too complex: {why}")
             return None
-        allowed = mask[: len(self._known)] & self._known
-        if mask.any() and not allowed.any():
-            self._problem = _TokenMissing(
-                f"the answer can only go on with token {tokens_of(mask)[0]}, which the model does not have"
-            )
-            return None
-        return allowed
+        mask = mask | self._ends if self._probe.is_accepting() else mask & ~self._ends
+        return mask if mask.any() else None
 
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
-        vocab_size: V of the model; the tokenizer may have fewer tokens, or more, which no answer has.
+        tokenizer: a tokenizer of transformers whose tokens are bytes.
+        vocab_size: V of the model; the tokenizer may have fewer or more tokens.
         eos_ids: tokens that end a text.
 
     Raises:
@@ -142,22 +144,19 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
         if llguidance is None:
             raise MissingDependency("grammars need llguidance", pip_install="llguidance")
-        if not eos_ids:
+        self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
+        if not self._eos_ids:
             raise InvalidSettings("the model has no token that ends a text: an answer with a grammar needs one")
-        tokens = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
-        most = max(vocab_size, max(tokens, default=0) + 1)
-        self._eos_ids, self._num_words = eos_ids, -(-most // 32)
-        bits = np.arange(-(-vocab_size // 32) * 32) < vocab_size
-        self._known: Mask = np.packbits(bits, bitorder="little").view(np.int32)
-        try:
-            self._table = llguidance.hf.from_tokenizer(tokenizer, n_vocab=most, eos_token=sorted(eos_ids))
-        except ValueError as error:
-            raise InvalidSettings(f"grammars cannot be used with the model's tokenizer: {error}") from None
+        vocabulary = _Vocabulary(tokenizer, vocab_size, min(self._eos_ids))
+        self._missing = {name: token for name, token in tokenizer.get_vocab().items() if token >= vocab_size}
+        wrapper = llguidance.TokenizerWrapper(vocabulary)
+        self._table = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=sorted(self._eos_ids))
+        vocabulary.split = self._table.greedy_tokenize
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = Lock()
 
-    def start(self, grammar: Grammar) -> GrammarState:
-        """The state of an answer without tokens.
+    def start(self, grammar: Grammar, stop_ids: Iterable[int] = ()) -> GrammarState:
+        """The state of an answer without tokens, which ``stop_ids`` may end, too.
 
         Raises:
             InvalidSettings: the grammar is wrong, allows no text, or exceeds a limit.
@@ -167,21 +166,25 @@ class GrammarCompiler:
                 self._compile(grammar)
             self._compiled.move_to_end(grammar)
             try:
-                return self._state(self._compiled[grammar])
+                return self._state(self._compiled[grammar], stop_ids)
             except GrammarFailed:  # copies share their lexer: it exceeded a limit in another answer
                 self._compile(grammar)
-                return self._state(self._compiled[grammar])
+                return self._state(self._compiled[grammar], stop_ids)
 
     def _compile(self, grammar: Grammar) -> None:
         self._compiled[grammar] = self._checked(grammar)
         if len(self._compiled) > _COMPILED:
             self._compiled.popitem(last=False)
 
-    def _state(self, matcher: Any) -> GrammarState:
-        return GrammarState(matcher.deep_copy(), num_words=self._num_words, known=self._known, eos_ids=self._eos_ids)
+    def _state(self, matcher: Any, stop_ids: Iterable[int] = ()) -> GrammarState:
+        stop_ids = (token for token in stop_ids if token < self._table.vocab_size)
+        return GrammarState(matcher, self._table, end_ids=self._eos_ids.union(stop_ids))
 
     def _checked(self, grammar: Grammar) -> Any:
         """A matcher that has computed its first masks without an error."""
+        for name in re.findall(r"<[^<>\s]+>", grammar.text) if grammar.kind == "lark" else ():
+            if (token := self._missing.get(name)) is not None:
+                raise InvalidSettings(f"the grammar needs token {token}, {name}, which the model does not have")
         try:
             text = _in_llguidance(grammar)
             matcher = llguidance.LLMatcher(
@@ -199,12 +202,34 @@ class GrammarCompiler:
             allowed = [token for token in tokens_of(trial.masks[0]) if token not in self._eos_ids]
             if not allowed:
                 raise InvalidSettings("the grammar allows no text")
-            with suppress(_TokenMissing):  # other answers may do without it
-                trial.read(allowed[:1])
+            trial.read(allowed[:1])
             self._state(matcher)  # the lexer, which copies share, may be at its limit now
         except GrammarFailed as error:
             raise InvalidSettings(str(error)) from None
         return matcher
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it. Its own reading of a file with 262,144 tokens takes ten times as long."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_id: int) -> None:
+        known = TokenBytes(tokenizer)
+        if not known.are_known:
+            raise InvalidSettings("grammars cannot be used with the model's tokenizer: its tokens are not bytes")
+        self.eos_token_id = eos_id
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        tags = {token for token, each in added if each.special or each.content[:1] + each.content[-1:] == "<>"}
+        self.special_token_ids = sorted(token for token in tags if token < vocab_size)
+        self.tokens = [known.of(token) for token in range(vocab_size)]
+        self.split: Callable[[str], list[int]] | None = None  # for texts with tokens that the model does not have
+        self._ids_of = lru_cache(_FORCED_TEXTS)(partial(continuing_ids, tokenizer))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of a text that a grammar leaves no choice about."""
+        ids = self._ids_of(text.decode())
+        return self.split(text.decode()) if self.split and max(ids, default=0) >= len(self.tokens) else ids
 
 
 def tokens_of(mask: Mask) -> list[int]:
@@ -218,7 +243,7 @@ _ONE_AT_A_TIME = Lock()
 
 
 def compiler_for(tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) -> GrammarCompiler:
-    """The compiler of a tokenizer, made once: it takes a second. Arguments and errors as for the class."""
+    """The compiler of a tokenizer, made once: it may take a second. Arguments and errors as for the class."""
     with _ONE_AT_A_TIME:
         known = _COMPILERS.setdefault(tokenizer, {})
         key = (vocab_size, eos_ids)

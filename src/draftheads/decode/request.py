@@ -131,7 +131,9 @@ class Request:
         self.most_new_tokens = min(settings.max_new_tokens, room)  # tokens of the longest possible answer
         self.new_stream = partial(TextStream, tokenizer, skip_special_tokens=settings.skip_special_tokens)
         self._stream = self.new_stream()
-        self._stop_text = StopText(settings.stop, keep=settings.include_stop_str_in_output)
+        keep = settings.include_stop_str_in_output
+        may_end = None if grammar_state is None else grammar_state.is_whole
+        self._stop_text = StopText(settings.stop, keep=keep, hidden=self._stream.hidden, may_end=may_end)
         self._generator = torch.Generator()
         if settings.seed is None:
             self._generator.seed()
@@ -203,7 +205,8 @@ class Request:
             self.token_ids += piece
             is_early = len(self.token_ids) <= self.settings.min_new_tokens
             is_hidden = bool(piece) and self.is_stop_id(piece[-1])
-            text += self._stop_text.push(self._stream.push(piece[:-1] if is_hidden else piece), is_early=is_early)
+            new, last = self._stream.push(piece[:-1] if is_hidden else piece), piece[-1] if piece else None
+            text += self._stop_text.push(new, token=last, is_early=is_early)
             if (piece and piece[-1] in self.stop_ids) or self._stop_text.found:
                 self.finish_reason = "stop"
             elif self.room <= 0:

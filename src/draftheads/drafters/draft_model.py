@@ -5,7 +5,7 @@ above it: a pass over a few tokens takes no longer than one over a single token,
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,9 +51,10 @@ class DraftModel(Drafter):
     def __init__(self, model: TargetModel, target: TargetModel, *, max_depth: int = 6) -> None:
         ours, theirs = model.fingerprints.tokenizer, target.fingerprints.tokenizer
         if ours != theirs:
+            what = _first_difference(model.tokenizer, target.tokenizer)
             raise InvalidSettings(
-                f"{model.model_id} has another tokenizer ({ours[:16]}) than {target.model_id} ({theirs[:16]}): "
-                "take a draft model of the same family"
+                f"{model.model_id} has another tokenizer than {target.model_id}: {what}; take a draft model of the "
+                "same family"
             )
         self.model = model
         self.vocab_size = min(model.vocab_size, target.vocab_size)
@@ -80,6 +81,17 @@ class DraftModel(Drafter):
             InvalidTree: the shape is wider than the vocabulary.
         """
         check_ranks(shape, self.vocab_size)
+
+
+def _first_difference(ours: Any, theirs: Any) -> str:
+    """In words: the first token that two tokenizers do not share."""
+    ids = [tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {} for tokenizer in (ours, theirs)]
+    names = [{token_id: token for token, token_id in each.items()} for each in ids]
+    for token_id in sorted({*names[0], *names[1]}):
+        one, other = (repr(each[token_id]) if token_id in each else "missing" for each in names)
+        if one != other:
+            return f"token {token_id} is {one} there and {other} here"
+    return "they have the same tokens and split texts in different ways"
 
 
 class DraftModelSession(DraftSession):

@@ -11,6 +11,7 @@ from inspect import signature
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from draftheads.errors import InvalidSettings
 from draftheads.utils.files import user_path
@@ -19,6 +20,14 @@ from draftheads.utils.messages import Message
 _FOLDER = Path(__file__).parents[1] / "assets" / "chat_templates"
 BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))  # chatml, hermes, llama-2, vicuna
 _ANCHORS = ("\n", ":")  # texts before a continuation; a tokenizer may merge one of them with what follows
+CALL_TAGS = ("<tool_call>", "</tool_call>")  # Hermes' form
+# </think>, [/THINK], <|END_THINKING|>, <|end_of_thought|>, <|inner_suffix|>
+_END_OF_THOUGHT = re.compile(
+    r"(?P<left><\|?|\[|◁)/(?P<name>[\w:]*(?:think|thought|reason)[\w:]*)(?P<right>\|?>|\]|▷)"
+    r"|<\|end(?P<what>_\w*(?:think|thought)\w*)\|>|<\|inner_suffix\|>",
+    re.IGNORECASE,
+)
+_EFFORT_SWITCHES = ("enable_thinking", "thinking")  # of templates without levels of effort
 
 
 class ChatReader(Protocol):
@@ -106,6 +115,31 @@ def reads_variable(reader: ChatReader, name: str) -> bool:
     return re.search(rf"\b{name}\b", str(template_of(reader))) is not None
 
 
+def thinking_tags(reader: ChatReader) -> tuple[str, str] | None:
+    """The tags around a thought in the chat template, else in the tokenizer; None for models that do not think."""
+    source = f"{template_of(reader)} {_added_tokens(reader.tokenizer)[1]}"
+    for match in _END_OF_THOUGHT.finditer(source):
+        if match["name"]:
+            return match["left"] + match["name"] + match["right"], match[0]
+        starts = (f"start{match['what']}", f"begin{match['what']}") if match["what"] else ("inner_prefix",)
+        for tag in (f"<|{start}|>" for start in starts):
+            if found := re.search(re.escape(tag), source, re.IGNORECASE):
+                return found[0], match[0]
+    return None
+
+
+def effort_variables(reader: ChatReader, effort: str) -> dict[str, Any] | None:
+    """The variables of the chat template for a ``reasoning_effort``; None if it cannot have one.
+
+    A template has levels, or a switch, or neither: its model thinks always or never.
+    """
+    has_levels = reads_variable(reader, "reasoning_effort")
+    switches = dict.fromkeys(_EFFORT_SWITCHES if effort == "none" else (), False)
+    if effort != "none" and not has_levels:
+        switches = {name: True for name in _EFFORT_SWITCHES if reads_variable(reader, name)}
+    return {"reasoning_effort": effort, **switches} if has_levels or switches else None
+
+
 def continuing_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text that follows other tokens; none for an empty text.
 
@@ -123,8 +157,31 @@ def continuing_ids(tokenizer: Any, text: str) -> list[int]:
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Token ids of a ``transformers`` tokenizer that are not text, such as the end of a turn."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
+    return {*tokenizer.all_special_ids, *special_texts(tokenizer)}
+
+
+def special_texts(tokenizer: Any) -> Mapping[int, str]:
+    """The added tokens of a tokenizer that are not text, with what they look like."""
+    return _added_tokens(tokenizer)[0]
+
+
+def is_tag(text: str) -> bool:
+    """Whether a token is a tag around a call or a thought, without which neither can be told from the answer."""
+    return text in CALL_TAGS or re.search(r"think|thought|reason|\|inner_", text, re.IGNORECASE) is not None
+
+
+_ADDED: WeakKeyDictionary[Any, tuple[Mapping[int, str], str, int]] = WeakKeyDictionary()
+
+
+def _added_tokens(tokenizer: Any) -> tuple[Mapping[int, str], str, int]:
+    """Those that are not text, what all look like, and the size of the tokenizer, which may grow."""
+    if not hasattr(tokenizer, "added_tokens_decoder"):
+        return {}, "", 0
+    if tokenizer not in _ADDED or _ADDED[tokenizer][2] != len(tokenizer):
+        added = tokenizer.added_tokens_decoder
+        special = {token_id: token.content for token_id, token in added.items() if token.special}
+        _ADDED[tokenizer] = special, " ".join(token.content for token in added.values()), len(tokenizer)
+    return _ADDED[tokenizer]
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

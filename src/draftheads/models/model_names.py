@@ -153,6 +153,12 @@ def model_id_of(name: str) -> str:
     return str(folder.resolve()) if folder.exists() else name
 
 
+def shown_name(model_id: str) -> str:
+    """A model's id, or the name of its folder: no path of this machine is shown to others."""
+    path = Path(model_id)
+    return path.name if path.is_absolute() else model_id
+
+
 def _resolve_embedded_on_hub() -> Path | str:
     try:
         return _resolve_on_hub(SMOLLM2_135M.hub_id)

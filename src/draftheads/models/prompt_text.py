@@ -5,7 +5,9 @@ Knows ``transformers`` and ``tokenizers``; knows nothing of chats and their temp
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -16,7 +18,9 @@ import numpy.typing as npt
 from tokenizers import models, pre_tokenizers
 
 from draftheads.errors import PromptTooLong
+from draftheads.models.model_names import shown_name
 
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "▁"  # in place of a space in the tokens of SentencePiece
 _ROUNDING = 1e-9
 
@@ -45,7 +49,8 @@ def token_ids_of(reader: TextReader, text: str, **options: bool) -> list[int]:
     """
     limit = reader.max_positions
     if limit is not None and len(text) >= limit and (least := fewest_tokens(reader.tokenizer, text)) >= limit:
-        raise PromptTooLong(f"the prompt has at least {least:,} tokens; {reader.model_id} takes at most {limit - 1}")
+        name = shown_name(reader.model_id)
+        raise PromptTooLong(f"the prompt has at least {least:,} tokens; {name} takes at most {limit - 1}")
     return list(reader.tokenizer(text, **options)["input_ids"])
 
 
@@ -76,6 +81,33 @@ def byte_of_letter() -> dict[str, int]:
     printable = {letter: ord(letter) for letter in pre_tokenizers.ByteLevel.alphabet() if ord(letter) < 256}
     others = sorted(set(range(256)) - set(printable.values()))
     return printable | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+class TokenBytes:
+    """The bytes that the tokens of a tokenizer stand for; a token can be a part of a character.
+
+    Attributes:
+        are_known: whether the tokenizer is byte-level, as GPT-2's, or has byte fallback, as Llama-2's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+        self._is_byte_level = "ByteLevel" in decoder
+        self.are_known = self._is_byte_level or "ByteFallback" in decoder
+
+    def of(self, token_id: int) -> bytes:
+        """Of one token; special ones have the bytes of their names."""
+        convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        token = convert(token_id) if convert else None
+        if not isinstance(token, str):
+            return str(self._tokenizer.decode([token_id])).encode()
+        if self._is_byte_level:
+            with suppress(KeyError):  # added tokens have any letters
+                return bytes(map(byte_of_letter().__getitem__, token))
+        if match := _BYTE.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace(_SPACE_MARK, " ").encode()
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from draftheads.errors import CheckpointError, DraftHeadsError, ModelNotFound
+from draftheads.models.chat_template import template_of, thinking_tags
 from draftheads.serve.answers import Answers, EventStream, unless_gone
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.body import read_body, read_json
@@ -184,6 +185,7 @@ def _refusal(error: DraftHeadsError) -> ApiError:
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:
     engine = service.engine(model.name)
     details = {"head": model.head, "base": model.base, "context": engine.model.max_positions}
+    details |= {"chat": template_of(engine.model) is not None, "thinks": thinking_tags(engine.model) is not None}
     details |= {"adapter": model.adapter} if model.adapter else {}
     usual = {"id": model.name, "object": "model", "created": model.created, "owned_by": "draftheads"}
     return {**usual, "draftheads": details}

@@ -147,14 +147,18 @@ class DraftPieces:
         self._stream = stream
         self._waiting: list[tuple[str, bool]] = []
 
-    def push(self, event: StreamEvent) -> list[list[Any]]:
-        """The event's new text in pieces ``[text, is_drafted]``, which together are the text."""
-        text = event.text
+    def add(self, event: StreamEvent) -> None:
+        """The tokens of an event."""
         for place, token in enumerate(event.token_ids):
             self._waiting.append((self._stream.push([token]), place < event.num_drafted))
+
+    def take(self, text: str) -> list[list[Any]]:
+        """The pieces ``[text, is_drafted]`` of the next text. What was left out before it, such as tags, is skipped."""
+        skipped = max(0, "".join(piece for piece, _ in self._waiting).find(text))
         pieces: list[list[Any]] = []
         while text and self._waiting:
             piece, drafted = self._waiting.pop(0)
+            piece, skipped = piece[skipped:], max(0, skipped - len(piece))
             part = piece[: len(text)]
             if len(piece) > len(text):
                 self._waiting.insert(0, (piece[len(text) :], drafted))

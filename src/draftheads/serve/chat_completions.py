@@ -9,13 +9,13 @@ from pydantic import Field
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.serve.body import read_json
 from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
-from draftheads.serve.chat_messages import Effort, Message, TemplateFields, prompt_ids_of
+from draftheads.serve.chat_messages import Message, TemplateFields, Thinking, chat_prompt
 from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.logprobs import chat_logprobs
 from draftheads.serve.request_params import CommonFields, read_params
 from draftheads.serve.state import Service
 from draftheads.serve.tools import ToolCall, ToolCallText, ToolFields, ToolUse, call_of
-from draftheads.settings import MOST_LOGPROBS
+from draftheads.settings import MOST_LOGPROBS, Effort
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class ChatCall(Call):
     chunk_name = "chat.completion.chunk"
 
     tools: ToolUse | None
+    thinking: Thinking | None  # None: answers have no thoughts apart from their text
+
+    def answer_text(self) -> "AnswerText":
+        """Separates the parts of one answer."""
+        return AnswerText(self.tools, self.thinking)
 
     def response(self) -> dict[str, Any]:
         """Messages."""
@@ -51,8 +56,11 @@ class ChatCall(Call):
         return None if tokens is None else chat_logprobs(self.names, *tokens)
 
     def _choice(self, index: int, request: Request) -> dict[str, Any]:
-        content, calls = AnswerText(self.tools).push(request.text, is_end=True)
+        text = self.answer_text()
+        content, calls = text.push(request.text, is_end=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if text.thought:
+            message["reasoning_content"] = text.thought
         if calls:
             message |= {"content": content or None, "tool_calls": [call.as_json() for call in calls]}
         reason = "tool_calls" if calls else request.finish_reason
@@ -61,28 +69,31 @@ class ChatCall(Call):
 
 
 class AnswerText:
-    """Separates the text of an answer from its calls."""
+    """Separates the text of an answer from its calls and its thoughts; ``thought`` is that of the last piece."""
 
-    def __init__(self, tools: ToolUse | None) -> None:
+    def __init__(self, tools: ToolUse | None, thinking: Thinking | None = None) -> None:
         self._tools = tools
-        self._calls = ToolCallText()
+        self._parts = None
+        if thinking or (tools is not None and not tools.forced):
+            tags, in_thought = (thinking.tags, thinking.has_begun) if thinking else (None, False)
+            self._parts = ToolCallText(tags, in_thought=in_thought, has_tools=tools is not None)
         self._forced = ""  # the text of a forced call, which is the whole answer
         self.num_calls = 0
+        self.thought = ""
 
     def push(self, text: str, *, is_end: bool) -> tuple[str, list[ToolCall]]:
-        """Adds text; returns the new text outside of calls, and the calls that end in it."""
-        if self._tools is None:
+        """Adds text; returns the new text outside of calls and thoughts, and the calls that end in it."""
+        if self._parts is not None:
+            content, calls = self._parts.push(text, is_end=is_end)
+            self.thought = self._parts.thought
+        elif self._tools is None:
             return text, []
-        if self._tools.forced:
+        else:
             self._forced += text
             call = call_of(self._forced) if is_end else None
             content, calls = ("" if call or not is_end else self._forced), [call] if call else []
-        else:
-            content, calls = self._calls.push(text)
-            if is_end:
-                rest, last = self._calls.flush()
-                content, calls = content + rest, [*calls, *last]
-        calls = calls if self._tools.parallel else calls[: max(0, 1 - self.num_calls)]
+        if self._tools is not None and not self._tools.parallel:
+            calls = calls[: max(0, 1 - self.num_calls)]
         self.num_calls += len(calls)
         return content, calls
 
@@ -95,7 +106,7 @@ class _ChoiceStream:
         self._index = index
         self._request = request
         self._pieces = DraftPieces(request.new_stream())
-        self._text = AnswerText(call.tools)
+        self._text = call.answer_text()
 
     def choice(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         """The choice of one chunk."""
@@ -105,12 +116,18 @@ class _ChoiceStream:
         """Those of the chunks that an event becomes: text, calls, the end."""
         num_calls = self._text.num_calls
         content, calls = self._text.push(event.text, is_end=event.finish_reason is not None)
+        parts = {"reasoning_content": self._text.thought, "content": content}
+        parts = {name: text for name, text in parts.items() if text}
         more: dict[str, Any] = {}
         if logprobs := self._call.logprobs_of(self._request, event):
             more["logprobs"] = logprobs
-        if self._call.params.fields.stream_options.include_draft:
-            more["pieces"] = self._pieces.push(event)
-        choices = [self.choice({"content": content}, **more)] if content or more else []
+        if has_pieces := self._call.params.fields.stream_options.include_draft:
+            self._pieces.add(event)
+        choices = []
+        for name, text in parts.items() or ([("content", "")] if more or has_pieces else []):
+            pieces = {"pieces": self._pieces.take(text)} if has_pieces else {}
+            choices.append(self.choice({name: text}, **more, **pieces))
+            more = {}
         choices += [self.choice({"tool_calls": [call.as_json(number)]}) for number, call in enumerate(calls, num_calls)]
         if event.finish_reason is not None:
             reason = "tool_calls" if self._text.num_calls else event.finish_reason
@@ -148,8 +165,8 @@ def read_chat(body: bytes, service: Service) -> ChatCall:
         grammar=fields.response_format.grammar if tools is None else tools.grammar(),
     )
     messages = [message.for_template(f"messages[{number}]") for number, message in enumerate(fields.messages)]
-    use = fields.template_use(params.engine.model, tools, fields.reasoning_effort, "reasoning_effort")
-    ids = prompt_ids_of(params.engine, messages, use, param="messages")
+    use = fields.template_use(params, tools, fields.reasoning_effort, "reasoning_effort")
+    ids, thinking = chat_prompt(params.engine, messages, use, param="messages")
     requests = params.requests(ids, param="messages")
     params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens)
-    return ChatCall(params, len(ids), requests, messages, tools)
+    return ChatCall(params, len(ids), requests, messages, tools, thinking)

@@ -1,5 +1,6 @@
 """The messages of a chat request, as a chat template reads them, and their token ids."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,22 +9,31 @@ from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import DraftHeadsError, InvalidPrompt, first_line
-from draftheads.models.chat_template import reads_variable, render, reserved_names, template_of
+from draftheads.models.chat_template import effort_variables, render, reserved_names, template_of, thinking_tags
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import shown_name
 from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import Fields, text_or_list, wrong
+from draftheads.serve.request_params import RequestParams
 from draftheads.serve.tools import OPEN, ToolUse, check_template
 from draftheads.utils.messages import ROLES, half_character, short
 
+
+def _as_json(arguments: Any) -> Any:
+    """Arguments as JSON; clients also send none of them, "null" and objects."""
+    if isinstance(arguments, str):
+        return "{}" if arguments.strip() in ("", "null") else arguments
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
+
 # values of the arguments of a call; the API has them as JSON text
-Arguments = Annotated[Json[Any], BeforeValidator(lambda text: "{}" if text == "" else text, json_schema_input_type=str)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
+Arguments = Annotated[Json[Any], BeforeValidator(_as_json, json_schema_input_type=str)]
 
 
 class _Function(Fields):
     name: str
-    arguments: Arguments
+    arguments: Arguments = Field({})
 
 
 class _Call(Fields):
@@ -65,6 +75,7 @@ class Message(Fields, json_schema_extra=_CONTENT):
     ] = Field([])
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # newer servers' name of it
     tool_calls: Annotated[list[_Call], FailFast()] = Field([])  # with all errors of a list, a request takes seconds
     tool_call_id: Any = None
 
@@ -80,6 +91,8 @@ class Message(Fields, json_schema_extra=_CONTENT):
             raise wrong(f"{place}.content", "is missing; it must be a string or a list of text parts")
         message = message_of(self.role, [part.text for part in self.content], f"{place}.content")
         message |= self.model_dump(include={"name", "reasoning_content"}, exclude_none=True)
+        if self.reasoning is not None:
+            message.setdefault("reasoning_content", self.reasoning)
         if self.tool_calls:
             message["tool_calls"] = [
                 tool_call(call.function.name, call.function.arguments, call.id) for call in self.tool_calls
@@ -109,10 +122,19 @@ def tool_call(name: str, arguments: Any, call_id: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """How a model thinks before its answer."""
+
+    tags: tuple[str, str]  # around the thought
+    has_begun: bool  # whether the prompt ends in the thought
+
+
+@dataclass(frozen=True)
 class TemplateUse:
     """How a chat template is applied."""
 
     tools: ToolUse | None = None
+    has_form: bool = False  # a grammar decides on the whole answer, which is no thought then
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
@@ -125,8 +147,8 @@ class TemplateFields(Fields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    def template_use(self, model: TargetModel, tools: ToolUse | None, effort: str | None, param: str) -> TemplateUse:
-        """How the request uses the chat template of a model. ``param`` names the field of the ``effort``.
+    def template_use(self, params: RequestParams, tools: ToolUse | None, effort: str | None, param: str) -> TemplateUse:
+        """How the request uses the chat template of its model. ``param`` names the field of the ``effort``.
 
         Raises:
             ApiError: a field contradicts another one, or the template does not have what is asked for.
@@ -135,12 +157,14 @@ class TemplateFields(Fields):
             raise wrong("continue_final_message", "begins no new message: send add_generation_prompt: false with it")
         if tools is not None and tools.forced and not self.add_generation_prompt:
             raise wrong("add_generation_prompt", "is false; a forced call begins a new message: use tool_choice auto")
+        model = params.engine.model
         variables = self._variables(model)
         if effort is not None:
             if "reasoning_effort" in variables:
                 raise wrong(param, "and chat_template_kwargs.reasoning_effort exclude each other: send one of them")
             variables = {**_variables_of_effort(model, effort, param), **variables}
-        return TemplateUse(tools, self.add_generation_prompt, self.continue_final_message, variables)
+        has_form = params.settings.grammar is not None
+        return TemplateUse(tools, has_form, self.add_generation_prompt, self.continue_final_message, variables)
 
     def _variables(self, model: TargetModel) -> dict[str, Any]:
         if names := self.chat_template_kwargs.keys() & reserved_names(model):
@@ -149,18 +173,20 @@ class TemplateFields(Fields):
 
 
 def _variables_of_effort(model: TargetModel, effort: str, param: str) -> dict[str, Any]:
-    """Templates read ``reasoning_effort`` or ``enable_thinking``, or are of models that do not reason."""
-    if effort != "none" and not reads_variable(model, "reasoning_effort"):
+    variables = effort_variables(model, effort)
+    if variables is None:
         raise wrong(
             param,
-            f"is {effort!r}, but the chat template of {model.model_id} has no reasoning_effort: leave it out, "
-            "or send what the template reads in chat_template_kwargs",
+            f"is {effort!r}, but the chat template of {shown_name(model.model_id)} has no reasoning_effort: leave it "
+            "out, or send what the template reads in chat_template_kwargs",
         )
-    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+    return variables
 
 
-def prompt_ids_of(engine: Engine, messages: list[dict[str, Any]], use: TemplateUse, *, param: str) -> list[int]:
-    """Token ids of a chat up to where its answer begins.
+def chat_prompt(
+    engine: Engine, messages: list[dict[str, Any]], use: TemplateUse, *, param: str
+) -> tuple[list[int], Thinking | None]:
+    """Token ids of a chat up to where its answer begins, and the thoughts that the answer may have.
 
     Raises:
         ApiError: the template is missing, refuses the messages, or has no tools; or the prompt is too long. ``param``
@@ -170,18 +196,20 @@ def prompt_ids_of(engine: Engine, messages: list[dict[str, Any]], use: TemplateU
     if template_of(model) is None:
         raise ApiError(
             400,
-            f"{model.model_id} has no chat template: use /v1/completions, or start the server with --chat-template",
+            f"{shown_name(model.model_id)} has no chat template: use /v1/completions, or start the server with "
+            "--chat-template",
             param=param,
         )
     if use.tools is not None:
         check_template(model)
     try:
-        return engine.encode(_encoded(model, messages, use))
+        ids, thinking = _encoded(model, messages, use)
+        return engine.encode(ids), thinking
     except DraftHeadsError as error:
         raise api_error_of(error, param=param) from None
 
 
-def _encoded(model: TargetModel, messages: list[dict[str, Any]], use: TemplateUse) -> list[int]:
+def _encoded(model: TargetModel, messages: list[dict[str, Any]], use: TemplateUse) -> tuple[list[int], Thinking | None]:
     tools = use.tools
     try:
         text = render(
@@ -196,6 +224,13 @@ def _encoded(model: TargetModel, messages: list[dict[str, Any]], use: TemplateUs
         raise InvalidPrompt(f"the model's chat template refuses these messages: {first_line(error)}") from error
     if problem := half_character(text):  # of a call, a tool or a variable
         raise InvalidPrompt(f"the chat {problem}")
+    thinking = None
+    if tags := thinking_tags(model):
+        # only the words of the model itself can begin a thought
+        begun = str(messages[-1]["content"]) if use.continue_final_message else text.rstrip()[-len(tags[0]) :]
+        thinking = Thinking(tags, begun.rfind(tags[0]) > begun.rfind(tags[1]))
+        if thinking.has_begun and use.has_form:
+            text += f"\n{tags[1]}\n\n"
     if tools is not None and tools.forced:
         text += f"{OPEN}\n"  # the answer is the call itself
-    return token_ids_of(model, text, add_special_tokens=False)
+    return token_ids_of(model, text, add_special_tokens=False), None if use.has_form else thinking

@@ -70,7 +70,8 @@ class CompletionCall(Call):
             offsets[index] += len(event.text)
             choice = _choice_of(index, event.text, logprobs, event.finish_reason)
             if options.include_draft:
-                choice["pieces"] = pieces[index].push(event)
+                pieces[index].add(event)
+                choice["pieces"] = pieces[index].take(event.text)
             if event.text or logprobs or event.finish_reason or options.include_draft:
                 yield self.chunk([choice], num_sent)
         if options.include_usage:

@@ -41,13 +41,17 @@ class Access:
 
     Args:
         api_keys: any of them opens the API; none: no key is needed.
-        hosts: names in the Host header under which the server is reached; None: any name.
+        hosts: names in the Host header under which the server is reached, in any case; None: any name.
         admin_keys: any of them opens the routes below /admin; none: nobody may use these.
     """
 
     api_keys: tuple[str, ...] = ()
     hosts: frozenset[str] | None = LOCAL_NAMES
     admin_keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.hosts is not None:
+            object.__setattr__(self, "hosts", frozenset(map(_name_of, self.hosts)))
 
     def client_of(self, scope: Scope) -> str:
         """Names the client for the fair queue: its key's number, or its address.
@@ -167,10 +171,11 @@ def _check_origin(headers: dict[bytes, bytes]) -> None:
 def _name_of(host: str) -> str:
     """The name in a Host header, without the port.
 
-    >>> _name_of("LOCALHOST:8000"), _name_of("[::1]:8000"), _name_of("[bad")
-    ('localhost', '::1', '')
+    >>> _name_of("LOCALHOST.:8000"), _name_of("[::1]:8000"), _name_of("::1"), _name_of("[bad")
+    ('localhost', '::1', '::1', '')
     """
+    host = f"[{host}]" if host.count(":") > 1 and "[" not in host else host
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return ""

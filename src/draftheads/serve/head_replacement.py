@@ -31,6 +31,7 @@ from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_fingerprint
+from draftheads.models.model_names import shown_name
 from draftheads.serve.fields import Fields
 from draftheads.serve.recorder import Recorder
 from draftheads.serve.scheduler import Job, JobFailed, Scheduler
@@ -104,6 +105,10 @@ class HeadReplacement:
             raise Busy("another head is being compared: retry later")
         try:
             return self._replace(served, folder, weights=weights, force=force)
+        except DraftHeadsError as error:  # no path of this machine is shown to clients
+            own = self.scheduler.engines[served].model.model_id
+            error.args = (str(error).replace(str(folder), head).replace(own, shown_name(own)), *error.args[1:])
+            raise
         finally:
             self._lock.release()
 

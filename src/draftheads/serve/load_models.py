@@ -1,15 +1,18 @@
 """From names to what is served: one loaded model, an engine for each head, and the memory that they may use."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 
 import torch
 
 from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.engine import Engine
+from draftheads.decode.grammar import compiler_for
 from draftheads.drafters.corpus import Corpus
-from draftheads.errors import InvalidSettings
+from draftheads.errors import DraftHeadsError, InvalidSettings
 from draftheads.loading import check_corpus, engine_on, find_template, load_target, name_of
 from draftheads.models.kv_target import bytes_per_slot
 from draftheads.models.model import TargetModel
@@ -71,6 +74,8 @@ def load_served(
     template = find_template(load.chat_template, heads, name_of(model))
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
     target = load_target(model, chat_template=template, batch_invariant=batch_invariant, fast=load.fast, **given)
+    preparing = Thread(target=_prepare_grammars, args=(target,))
+    preparing.start()
     index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
     base = name or _short_name(model)
     models: list[ServedModel] = []
@@ -89,7 +94,14 @@ def load_served(
             raise InvalidSettings(f"--adapter {adapter}={folder}: {adapter} is served already; give another name")
         engines[adapter] = engines[base].with_adapter(folder)
         models.append(replace(models[0], name=adapter, adapter=adapter))
+    preparing.join()
     return Served(tuple(models), engines, index)
+
+
+def _prepare_grammars(target: TargetModel) -> None:
+    """Before there are streams: a large vocabulary takes a second, and other threads wait."""
+    with suppress(DraftHeadsError):  # there are models without grammars
+        compiler_for(target.tokenizer, vocab_size=target.vocab_size, eos_ids=target.eos_ids)
 
 
 def _short_name(name: str) -> str:

@@ -1,43 +1,24 @@
 """Log-probabilities in OpenAI's two forms, of chats and of completions, and names of single tokens in them."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from draftheads.decode.request import TopLogprobs
-from draftheads.models.prompt_text import byte_of_letter
+from draftheads.models.prompt_text import TokenBytes
 
 _LOWEST = -9999.0  # JSON has no infinity
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class TokenNames:
+class TokenNames(TokenBytes):
     """The bytes and texts of a tokenizer's tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; a token can be a part of a character."""
-        convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
-        token = convert(token_id) if convert else None
-        if not isinstance(token, str):
-            return str(self._tokenizer.decode([token_id])).encode()
-        if match := _BYTE.fullmatch(token):
-            return bytes([int(match[1], 16)])
-        if self._byte_level and all(letter in byte_of_letter() for letter in token):
-            return bytes(byte_of_letter()[letter] for letter in token)
-        return token.replace("▁", " ").encode()
 
     def text_of(self, token_id: int) -> str:
         """Its text; half characters are shown as �."""
-        return self.bytes_of(token_id).decode(errors="replace")
+        return self.of(token_id).decode(errors="replace")
 
     def unique_text_of(self, token_id: int) -> str:
         r"""Its text, or ``bytes:\xe2\x80`` for half a character, as the key of an object must be unique."""
-        raw = self.bytes_of(token_id)
+        raw = self.of(token_id)
         try:
             return raw.decode()
         except UnicodeDecodeError:
@@ -50,7 +31,7 @@ def chat_logprobs(
     """Of the tokens of a chat's answer; ``tops`` are empty if none were asked for."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = names.bytes_of(token_id)
+        raw = names.of(token_id)
         return {"token": names.text_of(token_id), "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
 
     content = [

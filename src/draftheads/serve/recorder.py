@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -28,6 +28,7 @@ _FILE_BYTES = 64 << 20
 _FILES_AT_LEAST = 8  # of a full budget: at most an eighth of the traffic is deleted at once
 _SMALLEST_BUDGET = 1 << 20
 _PRIVATE = 0o700  # mode of the folders that are made here; one that is there already keeps its mode
+_PRIVATE_FILE = 0o600
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ class Recorder:
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         if max_bytes < _SMALLEST_BUDGET:
-            raise InvalidSettings(f"--record-bytes is {max_bytes}; it must be at least {_SMALLEST_BUDGET}")
+            raise InvalidSettings(
+                f"--record-gib is {max_bytes / 2**30:g}; it must be at least {_SMALLEST_BUDGET / 2**30:g}"
+            )
         self.folder = folder
         self.max_bytes = max_bytes
         self._file_bytes = min(_FILE_BYTES, max_bytes // _FILES_AT_LEAST)
@@ -149,7 +152,7 @@ class Recorder:
         try:
             self._make_room(len(content), keep=path)
             path.parent.mkdir(_PRIVATE, parents=True, exist_ok=True)
-            append_synced(path, content, offset=size)
+            append_synced(path, content, offset=size, mode=_PRIVATE_FILE)
         except (OSError, StorageError) as error:
             if not self._failing:
                 _LOG.warning("answers are not recorded: %s", error)
@@ -196,6 +199,8 @@ def _repaired(folder: Path) -> dict[Path, int]:
                 end = content.rfind(b"\n") + 1
         if end:
             os.truncate(path, end)
+            with suppress(PermissionError):  # the file of another user
+                path.chmod(_PRIVATE_FILE)
             sizes[path] = end
         else:
             path.unlink()

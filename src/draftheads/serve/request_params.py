@@ -198,7 +198,6 @@ def read_params(
         raise wrong("model", f"is missing; models of this server: {', '.join(service.models)}")
     if fields.n > service.limits.choices:
         raise wrong("n", f"is {fields.n}; it must be at most {service.limits.choices}")
-    max_tokens = _max_tokens(fields, service.limits, default_tokens)
     if fields.min_tokens and grammar is not None:
         raise wrong(
             "min_tokens", f"is {fields.min_tokens}, but the form of the answer decides on its end; leave it out"
@@ -208,7 +207,11 @@ def read_params(
     if fields.stream_options.continuous_usage_stats and not fields.stream_options.include_usage:
         raise wrong("stream_options.continuous_usage_stats", "needs include_usage: true")
     engine = service.engine(fields.model)
+    most = [engine.model.max_positions and engine.model.max_positions - 1, service.limits.max_tokens]
+    max_tokens = _max_tokens(fields, min(filter(None, most), default=None), default_tokens)
     sampling = {**_defaults_of(engine), **fields.model_dump(include=_SAMPLING, exclude_unset=True)}
+    if sampling.get("seed") == -1:  # a random one, as in other servers
+        sampling["seed"] = None
     if sampling["top_k"] < 1:  # all tokens, as in vLLM
         sampling["top_k"] = None
     if sampling.get("top_p") == 0:  # only the most likely token is left
@@ -227,17 +230,16 @@ def read_params(
     return RequestParams(fields, engine, Lane(fields.model, fields.draft_nodes), settings)
 
 
-def _max_tokens(fields: CommonFields, limits: HttpLimits, default: int) -> int:
-    """The longest answer that a request wants, within the server's limit.
+def _max_tokens(fields: CommonFields, limit: int | None, default: int) -> int:
+    """The longest answer that a request wants, within the limit of the server and the model.
 
     Raises:
-        ApiError: two different lengths, one beyond the server's limit, or one below ``min_tokens``.
+        ApiError: two different lengths, one beyond the limit, or one below ``min_tokens``.
     """
     names = {name: type(fields).model_fields[name].alias or name for name in ("max_tokens", "max_completion_tokens")}
     asked = {names[name]: value for name in names if (value := getattr(fields, name))}
     if len(set(asked.values())) > 1:
         raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
-    limit = limits.max_tokens
     for name, value in asked.items():
         if limit is not None and value > limit:
             raise wrong(name, f"is {value}; it must be at most {limit} on this server")

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
-from draftheads.serve.chat_messages import Arguments, Effort, TemplateFields, message_of, tool_call
+from draftheads.serve.chat_messages import Arguments, TemplateFields, message_of, tool_call
 from draftheads.serve.fields import Fields, check_schema, read_fields, text_or_list, wrong
 from draftheads.serve.request_params import CommonFields, StreamOptions, grammar_of
 from draftheads.serve.tools import ToolFields, ToolName, ToolUse
-from draftheads.settings import MOST_LOGPROBS, Grammar
+from draftheads.settings import MOST_LOGPROBS, Effort, Grammar
 from draftheads.utils.messages import short
 
 LOGPROBS = "message.output_text.logprobs"  # in the field include
@@ -54,7 +54,7 @@ class _FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Arguments
+    arguments: Arguments = Field({})
 
     def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
         """Calls belong to the message of the model before them, as in a chat."""

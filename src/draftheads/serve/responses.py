@@ -9,8 +9,8 @@ from draftheads.decode.request import Request, StreamEvent
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.body import read_json
 from draftheads.serve.call import DraftPieces
-from draftheads.serve.chat_completions import AnswerText, ChatCall
-from draftheads.serve.chat_messages import prompt_ids_of
+from draftheads.serve.chat_completions import ChatCall
+from draftheads.serve.chat_messages import chat_prompt
 from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.request_params import RequestParams, read_params
 from draftheads.serve.response_input import ResponseFields
@@ -32,7 +32,8 @@ class ResponseCall(ChatCall):
     def response(self) -> dict[str, Any]:
         """The response, which is the same as in the last event of a stream."""
         [request] = self.requests
-        content, calls = AnswerText(self.tools).push(request.text, is_end=True)
+        text = self.answer_text()
+        content, calls = text.push(request.text, is_end=True)
         events = self._events()
         *_, last = [
             *events.add_text(content, self._logprobs(request, request)),
@@ -44,7 +45,7 @@ class ResponseCall(ChatCall):
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
         """Events; an answer that fails ends with an event of it."""
         [request] = self.requests
-        sent, text, calls = self._events(), AnswerText(self.tools), list[ToolCall]()
+        sent, text, calls = self._events(), self.answer_text(), list[ToolCall]()
         has_pieces = self.params.fields.stream_options.include_draft
         pieces = DraftPieces(request.new_stream())
         for item in sent.begin():
@@ -53,7 +54,8 @@ class ResponseCall(ChatCall):
             async for _, event in events:
                 content, new_calls = text.push(event.text, is_end=event.finish_reason is not None)
                 calls += new_calls
-                more = pieces.push(event) if has_pieces else None
+                pieces.add(event)
+                more = pieces.take(content) if has_pieces else None
                 items = [*sent.add_text(content, self._logprobs(request, event), more)]
                 if event.finish_reason is not None:
                     items += self._end(sent, calls, event.finish_reason)
@@ -104,11 +106,11 @@ def read_response(body: bytes, service: Service) -> ResponseCall:
         grammar=fields.grammar if tools is None else tools.grammar(),
     )
     messages = fields.messages()
-    use = fields.template_use(params.engine.model, tools, fields.reasoning.effort, "reasoning.effort")
-    ids = prompt_ids_of(params.engine, messages, use, param="input")
+    use = fields.template_use(params, tools, fields.reasoning.effort, "reasoning.effort")
+    ids, thinking = chat_prompt(params.engine, messages, use, param="input")
     requests = params.requests(ids, param="input")
     params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens, tokens="max_output_tokens")
-    return ResponseCall(params, len(ids), requests, messages, tools, _echo(fields, params, values))
+    return ResponseCall(params, len(ids), requests, messages, tools, thinking, _echo(fields, params, values))
 
 
 def _echo(fields: ResponseFields, params: RequestParams, values: dict[str, Any]) -> dict[str, Any]:

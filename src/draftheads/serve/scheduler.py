@@ -153,8 +153,8 @@ class Scheduler:
             if self._drain_until is not None:
                 raise ShuttingDown("the server is shutting down: send the request to another one")
             self._check_queue(job.client)
-            self._live[job.request] = job
             self.core.add(job.request, job.lane, client=job.client, cache_salt=job.cache_salt)
+            self._live[job.request] = job  # after what may fail; its events wait for the lock
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
@@ -223,8 +223,9 @@ class Scheduler:
             except BaseException as error:  # our own fault, or a panic of a library in Rust; the server goes on
                 logger.exception("the scheduler failed")
                 failure = self._failure_by(error)
-                self._forget()
-                self._fail_all(failure)
+                with self._changed:  # no job comes between
+                    self._forget()
+                    self._fail_all(failure)
         self._end()
         if self.lost is not None:
             self.on_lost()

@@ -9,7 +9,7 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import TopLogprobs
-from draftheads.models.kv_target import Target
+from draftheads.models.kv_target import Target, slots_for
 from draftheads.serve.scheduler import Scheduler
 from draftheads.speculation.sampling import token_logprobs
 
@@ -40,7 +40,12 @@ async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], 
         tops.extend(tuple(zip(ids, top, strict=True)) for ids, top in zip(top_ids, top_logprobs, strict=True))
 
     num_read = len(token_ids) - 1  # what follows the last token was not asked for
-    chunk = scheduler.limits.chunk_tokens
-    for start in range(0, num_read, chunk):
-        await asyncio.wrap_future(scheduler.call(partial(read, start, min(start + chunk, num_read))))
+    chunk, core = scheduler.limits.chunk_tokens, scheduler.core
+    num_bytes = slots_for(engine.model, num_read) * core.sizes.per_slot(engine)
+    await asyncio.wrap_future(scheduler.call(partial(core.hold, num_bytes)))
+    try:
+        for start in range(0, num_read, chunk):
+            await asyncio.wrap_future(scheduler.call(partial(read, start, min(start + chunk, num_read))))
+    finally:
+        scheduler.call(partial(core.hold, -num_bytes))
     return PromptScores(logprobs, tops if num_top else [])

@@ -10,14 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from draftheads.decode.grammar import ONE_LINE
-from draftheads.models.chat_template import render
+from draftheads.decode.text import TaggedText, TrimmedText
+from draftheads.models.chat_template import CALL_TAGS, render
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import shown_name
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.fields import Fields, check_schema, wrong
 from draftheads.settings import Grammar
 from draftheads.utils.messages import short
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = CALL_TAGS
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHOICE: dict[str, Any] = {  # what is read of tool_choice
     "anyOf": [
@@ -33,7 +35,6 @@ _CHOICE: dict[str, Any] = {  # what is read of tool_choice
     ]
 }
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_MAYBE_OPEN = re.compile(r"\s*(?:" + "|".join(re.escape(OPEN[:n]) for n in range(len(OPEN), -1, -1)) + r")\Z")
 
 
 @dataclass(frozen=True)
@@ -143,56 +144,76 @@ def check_template(model: TargetModel) -> None:
     if "probe_of_template" not in text or OPEN not in text:
         raise ApiError(
             400,
-            f"the chat template of {model.model_id} has no tools in Hermes' form ({OPEN}): leave tools out, or start "
-            "the server with a template that has, such as --chat-template hermes",
+            f"the chat template of {shown_name(model.model_id)} has no tools in Hermes' form ({OPEN}): leave tools "
+            "out, or start the server with a template that has, such as --chat-template hermes",
             param="tools",
         )
 
 
 class ToolCallText:
-    """Finds the calls in a text that comes in pieces.
+    """Finds the calls in a text that comes in pieces, and the thoughts, from which no call is read.
+
+    After each piece, ``thought`` is what the model thought in it.
 
     >>> text = ToolCallText()
     >>> text.push('Let me see. <tool'), text.push('_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     (('Let me see.', []), ('', [ToolCall(name='add', arguments='{"a": 1}')]))
     """
 
-    def __init__(self) -> None:
-        self._held = ""
-        self._inside = False
-        self._called = False
+    def __init__(
+        self,
+        thinking: tuple[str, str] | None = ("<think>", "</think>"),
+        *,
+        in_thought: bool = False,
+        has_tools: bool = True,
+    ) -> None:
+        tags = {"call": CALL_TAGS} if has_tools else {}
+        tags |= {"thought": thinking} if thinking else {}
+        self._parts = TaggedText(tags, "thought" if in_thought else "text")
+        self._content, self._thoughts = TrimmedText(), TrimmedText()
+        self._thoughts.cut()
+        if in_thought:
+            self._content.cut()
+        self._call: str | None = None  # the text of a call that has begun
+        self.thought = ""
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Adds text; returns the new text outside of calls, and the calls that ended."""
-        self._held += text
+    def push(self, text: str, *, is_end: bool = False) -> tuple[str, list[ToolCall]]:
+        """Adds text; returns the new text outside of calls and thoughts, and the calls that ended."""
         content, calls = "", list[ToolCall]()
-        while True:
-            if self._inside:
-                inside, end, rest = self._held.partition(CLOSE)
-                if not end:
-                    return content, calls
-                call = call_of(inside)
-                content += "" if call else f"{OPEN}{inside}{CLOSE}"
-                calls += [call] if call else []
-                self._held, self._inside, self._called = rest, False, True
-            if self._called:
-                self._held = self._held.lstrip()
-            outside, start, rest = self._held.partition(OPEN)
-            if not start:
-                match = _MAYBE_OPEN.search(self._held)
-                cut = match.start() if match else len(self._held)
-                content, self._held = content + self._held[:cut], self._held[cut:]
-                return content, calls
-            content += outside.rstrip()
-            self._held, self._inside = rest, True
+        self.thought = ""
+        for kind, part in self._parts.push(text, is_end=is_end):
+            if self._call is not None:
+                self._call += part
+                if part == CLOSE:
+                    content += self._end_call(calls)
+            elif part == OPEN and kind == "tag":
+                self._call = OPEN
+            elif kind == "tag":
+                self._content.cut()
+                self._thoughts.cut()
+            elif kind == "thought":
+                self.thought += self._thoughts.push(part)
+            else:
+                content += self._content.push(part)
+        if is_end:
+            if self._call is not None:  # the end of the answer can take the place of the closing tag
+                content += self._end_call(calls)
+            content += self._content.push("", is_end=True)
+        return content, calls
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         """The text has ended."""
-        held, self._held = self._held, ""
-        if not self._inside:
-            return held, []
-        call = call_of(held)  # the end of the answer can take the place of the closing tag
-        return ("", [call]) if call else (OPEN + held, [])
+        return self.push("", is_end=True)
+
+    def _end_call(self, calls: list[ToolCall]) -> str:
+        """Adds the call; a text that is none is returned."""
+        text, self._call = self._call or "", None
+        call = call_of(text.removeprefix(OPEN).removesuffix(CLOSE))
+        if call is None:
+            return self._content.push(text)
+        calls.append(call)
+        self._content.cut()
+        return ""
 
 
 def call_of(text: str) -> ToolCall | None:

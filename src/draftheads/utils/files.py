@@ -87,7 +87,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[Binary
             _sync(target.parent)
 
 
-def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) -> None:
+def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int, mode: int = 0o666) -> None:
     """Writes ``content`` at ``offset`` of a file and flushes it to the disk; missing files and folders are made.
 
     Older content after ``offset`` is dropped: the caller keeps a record of how much of the file is valid.
@@ -98,7 +98,7 @@ def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) 
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("r+b" if target.exists() else "xb") as file:
+        with os.fdopen(os.open(target, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), mode), "r+b") as file:
             file.truncate(offset)
             file.seek(offset)
             file.write(content)

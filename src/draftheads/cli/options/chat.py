@@ -7,7 +7,7 @@ import tyro
 
 from draftheads.cli.options.generate import DraftOptions
 from draftheads.errors import InvalidSettings
-from draftheads.settings import LoadSettings, SamplingOptions
+from draftheads.settings import Effort, LoadSettings, SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class ChatOptions:
     copies from the text so far; lookahead refines draft tokens of the model itself. Plain decoding when left out."""
     system: str | None = None
     """System prompt: what the model is told before the conversation."""
+    reasoning_effort: Effort | None = None
+    """How much the model thinks before it answers, as far as its chat template knows it. none: not at all."""
     settings: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(
         default_factory=lambda: SamplingOptions(max_new_tokens=512)
     )

@@ -7,7 +7,8 @@ from torch import Tensor
 from draftheads.interop.audit.answer import Answer, Place
 from draftheads.interop.audit.compare import Score, common_length, gap_by_logprobs
 from draftheads.interop.audit.model_reference import ModelReference
-from draftheads.interop.audit.token_bytes import TokenBytes
+from draftheads.models.chat_template import special_ids
+from draftheads.models.prompt_text import TokenBytes
 
 _NUM_TOPS = 64  # tokens among which one is looked for that agrees with a text
 _MOST_STEPS = 8  # tokens that two texts may share beyond their common ids
@@ -26,7 +27,8 @@ class ModelScorer:
 
     def __init__(self, model: ModelReference, *, by_text: bool = True) -> None:
         self._model, self._by_text = model, by_text
-        self._bytes = TokenBytes(model.engine.model.tokenizer)
+        tokenizer = model.engine.model.tokenizer
+        self._token_bytes, self._special = TokenBytes(tokenizer), special_ids(tokenizer)
 
     def score(self, index: int, answer: Answer, reference: Answer) -> Score:
         """The gap where two answers to prompt number ``index`` differ first."""
@@ -44,7 +46,7 @@ class ModelScorer:
         logits, ids = self._model.read(index, reference) or ((), ())
         common = common_length(answer.text.encode(), reference.text.encode())
         places = list[Place]()
-        pieces = [self._bytes.of(int(token)) for token in ids]
+        pieces = [self._bytes_of(int(token)) for token in ids]
         starts = [sum(map(len, pieces[:place])) for place in range(len(pieces) + 1)]
         parting = next((place for place, end in enumerate(starts[1:]) if end > common), len(pieces))
         for place, (piece, token) in enumerate(zip(pieces, ids, strict=True)):
@@ -89,7 +91,11 @@ class ModelScorer:
     def _tops(self, scores: Tensor) -> list[tuple[int, bytes]]:
         """The most likely tokens with their bytes, the most likely one first."""
         ids = scores.topk(min(_NUM_TOPS, len(scores))).indices.tolist()
-        return [(token, self._bytes.of(token)) for token in ids]
+        return [(token, self._bytes_of(token)) for token in ids]
+
+    def _bytes_of(self, token: int) -> bytes:
+        """Empty for tokens with a special meaning, which are not in texts."""
+        return b"" if token in self._special else self._token_bytes.of(token)
 
     def _end(self, scores: Tensor) -> float | None:
         """The log-probability of the most likely end."""
@@ -97,7 +103,7 @@ class ModelScorer:
 
     def _unread(self, answer: Answer) -> "_Unread":
         ids = self._model.usual_ids(answer.text)
-        return _Unread(answer, ids, [self._bytes.of(token) for token in ids], self._end)
+        return _Unread(answer, ids, [self._bytes_of(token) for token in ids], self._end)
 
 
 class _Unread:

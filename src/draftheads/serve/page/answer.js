@@ -44,11 +44,21 @@ class Meter {
   }
 }
 
+/** Adds text to a node, in colour if it was drafted. */
+function append(node, text, drafted) {
+  if (!text) return;
+  const className = drafted ? 'drafted' : '';
+  const last = node.lastChild;
+  if (last?.className === className) last.append(text);
+  else node.append(element('span', className, text));
+}
+
 /** Shows one answer while it arrives. */
 export class Answer {
   /** @param title of the answer; empty: none. @param showsFirst whether to show the time to the first token. */
   constructor({ title = '', showsFirst = true } = {}) {
     this.text = '';
+    this.thought = '';
     this.finish = null; // stop, length or stopped; null: not finished
     this.meter = null;
     this.showsFirst = showsFirst;
@@ -66,10 +76,14 @@ export class Answer {
   /** Adds a chunk of the stream. */
   push(chunk) {
     const choice = chunk.choices[0];
-    if (choice?.pieces || choice?.delta.content) {
-      const pieces = choice.pieces ?? [[choice.delta.content, false]];
+    const thought = choice?.delta?.reasoning_content ?? '';
+    const content = choice?.delta?.content ?? choice?.text ?? ''; // completions have a text
+    if (choice?.pieces || thought || content) {
+      const pieces = choice.pieces ?? [[thought || content, false]];
       this.meter.add(pieces);
-      for (const [text, drafted] of pieces) this.#append(text, drafted);
+      this.thought += thought;
+      this.text += content;
+      for (const [text, drafted] of pieces) append(thought ? this.#thoughtNode() : this.textNode, text, drafted);
     }
     if (choice?.finish_reason) this.finish = choice.finish_reason;
     if (chunk.usage) this.meter.count(chunk.usage);
@@ -87,13 +101,14 @@ export class Answer {
     if (note) this.node.append(element('p', 'note', note));
   }
 
-  #append(text, drafted) {
-    if (!text) return;
-    this.text += text;
-    const className = drafted ? 'drafted' : '';
-    const last = this.textNode.lastChild;
-    if (last?.className === className) last.append(text);
-    else this.textNode.append(element('span', className, text));
+  /** Above the text, once the model thinks. */
+  #thoughtNode() {
+    if (!this.node.querySelector('.thought')) {
+      const thought = element('details', 'thought', element('summary', '', 'Thought'), element('div', 'text'));
+      thought.open = true;
+      this.textNode.before(thought);
+    }
+    return this.node.querySelector('.thought .text');
   }
 
   #showFigures() {
@@ -112,12 +127,13 @@ export class Answer {
 
 /** The sentence under two answers to the same prompt. */
 export function verdictOn(plain, drafted) {
-  const same = plain.text === drafted.text;
+  const [one, other] = [plain, drafted].map((answer) => (answer.thought ?? '') + answer.text);
+  const same = one === other;
   let place = 0;
-  while (plain.text[place] === drafted.text[place] && !same) place += 1;
+  while (one[place] === other[place] && !same) place += 1;
   const texts = same
     ? 'The texts are equal.'
-    : `The texts differ after ${place} characters: in 16-bit formats, near-ties between tokens can end differently. The option --exact-bits of the server prevents it on a CPU.`;
+    : `The texts differ after ${place} characters: in 16-bit formats, near-ties between tokens can end differently. The option --batch-invariant of the server prevents it on a CPU.`;
   const [slow, fast] = [plain.meter.perSecond, drafted.meter.perSecond];
   if (!slow || !fast) return texts;
   const compared = fast < slow ? 'slower here' : `${(fast / slow).toFixed(2)} times as fast`;

@@ -8,17 +8,17 @@ export class Problem extends Error {
   }
 }
 
-/** The served models: [{ id, head, base }]. */
+/** The served models: [{ id, head, base, chat, thinks }]; those without chat continue texts. */
 export async function listModels(key) {
   const response = await send('v1/models', { headers: headersWith(key) });
   const { data } = await response.json();
-  return data.map(({ id, draftheads = {} }) => ({ id, head: draftheads.head ?? null, base: draftheads.base ?? id }));
+  return data.map(({ id, draftheads: { head = null, base = id, chat = true, thinks = false } = {} }) => ({ id, head, base, chat, thinks }));
 }
 
-/** Yields the chunks of a streamed answer. Aborting the signal closes the connection, which stops the server, too. */
+/** Yields the chunks of a streamed answer to a chat, or to the prompt of a completion. Aborting the signal closes the connection, which stops the server, too. */
 export async function* streamChat(body, { key, signal }) {
   const headers = { ...headersWith(key), 'Content-Type': 'application/json' };
-  const response = await send('v1/chat/completions', { method: 'POST', headers, body: JSON.stringify(body), signal });
+  const response = await send(body.messages ? 'v1/chat/completions' : 'v1/completions', { method: 'POST', headers, body: JSON.stringify(body), signal });
   let ended = false; // after it the connection is still read to its end: then the server has finished, too
   for await (const data of events(response.body, signal)) {
     if (data === '[DONE]') {

@@ -60,6 +60,7 @@ function showState() {
   const model = chosen();
   const drafts = Boolean(model?.head);
   for (const id of ['tree-field', 'plain-field', 'compare-field']) at(id).hidden = model !== null && !drafts;
+  at('thinking-field').hidden = !model?.thinks;
   for (const words of document.querySelectorAll('.about-drafts')) words.hidden = model !== null && !drafts;
   for (const example of document.querySelectorAll('.examples button')) example.disabled = model === null;
   at('head').disabled = model === null;
@@ -178,13 +179,15 @@ function requestFor(turn, { plain, seed = null }) {
   const nodes = plain ? 0 : Number(at('tree').value) || null;
   return {
     model: model.id,
-    messages,
+    // a model without a chat template continues the text, as it does on the terminal
+    ...(model.chat ? { messages } : { prompt: messages.map(({ content }) => content).join('\n') }),
     stream: true,
     stream_options: { include_usage: true, include_draft: true },
     temperature: at('temperature').valueAsNumber,
     max_tokens: at('max-tokens').valueAsNumber,
     ...(model.head && nodes !== null ? { draft_nodes: nodes } : {}),
     ...(seed === null ? {} : { seed }),
+    ...(model.thinks && at('thinking').value ? { reasoning_effort: at('thinking').value } : {}),
   };
 }
 

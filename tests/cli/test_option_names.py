@@ -1,0 +1,33 @@
+"""Options that messages, docstrings and the chat page name exist."""
+
+import re
+from pathlib import Path
+
+import draftheads
+from draftheads.cli.help import options_of as options_in
+from draftheads.cli.main import COMMANDS, options_of
+
+OF_OTHERS = {"help", "help-all", "version", "tyro-print-completion", "force-reinstall", "upgrade", "no-deps"}
+CALL_OTHERS = {
+    "plan.py",
+    "export.py",
+    "vllm.py",
+    "provenance.py",
+    "run_code.py",
+}  # files with options of other programs
+
+
+def test_every_option_that_is_named_exists():
+    names = set(OF_OTHERS)
+    for command in COMMANDS:
+        kind, defaults = options_of(command)
+        found = {option.name.replace("_", "-") for option in options_in(kind, defaults([]) if defaults else None)}
+        names |= found | {f"no-{name}" for name in found}
+    unknown = dict[str, str]()
+    for path in sorted(Path(draftheads.__file__).parent.rglob("*")):
+        if path.suffix in (".py", ".js", ".html") and path.name not in CALL_OTHERS:
+            text = path.read_text(encoding="utf-8")
+            for name in re.findall(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?![\w-])", text):
+                if name not in names:
+                    unknown.setdefault(name, path.name)
+    assert unknown == {}
