@@ -271,6 +271,6 @@ def test_how_the_model_is_loaded_is_passed_on(command: str, function: str, monke
 
     monkeypatch.setattr(f"draftheads.cli.{command.split(maxsplit=1)[0]}.{function}", stopped)
     words = "--precision fp32 --device cpu --four-bit --no-fast --trust-remote-code --attn-implementation eager"
-    assert main([*command.split(), *words.split()]) == 130
+    assert main([*command.split(), *words.split(), "--cuda-graphs"]) == 130
     how = {"precision": "fp32", "device": "cpu", "four_bit": True, "fast": False, "trust_remote_code": True}
-    assert {**seen, **how, "attn_implementation": "eager"} == seen
+    assert {**seen, **how, "cuda_graphs": True, "attn_implementation": "eager"} == seen

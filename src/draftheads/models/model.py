@@ -76,7 +76,7 @@ class WeightFacts:
 class StepMode:
     """How steps are run. A capture that fails changes it, and so does the check of a loaded model."""
 
-    graphs: bool | None = None  # capture decoding steps as CUDA graphs; None: if the model is on CUDA
+    graphs: bool = False  # steps have static shapes, which on CUDA are captured as graphs
     flat: bool = False  # a pass can take the tokens of several texts in one row, as many of each as there are
 
 
@@ -264,7 +264,7 @@ class TargetModel:
     @property
     def has_static_steps(self) -> bool:
         """Whether steps have static shapes, which can be captured. On a CPU static steps are slower; tests use them."""
-        return self.device.type == "cuda" if self.step_mode.graphs is None else self.step_mode.graphs
+        return self.step_mode.graphs
 
     def set_graphs(self, *, on: bool) -> None:
         """Turns static steps on or off, also for a running batch."""
