@@ -17,7 +17,7 @@ from torch import Tensor
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.checkpoints.head_files import HEAD_FILES
 from draftheads.checkpoints.profile_store import find_profile
-from draftheads.checkpoints.registry import find_head, find_published
+from draftheads.checkpoints.registry import UNTRAINED_HEADS, find_head, find_published
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.cpu.threads import thread_choice
 from draftheads.data.corpus_files import load_corpus
@@ -57,7 +57,7 @@ from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
 
 # what drafts without a head, by name
-UNTRAINED: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookup, "lookahead": Lookahead}
+UNTRAINED: dict[str, Callable[[], Drafter]] = dict(zip(UNTRAINED_HEADS, (PromptLookup, Lookahead), strict=True))
 
 # what the model computes in; int8 multiplies integers between fp32 numbers
 PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, "int8": torch.float32}

@@ -51,6 +51,29 @@ def resolve_model(name: str) -> Path | str:
     return _resolve_on_hub(name)
 
 
+def check_model(name: str) -> None:
+    """Refuses a model that is neither here nor possible on the Hub, which is asked for names without an owner only.
+
+    Raises:
+        ModelNotFound, InvalidSettings: as :func:`resolve_model`.
+    """
+    if model_name(name) != SMOLLM2_135M.name:
+        check_model_can_exist(name)
+        folder = user_path(name)
+        if not folder.exists() and "/" not in name:  # perhaps a wrong word
+            _resolve_on_hub(name)
+        elif folder.exists() and find_adapter(folder) is None:
+            _check_is_model(name, folder)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The configuration of a model that is here, of its text part; empty if it cannot be read without the Hub."""
+    base = base_of(name)
+    config = _json((place_in_cache(SMOLLM2_135M) if base == SMOLLM2_135M.name else user_path(base)) / "config.json")
+    text: Any = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
 def model_name(name: object, what: str = "model", *, fix: str = _MODEL_FIX) -> str:
     """The name of a model, or of ``what`` else, as a text.
 
