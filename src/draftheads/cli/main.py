@@ -192,11 +192,14 @@ def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> lis
 
 def import_quickly(name: str) -> Any:
     """A module of this package; its imports make 600,000 objects that stay, and searching them for garbage is slow."""
+    from rich.console import Console  # noqa: PLC0415
+
     gc.disable()
     try:
         word = name.rpartition(" ")[2]  # diff for bench diff
         module = word.replace("-", "_") + "_" * keyword.iskeyword(word)  # import_ for import
-        return importlib.import_module(f"draftheads.cli.{module}")
+        with Console(stderr=True).status("starting"):  # shown on a terminal only
+            return importlib.import_module(f"draftheads.cli.{module}")
     finally:
         gc.freeze()
         gc.enable()

@@ -74,6 +74,14 @@ def config_of(name: str) -> dict[str, Any]:
     return text if isinstance(text, dict) else config
 
 
+def is_base_model(name: str) -> bool:
+    """Whether a folder here has a tokenizer without a chat template; no adapter, which may have one of its own."""
+    folder = user_path(name)
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates", ADAPTER_CONFIG, ADAPTER_FOLDER)
+    tokenizer = _json(folder / "tokenizer_config.json")
+    return bool(tokenizer) and "chat_template" not in tokenizer and not any((folder / file).exists() for file in files)
+
+
 def model_name(name: object, what: str = "model", *, fix: str = _MODEL_FIX) -> str:
     """The name of a model, or of ``what`` else, as a text.
 
