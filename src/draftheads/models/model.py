@@ -230,9 +230,13 @@ class TargetModel:
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
         speed_up(self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical)
-        windows = [self.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in self.layer_kinds]
-        native = native_step(self.model, windows)
+        native = native_step(self.model, self.windows)
         return self._with(self.model, replace(facts, precision="int8") if int8 else facts, native=native)
+
+    @property
+    def windows(self) -> list[int]:
+        """How many tokens a token of each layer sees; 0: all."""
+        return [self.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in self.layer_kinds]
 
     @cached_property
     def precision(self) -> str:
