@@ -190,19 +190,18 @@ def check_head(name: str, base_name: str) -> None:
     The Hub is not asked, and heads of other projects are not looked at.
 
     Raises:
-        ModelNotFound, CheckpointError, UnknownMethod: as :func:`find_head` and :func:`read_head_files`.
-        CheckpointMismatch: trained for a model of another size.
+        ModelNotFound, CheckpointError, UnknownMethod: as :func:`find_head` and :func:`read_head_files`, or trained for
+            a model of another size.
     """
-    if name in UNTRAINED_HEADS:
+    path = user_path(head_name(name))
+    if name in UNTRAINED_HEADS or path.is_file() or (not path.exists() and _HUB_ID.fullmatch(name)):
         return
-    folder = _installed(head_name(name), base_of(base_name)) or user_path(name)
-    if not folder.exists() and not _HUB_ID.fullmatch(name):
-        folder = find_head(name, base_name)
-    if not folder.is_dir() or kind_of_folder(folder) not in ("draft head", "adapter"):
+    folder = find_head(name, base_name)
+    if kind_of_folder(folder) not in ("draft head", "adapter"):
         return
     files = read_head_files(folder, ignore_profile=True)
-    trained, given = files.options.get("hidden_size"), config_of(base_name).get("hidden_size", None)
-    if given is not None and trained != given:
+    trained, given = files.options.get("hidden_size"), config_of(base_name).get("hidden_size")
+    if given not in (None, trained):
         raise CheckpointMismatch(
             f"{folder}: trained for {files.model_id} with hidden_size {trained}, this model, {base_name}, has {given}: "
             "load the head with its own base model, or train a new head with "

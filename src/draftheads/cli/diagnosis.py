@@ -336,12 +336,10 @@ def find_passes(name: str) -> Finding:
     try:
         whole = load_config(name)
         config = whole.get_text_config()
-        num_layers, few = config.num_hidden_layers, min(config.num_hidden_layers, _FEW_LAYERS)
-        by_layer = {key: value for key, value in vars(config).items() if isinstance(value, list)}
-        smaller = {key: value[:few] for key, value in by_layer.items() if len(value) == num_layers}
-        sizes = {"vocab_size": _FEW_NUMBERS, "intermediate_size": _FEW_NUMBERS, "pad_token_id": None}
-        for key, value in {**smaller, **sizes, "num_hidden_layers": few}.items():
-            setattr(config, key, value)
+        if vars(config).get("layer_types"):
+            config.layer_types = config.layer_types[:_FEW_LAYERS]
+        config.num_hidden_layers = min(config.num_hidden_layers, _FEW_LAYERS)
+        config.vocab_size, config.intermediate_size, config.pad_token_id = _FEW_NUMBERS, _FEW_NUMBERS, None
         target = TargetModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, name)
     except (DraftHeadsError, ValueError) as error:
         return _finding(name, f"cannot be loaded: {first_line(error)}", "choose another model")

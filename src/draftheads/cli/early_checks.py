@@ -1,7 +1,7 @@
 """Refuses wrong names and missing files before anything slow is imported: torch takes seconds, weights take longer."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,21 @@ _INPUTS = ("prompts", "data", "text", "documents", "corpus", "json_schema", "jud
 
 
 def check_names(given: Iterable[tuple[str, Any]]) -> None:
-    """Checks what the options of a command name, as far as that needs no torch and no network.
-
-    Args:
-        given: names and values of options; others are ignored, and so is None.
+    """Checks names and files among options (names and values), as far as that needs no torch and no network.
 
     Raises:
-        ModelNotFound, CheckpointError, UnknownMethod: a model or head is not here, is something else, or is damaged; or
-            a head was trained for a model of another size.
-        DataError: a file is missing.
-        InvalidSettings: impossible names, or no such chat template.
+        DraftHeadsError: a model, head, chat template or file is not here or is something else; or a head is damaged or
+            was trained for a model of another size.
     """
     pairs = [(name, each) for name, value in given for each in (value if isinstance(value, tuple) else (value,))]
-    model = SMOLLM2_135M.name
     for name, value in pairs:
         if name in _MODELS and value is not None:
             check_model(value)
-            model = value if name == "model" else model
         elif name == "chat_template":
             read_template(value)
         elif name in _INPUTS and isinstance(value, Path) and not user_path(value).exists():
             raise DataError("cannot be read: there is no such file or folder", path=value)
+    model = dict(pairs).get("model") or SMOLLM2_135M.name
     for name, value in [] if ("resume", True) in pairs else pairs:  # its head may be gone
         if name in _HEADS and value is not None:
             check_head(str(value), model)
@@ -47,6 +41,5 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
 
 def flat(options: Any) -> Iterator[tuple[str, Any]]:
     """Names and values of the fields, of groups, too."""
-    for field in fields(options):
-        value = getattr(options, field.name)
-        yield from flat(value) if is_dataclass(value) else [(field.name, value)]
+    for name, value in vars(options).items():
+        yield from flat(value) if is_dataclass(value) else [(name, value)]

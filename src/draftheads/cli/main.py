@@ -161,29 +161,26 @@ def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> lis
 
     options = {f"--{option.name.replace('_', '-')}": option for option in options_of(kind, default)}
     places = [flag for flag, option in options.items() if option.is_place]
+    known = [flag for flag, option in options.items() if option.is_place or not option.is_positional]
     named: dict[str, str] = {}
-    rest, words, problem = [], iter(given), None
+    rest, placed, problem, words = [], [], None, iter(given)
     for word in words:
         flag, equals, value = word.partition("=")
-        flag = flag.replace("_", "-")
-        bare = flag.replace("--no-", "--")
+        flag = flag.replace("_", "-").replace("--no-", "--")
         if flag in places:
             named[flag] = value if equals else next(words, "")
             continue
         rest.append(word)
-        if bare in options and options[bare].is_positional:
-            problem = f"no option {word}: give {options[bare].flag} without a name before it"
-        elif flag.startswith("--") and bare not in options:
-            close = close_name(
-                bare, [known for known in options if not options[known].is_positional or known in places]
-            )
-            problem = f"no option {word}; " + (f"did you mean {close}?" if close else f"see draftheads {name} --help")
-    placed: list[str] = []
+        if flag in options and flag not in known:
+            problem = f"no option {word}: give {options[flag].flag} without a name before it"
+        elif flag.startswith("--") and flag not in known:
+            close = close_name(flag, known)
+            problem = f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}"
     for flag in places[: max(map(places.index, named), default=-1) + 1]:
         if flag not in named and (not rest or rest[0].startswith("-")):
             problem = problem or f"{' and '.join(named)} is given by name: give {flag}, too"
-            break
-        placed.append(named[flag] if flag in named else rest.pop(0))
+        else:
+            placed.append(named[flag] if flag in named else rest.pop(0))
     if problem is not None:
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2)

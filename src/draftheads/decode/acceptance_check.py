@@ -6,14 +6,6 @@ the text are not counted, and neither are requests with other settings than the 
 Texts differ much, and the steps of one text are alike. So whole texts are compared, by a test that may look after each
 of them (betting on a bounded mean, Waudby-Smith and Ramdas 2024): if texts accept on average at least half of what is
 expected, ``against`` ever exceeds n with a probability of at most 1/n.
-
->>> check = AcceptanceCheck("hydra", "hydra", "another model")
->>> for text in range(1, 30):
-...     check.note(20, 1, 10.0)
-...     if check.problem() is not None:
-...         break
->>> text
-9
 """
 
 import warnings
