@@ -195,7 +195,7 @@ def import_quickly(name: str) -> Any:
     try:
         word = name.rpartition(" ")[2]  # diff for bench diff
         module = word.replace("-", "_") + "_" * keyword.iskeyword(word)  # import_ for import
-        with Console(stderr=True).status("starting"):  # shown on a terminal only
+        with Console(stderr=True, quiet=not sys.stderr.isatty()).status("starting"):
             return importlib.import_module(f"draftheads.cli.{module}")
     finally:
         gc.freeze()

@@ -424,8 +424,8 @@ class SizePolicySession(WrappedSession):
                 record.note(number, most)
         for row, (is_free, gain) in enumerate(zip(are_free, self._gains, strict=False)):
             if is_free and gain:
-                steps, total, expected = self._texts[row]
-                self._texts[row] = steps + 1, total + drafted[row], expected + gain
+                steps, before, promised = self._texts[row]
+                self._texts[row] = steps + 1, before + drafted[row], promised + gain
 
     def _cut(self, draft: Draft, ratios: Floats, copies: Floats, rate: float, table: _Table) -> Draft:
         """The first nodes of each row's tree, as many as gain more tokens than their time is worth at that rate.

@@ -210,10 +210,10 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> tuple
         raise InvalidSettings(f"no other project has heads of the method {method}; {serves}")
     if to is not None and to not in fitting:
         readers = "; ".join(f"--to {name} is read by {' and '.join(_COMMANDS[name])}" for name in fitting)
-        methods = _FORMATS[to].methods if to in _FORMATS else ("eagle3",)  # most engines read it
+        form = next((form for name, form in _FORMATS.items() if name == to), _FORMATS["eagle3"])
         raise InvalidSettings(
-            f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For an engine that reads "
-            f"{to if to in _FORMATS else 'eagle3'}, train: `draftheads train --method {methods[0]}`"
+            f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For vLLM, SGLang or llama.cpp "
+            f"train another head: `draftheads train --method {form.methods[0]}`"
         )
     default: ExportFormat = "eagle-sglang" if method == "eagle" and options.get("fusion_bias") else fitting[0]
     name = next((name for name in fitting if name == to), default)
