@@ -75,6 +75,15 @@ def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: P
     assert isinstance(engine.batch().session, SizePolicySession)
 
 
+def test_steps_are_captured_only_if_it_is_asked_for(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU: the device of the model is looked at before it is loaded."""
+    with pytest.raises(InvalidSettings, match="cuda_graphs is for CUDA; the model is on cpu"):
+        load_target(world / "model", device="cpu", cuda_graphs=True)
+    monkeypatch.setattr(loading, "device_named", lambda _: torch.device("cuda"))
+    assert not load_target(world / "model", fast=False).has_static_steps
+    assert load_target(world / "model", fast=False, cuda_graphs=True).has_static_steps
+
+
 @pytest.mark.usefixtures("cost")
 def test_the_user_s_profile_comes_before_the_head_s(world: Path, cache: Path) -> None:
     folder = cached_profile_folder(read_head(world / "head"))

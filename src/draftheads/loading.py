@@ -17,7 +17,7 @@ from torch import Tensor
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.checkpoints.head_files import HEAD_FILES
 from draftheads.checkpoints.profile_store import find_profile
-from draftheads.checkpoints.registry import find_head, find_published
+from draftheads.checkpoints.registry import UNTRAINED_HEADS, find_head, find_published
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.cpu.threads import thread_choice
 from draftheads.data.corpus_files import load_corpus
@@ -57,7 +57,7 @@ from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
 
 # what drafts without a head, by name
-UNTRAINED: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookup, "lookahead": Lookahead}
+UNTRAINED: dict[str, Callable[[], Drafter]] = dict(zip(UNTRAINED_HEADS, (PromptLookup, Lookahead), strict=True))
 
 # what the model computes in; int8 multiplies integers between fp32 numbers
 PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, "int8": torch.float32}
@@ -93,6 +93,7 @@ def load(
     device: str | int | torch.device | None = None,
     max_batch_size: int = 16,
     fast: bool = True,
+    cuda_graphs: bool = False,
     batch_invariant: bool = False,
     four_bit: bool = False,
     quantization_config: Any = None,
@@ -128,7 +129,8 @@ def load(
             changes the model a little.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
-        fast: on a CPU, packed weights and grouped attention; on CUDA, steps captured as graphs; off is the stock model.
+        fast: on a CPU, packed weights and grouped attention; off is the stock model.
+        cuda_graphs: on CUDA, steps are captured as graphs. This was not yet run on a GPU.
         batch_invariant: on a CPU with the native library, plain and speculative text are equal to the bit, also in
             bf16. Without it that holds for models whose layers the library computes; others are equal in fp32, and in
             bf16 up to near-ties.
@@ -157,9 +159,8 @@ def load(
     """
     for argument in unknown:
         raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
-    require_bool(
-        copy=copy, fast=fast, batch_invariant=batch_invariant, four_bit=four_bit, trust_remote_code=trust_remote_code
-    )
+    require_bool(copy=copy, fast=fast, cuda_graphs=cuda_graphs, batch_invariant=batch_invariant)
+    require_bool(four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
     _check_paths(head=head, profile=profile, chat_template=chat_template, corpus=corpus)
     tree = None if tree is None else as_shape(tree)
@@ -175,6 +176,7 @@ def load(
         precision=precision,
         device=device,
         fast=fast,
+        cuda_graphs=cuda_graphs,
         batch_invariant=batch_invariant,
         four_bit=four_bit,
         quantization_config=quantization_config,
@@ -193,6 +195,7 @@ def load(
             precision=precision if is_named else "auto",
             device=target.device if is_named else None,
             fast=fast,
+            cuda_graphs=cuda_graphs,
             trust_remote_code=is_named and trust_remote_code,
         )
         draft = DraftModel(small, target)
@@ -399,6 +402,7 @@ def load_target(
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
     fast: bool = True,
+    cuda_graphs: bool = False,
     batch_invariant: bool = False,
     **options: Unpack[LoadOptions],
 ) -> TargetModel:
@@ -411,6 +415,8 @@ def load_target(
     )
     thread_choice()  # what other programs use is averaged from now on
     place = device_named(device)
+    if cuda_graphs and place.type != "cuda":
+        raise InvalidSettings(f"cuda_graphs is for CUDA; the model is on {place}")
     tokenizer = _as_tokenizer(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
 
     def read() -> TargetModel:
@@ -423,7 +429,7 @@ def load_target(
             target = TargetModel.load(
                 model, tokenizer=tokenizer, dtype=dtype, device=device, chat_template=chat_template, **options
             )
-        target.set_graphs(on=fast and target.device.type == "cuda")
+        target.set_graphs(on=cuda_graphs)
         return target
 
     target = read()

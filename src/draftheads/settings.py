@@ -325,7 +325,9 @@ class LoadSettings:
     four_bit: bool = False
     """Hold the linear layers in 4 bits (needs bitsandbytes). Less memory; it changes the model a little."""
     fast: bool = True
-    """Use faster kernels (packed weights, CUDA graphs). Off: the stock model of transformers."""
+    """Use faster kernels (packed weights). Off: the stock model of transformers."""
+    cuda_graphs: bool = False
+    """Capture steps as CUDA graphs. This was not yet run on a GPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that you trust."""
     attn_implementation: Literal["sdpa", "eager"] | None = None

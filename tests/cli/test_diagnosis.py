@@ -21,12 +21,13 @@ import torch
 
 from draftheads.cli import diagnosis
 from draftheads.cli.diagnosis import EXTRAS, Finding, examine
+from draftheads.cpu import native_library
 from draftheads.cpu.native_library import SETS, how_to_get, load_library
 from draftheads.cpu.text_type import dtype_for_texts
 from draftheads.models import pretrained
 from draftheads.utils.cache import contents_of
 from draftheads.utils.machine import Cores, Memory, OtherPrograms
-from families import by_hand
+from families import by_hand, tiny_model
 
 FOUR_CORES = Cores(logical=4, physical=4, allowed=4, quota=None)
 
@@ -480,3 +481,30 @@ def test_what_other_programs_use_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     busy = one(diagnosis.find_machine(), "load")
     assert busy.text.startswith("other programs use 1.3 of")
     assert (busy.level, busy.facts["busy_cores"]) == ("advice", 1.3)
+
+
+@pytest.mark.skipif(load_library() is None, reason="there is no native library")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt2", "phi3"])
+def test_the_passes_of_a_model_are_known_from_its_configuration(family: str, tmp_path: Path) -> None:
+    """There are no weights in the folder."""
+    model = tiny_model(family)
+    model.config.save_pretrained(tmp_path)
+    found = diagnosis.find_passes(str(tmp_path))
+    assert found.facts["native"] == (model.twin().sped_up().native is not None)
+    assert found.text.startswith("native" if found.facts["native"] else "passes of transformers, which are slower: ")
+    assert family != "llama" or found.facts["native"]
+
+
+def test_a_model_that_cannot_be_decoded_or_has_no_native_passes_is_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recurrent = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "architectures": ["MambaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(recurrent), encoding="utf-8")
+    assert "plain attention layers" in diagnosis.find_passes(str(tmp_path)).text
+    config = tiny_model("llama").config.to_dict()
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert "its weights are quantised" in diagnosis.find_passes(str(tmp_path)).text
+    monkeypatch.setattr(native_library, "load_library", lambda: None)
+    missing = diagnosis.find_passes(str(tmp_path))
+    assert (missing.facts["native"], missing.advice) == (False, how_to_get())

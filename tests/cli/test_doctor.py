@@ -28,7 +28,7 @@ UNUSABLE = Finding("torch", "not installed", "pip install 'torch>=2.8'", "unusab
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Finding]]:
     """These groups are found."""
     groups = dict(GROUPS)
-    monkeypatch.setattr(doctor, "examine", groups.items)
+    monkeypatch.setattr(doctor, "examine", lambda _: groups.items())
     monkeypatch.setenv("COLUMNS", "80")
     return groups
 

@@ -56,7 +56,8 @@ def test_generate_prints_the_answer(head: str | None, engine: Engine, run: Run):
     expected = engine.generate(["dead cab"], max_new_tokens=12)[0]
     assert out == expected.text + "\n"
     assert err.startswith(f"{len(expected.token_ids)} tokens in ")
-    assert err.endswith(f", ended by {expected.finish_reason}\n")
+    end = {"stop": "complete", "length": "cut off at its greatest length (--max-new-tokens)"}
+    assert err.endswith(f", {end[expected.finish_reason]}\n")
     assert " tokens/step, " in err
     assert err.count("\n") == 1
 
@@ -130,6 +131,7 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
         return Engine()
 
     monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr("draftheads.cli.early_checks.check_names", lambda _: None)
 
     def loaded(words: str) -> dict[str, Any]:
         assert main(["generate", "abc", "def", *shlex.split(words)]) == 130

@@ -139,10 +139,16 @@ def test_the_check_is_told_what_the_head_gains_without_copies_in_rows_that_count
     session.propose(context(3), ROOT_ONLY)
     _, gain, _ = session.policy.choose(np.ones(3))
     note(session, [5, 2, 4], [4, 0, 0], [True, True, False])
+    assert check.num_texts == 0, "no text has ended"
+    session.keep(torch.tensor([2]))
+    assert check.num_texts == 2
+    session.keep(torch.tensor([], dtype=torch.long))  # a row that does not count
+    assert check.num_texts == 2
     assert (check.num_steps, check.accepted, check.expected) == (2, 3, pytest.approx(2 * gain))
     expensive = SizePolicy(Scripted(), STATIC, machine(100.0), check).start()
     expensive.propose(context(1), ROOT_ONLY)
     note(expensive, [0], [0], [True])
+    expensive.keep(torch.tensor([], dtype=torch.long))
     assert check.num_steps == 2, "nothing was drafted"
 
 

@@ -17,7 +17,7 @@ from draftheads.distill.conversation import Dialogue
 from draftheads.distill.local import _add_result, user_turn_opening
 from draftheads.distill.prompts import SELF_TALK, Prompt
 from draftheads.distill.run import distill
-from draftheads.errors import DataError, StorageError, UnsupportedModel
+from draftheads.errors import ChatTemplateWarning, DataError, StorageError, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from fake_progress import FakeProgress
@@ -292,11 +292,25 @@ def test_an_error_of_the_template_names_the_prompt(tmp_path: Path):
         run(target, options(tmp_path))
 
 
-def test_a_model_without_a_chat_template_is_refused(tmp_path: Path):
+def test_a_model_without_a_chat_template_continues_prompts_as_texts(tmp_path: Path):
     target = TargetModel(chat_model().model, chat_tokenizer(), "tiny")
     target.tokenizer.chat_template = None
-    with pytest.raises(UnsupportedModel, match="tiny has no chat template"):
-        run(target, options(tmp_path))
+    asked = ["w5 w6", "w7"]
+    lines = "".join(f'{{"prompt": "{text}"}}\n' for text in asked)
+    (tmp_path / "plain.jsonl").write_text(lines, encoding="utf-8")
+    chosen = options(tmp_path, prompts=(tmp_path / "plain.jsonl",), temperature=(0.0,))
+    with pytest.warns(ChatTemplateWarning, match="as plain text"):
+        run(target, chosen)
+    with pytest.warns(ChatTemplateWarning):
+        expected = Engine(target).generate(asked, max_new_tokens=chosen.max_new_tokens)
+    assert [record["prompt"] for record in records(chosen)] == asked
+    assert [record["completion"] for record in records(chosen)] == [answer.text for answer in expected]
+    (tmp_path / "chat.jsonl").write_text('{"turns": ["w5", "w6"]}\n', encoding="utf-8")
+    chats = options(tmp_path, prompts=(tmp_path / "chat.jsonl",), out=tmp_path / "chats.jsonl")
+    with pytest.raises(DataError, match=r"chat.jsonl:1: a chat, and tiny has no chat template: .*--documents"):
+        run(target, chats)
+    with pytest.raises(UnsupportedModel, match=r"tiny has no chat template: .*--documents"):
+        run(target, replace(chats, num_self_talk=1))
 
 
 # --- the manifest ---

@@ -1,6 +1,7 @@
 """``draftheads audit``: lossless servers pass, broken ones are found, and what cannot be checked is not a pass."""
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import draftheads
 from audit_world import NEW_TOKENS, FakeServer, Fields, World, asked, completion
@@ -192,6 +194,22 @@ def test_texts_are_continued(server: Running, world: World, audit: Audit):
     """By /v1/completions, without a chat template."""
     record = audit(server.url, *of_model(world), "--route", "completions")
     assert record["checks"][0]["counts"]["equal"] == len(PROMPTS)
+
+
+def test_a_model_without_a_chat_template_is_asked_for_texts(world: World, audit: Audit, tmp_path: Path):
+    shutil.copytree(world.model, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.chat_template = None
+    (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(str(tmp_path / "base"))
+    model = ["--model", str(tmp_path / "base"), "--precision", "fp32", "--checks", "greedy", "seeded"]
+    with running({"tiny": draftheads.load(tmp_path / "base", "prompt-lookup", precision="fp32")}) as own:
+        record = audit(own.url, *model)
+        assert record["checks"][0]["counts"]["equal"] == len(PROMPTS)
+        assert "without a chat template" in record["shown"]
+        chats = tmp_path / "chats.jsonl"
+        chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+        assert "use a chat model" in audit(own.url, *model, prompts=chats, code=2)["errors"]
 
 
 def test_json_answers(audit: Audit, tmp_path: Path):

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, read_head_files
-from draftheads.errors import DraftHeadsError, ModelNotFound, UnsupportedModel, first_line
+from draftheads.errors import CheckpointMismatch, DraftHeadsError, ModelNotFound, UnsupportedModel, first_line
 from draftheads.models.embedded import SMOLLM2_135M
-from draftheads.models.model_names import base_of, check_model_can_exist, hint_at, model_name
+from draftheads.models.model_names import (
+    base_of,
+    check_model_can_exist,
+    config_of,
+    hint_at,
+    kind_of_folder,
+    model_name,
+)
 from draftheads.utils.files import user_path
 from draftheads.utils.identity import changes
 
@@ -26,9 +33,11 @@ DATA_PACKAGE_INSTALL = "pip install ./zoo (in a checkout of draftheads)"
 # heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
 DATA_PACKAGE_HEADS = ("amphista", "eagle", "eagle3", "hydra++", "markov-medusa", "mlp-speculator", "small-llama")
 
+UNTRAINED_HEADS = ("prompt-lookup", "lookahead")  # names of what drafts without training, which need no folder
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
 _HUB_TIMEOUT_SECONDS = 10.0
 _OF_OTHERS = ("*.json", "*.safetensors", "*.bin", "*.pt")  # files of heads of other projects
+_SIZES = ("hidden_size", "vocab_size")  # that a head has in common with its base
 _MOST_LAYERS = 8  # of a draft head; a repository with more is a whole model
 
 
@@ -103,17 +112,27 @@ def _compared(base_name: str, method: str | None) -> dict[str, list[str]]:
     }
     if not bases:
         return {}
+    of_bases = {name: _facts_of_base(head) for name, head in bases.items()}
+    sizes = {name: value for name in _SIZES if (value := config_of(base_name).get(name)) is not None}
+    if not any(_may_fit(facts, sizes) for facts in of_bases.values()):  # no tokenizer has to be read
+        return {name: changes(facts, sizes, names=sizes) for name, facts in of_bases.items()}
     stamp = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(user_path(base_name).glob("*.json")))
     facts = _facts_of(base_name, stamp)
     if facts is None:
         return {}
     found = {}
-    for name, head in bases.items():
-        before = _facts_of_base(head)
+    for name, before in of_bases.items():
         found[name] = changes(before, facts, names=facts)
         if found[name] and _has_grown(before, facts, base_name):
             found[name] = []
     return found
+
+
+def _may_fit(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a model of the second sizes may be one of the first sizes, or one with more tokens."""
+    return now.get("hidden_size") in (None, before["hidden_size"]) and (
+        now.get("vocab_size") is None or now["vocab_size"] >= (before["vocab_size"] or 0)
+    )
 
 
 def _has_grown(before: Mapping[str, Any], now: Mapping[str, Any], model: str) -> bool:
@@ -121,15 +140,14 @@ def _has_grown(before: Mapping[str, Any], now: Mapping[str, Any], model: str) ->
     from draftheads.models.fingerprint import tokenizer_fingerprints  # noqa: PLC0415 - slow to import
     from draftheads.models.pretrained import load_tokenizer  # noqa: PLC0415
 
-    sizes = before["hidden_size"] == now["hidden_size"] and (before["vocab_size"] or 0) <= (now["vocab_size"] or 0)
     prints = "tokenizer fingerprint"
-    return sizes and prints in now and before[prints] in tokenizer_fingerprints(load_tokenizer(model).tokenizer)
+    return _may_fit(before, now) and prints in now and before[prints] in tokenizer_fingerprints(load_tokenizer(model).tokenizer)
 
 
 def _facts_of_base(head: Path) -> dict[str, Any]:
     """What a head records of its base, as :func:`_facts_of`."""
     files = read_head_files(head, ignore_profile=True)
-    sizes = {name: files.options.get(name) for name in ("hidden_size", "vocab_size")}
+    sizes = {name: files.options.get(name) for name in _SIZES}
     return {**sizes, "tokenizer fingerprint": files.base_prints.get("tokenizer")}
 
 
@@ -143,7 +161,7 @@ def _facts_of(model: str, stamp: tuple[tuple[str, int], ...]) -> dict[str, Any] 
         config = load_config(model).get_text_config()
     except UnsupportedModel:  # it has code of its own
         return None
-    sizes = {name: getattr(config, name, None) for name in ("hidden_size", "vocab_size")}
+    sizes = {name: getattr(config, name, None) for name in _SIZES}
     try:
         return {**sizes, "tokenizer fingerprint": tokenizer_fingerprint(load_tokenizer(model).tokenizer)}
     except DraftHeadsError:
@@ -187,6 +205,31 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
         f"no head {name!r}{hint_at(name, methods)}: neither a folder here nor an id on the Hugging Face Hub "
         f"(owner/name); {_installed_for(base)}"
     )
+
+
+def check_head(name: str, base_name: str) -> None:
+    """Refuses by names and configurations alone what is no head, is damaged, or does not fit its model.
+
+    The Hub is not asked, and heads of other projects are not looked at.
+
+    Raises:
+        ModelNotFound, CheckpointError, UnknownMethod: as :func:`find_head` and :func:`read_head_files`, or trained for
+            a model of another size.
+    """
+    path = user_path(head_name(name))
+    if name in UNTRAINED_HEADS or path.is_file() or (not path.exists() and _HUB_ID.fullmatch(name)):
+        return
+    folder = find_head(name, base_name)
+    if kind_of_folder(folder) not in ("draft head", "adapter"):
+        return
+    files = read_head_files(folder, ignore_profile=True)
+    trained, given = files.options.get("hidden_size"), config_of(base_name).get("hidden_size")
+    if given not in (None, trained):
+        raise CheckpointMismatch(
+            f"{folder}: trained for {files.model_id} with hidden_size {trained}, this model, {base_name}, has {given}: "
+            "load the head with its own base model, or train a new head with "
+            f"`draftheads train --method {files.method} --model {base_name}`"
+        )
 
 
 def find_published(name: str | PathLike[str], base_name: str) -> Path:

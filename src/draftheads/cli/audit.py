@@ -21,7 +21,7 @@ from draftheads.interop.audit.drafting import Drafting
 from draftheads.interop.audit.model_reference import ModelReference, text_of
 from draftheads.interop.audit.report import GreedyRow, Pass, Report, SeededRow
 from draftheads.interop.audit.run import Audit
-from draftheads.interop.audit.settings import DEFAULT_SCHEMA
+from draftheads.interop.audit.settings import DEFAULT_SCHEMA, AuditSettings
 from draftheads.loading import load
 from draftheads.settings import Grammar
 from draftheads.utils.api_keys import api_key, origin
@@ -97,13 +97,13 @@ def _schema(path: Path | None) -> dict[str, Any]:
     return schema
 
 
-def _model(options: AuditOptions, prompts: list[TextPrompt]) -> ModelReference:
+def _model(options: AuditOptions, prompts: list[TextPrompt], settings: AuditSettings) -> ModelReference:
     assert options.model is not None
     given = options.load.given()
     if options.baseline is not None:  # it only scores: in bf16, logits above 16 are multiples of 0.125
         given = {"precision": "fp32", **given}
     engine = load(options.model, max_batch_size=options.settings.parallel, **given)
-    return ModelReference(engine, prompts, options.settings)
+    return ModelReference(engine, prompts, settings)
 
 
 def show(console: Console, report: Report, prompts: list[TextPrompt], *, num_examples: int) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 from rich.console import Console
@@ -224,6 +225,10 @@ class Chat:
         try:
             self._core.add(request, Lane(self._name))
             events, colour = engine.events(self._core), not self._options.plain_text
+            if self.is_terminal:
+                with self._notes.status(f"reading {counted(len(request.prompt_ids), 'token')}"):
+                    first = list(islice(events, 1))
+                events = chain(first, events)
             show_stream(events, request, engine.model.tokenizer, self._console, colour=colour)
         except KeyboardInterrupt:
             self._core.clear()

@@ -64,6 +64,7 @@ _INSTRUCTIONS = {  # by the functions of torch.cpu that tell
 _LARGE = ("torch", "transformers")  # packages that are imported
 _LOAD_SECONDS = 0.5  # over which the use of the cores is averaged
 _LITTLE = 1_000_000_000  # bytes: less memory or disk space than this is little
+_FEW_LAYERS, _FEW_NUMBERS = 8, 64  # of a model that is like a large one
 _MOST_MODELS = 6  # that are listed
 _CAUSAL = re.compile(r"ForCausalLM$|LMHeadModel$")
 
@@ -84,7 +85,7 @@ def _finding(name: str, text: str, advice: str = "", level: Level = "advice", **
     return Finding(name, text, advice, level if advice else "ok", facts)
 
 
-def examine() -> Iterator[tuple[str, list[Finding]]]:
+def examine(model: str | None = None) -> Iterator[tuple[str, list[Finding]]]:
     """Groups of findings with their titles, one after the other as they are found: importing torch takes seconds."""
     yield "Machine", find_machine()
     packages = find_packages()
@@ -92,6 +93,8 @@ def examine() -> Iterator[tuple[str, list[Finding]]]:
     if not any(finding.level == "unusable" for finding in packages):
         yield "Computing", find_computing()
         yield "Models and heads", find_models()
+        if model is not None:
+            yield "Model", [find_passes(model)]
     yield "Cache", find_cache()
 
 
@@ -317,6 +320,41 @@ def find_models() -> list[Finding]:
         downloads,
         _finding("Hub", hub, offline=is_offline, token=has_token),
     ]
+
+
+def find_passes(name: str) -> Finding:
+    """Which passes a model gets here, and why. From its configuration: its first layers are made, and narrower."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from draftheads.cpu.native_library import how_to_get, load_library  # noqa: PLC0415
+    from draftheads.cpu.native_step import OTHERWISE_BUILT, NativeStep  # noqa: PLC0415
+    from draftheads.models.model import TargetModel  # noqa: PLC0415
+    from draftheads.models.pretrained import default_device, load_config  # noqa: PLC0415
+
+    stock = "passes of transformers, which are slower"
+    try:
+        whole = load_config(name)
+        config = whole.get_text_config()
+        if vars(config).get("layer_types"):
+            config.layer_types = config.layer_types[:_FEW_LAYERS]
+        config.num_hidden_layers = min(config.num_hidden_layers, _FEW_LAYERS)
+        config.vocab_size, config.intermediate_size, config.pad_token_id = _FEW_NUMBERS, _FEW_NUMBERS, None
+        target = TargetModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, name)
+    except (DraftHeadsError, ValueError) as error:
+        return _finding(name, f"cannot be loaded: {first_line(error)}", "choose another model")
+    if (device := default_device()).type != "cpu":
+        return _finding(name, f"passes of transformers on {device}; native ones are for CPUs", native=False)
+    if load_library() is None:
+        return _finding(name, f"{stock}: there is no native library", how_to_get(), native=False)
+    if getattr(whole, "quantization_config", None) is not None:
+        return _finding(name, f"{stock}: its weights are quantised", native=False)
+    try:
+        fast = target.sped_up()
+        NativeStep(fast.model, fast.windows)
+    except OTHERWISE_BUILT as error:
+        return _finding(name, f"{stock}: not built as the library knows ({first_line(error)})", native=False)
+    return _finding(name, "native passes: the native library computes all layers of a step", native=True)
 
 
 def _default_model(downloaded: Iterable[str], *, is_offline: bool) -> Finding:

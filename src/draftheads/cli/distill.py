@@ -9,9 +9,11 @@ from draftheads.distill.conversation import Source
 from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.journal import manifest_path
 from draftheads.distill.local import EngineSource
-from draftheads.distill.options import DistillOptions
+from draftheads.distill.options import NO_CHATS, DistillOptions
 from draftheads.distill.run import Outcome, distill
+from draftheads.errors import UnsupportedModel
 from draftheads.loading import load
+from draftheads.models.model_names import is_base_model
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import Progress
 
@@ -19,6 +21,9 @@ from draftheads.utils.progress import Progress
 def run(options: DistillOptions) -> None:
     """Answers, then prints what came of it."""
     console = Console()
+    needs_chats = options.num_self_talk or options.turns
+    if needs_chats and not (options.endpoint or options.chat_template or options.head) and is_base_model(options.model):
+        raise UnsupportedModel(f"{options.model} {NO_CHATS}")
     quiet_transformers()
     with ProgressDisplay(console) as progress:
         outcome = distill(options, lambda: _source(options, progress), progress)

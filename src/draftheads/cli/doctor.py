@@ -3,6 +3,7 @@
 import textwrap
 from dataclasses import asdict, dataclass
 
+import tyro
 from rich.console import Console
 from rich.text import Text
 
@@ -26,6 +27,9 @@ _INDENT = _NAMES + 4
 class DoctorOptions:
     """Show what draftheads found on this machine, with advice: processor, kernels, packages, GPU, cache."""
 
+    model: tyro.conf.Positional[str | None] = None
+    """Also show whether this model gets native passes, and why not. A name, a folder or a Hugging Face id; its weights
+    are not read."""
     json: str | None = None
     """Write the findings as JSON to this file. - writes them to standard output."""
 
@@ -36,7 +40,7 @@ def run(options: DoctorOptions) -> None:
     console = Console(highlight=False, quiet=options.json == "-")
     groups: dict[str, list[Finding]] = {}
     with console.status("checking"):
-        for title, group in examine():
+        for title, group in examine(options.model):
             groups[title] = group
             _print_group(console, title, group)
     findings = [finding for group in groups.values() for finding in group]

@@ -35,6 +35,11 @@ class Option:
     hint: Any  # its type, with all annotations
 
     @property
+    def is_place(self) -> bool:
+        """Whether it is one value without a name, which may also be given by its name."""
+        return self.is_positional and "…" not in self.values
+
+    @property
     def flag(self) -> str:
         """How it is written on a command line."""
         if self.is_positional:
@@ -47,6 +52,7 @@ class Option:
         text = self.text if whole else self.text.partition(". ")[0].rstrip(".")
         if self.choices:
             text += f"{' One of' if text.endswith('.') else ''}: {', '.join(self.choices)}"
+        text += f" (or --{self.name.replace('_', '-')})" * self.is_place
         if self.default is tyro.MISSING:
             return f"{text} (required)"
         if self.default is None or self.default is False or self.default == ():

@@ -141,37 +141,62 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     # some commands have defaults that depend on other options, such as --recipe
     default = {} if defaults is None else {"default": defaults(arguments)}
     marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
-    try:
-        options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
-    except SystemExit:
-        _print_meant(given, kind, default.get("default"))
-        raise
+    arguments = [*_in_places(name, given, kind, default.get("default")), *arguments[len(given) :]]
+    options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
+    from draftheads.cli.early_checks import check_names, flat  # noqa: PLC0415 - `--help` does not need it
+
+    check_names(flat(options))
     _show_notes()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
     return import_quickly(name).run(options) or 0
 
 
-def _print_meant(given: Sequence[str], kind: type, default: Any) -> None:
-    """Names the option that was probably meant; tyro does so only if no required option is missing."""
+def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> list[str]:
+    """The arguments with positional ones that are given by name, such as --model, in their places.
+
+    Raises:
+        SystemExit: there is no such option. The one that was probably meant is named; tyro would not always do so.
+    """
     from draftheads.cli.help import options_of  # noqa: PLC0415 - slow to import
 
     options = {f"--{option.name.replace('_', '-')}": option for option in options_of(kind, default)}
-    known = [name for name, option in options.items() if not option.is_positional]
-    for option in given:
-        flag = option.partition("=")[0].replace("_", "-").replace("--no-", "--")
+    places = [flag for flag, option in options.items() if option.is_place]
+    known = [flag for flag, option in options.items() if option.is_place or not option.is_positional]
+    named: dict[str, str] = {}
+    rest, placed, problem, words = [], [], None, iter(given)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-").replace("--no-", "--")
+        if flag in places:
+            named[flag] = value if equals else next(words, "")
+            continue
+        rest.append(word)
         if flag in options and flag not in known:
-            print(f"error: no option {option}: give {options[flag].flag} without a name before it", file=sys.stderr)
-        elif flag.startswith("--") and flag not in known and (close := close_name(flag, known)):
-            print(f"error: no option {option}; did you mean {close}?", file=sys.stderr)
+            problem = f"no option {word}: give {options[flag].flag} without a name before it"
+        elif flag.startswith("--") and flag not in known:
+            close = close_name(flag, known)
+            problem = f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}"
+    for flag in places[: max(map(places.index, named), default=-1) + 1]:
+        if flag not in named and (not rest or rest[0].startswith("-")):
+            problem = problem or f"{' and '.join(named)} is given by name: give {flag}, too"
+        else:
+            placed.append(named[flag] if flag in named else rest.pop(0))
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(2)
+    return [*placed, *rest]
 
 
 def import_quickly(name: str) -> Any:
     """A module of this package; its imports make 600,000 objects that stay, and searching them for garbage is slow."""
+    from rich.console import Console  # noqa: PLC0415
+
     gc.disable()
     try:
         word = name.rpartition(" ")[2]  # diff for bench diff
         module = word.replace("-", "_") + "_" * keyword.iskeyword(word)  # import_ for import
-        return importlib.import_module(f"draftheads.cli.{module}")
+        with Console(stderr=True, quiet=not sys.stderr.isatty()).status("starting"):
+            return importlib.import_module(f"draftheads.cli.{module}")
     finally:
         gc.freeze()
         gc.enable()

@@ -1,10 +1,12 @@
 """Answers on a terminal while they are generated, with draft tokens in colour."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,24 +19,27 @@ if TYPE_CHECKING:  # `doctor` writes JSON, too, and must not wait for models
     from draftheads.decode.request import GenerationResult, Request, StreamEvent
 
 DRAFTED = "bold green"
+_FIRST_IDEOGRAPH = "\u2e80"  # from here on, scripts are written without spaces
+_PARTS = re.compile(f"\\s+|[^\\s{_FIRST_IDEOGRAPH}-\U0010ffff]+|[{_FIRST_IDEOGRAPH}-\U0010ffff]")
 
 
 def show_stream(
     events: "Iterable[StreamEvent]", request: "Request", tokenizer: Any, console: Console, *, colour: bool = True
 ) -> None:
-    """Prints the text of one request as it grows; accepted draft tokens are green.
+    """Prints the text of one request as it grows; on a terminal words are not cut, and accepted draft tokens are green.
 
-    Without colours the text is written unchanged.
+    Elsewhere the text is written unchanged.
     """
+    lines = _Lines(console)
     # a stop string cuts the text, not the tokens: then letters cannot be assigned to draft tokens
     if colour and console.color_system is not None and not request.settings.stop:
         pieces = TextStream(tokenizer)
         for event in events:
-            _print_coloured(console, event, pieces)
+            _write_coloured(lines, event, pieces)
     else:
         for event in events:
-            console.file.write(event.text)
-            console.file.flush()
+            lines.write(event.text)
+    lines.flush()
     console.print()
 
 
@@ -51,7 +56,8 @@ def speed_words(answer: "GenerationResult | Request", seconds: float) -> str:
     tokens = len(answer.token_ids)
     per_step = (tokens - 1) / answer.num_steps if answer.num_steps else 1.0  # the first token is from the prompt's pass
     copied = f", {answer.num_copied} copied" if answer.num_copied else ""
-    end = f"ended by {answer.finish_reason}" if answer.finish_reason else "stopped"
+    ends = {"stop": "complete", "length": "cut off at its greatest length (--max-new-tokens)"}
+    end = ends.get(answer.finish_reason or "", "stopped")
     return (
         f"{counted(tokens, 'token')} in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s, "
         f"{per_step:.2f} tokens/step{copied}, {end}"
@@ -70,17 +76,45 @@ def print_logprobs(result: "GenerationResult", tokenizer: Any, console: Console)
     console.print(table)
 
 
-def _print_coloured(console: Console, event: "StreamEvent", pieces: TextStream) -> None:
+def _write_coloured(lines: "_Lines", event: "StreamEvent", pieces: TextStream) -> None:
     ended = event.finish_reason == "stop"  # by its last token, which is not text
     for place, token in enumerate(event.token_ids[:-1] if ended else event.token_ids):
-        _print(console, pieces.push([token]), DRAFTED if place < event.num_drafted else "")
+        lines.write(pieces.push([token]), DRAFTED if place < event.num_drafted else "")
     if event.finish_reason is not None:
-        _print(console, pieces.flush(), "")
+        lines.write(pieces.flush())
 
 
-def _print(console: Console, text: str, style: str) -> None:
-    if text:
-        console.print(Text(text, style=style), end="", soft_wrap=True)
+class _Lines:
+    """Writes text piece by piece. On a terminal a word is written when it ends, and where there is place for it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._column = console, 0
+        self._word: list[tuple[str, str]] = []  # its pieces so far, with their styles
+
+    def write(self, text: str, style: str = "") -> None:
+        if not self._console.is_terminal:
+            self._console.file.write(text)
+            self._console.file.flush()
+            return
+        for part in _PARTS.findall(text):
+            if not (is_word := part[0] > " " and part[0] < _FIRST_IDEOGRAPH):
+                self.flush()
+            self._word.append((part, style))
+            if not is_word:
+                self.flush()
+
+    def flush(self) -> None:
+        """Writes the word that has begun."""
+        word, self._word = Text.assemble(*self._word), []
+        width = self._console.width
+        if self._column and word.plain.strip() and word.cell_len <= width < self._column + word.cell_len:
+            self._console.print()
+            self._column = 0
+        if word:
+            self._console.print(word, end="", soft_wrap=True)
+            _, newline, last = word.plain.rpartition("\n")
+            column = (0 if newline else self._column) + cell_len(last)
+            self._column = (column - 1) % width + 1 if column else 0
 
 
 def check_json_path(path: str | None) -> None:

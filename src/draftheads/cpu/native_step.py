@@ -25,7 +25,7 @@ _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
 _FIRST_POSITIONS = 1024
-_OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeError, ValueError)
+OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -285,5 +285,5 @@ def native_step(model: Any, windows: Sequence[int]) -> NativeStep | None:
         return None
     try:
         return NativeStep(model, windows)
-    except _OTHERWISE_BUILT:
+    except OTHERWISE_BUILT:
         return None

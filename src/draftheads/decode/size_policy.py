@@ -9,7 +9,6 @@ draft that comes with probabilities is then cut where a further node costs more 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
 from operator import sub
 from typing import NamedTuple
 
@@ -98,7 +97,7 @@ class SizePolicy(WrappedDrafter):
         drafter: fills the chosen shapes.
         profile: tokens per step by tree.
         cost: milliseconds by rows and nodes.
-        check: is told what the drafter gains, and what the profile expects.
+        check: is told what the drafter gained in each text, and what the profile expects.
         trees_differ: whether the rows' trees may have different sizes without padding.
         clock: corrects the costs; None: they stay as they are.
     """
@@ -235,7 +234,8 @@ class SizePolicySession(WrappedSession):
         self._rest = 0  # steps of several rows in which nothing is drafted, and nothing looked for
         self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
         self.check = policy.check
-        self._gain = 0.0  # of this step: expected accepted draft tokens of a row by the profile, without copies
+        self._gains: Sequence[float] = ()  # of this step: expected accepted draft tokens per row by the profile
+        self._texts: list[tuple[int, int, float]] = []  # of each row: steps, accepted and expected draft tokens
         self._records: list[_Record] = []
         self._copies: list[_Record] = []  # of tokens that only copies brought
         self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row, without copies
@@ -256,10 +256,9 @@ class SizePolicySession(WrappedSession):
     def _proposed(self, context: Context) -> tuple[Draft, bool]:
         """As :meth:`propose`, and whether the drafter was to draft."""
         batch = len(context.root_ids)
-        if self.check is not None and batch > len(self._records):
-            self.check.warn()
         for records in (self._records, self._copies):
             records += [_Record() for _ in range(batch - len(records))]
+        self._texts += [(0, 0, 0.0)] * (batch - len(self._texts))
         self._expected_copies = (0.0,) * batch
         measured, clock = self.policy.table(batch, context.text_tokens), self._clock_of(context)
         table = measured if clock is None else self.policy.timed(measured, batch)
@@ -268,7 +267,7 @@ class SizePolicySession(WrappedSession):
         if context.room is not None and batch > 1:
             copies *= weights(context.room, self.policy.table(1, context.text_tokens).plain, table.plain)
         chosen, gain, rate, is_trial = self._chosen(context, table, ratios, clock)
-        self._gain = gain
+        self._gains = (gain,) * batch
         self._step = None if clock is None else _Step(measured, batch, batch, 0.0, is_trial)
         if chosen is None and not self.extra_nodes:
             self.session.observe(context)
@@ -289,6 +288,9 @@ class SizePolicySession(WrappedSession):
             self._expected = (gain,) * batch
         else:
             draft = self._cut(draft, ratios, copies, rate * (1.0 + self.policy.cut_gain(batch)), table)
+            if gain:  # the profile expects less of a tree that was cut
+                kind: Kind = "dynamic" if isinstance(filled, BestFirst) else "static"
+                self._gains = self._gains_of(draft, self.profile.tokens(kind))
         if self._step is not None:
             tokens = sum(draft.row_nodes or (draft.num_nodes,) * batch)
             drafting = 0.0 if chosen is None else self.policy.drafting(filled, batch)
@@ -301,7 +303,7 @@ class SizePolicySession(WrappedSession):
         batch, clock = len(context.root_ids), self._clock_of(context)
         table = self.policy.table(batch, context.text_tokens)
         self._waits(context, table, None, 0.0, 0.0)
-        self._gain, self._expected, self._expected_copies = 0.0, (0.0,) * batch, (0.0,) * batch
+        self._gains = self._expected = self._expected_copies = (0.0,) * batch
         self._step = None if clock is None else _Step(table, batch, batch, 0.0, is_trial=False)
         self.session.observe(context)
         return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
@@ -379,8 +381,13 @@ class SizePolicySession(WrappedSession):
 
     def keep(self, rows: Tensor) -> None:
         """Rows left or moved."""
-        self._records = [self._records[row] for row in rows.tolist()]
-        self._copies = [self._copies[row] for row in rows.tolist()]
+        kept = rows.tolist()
+        if self.check is not None:
+            for row in set(range(len(self._texts))).difference(kept):
+                self.check.note(*self._texts[row])
+        self._records = [self._records[row] for row in kept]
+        self._copies = [self._copies[row] for row in kept]
+        self._texts = [self._texts[row] for row in kept]
         self._rest = 0
         self.session.keep(rows)
 
@@ -415,9 +422,10 @@ class SizePolicySession(WrappedSession):
         ):
             for record, number, most in zip(records, accepted, expected, strict=True):
                 record.note(number, most)
-        if self._gain and self.check is not None:
-            num_rows = sum(are_free)
-            self.check.note(num_rows, sum(compress(drafted, are_free)), num_rows * self._gain)
+        for row, (is_free, gain) in enumerate(zip(are_free, self._gains, strict=False)):
+            if is_free and gain:
+                steps, before, promised = self._texts[row]
+                self._texts[row] = steps + 1, before + drafted[row], promised + gain
 
     def _cut(self, draft: Draft, ratios: Floats, copies: Floats, rate: float, table: _Table) -> Draft:
         """The first nodes of each row's tree, as many as gain more tokens than their time is worth at that rate.
@@ -441,6 +449,14 @@ class SizePolicySession(WrappedSession):
         self._expected = ((likely - copied) * is_kept).sum(1).tolist()
         self._expected_copies = (copied * is_kept).sum(1).tolist()
         return draft.cut(counts.tolist())
+
+    @staticmethod
+    def _gains_of(draft: Draft, tokens: Sequence[float]) -> list[float]:
+        """The draft tokens that a profile (tokens per step by nodes) expects of the nodes that are no copies."""
+        nodes = draft.row_nodes or (draft.num_nodes,) * len(draft.token_ids)
+        copied = [[False]] * len(nodes) if draft.copied is None else draft.copied.tolist()
+        own = [count - sum(row[:count]) for count, row in zip(nodes, copied, strict=True)]
+        return [tokens[min(count, len(tokens)) - 1] - 1.0 for count in own]
 
     def _with_spare(self, shape: Shape, table: _Table, context: Context, rate: float) -> Shape:
         """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little.

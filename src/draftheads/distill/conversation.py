@@ -30,6 +30,7 @@ class Dialogue:
         self.index = index
         self.seed = mixed_seed(options.seed, index)
         self.temperature = options.temperature[self.seed % len(options.temperature)]
+        self.is_text = prompt.is_document  # whether a text is continued, without a chat template
         self.messages: list[dict[str, str]] = []
         if prompt.system is not None:
             self.messages.append({"role": "system", "content": prompt.system})
@@ -94,7 +95,7 @@ class Dialogue:
         if not self.num_answers:
             return None
         words: dict[str, Any] = {"messages": self.messages}
-        if self.prompt.is_document:
+        if self.is_text:
             words = {"prompt": self.messages[0]["content"], "completion": self.messages[1]["content"]}
         return {
             **words,

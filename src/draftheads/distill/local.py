@@ -7,9 +7,9 @@ from typing import Any
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import Request
 from draftheads.distill.conversation import Dialogue, OnProgress
-from draftheads.distill.options import DistillOptions
+from draftheads.distill.options import NO_CHATS, DistillOptions
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
-from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, special_ids, template_of
+from draftheads.models.chat_template import ChatReader, continuing_ids, render, special_ids, template_of
 from draftheads.settings import SamplingSettings
 from draftheads.utils.identity import identity_digest
 
@@ -21,17 +21,15 @@ class EngineSource:
     """Continues conversations with an engine's model.
 
     Raises:
-        UnsupportedModel: on construction, if the model has no chat template, or one that does not allow self-talk.
+        UnsupportedModel: on construction, if the model writes questions and has no chat template, or none for that.
     """
 
     def __init__(self, engine: Engine, options: DistillOptions) -> None:
         self.engine = engine
         self.options = options
-        if template_of(engine.model) is None and (options.prompts or options.num_self_talk):
-            raise UnsupportedModel(
-                f"{engine.model.model_id} has no chat template, so its answers cannot be used as chats: "
-                f"choose a chat model, or give --chat-template, a file or {', '.join(BUILT_IN)}"
-            )
+        self._has_chats = template_of(engine.model) is not None
+        if not self._has_chats and (options.num_self_talk or options.turns):
+            raise UnsupportedModel(f"{engine.model.model_id} {NO_CHATS}")
         self.question_end = user_turn_end(engine.model) if options.num_self_talk or (options.turns or 1) > 1 else {}
 
     @property
@@ -47,6 +45,10 @@ class EngineSource:
     def converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
         """Continues all to their end. Long conversations start first, so that the batch is full for longer."""
         running: dict[int, Request] = {}
+        for dialogue in () if self._has_chats else dialogues:
+            if dialogue.num_turns > 1 or dialogue.prompt.system is not None:
+                raise DataError(f"{dialogue.prompt.source}: a chat, and {self.engine.model.model_id} {NO_CHATS}")
+            dialogue.is_text = True
         core = self.engine.core()
         for place in sorted(range(len(dialogues)), key=lambda place: -dialogues[place].num_turns):
             self._submit(dialogues[place], place, running)

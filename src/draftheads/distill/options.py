@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from draftheads.errors import InvalidSettings
+from draftheads.models.chat_template import BUILT_IN
 from draftheads.utils.option_group import ABOVE_0, FROM_0, FROM_1, SHARE, OptionGroup, Range
 
 _CHUNK_BATCHES = 8  # at the end of a chunk the batch is not full: this costs a tenth of the speed at this size
 _SAMPLED = Range(
     "must be above 0 and finite: greedy questions would all be the same", lambda value: 0 < value < float("inf")
+)
+NO_CHATS = (
+    "has no chat template: it continues prompts of one turn and --documents as texts, and cannot write questions or "
+    f"read chats; give --chat-template, a file or {', '.join(BUILT_IN)}, or choose a chat model"
 )
 _NOT_WITH_ENDPOINT = {
     "head": None,
@@ -36,7 +41,7 @@ class DistillOptions(OptionGroup):
     train --data reads them."""
     prompts: tuple[Path, ...] = ()
     """Prompt files (.jsonl, .json, also .gz). "prompt", "messages" or "turns" in each line, or the fields of ShareGPT,
-    Alpaca, GSM8K and others; their answers are ignored."""
+    Alpaca, GSM8K and others; their answers are ignored. A model without a chat template continues them as texts."""
     documents: tuple[Path, ...] = ()
     """Text files that the model continues. Each .txt is a text, or each line of a .jsonl with "text". Each is continued
     from its beginning, without a chat template. They come after the prompts."""

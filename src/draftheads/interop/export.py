@@ -206,13 +206,16 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> tuple
         InvalidSettings: there is none, or another one is asked for.
     """
     fitting = [name for name, form in _FORMATS.items() if method in form.methods]
+    serves = "serve the head with `draftheads serve`, or in vLLM by the plug-in of draftheads"
     if not fitting:
-        raise InvalidSettings(
-            f"no other project has heads of the method {method}; serve the head with `draftheads serve`, or in vLLM by "
-            "the plug-in of draftheads"
-        )
+        raise InvalidSettings(f"no other project has heads of the method {method}; {serves}")
     if to is not None and to not in fitting:
-        raise InvalidSettings(f"--to {to}: for heads of the method {method} choose {' or '.join(fitting)}")
+        readers = "; ".join(f"--to {name} is read by {' and '.join(_COMMANDS[name])}" for name in fitting)
+        form = next((form for name, form in _FORMATS.items() if name == to), _FORMATS["eagle3"])
+        raise InvalidSettings(
+            f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For vLLM, SGLang or llama.cpp "
+            f"train another head: `draftheads train --method {form.methods[0]}`"
+        )
     default: ExportFormat = "eagle-sglang" if method == "eagle" and options.get("fusion_bias") else fitting[0]
     name = next((name for name in fitting if name == to), default)
     return name, _FORMATS[name]

@@ -5,7 +5,7 @@ uses. The function must run on the device only; :class:`StaticOnly` checks this 
 CPUs with a stand-in for ``torch.cuda``; :func:`capture_cuda` has not been run on a GPU yet.
 """
 
-import warnings
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +20,7 @@ from torch.cuda import CUDAGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+logger = logging.getLogger(__name__)
 Outputs = tuple[Tensor, ...]
 _ONE_CAPTURE = Lock()  # PyTorch allows one capture at a time in a process
 
@@ -76,8 +77,7 @@ class StepGraphs:
             function: runs on the device only. No reference to it is kept.
             inputs: the tensors that differ from run to run.
 
-        Warns:
-            UserWarning: the function cannot be captured. It runs without a graph.
+        A failed capture is logged: a warning may be an error, and a step must not end half done.
         """
         if generation != self._generation:
             self.clear()
@@ -117,7 +117,7 @@ class StepGraphs:
     def _give_up(self, reason: str) -> None:
         self.clear()
         self.capture, self.failure = None, reason
-        warnings.warn(f"decoding goes on without CUDA graphs: {reason}", UserWarning, stacklevel=6)
+        logger.warning("decoding goes on without CUDA graphs: %s", reason)
 
 
 def capture_for(device: torch.device) -> Capture | None:

@@ -77,7 +77,7 @@ class WeightFacts:
 class StepMode:
     """How steps are run. A capture that fails changes it, and so does the check of a loaded model."""
 
-    graphs: bool | None = None  # capture decoding steps as CUDA graphs; None: if the model is on CUDA
+    graphs: bool = False  # steps have static shapes, which on CUDA are captured as graphs
     flat: bool = False  # a pass can take the tokens of several texts in one row, as many of each as there are
 
 
@@ -232,9 +232,13 @@ class TargetModel:
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
         speed_up(self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical)
-        windows = [self.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in self.layer_kinds]
-        native = native_step(self.model, windows)
+        native = native_step(self.model, self.windows)
         return self._with(self.model, replace(facts, precision="int8") if int8 else facts, native=native)
+
+    @property
+    def windows(self) -> list[int]:
+        """How many tokens a token of each layer sees; 0: all."""
+        return [self.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in self.layer_kinds]
 
     @cached_property
     def precision(self) -> str:
@@ -266,7 +270,7 @@ class TargetModel:
     @property
     def has_static_steps(self) -> bool:
         """Whether steps have static shapes, which can be captured. On a CPU static steps are slower; tests use them."""
-        return self.device.type == "cuda" if self.step_mode.graphs is None else self.step_mode.graphs
+        return self.step_mode.graphs
 
     def set_graphs(self, *, on: bool) -> None:
         """Turns static steps on or off, also for a running batch."""

@@ -51,6 +51,37 @@ def resolve_model(name: str) -> Path | str:
     return _resolve_on_hub(name)
 
 
+def check_model(name: str) -> None:
+    """Refuses a model that is neither here nor possible on the Hub, which is asked for names without an owner only.
+
+    Raises:
+        ModelNotFound, InvalidSettings: as :func:`resolve_model`.
+    """
+    if model_name(name) != SMOLLM2_135M.name:
+        check_model_can_exist(name)
+        folder = user_path(name)
+        if not folder.exists() and "/" not in name:  # perhaps a wrong word
+            _resolve_on_hub(name)
+        elif folder.exists() and find_adapter(folder) is None:
+            _check_is_model(name, folder)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The configuration of a model that is here, of its text part; empty if it cannot be read without the Hub."""
+    base = base_of(name)
+    config = _json((place_in_cache(SMOLLM2_135M) if base == SMOLLM2_135M.name else user_path(base)) / "config.json")
+    text: Any = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def is_base_model(name: str) -> bool:
+    """Whether a folder here has a tokenizer without a chat template; no adapter, which may have one of its own."""
+    folder = user_path(name)
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates", ADAPTER_CONFIG, ADAPTER_FOLDER)
+    tokenizer = _json(folder / "tokenizer_config.json")
+    return bool(tokenizer) and "chat_template" not in tokenizer and not any((folder / file).exists() for file in files)
+
+
 def model_name(name: object, what: str = "model", *, fix: str = _MODEL_FIX) -> str:
     """The name of a model, or of ``what`` else, as a text.
 

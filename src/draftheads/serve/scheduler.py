@@ -268,6 +268,9 @@ class Scheduler:
                 logger.error("an answer could not be computed", exc_info=event)
                 failures[event] = self._failure_by(event)
             self._deliver(request, failures[event])
+        for engine in self.core.engines.values():
+            if engine.check is not None and (problem := engine.check.problem()) is not None:
+                logger.warning("%s", problem)
         self._publish()
 
     def _run_calls(self) -> None:

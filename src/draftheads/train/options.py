@@ -32,8 +32,9 @@ class HeadOptions(OptionGroup):
     """Architecture of the draft heads."""
 
     method: str
-    """Architecture of the heads. medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, markov-medusa, or
-    small-llama, a small model that reads only the text."""
+    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, markov-medusa, or
+    small-llama (a small model that reads only the text); vLLM, SGLang and llama.cpp serve eagle3. What serves the
+    others: `draftheads export --help-all`."""
     head_options: tuple[str, ...] = ()
     """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2 or
     coupling_size=64 (amphista), layers=[2,15,27] (eagle3). A wrong name lists those of the method."""
@@ -240,7 +241,7 @@ class RunOptions:
     """Resume from the last checkpoint in OUT. Starts from the beginning if there is none, so that the same command is
     always right."""
     recipe: str | None = None
-    """Settings of a paper as defaults. medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
+    """Settings of a paper as defaults: medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
     mlp-speculator, eagle, eagle3, blockwise, small. Options on the command line replace them."""
     heads: HeadOptions
     chats: ChatOptions = ChatOptions()

@@ -7,7 +7,7 @@ import tyro
 
 from draftheads.cli.options.generate import DraftOptions
 from draftheads.errors import InvalidSettings
-from draftheads.settings import Effort, LoadSettings, SamplingOptions
+from draftheads.settings import Effort, LoadSettings, SamplingOptions, SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -38,3 +38,4 @@ class ChatOptions:
     def __post_init__(self) -> None:
         if self.settings.logprobs is not None:
             raise InvalidSettings(f"--logprobs {self.settings.logprobs}: a chat shows none; use `draftheads generate`")
+        _ = SamplingSettings(**vars(self.settings)), self.draft.shape()  # raise what is impossible

@@ -125,6 +125,7 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.prompts is not None and self.prompt:
             raise InvalidSettings(f"a prompt on the command line and --prompts {self.prompts}: give one of them")
+        _ = self.settings(), self.draft.shape()  # raise what is impossible
 
     def settings(self) -> SamplingSettings:
         """The settings of each request."""

@@ -57,14 +57,17 @@ class Server:
             raise MissingDependency("audit needs httpx2", pip_install="'draftheads[endpoint]'") from None
         self.address = address
         self.base = api_base(address.url, address.option)
-        self.url = self.base + _ROUTES[settings.route]
         self.model = address.model or ""
         self.owner = ""  # who made the server, by its list of models
         self.others: tuple[str, ...] = ()  # models of the server beside the first, where that one was chosen
-        self._settings = settings
+        self.use(settings)
         self._forms = _json_forms(schema)  # the first one that the server takes is used
         headers = {} if address.api_key is None else {"Authorization": f"Bearer {address.api_key}"}
         self._client: Client = httpx2.Client(headers=headers, timeout=settings.request_timeout)
+
+    def use(self, settings: AuditSettings) -> None:
+        """Asks with these settings from now on."""
+        self._settings, self.url = settings, self.base + _ROUTES[settings.route]
 
     def close(self) -> None:
         """Ends all connections."""

@@ -181,5 +181,5 @@ def text_of(prompt: TextPrompt) -> str:
         InvalidSettings: it is a list of messages.
     """
     if not isinstance(prompt, str):
-        raise InvalidSettings("--route completions continues texts, and a prompt is a list of messages: use chat")
+        raise InvalidSettings("/v1/completions continues texts, and a prompt is a list of messages: use a chat model")
     return prompt

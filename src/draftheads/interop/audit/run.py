@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from draftheads.interop.audit.client import Server
 from draftheads.interop.audit.compare import Comparison, Score, Scorer, compare, gap_by_logprobs
 from draftheads.interop.audit.drafting import drafting_between, drafting_in
 from draftheads.interop.audit.json_check import json_problem
-from draftheads.interop.audit.model_reference import ModelReference
+from draftheads.interop.audit.model_reference import ModelReference, text_of
 from draftheads.interop.audit.model_scorer import ModelScorer
 from draftheads.interop.audit.report import GreedyRow, Pass, Report, SampledSide, SeededRow
 from draftheads.interop.audit.settings import AuditSettings, CheckName, is_json, is_parallel, is_seeded
@@ -54,7 +54,7 @@ class Audit:
         self,
         server: Server,
         baseline: Server | None,
-        load: Callable[[], ModelReference] | None,
+        load: Callable[[AuditSettings], ModelReference] | None,
         prompts: Sequence[TextPrompt],
         *,
         settings: AuditSettings,
@@ -85,7 +85,7 @@ class Audit:
         self._warm_up(servers)
         if self._load is not None:
             self._progress.stage("loading the model")
-            self._model = self._load()
+            self._model = self._load(self._settings)
         rows: list[GreedyRow] = []
         sampled: list[SeededRow] = []
         for check in self._settings.chosen:
@@ -98,9 +98,16 @@ class Audit:
         return Report(tuple(rows), tuple(sampled), self._settings.tolerance, tuple(self._notes(rows)), self._named())
 
     def _warm_up(self, servers: Sequence[Server]) -> None:
-        """The first answer of a server is slower."""
-        for server in servers:
-            server.ask(self._prompts[0], 0, "greedy")
+        """The first answer of a server is slower. If a model has no chat template, texts are continued."""
+        first = [server.ask(self._prompts[0], 0, "greedy") for server in servers]
+        if self._settings.route == "chat" and any(
+            isinstance(each, Failure) and "chat template" in each.problem for each in first
+        ):
+            self._settings = replace(self._settings, route="completions")
+            self._prompts = [text_of(prompt) for prompt in self._prompts]
+            for server in servers:
+                server.use(self._settings)
+            self._warm_up(servers)
 
     # --- greedy answers ---
 
@@ -296,6 +303,8 @@ class Audit:
 
     def _notes(self, rows: Sequence[GreedyRow]) -> list[str]:
         notes = []
+        if self._settings.route == "completions":
+            notes.append("Texts were continued by /v1/completions, without a chat template.")
         for server in (self._server, self._baseline):
             if server is not None and server.others:
                 others = ", ".join(server.others[:4])

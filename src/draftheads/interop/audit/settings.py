@@ -61,7 +61,8 @@ class AuditSettings(OptionGroup):
     seed: Annotated[int, _SEEDS] = 0
     """Seed of the first prompt in the seeded checks. The next prompts have the next seeds."""
     route: Route = "chat"
-    """Route of the servers. chat: /v1/chat/completions; completions: /v1/completions, which continues texts."""
+    """Route of the servers. chat: /v1/chat/completions, or completions if the model has no chat template; completions:
+    /v1/completions, which continues texts."""
     request_timeout: Annotated[float, ABOVE_0] = 600.0
     """Seconds to wait for an answer."""
     request_retries: Annotated[int, FROM_0] = 2

@@ -60,7 +60,7 @@ class JointOptions(RunOptions):
     """Tune a model and its draft heads together (Medusa-2); `draftheads merge` then makes one model folder."""
 
     recipe: str | None = None
-    """Settings of a paper as defaults. medusa-2, medusa-2-self. Options on the command line replace them."""
+    """Settings of a paper as defaults: medusa-2, medusa-2-self. Options on the command line replace them."""
     heads: HeadOptions = _HEADS
     schedule: ScheduleOptions = _SCHEDULE
     tuning: TuningOptions = TuningOptions()

@@ -1,0 +1,81 @@
+"""Wrong names, missing files and heads of another model are refused before torch is imported."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli_world import write_model
+
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(name, *_):
+        if name in ("torch", "transformers"):
+            raise ImportError(f"{name} is imported")
+
+sys.meta_path.insert(0, Blocked)
+"""
+# the words that the line has
+REFUSED = {
+    "generate a --model ./modle": "./modle (did you mean ./model?) is not a folder here",
+    "generate a --model medusa": "medusa is a draft head (medusa for",
+    "chat --model 'no such model'": "no such model is not a folder here",
+    "serve --model empty": "empty is here, but it is not a model folder",
+    "generate a --model model --head hydar": "no head 'hydar' (did you mean hydra?)",
+    "chat model --head ./medusaa": "no head './medusaa' (did you mean ./medusa?)",
+    "serve model --head medusa prompt-lookup nohead": "no head 'nohead'",
+    "bench wide --heads lookahead ./medusa": "with hidden_size 32, this model, wide, has 48",
+    "tune wide ./hydra": "hidden_size 32, this model, wide, has 48",
+    "export ./medusa --model wide --out out": "hidden_size 32, this model, wide, has 48",
+    "train --method medusa --model wide --start-from ./medusa --data chats.jsonl --out out": "wide, has 48",
+    "distill --model model --head ./broken --prompts chats.jsonl --out o.jsonl": "is missing; a head's folder has",
+    "generate a --model model --head eagle": "Other sizes or another tokenizer than in its training",
+    "distill --prompts none.jsonl --out o.jsonl": "none.jsonl: cannot be read",
+    "distill --documents none.txt --out o.jsonl": "none.txt: cannot be read",
+    "audit http://127.0.0.1:9 --prompts none.jsonl --baseline http://127.0.0.1:9": "none.jsonl: cannot be read",
+    "audit http://127.0.0.1:9 --prompts chats.jsonl --model ./modle": "./modle",
+    "tune model ./medusa --prompts none.jsonl": "none.jsonl: cannot be read",
+    "train --method medusa --data chats.jsonl none.jsonl --out out": "none.jsonl: cannot be read",
+    "train-joint --model model --head ./hydar --data chats.jsonl --out out": "no head './hydar'",
+    "bench model --corpus none.txt": "none.txt: cannot be read",
+    "generate a --model model --chat-template none.jinja": "chat template 'none.jinja' cannot be read",
+    "bench --model ./modle --limt 3": "no option --limt; did you mean --limit?",
+    "reproduce --list": "no option --list",
+    "generate a --model model --grow 0": "num_nodes is 0",
+    "chat model --temperature -1": "temperature is -1.0",
+}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, two heads for it, a wider model's configuration, and what is neither."""
+    folder = write_model(tmp_path_factory.mktemp("early"))
+    (folder / "empty").mkdir()
+    (folder / "chats.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    shutil.copytree(folder / "model", folder / "wide")
+    config = json.loads((folder / "wide" / "config.json").read_text(encoding="utf-8"))
+    (folder / "wide" / "config.json").write_text(json.dumps({**config, "hidden_size": 48}), encoding="utf-8")
+    shutil.copytree(folder / "medusa", folder / "broken")
+    (folder / "broken" / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_without_torch_the_refusal_is_the_same(command: str, here: Path) -> None:
+    """In a process in which torch and transformers cannot be imported."""
+    code = f"{BLOCK}\nfrom draftheads.cli.main import main\nsys.exit(main({shlex.split(command)!r}))"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True, check=False
+    )
+    assert REFUSED[command] in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.returncode in (1, 2)
