@@ -18,8 +18,7 @@ import draftheads
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli import train as command
 from draftheads.cli.main import main
-from draftheads.data import compute_features
-from draftheads.data.features import FeatureStore, shard_path
+from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
@@ -123,9 +122,11 @@ def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features:
     report = train_for(target, settings, progress)
     # progress has the same means over the heads as the final table
     in_training = mean_loss(lines(settings.out)[-2]["head_losses"])
-    assert progress.last[2] == f"loss {in_training:.3f}, held-out loss {mean_loss(report.losses):.3f}"
+    last = f"held-out loss {mean_loss(report.losses):.3f} at step {report.num_steps}"
+    assert progress.last[2] == f"loss {in_training:.3f}, {last}"
     found = lines(settings.out, "validation.jsonl")
-    assert [line["step"] for line in found] == [*range(0, report.num_steps, 4), report.num_steps]
+    epoch = round(report.num_steps / 2)
+    assert [line["step"] for line in found] == sorted({*range(0, report.num_steps, 4), epoch, report.num_steps})
     assert report.num_steps % 4, "the last measurement is not at a multiple"
     untrained = measured(target, features, settings)
     assert found[0]["losses"] == pytest.approx(untrained.losses.tolist(), rel=1e-6)
@@ -139,10 +140,17 @@ def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features:
 
 
 def test_validation_uses_fewer_texts_or_none(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    few = train_options(tmp_path / "few", features, eval_steps=1000, eval_texts=1)
-    report = train_for(target, few)
-    assert lines(few.out, "validation.jsonl")[-1]["losses"] != report.losses
-    none = train_options(tmp_path / "none", features, eval_steps=0)
+    few = train_options(tmp_path / "few", features, eval_steps=1000, eval_texts=1, epochs=3)
+    progress = FakeProgress()
+    report = train_for(target, few, progress)
+    found = lines(few.out, "validation.jsonl")
+    assert found[-1]["losses"] != report.losses
+    assert [line["step"] for line in found] == [round(report.num_steps * i / 3) for i in range(4)]
+    # progress shows the newest of them, and of which step it is
+    shown = [note.split("held-out loss ")[1] for note in progress.notes if "held-out" in note]
+    losses = {line["step"]: f"{mean_loss(line['losses']):.3f} at step {line['step']}" for line in found}
+    assert shown == [losses[max(old for old in losses if old <= step)] for step in progress.steps]
+    none = train_options(tmp_path / "none", features, eval_steps=0, epochs=3)
     train_for(target, none)
     assert not lines(none.out, "validation.jsonl")
     assert tensors(few.out).keys() == tensors(none.out).keys()
@@ -267,25 +275,6 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
     one.write_text("changed", encoding="utf-8")
     with pytest.raises(InvalidSettings, match=r"holds a trained head .*chat_template was"):
         run.train(settings.changed(resume=True), FakeProgress())
-
-
-def test_ctrl_c_keeps_the_hidden_states_that_were_computed(
-    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compute_features, "DOCUMENTS_PER_SHARD", 15)
-    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
-    settings = train_options(tmp_path / "out", None, data=(data,), keep_features=True)
-
-    class Impatient(FakeProgress):
-        def progress(self, done: int, total: int, loss: float | None = None) -> None:
-            if done > total / 2 and self.stages[-1].startswith("hidden"):
-                raise KeyboardInterrupt
-
-    with pytest.raises(TrainingInterrupted, match="continues from there"):
-        train_for(target, settings, Impatient())
-    made = shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns
-    train_for(target, settings.changed(resume=True))
-    assert shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns == made
 
 
 def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:

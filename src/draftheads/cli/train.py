@@ -60,9 +60,13 @@ def print_results(console: Console, report: Report) -> None:
         f"tree of {counted(len(report.tree) + 1, 'node')} {report.tokens_per_step_tree:.2f}"
     )
     console.print(
-        f"{counted(report.num_steps, 'step')}; {report.tokens_per_second:,.0f} tokens of text per second, "
-        f"{report.training_seconds:,.0f} s in this run"
+        f"{counted(report.num_steps, 'step')}; {report.tokens_per_second:,.0f} tokens of text per second; this run "
+        f"took {report.total_seconds:,.0f} s: {report.reading_seconds:,.0f} s for hidden states, "
+        f"{report.training_seconds:,.0f} s for training",
+        soft_wrap=True,
     )
+    for line in report.left_out:
+        console.print(line, soft_wrap=True, markup=False)
     console.print(verdict_of(vars(report)), soft_wrap=True)
 
 

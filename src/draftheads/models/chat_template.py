@@ -106,6 +106,12 @@ def reads_variable(reader: ChatReader, name: str) -> bool:
     return re.search(rf"\b{name}\b", str(template_of(reader))) is not None
 
 
+def thinking_tags(reader: ChatReader) -> tuple[str, str] | None:
+    """The tags around a thought in the chat template; None for models that do not think."""
+    found = re.search(r"([<\[])/?([\w:]*think[\w:]*)([>\]])", str(template_of(reader)), re.IGNORECASE)
+    return found and (f"{found[1]}{found[2]}{found[3]}", f"{found[1]}/{found[2]}{found[3]}")
+
+
 def continuing_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text that follows other tokens; none for an empty text.
 

@@ -88,6 +88,14 @@ class RunFolder:
         """The newest whole checkpoint, to resume from; None without ``--resume`` or without a checkpoint."""
         return find_checkpoint(self.path) if self.options.resume else None
 
+    def kept(self) -> str:
+        """What a run that was stopped left here, and how to go on; empty if there is no checkpoint and no head."""
+        if current(self.head, "config.json").exists():
+            return f"the trained head is in {self.head}"
+        if newest := find_checkpoint(self.path):
+            return f"{newest} is kept: the same command with --resume continues from there"
+        return ""
+
     def complete_metrics(self) -> dict[str, Any] | None:
         """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete; else None.
 

@@ -97,7 +97,8 @@ class JointRun(Run):
         """Chats; the model changes, so hidden states are not stored."""
         self.progress.stage("reading data")
         chats, head = self.options.chats, self.options.tuning.head
-        texts = load_texts(self.target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
+        limits = {"max_length": chats.max_length, "max_tokens": chats.max_tokens}
+        texts = load_texts(self.target, chats.data, **limits, left_out=self.left_out)
         layers = read_head(head).config.hidden_layers if head else layers_read(self.options.heads, self.target)
         return self.claim(plan_training(LiveStore(self.target, texts, layers), self.options))
 
