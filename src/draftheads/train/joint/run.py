@@ -20,7 +20,7 @@ from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import BaseModelWarning
 from draftheads.heads.base import DraftHead
-from draftheads.models.adapter import FORMAT_VERSION, Adapter, require_peft
+from draftheads.models.adapter import FORMAT_VERSION, Adapter, is_tied, require_peft
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -95,6 +95,8 @@ class JointRun(Run):
 
     def read_data(self) -> TrainingData:
         """Chats; the model changes, so hidden states are not stored."""
+        if is_tied(self.target.model) and not self.options.adapter.lora_targets:
+            self.progress.stage("the lm_head is not adapted: its matrix is the embedding's, too")
         self.progress.stage("reading data")
         chats, head = self.options.chats, self.options.tuning.head
         limits = {"max_length": chats.max_length, "max_tokens": chats.max_tokens}
