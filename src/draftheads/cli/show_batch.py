@@ -14,7 +14,7 @@ from rich.text import Text
 from draftheads.cli.options.show_batch import ShowBatchOptions
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.batches import choose_texts, plan_batches
-from draftheads.data.compute_features import LeftOut, left_out_lines, load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import ChatReader, read_template
 from draftheads.models.pretrained import load_tokenizer
@@ -37,22 +37,20 @@ def run(options: ShowBatchOptions) -> None:
     """Prints the batch, and writes the page if ``--html`` is given."""
     quiet_transformers()
     model = load_tokenizer(options.model, chat_template=read_template(options.chat_template))
-    left_out: LeftOut = {}
-    batch = planned_batch(model, options, left_out)
+    batch = planned_batch(model, options)
     max_texts = options.max_texts or None
     console = Console(highlight=False)
     has_colours = console.color_system is not None and not console.no_color and not options.plain_text
     _print_all(console, model, batch, max_texts, has_colours=has_colours)
-    for line in left_out_lines(left_out):
-        console.print(Text(line), soft_wrap=True)
     if options.html is not None:
         page = batch_page(batch, model.tokenizer, max_texts=max_texts, settings=vars(options), provenance=provenance())
         write_atomic(options.html, render(page).encode())
         console.print(Text(f"wrote {options.html}"), soft_wrap=True)
 
 
-def planned_batch(model: ChatReader, options: ShowBatchOptions, left_out: LeftOut) -> PlannedBatch:
-    """The batch that a training run with these settings takes from the data; ``left_out`` as for `load_texts`."""
+def planned_batch(model: ChatReader, options: ShowBatchOptions) -> PlannedBatch:
+    """The batch that a training run with these settings takes from the data."""
+    left_out: dict[str, list[str]] = {}
     limits = {"max_length": options.max_length, "max_tokens": options.max_tokens}
     texts = load_texts(model, options.data, **limits, left_out=left_out)
     loss_masks = [torch.tensor(text.loss_mask) for text in texts]

@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 
 from draftheads.data.records import NO_ANSWER
 from draftheads.errors import DataError, first_line
-from draftheads.models.chat_template import (
-    BUILT_IN,
-    ChatReader,
-    continuing_ids,
-    render,
-    template_of,
-    thinking_tags,
-)
+from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, template_of, thinking_tags
 from draftheads.utils.messages import Message, half_character
 
 
@@ -153,7 +146,8 @@ class _Template:
         *before, message = messages
         content, calls = message["content"], message.get("tool_calls", ())
         prompt, whole = self._written(before, add_generation_prompt=True), self._written(messages)
-        shared = next((i for i, (one, two) in enumerate(zip(prompt, whole, strict=False)) if one != two), len(prompt))
+        least = min(len(prompt), len(whole))
+        shared = next((i for i in range(least) if prompt[i] != whole[i]), least)
         continues = shared == len(prompt)  # else the generation prompt has a thought that the chat has not
         end = max((whole.rfind(text, shared) for text in self.ends), default=-1)
         body, closing = (whole[shared:], "") if end < 0 else (whole[shared:end], whole[end:])

@@ -123,11 +123,6 @@ class Report:
         values = {"reading_seconds": 0.0, "left_out": [], **metrics}  # runs of before have none
         return cls(**{known.name: values[known.name] for known in fields(cls)})
 
-    @property
-    def total_seconds(self) -> float:
-        """Of hidden states and of training."""
-        return self.reading_seconds + self.training_seconds
-
 
 @torch.no_grad()
 def measure(learner: Learner, store: Documents, documents: Sequence[int], *, batch_tokens: int) -> Measurement:
@@ -187,6 +182,7 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
         f"| {i + 1} | {loss:.3f} | {top1:.1%} | {top3:.1%} | {top10:.1%} |"
         for i, (loss, top1, top3, top10) in enumerate(rows)
     )
+    seconds = report.reading_seconds + report.training_seconds
     drafted, steps = counted(len(report.losses), "token"), counted(report.num_steps, "step")
     texts, held_out = counted(report.num_training_texts, "text"), counted(report.num_held_out_texts, "held-out text")
     return f"""# {report.method} head for {report.model_id}
@@ -194,7 +190,7 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
 Drafts {drafted} beyond the next one. With `draftheads`, {report.model_id} checks them itself.
 
 Trained on {texts} ({counted(report.num_training_tokens, "token")}, {report.num_answer_tokens:,} of them in answers)
-in {steps}, {report.total_seconds:,.0f} seconds with the hidden states. On {held_out}, how often the true
+in {steps}, {seconds:,.0f} seconds with the hidden states. On {held_out}, how often the true
 token is among a head's most probable tokens:
 
 | head | loss | top-1 | top-3 | top-10 |

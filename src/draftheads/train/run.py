@@ -19,7 +19,7 @@ from torch import nn
 from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.data.compute_features import LeftOut, check_stored_layers, left_out_lines
-from draftheads.data.features import FeatureStore, read_meta, stored
+from draftheads.data.features import FeatureStore, read_meta
 from draftheads.data.live_features import LiveStore
 from draftheads.data.plain_text import read_texts as plain_texts
 from draftheads.data.records import NO_ANSWER, check_readable, read_chats
@@ -140,16 +140,7 @@ class Run:
         try:
             return self._run_for(target)
         except KeyboardInterrupt:
-            raise TrainingInterrupted(f"stopped; {self.folder.kept() or self._kept_features()}") from None
-
-    def _kept_features(self) -> str:
-        num_texts, num_tokens = (0, 0) if self.features is None else stored(self.features)
-        if not num_texts:
-            return "nothing was kept: the same command begins again"
-        return (
-            f"hidden states of {counted(num_texts, 'text')} ({counted(num_tokens, 'token')}) are kept in "
-            f"{self.features}: the same command continues from there"
-        )
+            raise TrainingInterrupted(f"stopped; {self.folder.kept(self.features)}") from None
 
     def _run_for(self, target: TargetModel) -> Any:
         self.target = target

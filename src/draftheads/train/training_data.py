@@ -10,15 +10,7 @@ from torch import Tensor
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.compute_features import (
-    LeftOut,
-    build_shards,
-    claim,
-    limited,
-    load_texts,
-    missing_shards,
-    needed_bytes,
-)
+from draftheads.data.compute_features import build_shards, claim, limited, load_texts, missing_shards, needed_bytes
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live_features import LiveStore, read_alone
 from draftheads.data.plain_text import load_blocks
@@ -60,7 +52,9 @@ class TrainingData:
         return [(self.store.token_ids[i], self.store.loss_masks[i]) for i in documents]
 
 
-def read_texts(target: TargetModel, options: TrainOptions, left_out: LeftOut | None = None) -> list[EncodedChat]:
+def read_texts(
+    target: TargetModel, options: TrainOptions, left_out: dict[str, list[str]] | None = None
+) -> list[EncodedChat]:
     """Plain texts in blocks, and chats; ``left_out`` as for :func:`load_texts`.
 
     Raises:
