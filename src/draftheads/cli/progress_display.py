@@ -103,22 +103,13 @@ class ProgressDisplay:
         started, first = [mark for mark in after_first if mark[0] <= half][-1]
         if now - started >= SECONDS_TO_KNOW_SPEED and done > first:
             per_second = (done - first) / (now - started)
-            line += f", {per_second:,.2f}/s, {_left((total - done) / per_second)}"
+            seconds = (total - done) / per_second
+            left = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
+            line += f", {per_second:,.2f}/s, {left} left"
         self._print(line)
 
     def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def _left(seconds: float) -> str:
-    """How long it still takes.
-
-    >>> _left(58.3), _left(300), _left(9000)
-    ('58 s left', '5 min left', '2.5 h left')
-    """
-    if seconds < 100:
-        return f"{seconds:.0f} s left"
-    return f"{seconds / 60:.0f} min left" if seconds < 6000 else f"{seconds / 3600:,.1f} h left"
 
 
 class _Speed(ProgressColumn):

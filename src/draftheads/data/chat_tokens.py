@@ -188,12 +188,8 @@ class _Template:
         return thought.strip().removeprefix(self.opening).strip(), said.strip()
 
     def _written(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        chat = [  # templates read a thought by different names
-            {**message, **dict.fromkeys(("reasoning", "thinking"), message["reasoning_content"])}
-            if "reasoning_content" in message
-            else message
-            for message in messages
-        ]
+        names = ("reasoning_content", "reasoning", "thinking")  # of a thought, in different templates
+        chat = [{**one, **(dict.fromkeys(names, one[names[0]]) if names[0] in one else {})} for one in messages]
         try:
             text = render(self.reader, chat, add_generation_prompt=add_generation_prompt, tools=self.tools)
         except Exception as error:  # a template is a program of the model's author: it may raise anything

@@ -81,10 +81,9 @@ def _message(turn: Any) -> Any:
     role, content = (turn[new] if turn.get(new) is not None else turn.get(old) for new, old in _NAMES)
     calls = turn.get("tool_calls") or turn.get("function_call") or (content if role == "function_call" else None)
     message = {name: turn[name] for name in ("name", "tool_call_id") if isinstance(turn.get(name), str)}
-    for name in ("reasoning_content", "reasoning", "thinking"):
-        if isinstance(turn.get(name), str) and turn[name].strip():
-            message["reasoning_content"] = turn[name]
-            break
+    thoughts = [turn.get(name) for name in ("reasoning_content", "reasoning", "thinking")]
+    if thought := next((text for text in thoughts if isinstance(text, str) and text.strip()), ""):
+        message["reasoning_content"] = thought
     if calls:
         calls = json_value(calls)
         message["tool_calls"] = [tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
