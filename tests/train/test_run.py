@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli import train as command
 from draftheads.cli.main import main
 from draftheads.data.features import FeatureStore
+from draftheads.data.records import NO_ANSWER
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
@@ -291,6 +294,7 @@ def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -
         ("data", b"hello", "line 1: not JSON: Expecting value at character 1; each line must be one JSON object"),
         ("data", b"\xff\xfe", "line 1: not UTF-8 text: byte 0xff"),
         ("data", b'{"prompt": "w1"}', r"not \{'prompt': 'w1'\}; `draftheads distill` answers prompts"),
+        ("data", b'{"messages": [{"role": "user", "content": "w1"}]}', r"chats\.jsonl: no message of role 'assistant'"),
         ("data", b'{"text": "w1"}', r"a chat is an object .*, not \{'text': 'w1'\}$"),
         ("text", b"", "chats.jsonl: the file is empty"),
         ("text", b'{"messages": []}', "chats go to --data"),
@@ -339,6 +343,25 @@ def test_the_command_prints_a_table(features: Path, tmp_path: Path, capfd: pytes
     assert (report.num_held_out_texts, report.num_held_out_tokens) == (27, 252)
     assert 0 < report.share_in_other_texts < 1
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_command_tells_what_was_left_out_and_how_long_all_took(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", [chat("w3"), *counting_chats(30), chat("w1")])
+    clock = count(0, 10)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    command.run(train_options(tmp_path / "out", None, data=(data,), num_heads=2, epochs=1))
+    printed = capfd.readouterr().out
+    assert f"2 chats were left out: {NO_ANSWER} (the first is {data}:1)" in printed
+    assert "this run took " in printed
+    found = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert found["reading_seconds"] >= 10
+    total = f"{found['reading_seconds'] + found['training_seconds']:,.0f}"
+    assert f"took {total} s: {found['reading_seconds']:,.0f} s for hidden states" in printed
+    assert f", {total} seconds with the hidden states" in (tmp_path / "out" / "README.md").read_text()
+    assert (found["num_training_texts"] + found["num_held_out_texts"], len(found["left_out"])) == (30, 1)
 
 
 @pytest.mark.thorough

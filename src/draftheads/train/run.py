@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,6 @@ from draftheads.train.training_data import TrainingData, plan_training, read_tex
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
 from draftheads.utils.progress import NoProgress, Progress, shown
-
-_CHECKED = 100  # chats of each file that are read before the model is loaded
 
 
 def train_head(
@@ -175,9 +172,8 @@ class Run:
         """
         check_readable(self.options.chats.data)
         for path in self.options.chats.data:
-            chats = list(islice(read_chats(path), _CHECKED))
-            if chats and not any(chat.messages or chat.tokens for chat in chats):
-                raise DataError(f"{NO_ANSWER} in the first {counted(len(chats), 'chat')}", path=path)
+            if not any(chat.messages or chat.tokens for chat in read_chats(path)):  # reads up to the first one
+                raise DataError(NO_ANSWER, path=path)
 
     def load_target(self) -> TargetModel:
         """The model of ``--model``."""
