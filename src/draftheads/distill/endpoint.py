@@ -94,7 +94,7 @@ class EndpointSource:
         on_progress(0, 1)
 
     def _request(self, dialogue: Dialogue) -> dict[str, Any]:
-        request = {
+        request: dict[str, Any] = {
             "model": self.options.endpoint_model,
             # servers leave earlier thoughts out, and some refuse them
             "messages": [{k: v for k, v in said.items() if k != "reasoning_content"} for said in dialogue.messages],
