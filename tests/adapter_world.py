@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draftheads.models.adapter import Adapter
+from draftheads.models.adapter import Adapter, linear_layers
 from draftheads.models.model import TargetModel
 
 
@@ -23,6 +23,7 @@ def saved_adapter(
 ) -> Path:
     """A random LoRA adapter of the base; of all linear layers with the lm_head where no targets are given."""
     torch.manual_seed(seed)
+    targets = targets or (*linear_layers(base.model), "lm_head")  # also where it is the embedding, too
     adapter = Adapter.attach(copy.deepcopy(base.model), rank=rank, alpha=4, dropout=0.1, targets=targets)
     for parameter in adapter.parameters:
         parameter.data += scale * torch.randn_like(parameter)

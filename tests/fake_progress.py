@@ -14,6 +14,7 @@ class FakeProgress:
         self.done: list[int] = []  # units, at each report
         self.steps: list[int] = []  # the same of a training
         self.last = (0, 0, "")  # units done, in all, note
+        self.notes: list[str] = []
 
     def stage(self, what: str) -> None:
         self.stages.append(what)
@@ -23,5 +24,6 @@ class FakeProgress:
         if (self.stages or [""])[-1].startswith("training"):
             self.steps.append(done)
         self.last = (done, total, note)
+        self.notes.append(note)
         if done == self.after and (self.stages or [""])[-1].startswith(self.of_stage):
             self.action()

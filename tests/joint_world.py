@@ -62,7 +62,7 @@ def harness(
     head = new_head(settings.heads, target, store, range(len(store)))
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    adapter = Adapter.attach(target.model, rank=4, alpha=8, dropout=dropout)
+    adapter = Adapter.attach(target.model, rank=4, alpha=8, dropout=dropout, targets=settings.adapter.lora_targets)
     for parameter in adapter.parameters if moved else ():
         parameter.data += 0.1 * torch.randn_like(parameter)
     tuned = TunedModel(target.model, target.tokenizer, target.model_id)

@@ -137,7 +137,7 @@ def lines(out: Path, name: str = "log.jsonl") -> list[dict[str, Any]]:
 
 def without_time(report: Any) -> Any:
     """The report without measurements of time."""
-    return replace(report, training_seconds=0.0, tokens_per_second=0.0)
+    return replace(report, reading_seconds=0.0, training_seconds=0.0, tokens_per_second=0.0)
 
 
 def stop_by_ctrl_c() -> None:

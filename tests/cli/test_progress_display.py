@@ -65,6 +65,39 @@ def test_a_file_gets_no_speed_before_it_is_known(clock: SimpleNamespace, out: io
     assert out.getvalue() == "answering\nanswering: 2 of 4,000\nanswering: 62 of 4,000, 2.00/s, 33 min left\n"
 
 
+@pytest.mark.parametrize("warm_up", [0, 35, 200])
+def test_the_time_left_is_right_although_the_first_units_were_slow(
+    clock: SimpleNamespace, out: io.StringIO, warm_up: float
+):
+    """A model's first text, and the first answers of a batch: afterwards each second brings ten units."""
+    with on_file(out) as display:
+        display.stage("reading")
+        display.progress(0, 6000)
+        clock.seconds += warm_up
+        for done in range(10, 6010, 10):
+            display.progress(done, 6000)
+            clock.seconds += 1
+    shown = [line.partition(", ") for line in out.getvalue().splitlines()[1:]]
+    assert len(shown) >= 20 - 1
+    for line, _, estimate in shown[1:]:  # the first one may come before the speed is known
+        done = int(line.split()[1].replace(",", ""))
+        left = (6000 - done) / 10
+        number, unit, _ = estimate.split(", ")[1].split()
+        assert float(number) * {"s": 1, "min": 60}[unit] == pytest.approx(
+            left, rel=0.02, abs=31 if unit == "min" else 1
+        )
+        assert number != "0" or not left
+
+
+def test_work_that_changed_its_speed_or_stands_still_has_no_wrong_time_left(clock: SimpleNamespace, out: io.StringIO):
+    with on_file(out) as display:
+        display.stage("answering")
+        for done in (0, 5, 10, 10, 10):
+            display.progress(done, 100)
+            clock.seconds += 31
+    assert out.getvalue().splitlines()[-1] == "answering: 10 of 100"
+
+
 def test_a_terminal_shows_a_bar_and_keeps_a_line_of_each_finished_stage(clock: SimpleNamespace, out: io.StringIO):
     with on_terminal(out) as display:
         display.stage("loading")

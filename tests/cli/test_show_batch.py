@@ -269,7 +269,7 @@ def test_words_of_chats_are_escaped_in_the_page(tmp_path: Path, capsys: pytest.C
         ("--epochs 0", "--epochs is 0: must be at least 1"),
         ("--max-tokens 0", "--max-tokens is 0: must be at least 1"),
         ("--held-out 1", "--held-out is 1.0: must be at least 0 and below 1"),
-        ("--max-length 3", "no answer within the first 3 tokens in chats.jsonl"),
+        ("--max-length 3", "34 chats were left out: no answer within the first 3 tokens (the first is chats.jsonl:1)"),
         ("--max-tokens 1", "only one text: training needs a second one to hold out"),
         ("--data none.jsonl", "none.jsonl: cannot be read"),
         ("--model none/none/none", "none/none/none is not a folder here"),

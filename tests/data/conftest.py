@@ -14,7 +14,7 @@ from training_world import build_features, chat_model, counting_chats, write_cha
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_features, "DOCUMENTS_PER_SHARD", 4)
+    monkeypatch.setattr(compute_features, "TOKENS_PER_SHARD", 60)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from draftheads.data.chat_tokens import EncodedChat, encode_chat
+from draftheads.data.chat_tokens import EncodedChat, UnlearnableChat, encode_chat
 from draftheads.errors import DataError
 from draftheads.models.chat_template import read_template, render
 from draftheads.models.pretrained import ModelTokenizer
@@ -71,20 +71,45 @@ def test_cutting_keeps_the_beginning(length: int):
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "learned"),
     [
-        (TEMPLATE.replace("m['content']", "m['content'] | upper"), "hides or changes .* message 1"),
-        (TEMPLATE.replace("m['content']", "'' if m['role'] == 'assistant' else m['content']"), "hides or changes"),
-        (TEMPLATE.replace("m['content']", "m['content'] if loop.last else 'w9'"), "changes the chat up to"),
-        (TEMPLATE.replace("<s> assistant", "<s> w7"), "another text than its generation prompt"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        (TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"), "hides or changes"),
-        ("", "no chat template: give one by --chat-template"),
+        (TEMPLATE.replace("m['content']", "m['content'] | replace('w2', 'w9')"), [["w2", "w3", "<e>"], ["w5", "<e>"]]),
+        (TEMPLATE.replace("m['content']", "'' if m['role'] == 'assistant' else m['content']"), None),
+        (TEMPLATE.replace("m['content']", "m['content'] if loop.last else 'w9'"), None),
+        (TEMPLATE.replace("<s> assistant", "<s> w7"), None),
+        (
+            TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"),
+            [["w8", "w2", "w3", "<e>", "w8", "w5", "<e>"]],
+        ),
+        (TEMPLATE.replace("<s> assistant", ""), None),
     ],
 )
-def test_a_template_that_hides_or_changes_words_and_no_template_are_errors(template: str, message: str):
-    with pytest.raises(DataError, match=message):
+def test_words_that_the_template_later_hides_or_changes_are_learned_turn_by_turn(template: str, learned: Any):
+    """After the generation prompt of their turn, which is what the model reads when it is asked."""
+    messages = chat("w1", "w2 w3", "w4", "w5")["messages"]
+    last = encode({"messages": messages}, template=template)
+    texts = [*last.earlier, last]
+    assert [said(text) for text in texts] == learned or [["w2", "w3", "<e>"], ["w5", "<e>"]]
+    tokenizer = chat_tokenizer(template)
+    for text, place in zip(texts, (1, 3), strict=len(texts) == 2):
+        prompt = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert list(text.token_ids[: len(ids)]) == ids
+        assert text.loss_mask.index(True) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", UnlearnableChat, "roles must alternate"),
+        (TEMPLATE.replace("m['role']", "m['role'] + '\ud800'"), UnlearnableChat, "half a character"),
+        ("", DataError, "no chat template: give one by --chat-template"),
+    ],
+)
+def test_a_template_that_refuses_a_chat_and_no_template_are_errors(template: str, error: type, message: str):
+    with pytest.raises(error, match=message) as caught:
         encode(chat("w1", "w2 w3", "w4", "w5"), template=template)
+    assert type(caught.value) is error
 
 
 def test_a_given_template_takes_the_place_of_the_tokenizers_own():
@@ -112,5 +137,5 @@ def test_no_second_space_is_put_before_an_answer(style: str, template: str):
 
 
 def test_no_answer_is_an_error():
-    with pytest.raises(DataError, match="assistant"):
+    with pytest.raises(UnlearnableChat, match="assistant"):
         encode(chat("w1"))

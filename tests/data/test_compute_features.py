@@ -9,13 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftheads.data import compute_features
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.compute_features import load_texts
+from draftheads.data.compute_features import left_out_lines, load_texts
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import DataError, StorageError
 from draftheads.models.model import TargetModel
 from fake_progress import FakeProgress
-from training_world import build_features, chat, chat_model, counting_chats, write_chats
+from think_world import think_model
+from training_world import (
+    TEMPLATE,
+    build_features,
+    chat,
+    chat_model,
+    chat_tokenizer,
+    counting_chats,
+    write_chats,
+)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -65,6 +75,20 @@ def test_an_interrupted_store_is_completed_to_the_same_bytes(
     build_features(target, texts, tmp_path / "parts")
 
 
+def test_shards_have_a_few_thousand_tokens_and_are_not_too_many(monkeypatch: pytest.MonkeyPatch):
+    def tokens_of_shards(lengths: list[int]) -> list[int]:
+        texts = [EncodedChat((1,) * length, (True,) * length) for length in lengths]
+        parts = compute_features.missing_shards(texts, Path("nowhere"))
+        assert [text for part in parts.values() for text in part] == texts
+        return [sum(len(text.token_ids) for text in part) for part in parts.values()]
+
+    monkeypatch.setattr(compute_features, "TOKENS_PER_SHARD", 4096)
+    assert tokens_of_shards([2048] * 5) == [4096, 4096, 2048]
+    assert tokens_of_shards([5000, 10, 5000]) == [5000, 5010]
+    monkeypatch.setattr(compute_features, "_MOST_SHARDS", 10)
+    assert len(tokens_of_shards([1000] * 1000)) == 10
+
+
 def test_a_full_disk_leaves_nothing_half_written(
     target: TargetModel, texts: list[EncodedChat], store: FeatureStore, monkeypatch: pytest.MonkeyPatch
 ):
@@ -108,9 +132,44 @@ def test_texts_without_an_answer_in_max_length_are_left_out(target: TargetModel,
         load_texts(target, [path], max_length=3)
 
 
-def test_an_error_of_encoding_names_the_line(target: TargetModel, tmp_path: Path):
-    path = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2"), chat("w1", "w2")])
-    model = chat_model()
-    model.tokenizer.chat_template = "{{ raise_exception('never') }}"
-    with pytest.raises(DataError, match=r"chats.jsonl, line 1: .* never"):
-        load_texts(model, [path], max_length=20)
+REFUSING = "{% if messages[0].content == 'w9' %}{{ raise_exception('no w9') }}{% endif %}" + TEMPLATE
+
+
+def test_chats_that_cannot_be_learned_are_counted_by_their_reasons(tmp_path: Path):
+    records = [
+        chat("w9", "w2"),
+        chat("w1", "w2"),
+        chat("w1"),
+        chat("w9", "w3"),
+        chat("w1 " * 30, "w2"),
+        chat("w3", "w4"),
+    ]
+    path = write_chats(tmp_path / "chats.jsonl", records)
+    model = TargetModel(chat_model().model, chat_tokenizer(REFUSING), "tiny-chat")
+    left_out: dict[str, list[str]] = {}
+    texts = load_texts(model, [path], max_length=20, left_out=left_out)
+    assert [text.source for text in texts] == [f"{path}:2", f"{path}:6"]
+    assert [[place.rpartition(":")[2] for place in places] for places in left_out.values()] == [
+        ["1", "4"],
+        ["3"],
+        ["5"],
+    ]
+    assert (
+        left_out_lines(left_out)[0]
+        == f"2 chats were left out: the chat template refuses the chat: no w9 (the first is {path}:1)"
+    )
+    with pytest.raises(
+        DataError, match=r"no chat to learn from .*: 2 chats were left out: .* no w9 .*chats.jsonl:1\)$"
+    ):
+        load_texts(model, [write_chats(path, [chat("w9", "w2"), chat("w9", "w2")])], max_length=20)
+
+
+def test_each_turn_whose_history_the_template_changes_is_a_text(tmp_path: Path):
+    path = write_chats(tmp_path / "chats.jsonl", [chat("w1", "<think> w8 </think> w2", "w3", "w4"), chat("w5", "w6")])
+    texts = load_texts(think_model("optional"), [path], max_length=64)
+    assert [text.source.rpartition(":")[2] for text in texts] == ["1", "1", "2"]
+    assert not any(text.earlier for text in texts)
+    # of a chat that is cut, the texts with an answer stay
+    short = load_texts(think_model("optional"), [path], max_length=len(texts[0].token_ids))
+    assert short[0] == texts[0]
+    assert [text.source for text in short] == [texts[0].source, texts[2].source]

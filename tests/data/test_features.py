@@ -18,7 +18,13 @@ from draftheads.models.model import TargetModel
 def damages() -> Iterator[Any]:
     yield pytest.param(lambda folder: (folder / "meta.json").unlink(), "no meta.json", id="no meta")
     yield pytest.param(lambda folder: (folder / "meta.json").write_text("{"), "Expecting", id="no json")
-    for key, value in [("format_version", 2), ("num_shards", "3"), ("colour", 1), ("num_documents", 11)]:
+    for key, value in [
+        ("format_version", 1),
+        ("format_version", 3),
+        ("num_shards", "3"),
+        ("colour", 1),
+        ("num_documents", 11),
+    ]:
 
         def change(folder: Path, key: str = key, value: object = value) -> None:
             meta = json.loads((folder / "meta.json").read_text())

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftheads.data.compute_features import load_and_count
-from draftheads.data.records import prompts_in, read_chats, read_prompts
+from draftheads.data.compute_features import load_texts
+from draftheads.data.forms import tool_call
+from draftheads.data.records import NO_ANSWER, prompts_in, read_chats, read_prompts
 from draftheads.errors import DataError
 from training_world import chat_model, counting_chats, train_for, train_options, write_chats
 
@@ -103,6 +104,80 @@ def test_a_conversation_of_share_gpt_begins_with_a_question_and_ends_before_an_e
         assert record.labels == {"id": "x_1"}
 
 
+def turn(side: str, words: str, form: str) -> dict[str, Any]:
+    """A turn in one of the forms; every part of a form may be missing or null."""
+    names = {"user": "human", "assistant": "gpt"}
+    return {
+        "role, content": {"role": side, "content": words},
+        "from, value": {"from": names[side], "value": words},
+        "from, content": {"from": side, "content": words, "value": None},
+        "role, value": {"role": names[side], "value": words, "content": None},
+        "parts": {"role": side, "content": [{"type": "text", "text": words}]},
+    }[form]
+
+
+TURN_FORMS = ["role, content", "from, value", "from, content", "role, value", "parts"]
+
+
+@pytest.mark.parametrize("field", ["conversations", "conversation", "messages", "prompt"])
+def test_every_mixture_of_the_forms_of_turns_is_read_and_no_line_is_lost(tmp_path: Path, field: str):
+    lines: list[dict[str, Any]] = []
+    for number, (first, second) in enumerate((a, b) for a in TURN_FORMS for b in TURN_FORMS):
+        question, answer = turn("user", f"q{number}", first), turn("assistant", f"a{number}", second)
+        parts = {"prompt": [question], "completion": [answer]} if field == "prompt" else {field: [question, answer]}
+        lines.append({"id": number, **parts})
+    path = written(tmp_path / "a.jsonl", lines)
+    said = [[m["content"] for m in record.messages] for record in read_chats(path)]
+    assert said == [[f"q{i}", f"a{i}"] for i in range(len(lines))]
+    assert [record.user_turns for record in read_prompts(path)] == [(f"q{i}",) for i in range(len(lines))]
+
+
+NOW = {"type": "function", "function": {"name": "now", "arguments": {"at": "UTC"}}}
+TOOL = {"type": "function", "function": {"name": "now"}}
+SAID = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "", "tool_calls": [NOW]},
+    {"role": "tool", "content": "12"},
+    {"role": "assistant", "content": "a"},
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "tools"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [NOW]}, [TOOL]),
+        ({"role": "assistant", "tool_calls": [NOW]}, [{"name": "now"}]),
+        ({"role": "assistant", "content": "", "tool_calls": [NOW["function"]]}, json.dumps([{"name": "now"}])),
+        ({"from": "function_call", "value": '{"name": "now", "arguments": {"at": "UTC"}}'}, json.dumps([TOOL])),
+        ({"from": "gpt", "value": None, "function_call": {"name": "now", "arguments": '{"at": "UTC"}'}}, [TOOL]),
+    ],
+)
+@pytest.mark.parametrize("field", ["conversations", "messages"])
+def test_calls_and_tools_are_read_in_all_their_forms(tmp_path: Path, call: dict[str, Any], tools: Any, field: str):
+    result = {"from": "observation", "value": "12"} if "from" in call else SAID[2]
+    (record,) = read_chats(written(tmp_path / "a.jsonl", [{field: [SAID[0], call, result, SAID[3]], "tools": tools}]))
+    assert list(record.messages) == SAID
+    assert list(record.tools) == [TOOL]
+
+
+@pytest.mark.parametrize(
+    ("given", "value"), [("", {}), ("null", {}), ("{}", {}), (None, {}), ("[1", "[1"), ('"x"', "x")]
+)
+def test_arguments_are_values(given: Any, value: Any):
+    call = {"id": "c7", "type": "function", "function": {"name": "now", "arguments": given}}
+    assert tool_call(call) == {"id": "c7", "type": "function", "function": {"name": "now", "arguments": value}}
+
+
+def test_thoughts_names_and_a_system_text_of_a_line_are_kept(tmp_path: Path):
+    said = [{"role": "user", "content": "q", "name": "Ada"}, {"role": "assistant", "content": "a"}]
+    lines = [{"messages": [said[0], {**said[1], name: "t"}]} for name in ("reasoning_content", "reasoning", "thinking")]
+    lines += [{"conversations": said, "system": "s"}, {"conversations": said, "system": ""}]
+    *thoughts, system, without = read_chats(written(tmp_path / "a.jsonl", lines))
+    assert [list(record.messages) for record in thoughts] == [[said[0], {**said[1], "reasoning_content": "t"}]] * 3
+    assert list(system.messages) == [{"role": "system", "content": "s"}, *said]
+    assert list(without.messages) == said
+
+
 NOTHING = [
     {"conversations": []},
     {"conversations": [{"from": "gpt", "value": "a"}]},
@@ -115,11 +190,12 @@ def test_published_lines_without_a_question_are_left_out(tmp_path: Path):
     path = written(tmp_path / "a.jsonl", [*NOTHING, SHARE_GPT])
     assert [record.line_number for record in read_prompts(path)] == [5]
     assert [len(record.messages) for record in read_chats(path)] == [0, 0, 0, 0, 5]
-    texts, num_left_out = load_and_count(chat_model(), [path], max_length=64)
-    assert (len(texts), num_left_out) == (1, 4)
+    left_out: dict[str, list[str]] = {}
+    assert len(load_texts(chat_model(), [path], max_length=64, left_out=left_out)) == 1
+    assert left_out == {NO_ANSWER: [f"{path}:{line}" for line in range(1, 5)]}
 
 
-KNOWN = "or the fields of HumanEval, GSM8K, Alpaca, CNN/DM, XSUM or ShareGPT"
+KNOWN = "or the fields of HumanEval, GSM8K, Alpaca, CNN/DM, XSUM, ShareGPT or LMSYS-Chat"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +211,9 @@ KNOWN = "or the fields of HumanEval, GSM8K, Alpaca, CNN/DM, XSUM or ShareGPT"
         ({"conversations": [{"from": "human", "value": 5}]}, "message 0: content is 5"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "cat", "value": "a"}]}, "role is 'cat'"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": ["x"], "value": "a"}]}, r"role is \['x'\]"),
+        ({"conversations": [{"role": "User", "content": "q"}, {"role": "Bot", "content": "a"}]}, "role is 'User'"),
+        ({"conversations": [{"speaker": "human", "text": "q"}]}, "message 0: role is None"),
+        ({"conversation": "x"}, "conversation is 'x'; it must be a list of objects"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: dict[str, Any], message: str):

@@ -73,6 +73,10 @@ BOTH = [
     ("[" * 100_000, r"nested too deeply to be read: '\[{57}…'"),
     ('{"messages": ["w1"]}', "message 0 is 'w1'"),
     ('{"messages": [{"role": "user"}]}', "message 0: content is None"),
+    ('{"messages": [{"role": "assistant", "content": null}]}', "message 0: content is None"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "message 0: content is "),
+    ('{"messages": [{"role": "assistant", "tool_calls": [{"name": 5}]}]}', "a call is {'name': 5}; it must be"),
+    ('{"messages": [{"role": "user", "content": "w1"}], "tools": [5]}', r"tools is \[5\]; it must be a list"),
     ('{"messages": [{"role": "user", "content": "w1 \\ud800"}]}', r"message 0: content holds half a character"),
 ]
 
@@ -86,7 +90,6 @@ BOTH = [
         ('{"messages": []}', "a chat is an object"),
         ('{"mesages": []}', r"unknown field 'mesages'; did you mean 'messages'\? a chat is an object"),
         ('{"prompt": "w1", "complet": "w2"}', "unknown field 'complet'; did you mean 'completion'"),
-        ('{"messages": [{"role": "user", "content": "w1"}]}', "no message of role 'assistant'"),
         ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
         ('{"prompt": "w1", "completion": 3}', "prompt and completion must be two texts or two lists of messages, not"),
         ('{"completion": "w1"}', "prompt and completion must be two texts"),

@@ -14,12 +14,16 @@ import pytest
 from distill_world import RECORDS, manifest, options, records, write_prompts
 from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
+from draftheads.data.compute_features import load_texts
 from draftheads.distill import endpoint
 from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
-from draftheads.errors import DistillationInterrupted, EndpointError, InvalidSettings, MissingDependency
+from draftheads.errors import DataError, DistillationInterrupted, EndpointError, InvalidSettings, MissingDependency
+from draftheads.models.pretrained import ModelTokenizer
 from fake_progress import FakeProgress
+from think_world import WORDS, think_tokenizer
+from training_world import EOS
 
 Response = tuple[int, dict[str, str], bytes]
 Behaviour = Callable[[dict[str, Any]], Response | None]  # None breaks the connection
@@ -69,8 +73,8 @@ class Server:
         self.thread.join()
 
 
-def completion(text: Any, finish_reason: str = "stop", num_tokens: int = 3) -> Response:
-    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
+def completion(text: Any, finish_reason: str = "stop", num_tokens: int = 3, **further: Any) -> Response:
+    choice = {"message": {"role": "assistant", "content": text, **further}, "finish_reason": finish_reason}
     return 200, {}, json.dumps({"choices": [choice], "usage": {"completion_tokens": num_tokens}}).encode()
 
 
@@ -224,15 +228,127 @@ def test_chats_that_are_too_long_for_the_server_are_left_out(server: Server, tmp
     assert len(records(chosen)[11]["messages"]) == 2
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "w30", "arguments": '{"at": "w31"}'}}
+AS_VALUES = {**CALL, "function": {"name": "w30", "arguments": {"at": "w31"}}}
+
+
+THOUGHT = "<think> \n w8 \n </think> \n w2 <e>"
+
+
+@pytest.mark.parametrize(
+    ("response", "kept", "learned"),  # cut off where no <e> is learned
+    [
+        (completion("w2", reasoning_content="w8"), {"reasoning_content": "w8"}, THOUGHT),
+        (completion("w2", reasoning="w8"), {"reasoning_content": "w8"}, THOUGHT),
+        (completion("w2", reasoning_content=None), {}, "w2 <e>"),
+        (completion(None, "length", reasoning="w8 w9"), {"reasoning_content": "w8 w9"}, "<think> \n w8 w9"),
+        (completion(None, "stop", reasoning="w8 w9"), {"reasoning_content": "w8 w9"}, "<think> \n w8 w9"),
+        (completion(None, "tool_calls", tool_calls=[CALL]), {"tool_calls": [AS_VALUES]}, "w30 w31 <e>"),
+        (completion("w5", "stop", tool_calls=[CALL]), {"tool_calls": [AS_VALUES]}, "w5 w30 w31 <e>"),
+        (completion("w5", "length", tool_calls=[CALL]), {}, "w5"),
+        (completion("", "stop", tool_calls=[]), {}, "<e>"),
+        (completion(None), {}, ""),
+        (completion("w5 \ud800", "stop"), {}, "w5 <unk> <e>"),
+    ],
+)
+def test_thoughts_and_calls_are_kept_and_learned(
+    server: Server, tmp_path: Path, response: Response, kept: dict[str, Any], learned: str
+):
+    server.behave = lambda _: response
+    tool, finished = {"type": "function", "function": {"name": "w30"}}, learned.endswith("<e>")
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"turns": ["w1", "w2"], "tools": [tool]}, {"prompt": "w3"}])
+    chosen = remote(tmp_path, server, prompts=(prompts,))
+    outcome = run(chosen)
+    first, second = records(chosen)
+    content = json.loads(response[2])["choices"][0]["message"]["content"] or ""
+    assert first["messages"][1] == {"role": "assistant", "content": content.replace("\ud800", "?"), **kept}
+    assert first["finished"] == second["finished"] == finished
+    assert len(first["messages"]) == (4 if finished and "tool_calls" not in kept else 2)
+    assert [record.get("tools") for record in (first, second)] == [[tool], None]
+    given = {request["messages"][0]["content"]: request.get("tools") for request in server.requests}
+    assert given == {"w1": [tool], "w3": None}
+    assert outcome.counts.num_unfinished == (0 if finished else 2)
+    sent = [message for request in server.requests for message in request["messages"]]
+    assert not any("reasoning_content" in message for message in sent)  # some servers refuse it
+    reader = ModelTokenizer(think_tokenizer("optional"), frozenset({EOS}))
+    if not learned:
+        with pytest.raises(DataError, match="2 chats were left out: no answer within"):
+            load_texts(reader, [chosen.out], max_length=99)
+        return
+    text = load_texts(reader, [chosen.out], max_length=99)[-1]
+    said = [WORDS[token] for token, is_said in zip(text.token_ids, text.loss_mask, strict=True) if is_said]
+    assert " ".join(said).removeprefix("<think> \n \n </think> \n " * ("tool_calls" in kept)) == learned
+
+
+REFUSALS = [
+    refusal(400, "against the policy"),
+    refusal(422, "role not allowed"),
+    refusal(413, "much too large"),
+    completion("w1", "content_filter"),
+]
+
+
+@pytest.mark.parametrize("response", REFUSALS)
+@pytest.mark.parametrize("chunk_size", [1, 7, 100])
+def test_prompts_that_the_server_refuses_are_set_aside_with_the_reason(
+    server: Server, tmp_path: Path, response: Response, chunk_size: int
+):
+    refused = {"w0", "w5", "w3"}  # w3 is a second turn, too
+    server.behave = lambda request: response if request["messages"][-1]["content"] in refused else answer(request)
+    chosen = remote(tmp_path, server, chunk_size=chunk_size)
+    progress = FakeProgress()
+    outcome = run(chosen, progress)
+    kept = [i for i in range(len(RECORDS)) if i not in (0, 3, 5)]
+    assert [record["index"] for record in records(chosen)] == kept
+    assert progress.last[:2] == (len(RECORDS), len(RECORDS))
+    assert (outcome.counts.num_refused, outcome.counts.num_shortened, outcome.counts.num_done) == (3, 1, len(RECORDS))
+    assert [one["source"] for one in outcome.refused] == [f"prompts.jsonl:{n}" for n in (1, 4, 6, 13)]
+    reason = "a content filter stopped" if response[0] == 200 else f"status {response[0]}, {response[2].decode()}"
+    assert all(one["reason"].startswith(reason) for one in outcome.refused)
+    assert manifest(chosen)["refused"] == list(outcome.refused)
+    num_requests = len(server.requests)
+    assert run(chosen).was_complete
+    assert len(server.requests) == num_requests
+
+
+def test_a_refused_prompt_does_not_block_the_run_that_continues(server: Server, tmp_path: Path):
+    """It was the last one before the server went down, and is the only one of its chunk."""
+    chosen = remote(tmp_path, server, chunk_size=2, batch_size=1, request_retries=0)
+    down = {"w2", "w3"}
+    server.behave = lambda request: (
+        refusal(400)
+        if request["messages"][-1]["content"] == "w0"
+        else refusal(503)
+        if request["messages"][-1]["content"] in down
+        else answer(request)
+    )
+    with pytest.raises(EndpointError, match="did not answer"):
+        run(chosen)
+    down.clear()
+    outcome = run(chosen)
+    assert [one["source"] for one in outcome.refused] == ["prompts.jsonl:1"]
+    assert len(records(chosen)) == len(RECORDS) - 1
+
+
+def test_a_server_that_refuses_every_prompt_is_an_error(server: Server, tmp_path: Path):
+    """Not the prompts are wrong then, but an option."""
+    server.behave = lambda _: refusal(400, "bad top_p")
+    chosen = remote(tmp_path, server)
+    with pytest.raises(EndpointError, match=r"refused all of 6 prompts \(prompts.jsonl:1: status 400, bad top_p\)"):
+        run(chosen)
+    server.behave = answer
+    assert run(chosen).counts.num_records == len(RECORDS)
+
+
 @pytest.mark.parametrize(
     ("response", "words"),
     [
-        (refusal(400, "bad top_p"), "refuses the request: status 400, bad top_p"),
         (refusal(404, "no such model"), "status 404, no such model; see --endpoint and --endpoint-model"),
         (refusal(401), "refuses the key .*--api-key-env"),
         (refusal(200, "<html>"), "not return a valid chat completion .*<html>"),
         (refusal(200, '{"choices": []}'), "not return a valid chat completion .*choices"),
         (refusal(200, "[]"), "not return a valid chat completion"),
+        (refusal(200, '{"choices": [{"message": {"tool_calls": [5]}}]}'), "not return a valid .* a call is 5"),
     ],
 )
 def test_a_refusal_or_an_invalid_response_ends_the_run(server: Server, tmp_path: Path, response: Response, words: str):

@@ -11,9 +11,9 @@ import pytest
 from distill_world import RECORDS, manifest, options, records, run, write_prompts
 from draftheads.data.compute_features import load_texts
 from draftheads.data.records import read_chats, read_prompts
-from draftheads.decode.engine import Engine
+from draftheads.decode.engine import Engine, prompt_ids
 from draftheads.decode.request import GenerationResult
-from draftheads.distill.conversation import Dialogue
+from draftheads.distill.conversation import Dialogue, mixed_seed
 from draftheads.distill.local import _add_result, user_turn_opening
 from draftheads.distill.prompts import SELF_TALK, Prompt
 from draftheads.distill.run import distill
@@ -22,8 +22,9 @@ from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from fake_progress import FakeProgress
 from families import TREES, tiny_head
+from think_world import CLOSE, OPEN, TEMPLATES, WORDS, think_model
 from thorough import some
-from training_world import EOS, chat_model, chat_tokenizer
+from training_world import EOS, TEMPLATE, VOCAB, chat_model, chat_tokenizer, train_for, train_options
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,9 @@ def test_answers_are_the_engines_answers_to_the_conversation_so_far(target: Targ
         messages = record["messages"]
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
-                result = alone.generate([messages[:place]], max_new_tokens=12)[0]
+                result = alone.generate([messages[:place]], max_new_tokens=12, skip_special_tokens=False)[0]
                 is_last = place == len(messages) - 1
-                assert message["content"] == result.text
+                assert message["content"] == result.text.removesuffix(" <e>")
                 assert (result.finish_reason == "stop") == (record["finished"] or not is_last)
     assert roles(found[13])[:3] == ["system", "user", "assistant"]
     assert "never" not in chosen.out.read_text()
@@ -147,6 +148,60 @@ def test_train_reads_every_line(target: TargetModel, tmp_path: Path):
         assert (text.token_ids[last] == EOS) == chat.finished
 
 
+def read_and_written(target: TargetModel, record: dict[str, Any], chosen: Any) -> list[tuple[list[int], list[int]]]:
+    """Tokens of each prompt and answer of a chat, made again."""
+    engine, found = Engine(target, max_batch_size=1), []
+    for place, message in enumerate(record["messages"]):
+        if message["role"] == "assistant":
+            prompt = prompt_ids(target, record["messages"][:place], record.get("tools", ()))
+            seed = mixed_seed(record["seed"], place)
+            settings = SamplingSettings(max_new_tokens=chosen.max_new_tokens, temperature=1.0, seed=seed)
+            found.append((prompt, list(engine.generate([prompt], settings)[0].token_ids)))
+    return found
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_training_reads_what_a_reasoning_model_read_and_wrote(tmp_path: Path, name: str):
+    """Token for token, in each turn: thoughts, cut off or not, special tokens, and what a template would add."""
+    target = think_model(name, seed=5)
+    chosen = options(tmp_path, temperature=(1.0,), max_new_tokens=30)
+    write_prompts(chosen.prompts[0], [{"turns": [f"w{i} w{i + 1}", "w7", "w9"]} for i in range(20)])
+    run(target, chosen)
+    every = [(record, read_and_written(target, record, chosen)) for record in records(chosen)]
+    texts = load_texts(target, [chosen.out], max_length=512)
+    written = [ids for _, turns in every for _, ids in turns]
+    assert {OPEN, CLOSE, "<unk>"} <= {WORDS[i] for ids in written for i in ids}
+    assert {ids[-1] == EOS for ids in written} == {True, False}
+    for number, (_, turns) in enumerate(every, 1):
+        own = [text for text in texts if text.source == f"{chosen.out}:{number}"]
+        for prompt, answer in turns:
+            whole = (*prompt, *answer)
+            (mask,) = {text.loss_mask[: len(whole)] for text in own if text.token_ids[: len(whole)] == whole}
+            assert all(mask[len(prompt) :])
+        assert sum(sum(text.loss_mask) for text in own) == sum(len(answer) for _, answer in turns)
+    settings = train_options(tmp_path / "head", None, data=(chosen.out,), epochs=1)
+    report = train_for(target, settings)
+    assert report.left_out == []
+    assert report.num_answer_tokens > 0
+
+
+def test_a_prompt_with_tools_is_answered_and_learned_with_them(tmp_path: Path):
+    template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + TEMPLATE
+    target = TargetModel(chat_model(seed=3).model, chat_tokenizer(template), "tiny-tools")
+    tool = {"type": "function", "function": {"name": "w30"}}
+    chosen = options(tmp_path, temperature=(1.0,), batch_size=1)
+    write_prompts(chosen.prompts[0], [{"prompt": "w1", "tools": [tool]}, {"prompt": "w2", "tools": []}])
+    run(target, chosen)
+    found = records(chosen)
+    assert [record.get("tools") for record in found] == [[tool], None]
+    texts = load_texts(target, [chosen.out], max_length=512)
+    for record, text in zip(found, texts, strict=True):
+        ((prompt, answer),) = read_and_written(target, record, chosen)
+        assert (*prompt, *answer) == text.token_ids
+        assert text.loss_mask == (False,) * len(prompt) + (True,) * len(answer)
+    assert VOCAB[texts[0].token_ids[0]] == "w30"
+
+
 # --- self-talk ---
 
 
@@ -198,8 +253,8 @@ def test_self_talk_can_begin_with_the_first_turns_of_prompts(target: TargetModel
             is_answer = message["role"] == "assistant"
             prompt = dialogue.messages if is_answer else user_turn_opening(target, dialogue.messages)
             settings = SamplingSettings(max_new_tokens=60, temperature=1.0, seed=dialogue.next_seed)
-            text = engine.generate([prompt], settings)[0].text
-            assert message["content"] == (text if is_answer else text.strip())
+            text = engine.generate([prompt], settings, skip_special_tokens=not is_answer)[0].text
+            assert message["content"] == (text.removesuffix(" <e>") if is_answer else text.strip())
     assert roles(found[2])[:3] == ["system", "user", "assistant"]
     assert {len(user_turns(record)) for record in found} == {1, 2}
     short = [record for record in found if len(user_turns(record)) < 2 and record["finished"]]
@@ -239,7 +294,7 @@ def test_published_prompts_are_answered(target: TargetModel, tmp_path: Path):
 def test_empty_or_unfinished_questions_are_dropped(tmp_path: Path, text: str, reason: Any):
     dialogue = Dialogue(Prompt((), None, SELF_TALK), index=0, options=options(tmp_path, num_self_talk=1))
     result = GenerationResult(text, (9, 2), 3, 1, reason)
-    _add_result(dialogue, SimpleNamespace(result=lambda: result))  # type: ignore[arg-type]
+    _add_result(dialogue, SimpleNamespace(result=lambda: result), None)  # type: ignore[arg-type]
     assert (dialogue.is_over, dialogue.stop_reason, dialogue.record()) == (True, "no_question", None)
     assert (dialogue.num_tokens, dialogue.num_steps) == (2, 1)  # they cost time all the same
 

@@ -26,7 +26,7 @@ PROGRAM = """
 import sys
 from draftheads.cli.main import main
 from draftheads.data import compute_features
-compute_features.DOCUMENTS_PER_SHARD = 16
+compute_features.TOKENS_PER_SHARD = 256
 sys.exit(main())
 """
 HEADS = ("--method", "hydra", "--num-heads", "3", "--epochs", "2", "--batch-tokens", "96", "--max-length", "64")

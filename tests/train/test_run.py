@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,8 @@ import draftheads
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli import train as command
 from draftheads.cli.main import main
-from draftheads.data import compute_features
-from draftheads.data.features import FeatureStore, shard_path
+from draftheads.data.features import FeatureStore
+from draftheads.data.records import NO_ANSWER
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
@@ -123,9 +125,11 @@ def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features:
     report = train_for(target, settings, progress)
     # progress has the same means over the heads as the final table
     in_training = mean_loss(lines(settings.out)[-2]["head_losses"])
-    assert progress.last[2] == f"loss {in_training:.3f}, held-out loss {mean_loss(report.losses):.3f}"
+    last = f"held-out loss {mean_loss(report.losses):.3f} at step {report.num_steps}"
+    assert progress.last[2] == f"loss {in_training:.3f}, {last}"
     found = lines(settings.out, "validation.jsonl")
-    assert [line["step"] for line in found] == [*range(0, report.num_steps, 4), report.num_steps]
+    epoch = round(report.num_steps / 2)
+    assert [line["step"] for line in found] == sorted({*range(0, report.num_steps, 4), epoch, report.num_steps})
     assert report.num_steps % 4, "the last measurement is not at a multiple"
     untrained = measured(target, features, settings)
     assert found[0]["losses"] == pytest.approx(untrained.losses.tolist(), rel=1e-6)
@@ -139,10 +143,17 @@ def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features:
 
 
 def test_validation_uses_fewer_texts_or_none(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    few = train_options(tmp_path / "few", features, eval_steps=1000, eval_texts=1)
-    report = train_for(target, few)
-    assert lines(few.out, "validation.jsonl")[-1]["losses"] != report.losses
-    none = train_options(tmp_path / "none", features, eval_steps=0)
+    few = train_options(tmp_path / "few", features, eval_steps=1000, eval_texts=1, epochs=3)
+    progress = FakeProgress()
+    report = train_for(target, few, progress)
+    found = lines(few.out, "validation.jsonl")
+    assert found[-1]["losses"] != report.losses
+    assert [line["step"] for line in found] == [round(report.num_steps * i / 3) for i in range(4)]
+    # progress shows the newest of them, and of which step it is
+    shown = [note.split("held-out loss ")[1] for note in progress.notes if "held-out" in note]
+    losses = {line["step"]: f"{mean_loss(line['losses']):.3f} at step {line['step']}" for line in found}
+    assert shown == [losses[max(old for old in losses if old <= step)] for step in progress.steps]
+    none = train_options(tmp_path / "none", features, eval_steps=0, epochs=3)
     train_for(target, none)
     assert not lines(none.out, "validation.jsonl")
     assert tensors(few.out).keys() == tensors(none.out).keys()
@@ -269,25 +280,6 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
         run.train(settings.changed(resume=True), FakeProgress())
 
 
-def test_ctrl_c_keeps_the_hidden_states_that_were_computed(
-    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compute_features, "DOCUMENTS_PER_SHARD", 15)
-    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
-    settings = train_options(tmp_path / "out", None, data=(data,), keep_features=True)
-
-    class Impatient(FakeProgress):
-        def progress(self, done: int, total: int, loss: float | None = None) -> None:
-            if done > total / 2 and self.stages[-1].startswith("hidden"):
-                raise KeyboardInterrupt
-
-    with pytest.raises(TrainingInterrupted, match="continues from there"):
-        train_for(target, settings, Impatient())
-    made = shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns
-    train_for(target, settings.changed(resume=True))
-    assert shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns == made
-
-
 def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:
     other = replace(chat_model(), model_id="another")
     with pytest.raises(DataError, match=r"of tiny-chat .* not of another"):
@@ -302,6 +294,7 @@ def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -
         ("data", b"hello", "line 1: not JSON: Expecting value at character 1; each line must be one JSON object"),
         ("data", b"\xff\xfe", "line 1: not UTF-8 text: byte 0xff"),
         ("data", b'{"prompt": "w1"}', r"not \{'prompt': 'w1'\}; `draftheads distill` answers prompts"),
+        ("data", b'{"messages": [{"role": "user", "content": "w1"}]}', r"chats\.jsonl: no message of role 'assistant'"),
         ("data", b'{"text": "w1"}', r"a chat is an object .*, not \{'text': 'w1'\}$"),
         ("text", b"", "chats.jsonl: the file is empty"),
         ("text", b'{"messages": []}', "chats go to --data"),
@@ -350,6 +343,25 @@ def test_the_command_prints_a_table(features: Path, tmp_path: Path, capfd: pytes
     assert (report.num_held_out_texts, report.num_held_out_tokens) == (27, 252)
     assert 0 < report.share_in_other_texts < 1
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_command_tells_what_was_left_out_and_how_long_all_took(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", [chat("w3"), *counting_chats(30), chat("w1")])
+    clock = count(0, 10)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    command.run(train_options(tmp_path / "out", None, data=(data,), num_heads=2, epochs=1))
+    printed = capfd.readouterr().out
+    assert f"2 chats were left out: {NO_ANSWER} (the first is {data}:1)" in printed
+    assert "this run took " in printed
+    found = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert found["reading_seconds"] >= 10
+    total = f"{found['reading_seconds'] + found['training_seconds']:,.0f}"
+    assert f"took {total} s: {found['reading_seconds']:,.0f} s for hidden states" in printed
+    assert f", {total} seconds with the hidden states" in (tmp_path / "out" / "README.md").read_text()
+    assert (found["num_training_texts"] + found["num_held_out_texts"], len(found["left_out"])) == (30, 1)
 
 
 @pytest.mark.thorough

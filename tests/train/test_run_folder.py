@@ -45,7 +45,7 @@ def found_in(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
     for name in ("config.json", "metrics.json"):
         content = json.loads(found[name])
-        for key in ("provenance", "training_seconds", "tokens_per_second"):
+        for key in ("provenance", "reading_seconds", "training_seconds", "tokens_per_second"):
             content.pop(key, None)
         if "options" in content:
             del content["options"]["out"], content["options"]["resume"]

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,7 +205,7 @@ def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
     settings = chat_options(tmp_path / "out", data=(chats,), text=(book,), **rates)
     texts = read_texts(target, settings)
     data = plan_training(LiveStore(target, texts), settings, settings.plain_text)
-    is_plain = [text.loss_mask[0] for text in texts]
+    is_plain = [text.is_plain for text in texts]
     assert 0 < sum(is_plain) < len(texts)
     first, second = data.stages
     kinds = [{is_plain[i] for i in batch} for batch in data.plan]
@@ -223,6 +224,29 @@ def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
     assert [line["learning_rate"] for line in log] == pytest.approx(expected, rel=1e-6)
     losses = [line["loss"] for line in log]
     assert min(losses[first.num_steps - 5 : first.num_steps]) < 0.8 * losses[0]
+
+
+def test_a_completion_without_a_prompt_is_no_plain_text(
+    target: TargetModel, chats: Path, book: Path, tmp_path: Path
+) -> None:
+    """One such line made the run one of two stages, most of it on this line."""
+    lines_of_file = chats.read_text().splitlines(keepends=True)
+    beginning = json.dumps({"prompt": "", "completion": "w1 w2 w3 w4"}) + "\n"
+    data = tmp_path / "mixed.jsonl"
+    data.write_text("".join([*lines_of_file[:3], beginning, *lines_of_file[3:]]))
+    for text in ((), (book,)):
+        settings = chat_options(tmp_path / "out", data=(data,), text=text)
+        texts = read_texts(target, settings)
+        stores = [LiveStore(target, texts), build_features(target, texts, tmp_path / f"features {len(text)}")]
+        for store in stores:
+            data_of_run = plan_training(store, settings)
+            number = next(i for i, one in enumerate(texts) if one.token_ids[:4] == (8, 9, 10, 11) and one.loss_mask[0])
+            assert store.is_plain == [one.is_plain for one in texts]
+            assert not store.is_plain[number]
+            assert len(data_of_run.stages) == (2 if text else 1)
+            assert sum(number in batch for batch in data_of_run.plan) <= 1
+    one_kind = [replace(one, is_plain=False) for one in texts]
+    assert LiveStore(target, one_kind).fingerprint != stores[0].fingerprint
 
 
 def test_plain_text_alone_is_enough(target: TargetModel, book: Path, tmp_path: Path) -> None:

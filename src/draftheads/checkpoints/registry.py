@@ -141,7 +141,11 @@ def _has_grown(before: Mapping[str, Any], now: Mapping[str, Any], model: str) ->
     from draftheads.models.pretrained import load_tokenizer  # noqa: PLC0415
 
     prints = "tokenizer fingerprint"
-    return _may_fit(before, now) and prints in now and before[prints] in tokenizer_fingerprints(load_tokenizer(model).tokenizer)
+    return (
+        _may_fit(before, now)
+        and prints in now
+        and before[prints] in tokenizer_fingerprints(load_tokenizer(model).tokenizer)
+    )
 
 
 def _facts_of_base(head: Path) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class Conversation:
             message = self.turns.pop()
             if message["role"] == "user":
                 self.finished = True
-                return message["content"]
+                return str(message["content"])
         return None
 
     def record(self) -> dict[str, Any]:

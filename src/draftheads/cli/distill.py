@@ -17,6 +17,8 @@ from draftheads.models.model_names import is_base_model
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import Progress
 
+_MOST_REFUSED = 3  # are shown; the manifest has all
+
 
 def run(options: DistillOptions) -> None:
     """Answers, then prints what came of it."""
@@ -30,6 +32,8 @@ def run(options: DistillOptions) -> None:
     if outcome.was_complete:
         console.print(f"{options.out} was complete already; nothing was left to do", soft_wrap=True)
     console.print(_table(outcome))
+    for prompt in outcome.refused[:_MOST_REFUSED]:
+        console.print(f"refused: {prompt['source']}: {prompt['reason']}", soft_wrap=True, markup=False)
     console.print(f"wrote {options.out} and {manifest_path(options.out).name}", soft_wrap=True)
 
 
@@ -57,10 +61,11 @@ def _table(outcome: Outcome) -> Table:
         "conversations": counts.num_records,
         "answers": counts.num_answers,
         "cut off by --max-new-tokens": counts.num_unfinished,
-        "shortened: the next turn was too long, or had no question": counts.num_shortened,
+        "shortened: the next turn was too long, refused or empty, or follows a call": counts.num_shortened,
         "duplicate prompts left out": survey.num_duplicates,
         "self-talk left out: its questions were asked before": counts.num_repeated,
         "prompts left out: longer than the model allows": counts.num_too_long,
+        "prompts left out: refused by the server": counts.num_refused,
         "self-talk left out: its first question was empty or too long": counts.num_no_question,
         "tokens": counts.num_tokens,
     }

@@ -59,7 +59,7 @@ class ProgressDisplay:
         self._bar: TaskID | None = None
         self._what = ""
         self._started = 0.0
-        self._first: tuple[float, int] | None = None  # time and units done at the stage's first progress
+        self._marks: list[tuple[float, int]] = []  # time and units done at the stage's progress, once a second
         self._last_line = 0.0
 
     def __enter__(self) -> Self:
@@ -82,7 +82,7 @@ class ProgressDisplay:
             if not self._transient:
                 self._print(f"{self._what}: {now - self._started:,.0f} s")
             self._bars.reset(self._bar, description=what, total=None)
-        self._what, self._started, self._last_line, self._first = what, now, now, None
+        self._what, self._started, self._last_line, self._marks = what, now, now, []
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Moves the bar, or prints a line if the last one is old."""
@@ -91,15 +91,21 @@ class ProgressDisplay:
             self._bars.update(self._bar, completed=done, total=total, description=what)
             return
         now = time.monotonic()
-        started, first = self._first = self._first or (now, done)
-        if now - self._last_line < SECONDS_BETWEEN_LINES or done == first:
+        if not self._marks or now - self._marks[-1][0] >= 1:
+            self._marks.append((now, done))
+        if now - self._last_line < SECONDS_BETWEEN_LINES or done == self._marks[0][1]:
             return
         self._last_line = now
         line = f"{what}: {done:,} of {total:,}"
-        if now - started >= SECONDS_TO_KNOW_SPEED:
+        # the first units take longer than others, so that the speed is that of the second half of the time after them
+        after_first = [mark for mark in self._marks if mark[1] > self._marks[0][1]] or [(now, done)]
+        half = (after_first[0][0] + now) / 2
+        started, first = [mark for mark in after_first if mark[0] <= half][-1]
+        if now - started >= SECONDS_TO_KNOW_SPEED and done > first:
             per_second = (done - first) / (now - started)
-            minutes = (total - done) / per_second / 60
-            line += f", {per_second:,.2f}/s, {minutes:,.0f} min left"
+            seconds = (total - done) / per_second
+            left = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
+            line += f", {per_second:,.2f}/s, {left} left"
         self._print(line)
 
     def _print(self, line: str) -> None:

@@ -4,6 +4,7 @@ Loads the model's tokenizer only.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -14,7 +15,7 @@ from rich.text import Text
 from draftheads.cli.options.show_batch import ShowBatchOptions
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.batches import choose_texts, plan_batches
-from draftheads.data.compute_features import load_and_count
+from draftheads.data.compute_features import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import ChatReader, read_template
 from draftheads.models.pretrained import load_tokenizer
@@ -50,9 +51,9 @@ def run(options: ShowBatchOptions) -> None:
 
 def planned_batch(model: ChatReader, options: ShowBatchOptions) -> PlannedBatch:
     """The batch that a training run with these settings takes from the data."""
-    texts, num_left_out = load_and_count(
-        model, options.data, max_length=options.max_length, max_tokens=options.max_tokens
-    )
+    left_out: dict[str, list[str]] = {}
+    limits: dict[str, Any] = {"max_length": options.max_length, "max_tokens": options.max_tokens}
+    texts = load_texts(model, options.data, **limits, left_out=left_out)
     loss_masks = [torch.tensor(text.loss_mask) for text in texts]
     token_ids = [torch.tensor(text.token_ids) for text in texts]
     training, held_out = choose_texts(token_ids, loss_masks, held_out=options.held_out, seed=options.seed)
@@ -69,7 +70,7 @@ def planned_batch(model: ChatReader, options: ShowBatchOptions) -> PlannedBatch:
         index=options.index,
         texts=texts,
         batches=batches,
-        num_left_out=num_left_out,
+        num_left_out=sum(map(len, left_out.values())),
         num_too_short=len(texts) - len(training) - len(held_out),
         num_held_out=len(held_out),
         max_length=options.max_length,

@@ -59,10 +59,14 @@ def print_results(console: Console, report: Report) -> None:
         f"expected tokens per step on held-out text: chain {report.tokens_per_step_chain:.2f}, "
         f"tree of {counted(len(report.tree) + 1, 'node')} {report.tokens_per_step_tree:.2f}"
     )
+    reading, training = report.reading_seconds, report.training_seconds
     console.print(
-        f"{counted(report.num_steps, 'step')}; {report.tokens_per_second:,.0f} tokens of text per second, "
-        f"{report.training_seconds:,.0f} s in this run"
+        f"{counted(report.num_steps, 'step')}; {report.tokens_per_second:,.0f} tokens of text per second; this run "
+        f"took {reading + training:,.0f} s: {reading:,.0f} s for hidden states, {training:,.0f} s for training",
+        soft_wrap=True,
     )
+    for line in report.left_out:
+        console.print(line, soft_wrap=True, markup=False)
     console.print(verdict_of(vars(report)), soft_wrap=True)
 
 

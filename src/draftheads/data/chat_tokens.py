@@ -1,12 +1,17 @@
 """Chats as token ids with a mask of the assistant's tokens."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from draftheads.data.records import NO_ANSWER
-from draftheads.errors import DataError
-from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, template_of
-from draftheads.utils.messages import Message, short
+from draftheads.errors import DataError, first_line
+from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, template_of, thinking_tags
+from draftheads.utils.messages import Message, half_character
+
+
+class UnlearnableChat(DataError):
+    """Nothing can be learned from this chat; others may do."""
 
 
 @dataclass(frozen=True)
@@ -17,28 +22,50 @@ class EncodedChat:
     loss_mask: tuple[bool, ...]  # True on what the assistant says, the token that ends its turn included
     source: str = ""  # FILE:LINE
     is_cut: bool = False  # whether there was more of it
+    is_plain: bool = False  # plain text, not a chat or a prompt with its completion
+    earlier: tuple["EncodedChat", ...] = ()  # texts of earlier turns, if they are no part of this text
 
 
-def encode_chat(reader: ChatReader, messages: Sequence[Message], *, finished: bool, max_length: int) -> EncodedChat:
+def encode_chat(
+    reader: ChatReader,
+    messages: Sequence[Message],
+    *,
+    finished: bool,
+    max_length: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+    is_generated: bool = False,
+) -> EncodedChat:
     """Tokens and loss mask of a chat, cut after ``max_length`` tokens.
 
     Prompts and answers are tokenized separately, as in generation: the model reads the tokens of a prompt and continues
-    with tokens of its own. The mask covers an answer and the token of ``reader.eos_ids`` right after it, not what the
-    template writes after this token. What follows the last answer is left out; where that answer was cut off
-    (``finished`` is False), so is its end-of-turn token.
+    with tokens of its own. The mask covers what the template writes after its generation prompt, calls and thoughts
+    included, and the token of ``reader.eos_ids`` right after it. What follows the last answer is left out; where that
+    answer was cut off (``finished`` is False), so is its end-of-turn token.
+
+    Words that a model wrote after its generation prompt (``is_generated``, or cut off) are learned as they are, also
+    where the template would write them in another way. If the template later changes a turn, such as by leaving out its
+    thought, each turn has a text of its own: the result is that of the last turn, and ``earlier`` has the others.
 
     Raises:
-        DataError: no assistant turn, no chat template, or one that hides or changes the assistant's words.
+        DataError: no chat template.
+        UnlearnableChat: no assistant turn, or the template refuses the chat or hides a call.
     """
-    token_ids: list[int] = []
-    loss_mask: list[bool] = []
-    for ids, is_said in _segments(reader, messages, finished=finished):
-        token_ids += ids
-        loss_mask += [is_said] * len(ids)
-        if len(token_ids) > max_length:
-            break
-    is_cut = len(token_ids) > max_length
-    return EncodedChat(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]), is_cut=is_cut)
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not places:
+        raise UnlearnableChat(NO_ANSWER)
+    template = _Template(reader, tools)
+    texts: list[EncodedChat] = []
+    turns = [
+        template.turn(messages[: place + 1], finished=finished or place != places[-1], is_generated=is_generated)
+        for place in places
+    ]
+    while turns:  # as many turns as follow each other in one text
+        whole, end = turns[0].prompt + turns[0].words, 1
+        while end < len(turns) and turns[end].prompt.startswith(whole):
+            whole, end = turns[end].prompt + turns[end].words, end + 1
+        texts.append(_encoded(reader, turns[:end], max_length))
+        turns = turns[end:]
+    return replace(texts[-1], earlier=tuple(texts[:-1]))
 
 
 def encode_completion(
@@ -69,67 +96,121 @@ def check_known(texts: Sequence[EncodedChat], vocab_size: int) -> None:
             )
 
 
-def _segments(reader: ChatReader, messages: Sequence[Message], *, finished: bool) -> Iterator[tuple[list[int], bool]]:
+def _encoded(reader: ChatReader, turns: Sequence["_Turn"], max_length: int) -> EncodedChat:
+    """The text of turns that follow each other."""
+    token_ids: list[int] = []
+    loss_mask: list[bool] = []
+    for ids, is_said in _segments(reader, turns):
+        token_ids += ids
+        loss_mask += [is_said] * len(ids)
+        if len(token_ids) > max_length:
+            break
+    is_cut = len(token_ids) > max_length
+    return EncodedChat(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]), is_cut=is_cut)
+
+
+def _segments(reader: ChatReader, turns: Sequence["_Turn"]) -> Iterator[tuple[list[int], bool]]:
     """Token ids piece by piece, and whether the assistant said them."""
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        raise DataError(NO_ANSWER)
-    whole = _rendered(reader, messages[: turns[-1] + 1])
-    done = end = 0  # characters of ``whole`` that are tokens already; where the turn before ends
+    done = 0  # characters that are tokens already
     for turn in turns:
-        start, stop, end = _answer_span(reader, messages, turn, whole)
-        yield from _prompt_segments(reader, whole[done:start], is_first=not done)
-        yield continuing_ids(reader.tokenizer, whole[start:stop]), True
-        done = stop
-    closing = continuing_ids(reader.tokenizer, whole[done:end])
-    if finished and closing and closing[0] in reader.eos_ids:
+        text = turn.prompt[done:]
+        if not done:  # a text of its own, as in generation; the template writes special tokens itself
+            yield list(reader.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else [], False
+        else:  # it begins with the end of the turn before, which the assistant says
+            ids = continuing_ids(reader.tokenizer, text)
+            num_said = int(bool(ids) and ids[0] in reader.eos_ids)
+            yield ids[:num_said], True
+            yield ids[num_said:], False
+        yield continuing_ids(reader.tokenizer, turn.words), True
+        done = len(turn.prompt) + len(turn.words)
+    closing = continuing_ids(reader.tokenizer, turns[-1].closing)
+    if closing and closing[0] in reader.eos_ids:
         yield closing[:1], True
 
 
-def _prompt_segments(reader: ChatReader, text: str, *, is_first: bool) -> Iterator[tuple[list[int], bool]]:
-    """The text before an answer. After another answer it begins with the end of that turn, which the assistant says."""
-    if is_first:  # a text of its own, as in generation; the template writes special tokens itself
-        yield list(reader.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else [], False
-        return
-    ids = continuing_ids(reader.tokenizer, text)
-    num_said = int(bool(ids) and ids[0] in reader.eos_ids)
-    yield ids[:num_said], True
-    yield ids[num_said:], False
+class _Turn(NamedTuple):
+    """A turn of the assistant."""
+
+    prompt: str  # what the model reads before it, the whole chat so far
+    words: str  # what the assistant says
+    closing: str  # what the template writes after it; empty if the turn was cut off
 
 
-def _answer_span(reader: ChatReader, messages: Sequence[Message], turn: int, whole: str) -> tuple[int, int, int]:
-    """Where in the rendered chat the words of an assistant turn start and stop, and where the turn ends."""
-    prompt = _rendered(reader, messages[:turn], add_generation_prompt=True)
-    upto = _rendered(reader, messages[: turn + 1])
-    if not whole.startswith(upto):
-        raise DataError(
-            f"the chat template changes the chat up to message {turn} when the chat continues, so the model's words "
-            "cannot be found in the text: split the chat so that each record ends with the answer to learn from"
-        )
-    if not upto.startswith(prompt):
-        raise DataError(
-            f"the chat template writes the answer of message {turn} after another text than its generation prompt, "
-            f"which ends with {prompt[-40:]!r}: use another --chat-template"
-        )
-    content = messages[turn]["content"]
-    words, answer = content.strip(), upto[len(prompt) :]
-    place = answer.find(words)
-    if place < 0 or answer[:place].strip():
-        raise DataError(
-            f"the chat template hides or changes the assistant's words of message {turn}: "
-            f"it shows {short(answer)!r} for {short(content)!r}"
-        )
-    # spaces at the end of an answer are the model's own where the template keeps them
-    trailing = content[len(content.rstrip()) :]
-    stop = place + len(words)
-    stop += len(trailing) if answer.startswith(trailing, stop) else 0
-    return len(prompt), len(prompt) + stop, len(upto)
+class _Template:
+    """How a chat template writes turns of the assistant."""
+
+    def __init__(self, reader: ChatReader, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.reader, self.tools = reader, tools
+        if template_of(reader) is None:
+            names = ", ".join(BUILT_IN)
+            raise DataError(f"the model has no chat template: give one by --chat-template, a file or {names}")
+        self.opening, self.closing = thinking_tags(reader) or ("<think>", "</think>")
+        self.ends = [text for i in sorted(reader.eos_ids) if (text := reader.tokenizer.decode([i]))]
+
+    def turn(self, messages: Sequence[Message], *, finished: bool, is_generated: bool) -> _Turn:
+        """The last turn of a chat.
+
+        Raises:
+            UnlearnableChat: the template refuses the chat or hides a call.
+        """
+        *before, message = messages
+        content, calls = message["content"], message.get("tool_calls", ())
+        prompt, whole = self._written(before, add_generation_prompt=True), self._written(messages)
+        least = min(len(prompt), len(whole))
+        shared = next((i for i in range(least) if prompt[i] != whole[i]), least)
+        continues = shared == len(prompt)  # else the generation prompt has a thought that the chat has not
+        end = max((whole.rfind(text, shared) for text in self.ends), default=-1)
+        body, closing = (whole[shared:], "") if end < 0 else (whole[shared:end], whole[end:])
+        closing = closing if finished else ""
+        thought, said = self._thought_and_words(message)
+        opened, closed = (prompt.rstrip().endswith(tag) for tag in (self.opening, self.closing))
+        is_cut_thought = content.lstrip().startswith(self.opening) and self.closing not in content
+        if opened and not is_generated and content.lstrip().startswith(self.opening):  # it is in the prompt already
+            content = content.lstrip().removeprefix(self.opening).lstrip()
+        if not calls and "reasoning_content" not in message and (is_generated or not finished or is_cut_thought):
+            return _Turn(prompt, _with_space_of(body, content), closing)
+        if calls and not all(call["function"]["name"] in body for call in calls):
+            raise UnlearnableChat("the chat template does not write calls of tools: use another --chat-template")
+        if closed or calls:  # a model that does not think here, or a template that leaves a thought before calls out
+            thought = thought if thought in body else ""
+        added = body[: body.find(said)].strip()
+        is_written = continues or (self.opening in prompt[shared:] and (calls or not added))
+        if is_written and said in body and thought in body:
+            if not finished or (end < 0 and not calls):
+                last = said or thought
+                place = body.rfind(last) if added else body.find(last)
+                stop = place + len(last)
+                trailing = content[len(content.rstrip()) :] if said else ""
+                body = body[:stop] + (trailing if body.startswith(trailing, stop) else "")
+            return _Turn(prompt if continues or closed else prompt[:shared], body, closing)
+        if calls:
+            raise UnlearnableChat("the chat template writes a call after another text than its generation prompt")
+        if thought and "reasoning_content" in message:
+            begun = thought if opened else f"{self.opening}\n{thought}"
+            content = f"{begun}\n{self.closing}\n\n{said}" if said or finished else begun
+        return _Turn(prompt, content, closing)
+
+    def _thought_and_words(self, message: Message) -> tuple[str, str]:
+        content: str = message["content"]
+        if "reasoning_content" in message or self.closing not in content:
+            return message.get("reasoning_content", "").strip(), content.strip()
+        thought, _, said = content.partition(self.closing)
+        return thought.strip().removeprefix(self.opening).strip(), said.strip()
+
+    def _written(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        names = ("reasoning_content", "reasoning", "thinking")  # of a thought, in different templates
+        chat = [{**one, **(dict.fromkeys(names, one[names[0]]) if names[0] in one else {})} for one in messages]
+        try:
+            text = render(self.reader, chat, add_generation_prompt=add_generation_prompt, tools=self.tools)
+        except Exception as error:  # a template is a program of the model's author: it may raise anything
+            raise UnlearnableChat(f"the chat template refuses the chat: {first_line(error)}") from error
+        if problem := half_character(text):
+            raise UnlearnableChat(f"the text {problem}")
+        return text
 
 
-def _rendered(reader: ChatReader, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    if template_of(reader) is None:
-        raise DataError(f"the model has no chat template: give one by --chat-template, a file or {', '.join(BUILT_IN)}")
-    try:
-        return render(reader, messages, add_generation_prompt=add_generation_prompt)
-    except Exception as error:  # a template is a program of the model's author: it may raise anything
-        raise DataError(f"the chat template refuses this chat: {error}") from error
+def _with_space_of(body: str, content: str) -> str:
+    """The words as they are, after the white space that the template writes before them, if it writes them first."""
+    words = content.strip()
+    before = body[: body.find(words)] if words in body else ""
+    return before + content.lstrip() if words and before and not before.strip() else content

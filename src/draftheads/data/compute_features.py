@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from draftheads.data.chat_tokens import EncodedChat, encode_answer, encode_chat, encode_completion
+from draftheads.data.chat_tokens import EncodedChat, UnlearnableChat, encode_answer, encode_chat, encode_completion
 from draftheads.data.features import (
-    DOCUMENTS_PER_SHARD,
     Document,
     StoreMeta,
     read_meta,
@@ -23,7 +22,7 @@ from draftheads.data.features import (
 )
 from draftheads.data.json_lines import at_line
 from draftheads.data.live_features import fingerprint_of, read_alone
-from draftheads.data.records import Record, read_chats
+from draftheads.data.records import NO_ANSWER, Record, read_chats
 from draftheads.errors import DataError, StorageError
 from draftheads.models.chat_template import ChatReader
 from draftheads.models.fingerprint import tokenizer_fingerprint
@@ -31,44 +30,65 @@ from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress
 
+TOKENS_PER_SHARD = 4096  # a run that is stopped loses at most the work for about as many
+_MOST_SHARDS = 4096  # their files are open at the same time
+LeftOut = dict[str, list[str]]  # FILE:LINE of chats that nothing can be learned from, by the reason
+
 
 def load_texts(
-    model: ChatReader, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
+    model: ChatReader,
+    paths: Sequence[Path],
+    *,
+    max_length: int,
+    max_tokens: int | None = None,
+    left_out: LeftOut | None = None,
 ) -> list[EncodedChat]:
     """The chats of all files as tokens, at most about ``max_tokens`` in all.
 
-    Texts are cut after ``max_length`` tokens, or fewer if the model takes fewer. Those without an answer in them are
-    left out.
+    Texts are cut after ``max_length`` tokens, or fewer if the model takes fewer. Chats that nothing can be learned from
+    are left out, and added to ``left_out``.
 
     Raises:
         DataError: a bad line, with its file and line number; or no text at all.
     """
-    return load_and_count(model, paths, max_length=max_length, max_tokens=max_tokens)[0]
-
-
-def load_and_count(
-    model: ChatReader, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
-) -> tuple[list[EncodedChat], int]:
-    """The result of :func:`load_texts`, and the number of texts left out."""
     texts: list[EncodedChat] = []
-    num_tokens = num_left_out = 0
+    num_tokens = 0
+    left_out = {} if left_out is None else left_out
     max_length = limited(max_length, model)
     own_fingerprint = cache(lambda: tokenizer_fingerprint(model.tokenizer))
     for chat in read_chats(*paths):
+        reason = f"no answer within the first {counted(max_length, 'token')}"
+        found: list[EncodedChat] = []
         with at_line(chat.path, chat.line_number):
-            text = _encoded(model, chat, max_length, own_fingerprint)
-        if any(text.loss_mask):
-            texts.append(replace(text, source=chat.source))
-            num_tokens += len(text.token_ids)
-        else:
-            num_left_out += 1
+            try:
+                last = _encoded(model, chat, max_length, own_fingerprint)
+                found = [replace(text, source=chat.source, earlier=()) for text in (*last.earlier, last)]
+            except UnlearnableChat as error:
+                reason = str(error)
+        found = [text for text in found if any(text.loss_mask)]
+        texts += found
+        num_tokens += sum(len(text.token_ids) for text in found)
+        if not found:
+            left_out.setdefault(reason, []).append(chat.source)
         if max_tokens is not None and num_tokens >= max_tokens:
             break
-    if not texts and not num_left_out:
-        raise DataError(f"no chat in {', '.join(map(str, paths))}")
     if not texts:
-        raise DataError(f"no answer within the first {counted(max_length, 'token')} in {', '.join(map(str, paths))}")
-    return texts, num_left_out
+        what = "no chat to learn from" if left_out else "no chat"
+        raise DataError(": ".join([f"{what} in {', '.join(map(str, paths))}", *left_out_lines(left_out)]))
+    return texts
+
+
+def left_out_lines(left_out: LeftOut) -> list[str]:
+    """What to tell of chats that were left out.
+
+    >>> left_out_lines({"no answer": ["a.jsonl:3", "a.jsonl:7"]})
+    ['2 chats were left out: no answer (the first is a.jsonl:3)']
+    """
+    return [
+        f"{counted(len(places), 'chat')} {'was' if len(places) == 1 else 'were'} left out: {reason} "
+        f"(the first is {places[0]})"
+        for reason, places in sorted(left_out.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 def limited(length: int, model: ChatReader) -> int:
@@ -82,9 +102,16 @@ def _encoded(model: ChatReader, chat: Record, max_length: int, own_fingerprint: 
         chat.tokens.check_tokenizer(own_fingerprint())
         return encode_answer(chat.tokens.prompt_ids, chat.tokens.answer_ids, max_length=max_length)
     if not chat.messages:
-        return EncodedChat((), ())
+        raise UnlearnableChat(NO_ANSWER)
     if not chat.is_completion:
-        return encode_chat(model, chat.messages, finished=chat.finished, max_length=max_length)
+        return encode_chat(
+            model,
+            chat.messages,
+            finished=chat.finished,
+            max_length=max_length,
+            tools=chat.tools,
+            is_generated=chat.is_generated,
+        )
     prompt, completion = (message["content"] for message in chat.messages)
     return encode_completion(model, prompt, completion, finished=chat.finished, max_length=max_length)
 
@@ -105,7 +132,7 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layer
         hidden_size=target.hidden_size,
         num_documents=len(texts),
         num_tokens=_num_tokens(texts),
-        num_shards=len(_shards(texts)),
+        num_shards=len(_parts(texts)),
         fingerprint=fingerprint_of(target, texts),
         layers=list(layers),
     )
@@ -154,7 +181,7 @@ def build_shards(
         StorageError: the disk has too little room, or a shard cannot be written; earlier shards are complete.
     """
     missing = missing_shards(texts, folder, share)
-    total = sum(_num_tokens(_part(texts, index)) for index in _shards(texts, share))
+    total = sum(map(_num_tokens, _parts(texts)[share[0] :: share[1]]))
     done = total - sum(map(_num_tokens, missing.values()))
     _check_room(folder, sum(needed_bytes(target, part, layers) for part in missing_shards(texts, folder).values()))
     progress.progress(done, total)
@@ -166,22 +193,30 @@ def build_shards(
             documents.append(Document(hidden, token_ids, torch.tensor(text.loss_mask)))
             done += len(token_ids)
             progress.progress(done, total)
-        write_shard(folder, index, documents, sources=[text.source for text in part])
+        sources, is_plain = [text.source for text in part], [text.is_plain for text in part]
+        write_shard(folder, index, documents, sources=sources, is_plain=is_plain)
 
 
 def missing_shards(
     texts: Sequence[EncodedChat], folder: Path, share: tuple[int, int] = (0, 1)
 ) -> dict[int, Sequence[EncodedChat]]:
     """The texts of each missing shard among shards r, r + n, r + 2n, … of ``share`` (r, n)."""
-    return {index: _part(texts, index) for index in _shards(texts, share) if not shard_path(folder, index).exists()}
+    every = list(enumerate(_parts(texts)))[share[0] :: share[1]]
+    return {index: part for index, part in every if not shard_path(folder, index).exists()}
 
 
-def _shards(texts: Sequence[EncodedChat], share: tuple[int, int] = (0, 1)) -> range:
-    return range(share[0], -(-len(texts) // DOCUMENTS_PER_SHARD), share[1])
-
-
-def _part(texts: Sequence[EncodedChat], index: int) -> Sequence[EncodedChat]:
-    return texts[index * DOCUMENTS_PER_SHARD : (index + 1) * DOCUMENTS_PER_SHARD]
+def _parts(texts: Sequence[EncodedChat]) -> list[list[EncodedChat]]:
+    """The texts of each shard."""
+    size = max(TOKENS_PER_SHARD, _num_tokens(texts) // _MOST_SHARDS)
+    parts: list[list[EncodedChat]] = []
+    num_tokens = size
+    for text in texts:
+        if num_tokens >= size:
+            parts.append([])
+            num_tokens = 0
+        parts[-1].append(text)
+        num_tokens += len(text.token_ids)
+    return parts
 
 
 def _check_room(folder: Path, needed: int) -> None:

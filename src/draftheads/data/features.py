@@ -7,7 +7,8 @@ A store is a folder::
     …
 
 ``hidden`` is h_t, (T, D); for heads that read the inputs of n layers it is these, and then h_t. The texts of a shard
-follow each other along T; ``lengths`` (texts,) int32 has their lengths. A shard is written whole or not at all.
+follow each other along T; ``lengths`` (texts,) int32 has their lengths, ``is_plain`` (texts,) bool which are plain
+text. A shard is written whole or not at all.
 """
 
 import json
@@ -27,8 +28,7 @@ from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
 from draftheads.utils.strict_json import read_dataclass, read_object
 
-FORMAT_VERSION = 1
-DOCUMENTS_PER_SHARD = 256
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Documents:
     token_ids: list[Tensor]  # per document (T,) int64
     loss_masks: list[Tensor]  # per document (T,) bool
     sources: list[str]  # per document FILE:LINE
+    is_plain: list[bool]  # per document: plain text, not a chat
     fingerprint: str  # of the texts and the model
 
     def __len__(self) -> int:
@@ -98,20 +99,36 @@ def read_meta(folder: Path) -> StoreMeta | None:
     if not path.exists():
         return None
     try:
-        return read_dataclass(StoreMeta, read_object(path, newest=FORMAT_VERSION), path, "")
+        meta = read_dataclass(StoreMeta, read_object(path, newest=FORMAT_VERSION), path, "")
     except CheckpointError as error:
         raise DataError(f"{error}; or delete the folder") from None
+    if meta.format_version != FORMAT_VERSION:
+        raise DataError(f"{path}: format_version is {meta.format_version}, not {FORMAT_VERSION}: delete the folder")
+    return meta
 
 
-def write_shard(folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str]) -> None:
-    """Writes one shard whole or not at all; ``sources`` has ``FILE:LINE`` of each text."""
+def write_shard(
+    folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str], is_plain: Sequence[bool]
+) -> None:
+    """Writes one shard whole or not at all; ``sources`` and ``is_plain`` as in a store."""
     tensors = {
         "hidden": torch.cat([document.hidden for document in documents]).to(torch.bfloat16),
         "token_ids": torch.cat([document.token_ids for document in documents]).to(torch.int32),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
         "lengths": torch.tensor([len(document.token_ids) for document in documents], dtype=torch.int32),
+        "is_plain": torch.tensor(is_plain),
     }
     write_atomic(shard_path(folder, index), save(tensors, metadata={"sources": json.dumps(list(sources))}))
+
+
+def stored(folder: Path) -> tuple[int, int]:
+    """The number of texts and of tokens in the shards of a store that may be incomplete."""
+    num_texts = num_tokens = 0
+    for path in folder.glob("shard-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            num_texts += file.get_slice("lengths").get_shape()[0]
+            num_tokens += file.get_slice("token_ids").get_shape()[0]
+    return num_texts, num_tokens
 
 
 class FeatureStore(Documents):
@@ -125,7 +142,7 @@ class FeatureStore(Documents):
         self.folder, self.meta, self.fingerprint = folder, meta, meta.fingerprint
         self._shards: list[Any] = []  # the open files' "hidden" slices
         self._starts: list[tuple[int, int]] = []  # per document: shard, first token in it
-        self.token_ids, self.loss_masks, self.sources = [], [], []
+        self.token_ids, self.loss_masks, self.sources, self.is_plain = [], [], [], []
         for index in range(meta.num_shards):
             self._open(index)
         if len(self) != meta.num_documents:
@@ -148,13 +165,14 @@ class FeatureStore(Documents):
             lengths = file.get_tensor("lengths").tolist()
             token_ids = file.get_tensor("token_ids").long()
             loss_mask = file.get_tensor("loss_mask").bool()
+            is_plain = file.get_tensor("is_plain").tolist()
             hidden = file.get_slice("hidden")
             sources = json.loads((file.metadata() or {})["sources"])
         except (OSError, SafetensorError, ValueError, LookupError) as error:
             raise DataError(f"{path}: {error}; delete the damaged shard; the same command makes it again") from None
-        sizes = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths), len(sources))
+        sizes = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths), len(sources), len(is_plain))
         width = (len(self.meta.layers) + 1) * self.meta.hidden_size
-        expected = ([len(token_ids), width], *(3 * [len(token_ids)]), len(lengths))
+        expected = ([len(token_ids), width], *(3 * [len(token_ids)]), len(lengths), len(lengths))
         if sizes != expected:
             raise DataError(f"{path}: its parts have sizes {sizes}, expected {expected}")
         self._shards.append(hidden)
@@ -162,3 +180,4 @@ class FeatureStore(Documents):
         self.token_ids += token_ids.split(lengths)
         self.loss_masks += loss_mask.split(lengths)
         self.sources += sources
+        self.is_plain += is_plain

@@ -3,18 +3,21 @@
 MT-Bench, Spec-Bench and SPEED-Bench have our own form already: ``question_id``, ``category``, ``turns``.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from draftheads.errors import DataError
-from draftheads.utils.messages import short
+from draftheads.utils.messages import Message, message_problem, short
 
 Line = Mapping[str, Any]
 
+_NAMES = (("role", "from"), ("content", "value"))  # ours, and those of ShareGPT
 _OUR_FIELDS = ("prompt", "messages", "turns", "prompt_ids", "completion")
-_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
+_ROLES = {"human": "user", "observation": "tool"}
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant")
 
 
 def own_form(value: Any) -> Any:
@@ -55,17 +58,80 @@ def _summary(line: Line, *, article: str, summary: str) -> Line:
     return _asked(f"Article: {_text(line, article)}\nSummary:", answer, answer)  # the prompt of the Amphista paper
 
 
-def _share_gpt(line: Line) -> Line:
-    turns = line["conversations"]
+def messages_of(turns: Sequence[Any]) -> list[Message]:
+    """The turns of a chat as chat templates read them, in any mixture of ``from``, ``value``, ``role`` and ``content``.
+
+    >>> messages_of([{"from": "human", "value": "hi"}, {"role": "assistant", "content": "yes"}])
+    [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]
+
+    Raises:
+        DataError: a turn is not a message.
+    """
+    messages = [_message(turn) for turn in turns]
+    for number, message in enumerate(messages):
+        if problem := message_problem(message):
+            raise DataError(f"message {number}{problem}")
+    return messages
+
+
+def _message(turn: Any) -> Any:
+    if not isinstance(turn, Mapping):
+        return turn
+    role, content = (turn[new] if turn.get(new) is not None else turn.get(old) for new, old in _NAMES)
+    calls = turn.get("tool_calls") or turn.get("function_call") or (content if role == "function_call" else None)
+    message = {name: turn[name] for name in ("name", "tool_call_id") if isinstance(turn.get(name), str)}
+    thoughts = [turn.get(name) for name in ("reasoning_content", "reasoning", "thinking")]
+    if thought := next((text for text in thoughts if isinstance(text, str) and text.strip()), ""):
+        message["reasoning_content"] = thought
+    if calls:
+        calls = json_value(calls)
+        message["tool_calls"] = [tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    if role == "function_call" or (content is None and message.keys() & {"tool_calls", "reasoning_content"}):
+        content = ""
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "\n".join(str(part.get("text") or "") for part in content)
+    return {"role": _ROLES.get(str(role), role), "content": content, **message}
+
+
+def tool_call(call: Any) -> dict[str, Any]:
+    """A call as chat templates read it, with its arguments as values, which many files have as JSON text.
+
+    Raises:
+        DataError: it has no name.
+    """
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"a call is {short(repr(call))}; it must be an object with name and arguments")
+    arguments = json_value(function.get("arguments")) or {}
+    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**known, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def json_value(value: Any) -> Any:
+    """The value of a JSON text; what is not JSON text stays as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _conversation(line: Line, *, field: str) -> Line:
+    turns = line[field]
     if not isinstance(turns, Sequence) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise DataError(f'conversations is {short(repr(turns))}; it must be a list of objects with "from" and "value"')
-    sides = [_ROLES.get(str(turn.get("from")), turn.get("from")) for turn in turns]
-    messages = [{"role": side, "content": turn.get("value")} for side, turn in zip(sides, turns, strict=True)]
+        raise DataError(f'{field} is {short(repr(turns))}; it must be a list of objects with "from" and "value"')
+    messages = messages_of(turns)
     # long conversations were split, so that some begin with an answer; what follows an empty turn answers nothing
+    sides = [message["role"] for message in messages]
     first = sides.index("user") if "user" in sides else len(sides)
-    said = list(takewhile(lambda message: str(message["content"]).strip(), messages[first:]))
-    system = [message for message in messages[:first] if message["role"] == "system"]
+    said = list(takewhile(_has_words, messages[first:]))
+    system = [message for message in messages[:first] if message["role"] in ("system", "developer")]
+    if not system and _text(line, "system").strip():
+        system = [{"role": "system", "content": line["system"]}]
     return {"messages": [*system, *said] if said else []}
+
+
+def _has_words(message: Message) -> bool:
+    return bool(message["content"].strip() or message["role"] == "tool" or message.keys() - {"role", "content", "name"})
 
 
 def _asked(question: str, answer: str = "", reference: Any = None) -> Line:
@@ -87,6 +153,7 @@ _FORMS: Mapping[str, tuple[tuple[str, ...], Callable[[Line], Line]]] = {  # the 
     "Alpaca": (("instruction",), _alpaca),
     "CNN/DM": (("article", "highlights"), partial(_summary, article="article", summary="highlights")),
     "XSUM": (("document", "summary"), partial(_summary, article="document", summary="summary")),
-    "ShareGPT": (("conversations",), _share_gpt),
+    "ShareGPT": (("conversations",), partial(_conversation, field="conversations")),
+    "LMSYS-Chat": (("conversation",), partial(_conversation, field="conversation")),
 }
 KNOWN_FORMS = f"or the fields of {', '.join(list(_FORMS)[:-1])} or {list(_FORMS)[-1]}"

@@ -26,7 +26,7 @@ def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
     digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype), target.weights_fingerprint]).encode())
     for text in texts:
         digest.update(torch.tensor(text.token_ids, dtype=torch.int32).numpy().tobytes())
-        digest.update(torch.tensor(text.loss_mask).numpy().tobytes())
+        digest.update(torch.tensor([*text.loss_mask, text.is_plain]).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -38,6 +38,7 @@ class LiveStore(Documents):
         self.token_ids = [torch.tensor(text.token_ids) for text in texts]
         self.loss_masks = [torch.tensor(text.loss_mask) for text in texts]
         self.sources = [text.source for text in texts]
+        self.is_plain = [text.is_plain for text in texts]
         self.fingerprint = fingerprint_of(target, texts)
 
     def __getitem__(self, index: int) -> Document:

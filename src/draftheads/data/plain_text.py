@@ -72,13 +72,8 @@ def load_blocks(
     return blocks
 
 
-def is_plain(loss_mask: Sequence[bool] | Any) -> bool:
-    """Whether this is plain text: the loss covers its first token, while a chat starts with a prompt."""
-    return bool(loss_mask[0])
-
-
 def _block(token_ids: list[int], source: str) -> EncodedChat:
-    return EncodedChat(tuple(token_ids), (True,) * len(token_ids), source)
+    return EncodedChat(tuple(token_ids), (True,) * len(token_ids), source, is_plain=True)
 
 
 def _tokens(tokenizer: Any, text: str, eos_ids: frozenset[int]) -> list[int]:

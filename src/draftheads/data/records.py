@@ -3,13 +3,15 @@
 A line is one JSON object with
 
 * ``"prompt"``: what a user says, or a list of messages,
-* ``"messages"``: a list of ``{"role": …, "content": …}``, or
+* ``"messages"``: a list of ``{"role": …, "content": …}``, of the assistant also ``"reasoning_content"`` and
+  ``"tool_calls"``, or
 * ``"turns"``: what a user says, turn by turn.
 
 A line to learn from is a chat with ``"messages"``, or it has ``"prompt"`` and ``"completion"``: two texts that follow
 each other without a chat template, or two lists of messages. Or it was recorded by ``draftheads serve`` and has
-``"prompt_ids"``, ``"answer_ids"`` and ``"tokenizer"``, the fingerprint of the tokenizer; then these count. Other keys,
-of records and of messages, are ignored. Every error names the file and the line.
+``"prompt_ids"``, ``"answer_ids"`` and ``"tokenizer"``, the fingerprint of the tokenizer; then these count. ``"tools"``
+are functions that the model may call, as JSON schemas. Other keys, of records and of messages, are ignored. Every error
+names the file and the line.
 
 Published data sets with other fields are read, too: see :mod:`draftheads.data.forms`.
 """
@@ -20,10 +22,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from draftheads.data.forms import KNOWN_FORMS, own_form
+from draftheads.data.forms import KNOWN_FORMS, json_value, messages_of, own_form
 from draftheads.data.json_lines import at_line, read_json_lines
 from draftheads.errors import DataError, close_name
-from draftheads.utils.messages import Message, message_problem, short
+from draftheads.utils.messages import Message, short
 
 OwnPrompts = Literal["calibration", "demo", "tasks"]
 TextPrompt = str | list[Message]  # a user's text, or a conversation
@@ -67,6 +69,8 @@ class Record:
     is_completion: bool = False  # a text of the user and its completion, without a chat template
     tokens: RecordedTokens | None = None  # there are no messages if they are given
     reference: Any = None  # the right answer, where the line has one: its form is that of the data set
+    tools: tuple[Mapping[str, Any], ...] = ()  # functions that the model may call, as JSON schemas
+    is_generated: bool = False  # the answers are what a model wrote after its generation prompt, word for word
 
     @property
     def prompt(self) -> TextPrompt:
@@ -125,7 +129,7 @@ def read_chats(*paths: Path) -> Iterator[Record]:
 
     ``"finished": false`` in a record says that its last assistant turn, or its completion, was cut off. Empty lines are
     skipped. A folder stands for its files, where an incomplete last line is skipped, too: a server may be writing it.
-    A line of another project's form without an answer gives a record without messages.
+    A line without an answer gives a record without messages.
 
     Raises:
         DataError: a file cannot be read, or a line is not a chat.
@@ -195,8 +199,7 @@ def _chat(value: Any) -> Record:
         return _recorded(fields)
     has_completion = "completion" in fields and fields.get("messages") is None
     record = _completion(fields) if has_completion else _conversation(fields, ("messages",))
-    is_answered = record is not None and any(message["role"] == "assistant" for message in record.messages)
-    if ours is not value and not is_answered:
+    if record is None and ours is not value:
         return Record(())
     if record is None:
         fix = "; `draftheads distill` answers prompts" if "prompt" in fields or "turns" in fields else ""
@@ -204,9 +207,8 @@ def _chat(value: Any) -> Record:
         raise DataError(f"{misspelt}{_NO_CHAT}, not {short(repr(value))}{fix}")
     if not isinstance(record.finished, bool):
         raise DataError(f"finished is {record.finished!r}; it must be true or false")
-    if not is_answered:
-        raise DataError(NO_ANSWER)
-    return record
+    is_answered = any(message["role"] == "assistant" for message in record.messages)
+    return record if is_answered else Record(())
 
 
 def _recorded(fields: Mapping[str, Any]) -> Record:
@@ -246,17 +248,23 @@ def _conversation(value: Any, forms: Sequence[str]) -> Record | None:
         items = [items]
     if not isinstance(items, list) or not items:
         return None
-    messages = [{"role": "user", "content": item} for item in items] if is_text else items
-    for number, message in enumerate(messages):
-        if problem := message_problem(message):
-            raise DataError(f"message {number}{problem}")
     return Record(
-        tuple({"role": message["role"], "content": message["content"]} for message in messages),
+        tuple(messages_of([{"role": "user", "content": item} for item in items] if is_text else items)),
         is_text=is_text,
         labels={name: fields[name] for name in _LABELS if name in fields},
         finished=fields.get("finished", True),
         reference=fields.get("reference"),
+        tools=_tools(fields),
+        is_generated="finished" in fields,
     )
+
+
+def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The functions in ``tools``, a list or its JSON text; some files have them without ``{"type": "function"}``."""
+    tools = json_value(fields.get("tools") or [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"tools is {short(repr(tools))}; it must be a list of JSON schemas of functions")
+    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
 
 
 def _misspelt(value: Any, known: Sequence[str]) -> str:

@@ -374,8 +374,14 @@ def _described(value: object) -> str:
     return f"{type(value).__name__}: {short(' '.join(repr(value).split()))}"
 
 
-def prompt_ids(model: TargetModel, prompt: Prompt, variables: Mapping[str, Any] | None = None) -> list[int]:
-    """Token ids of a prompt of any length, with the model's chat template where it has one."""
+def prompt_ids(
+    model: TargetModel,
+    prompt: Prompt,
+    variables: Mapping[str, Any] | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Token ids of a prompt of any length, with the model's chat template where it has one, which reads ``tools``."""
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise InvalidPrompt(f"a prompt is a text, a list of messages or a list of token ids, not {_described(prompt)}")
     ids = [int(item) for item in prompt if isinstance(item, Integral) and not isinstance(item, bool)]
@@ -393,7 +399,7 @@ def prompt_ids(model: TargetModel, prompt: Prompt, variables: Mapping[str, Any] 
         )
         return _token_ids(model, "\n".join(message["content"] for message in messages))
     try:
-        text = render(model, messages, add_generation_prompt=True, variables=variables)
+        text = render(model, messages, add_generation_prompt=True, variables=variables, tools=tools)
     except Exception as error:  # a template is a program of the model's author: it may refuse in any way
         raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
     return _token_ids(model, text, add_special_tokens=False)

@@ -7,7 +7,8 @@ from typing import Any, Literal, Protocol
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt
 
-StopReason = Literal["too_long", "no_question"]  # more tokens than the model allows; the model wrote no question
+# more tokens than the model allows; the model wrote no question; the server does not answer it
+StopReason = Literal["too_long", "no_question", "refused"]
 OnProgress = Callable[[int, int], None]  # new tokens and finished conversations since the last call
 
 
@@ -31,7 +32,7 @@ class Dialogue:
         self.seed = mixed_seed(options.seed, index)
         self.temperature = options.temperature[self.seed % len(options.temperature)]
         self.is_text = prompt.is_document  # whether a text is continued, without a chat template
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         if prompt.system is not None:
             self.messages.append({"role": "system", "content": prompt.system})
         turns = None if prompt.is_document else options.turns
@@ -45,11 +46,13 @@ class Dialogue:
         self.num_steps = 0  # passes of the target after the prompts were read
         self.is_finished = True  # whether the last answer ended by itself
         self.stop_reason: StopReason | None = None
+        self.refusal = ""  # why the server refused it
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to generate."""
-        return self.stop_reason is not None or not self.is_finished or self.num_answers == self.num_turns
+        """Whether there is nothing left to generate; nobody answers a call."""
+        is_called = bool(self.messages) and "tool_calls" in self.messages[-1]
+        return self.stop_reason is not None or not self.is_finished or self.num_answers == self.num_turns or is_called
 
     @property
     def awaits_answer(self) -> bool:
@@ -72,9 +75,9 @@ class Dialogue:
         """Adds a question."""
         self.messages.append({"role": "user", "content": question})
 
-    def answer(self, text: str, *, is_finished: bool) -> None:
-        """Adds an answer."""
-        self.messages.append({"role": "assistant", "content": text})
+    def answer(self, content: str, *, is_finished: bool, **further: Any) -> None:
+        """Adds an answer; ``further`` are ``reasoning_content`` and ``tool_calls``."""
+        self.messages.append({"role": "assistant", "content": content, **further})
         self.num_answers += 1
         self.is_finished = is_finished
 
@@ -95,6 +98,8 @@ class Dialogue:
         if not self.num_answers:
             return None
         words: dict[str, Any] = {"messages": self.messages}
+        if self.prompt.tools:
+            words["tools"] = list(self.prompt.tools)
         if self.is_text:
             words = {"prompt": self.messages[0]["content"], "completion": self.messages[1]["content"]}
         return {

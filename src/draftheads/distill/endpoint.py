@@ -1,12 +1,14 @@
 """Answers by a server with OpenAI's chat API. The only file that knows HTTP."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from draftheads.data.forms import messages_of
 from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
-from draftheads.errors import EndpointError, MissingDependency, PromptTooLong
+from draftheads.errors import DataError, EndpointError, InvalidPrompt, MissingDependency, PromptTooLong
 from draftheads.utils.api_keys import api_key
 from draftheads.utils.counts import counted
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 FIRST_WAIT_SECONDS = 1.0  # before a request is repeated; doubled each time
 _LONGEST_WAIT_SECONDS = 60.0
+_REFUSED_STATUSES = frozenset({400, 413, 422, 451})  # the server does not answer this prompt; it may answer others
 _BUSY_STATUSES = frozenset({408, 409, 425, 429})  # these and all from 500 on: worth a repeated request
+_FINISHED = ("stop", "tool_calls", "function_call")
 _TOO_LONG_WORDS = ("context_length_exceeded", "context length", "context window", "too long", "max_model_len")
 
 
@@ -78,24 +82,30 @@ class EndpointSource:
                 dialogue.ask_next()
                 try:
                     response = await self._post(client, self._request(dialogue))
-                    text, num_tokens, is_finished = _answer_in(response, self.url)
+                    message, num_tokens, is_finished = _answer_in(response, self.url)
                 except PromptTooLong:
                     dialogue.stop("too_long")
+                except InvalidPrompt as error:
+                    dialogue.refusal = str(error)
+                    dialogue.stop("refused")
                 else:
                     dialogue.count(num_tokens)
-                    dialogue.answer(text, is_finished=is_finished)
+                    dialogue.answer(**message, is_finished=is_finished)
                     on_progress(num_tokens, 0)
         on_progress(0, 1)
 
     def _request(self, dialogue: Dialogue) -> dict[str, Any]:
-        request = {
+        request: dict[str, Any] = {
             "model": self.options.endpoint_model,
-            "messages": dialogue.messages,
+            # servers leave earlier thoughts out, and some refuse them
+            "messages": [{k: v for k, v in said.items() if k != "reasoning_content"} for said in dialogue.messages],
             "max_tokens": self.options.max_new_tokens,
             "temperature": dialogue.temperature,
             "top_p": self.options.top_p,
             "seed": dialogue.next_seed,
         }
+        if dialogue.prompt.tools:
+            request["tools"] = dialogue.prompt.tools
         # top_k is not in the API, but many servers accept it
         return request if self.options.top_k is None else {**request, "top_k": self.options.top_k}
 
@@ -134,15 +144,17 @@ def _wait_seconds(attempt: int, response: "Response | None", seed: int) -> float
     return min(seconds, _LONGEST_WAIT_SECONDS)
 
 
-def _answer_in(response: "Response", url: str) -> tuple[str, int, bool]:
-    """The text in a response, its number of tokens (0 if the server does not count them), and whether it is finished.
+def _answer_in(response: "Response", url: str) -> tuple[dict[str, Any], int, bool]:
+    """Content, thought and calls; the number of tokens (0 if the server does not count them); whether it is finished.
 
     Raises:
         PromptTooLong: the chat is longer than the server's model allows.
+        InvalidPrompt: the server does not answer this chat.
         EndpointError: any other refusal, or not a chat completion.
     """
-    if response.status_code == 400 and any(words in response.text.lower() for words in _TOO_LONG_WORDS):
-        raise PromptTooLong(response.text[:200])
+    if response.status_code in _REFUSED_STATUSES:
+        is_too_long = any(words in response.text.lower() for words in _TOO_LONG_WORDS)
+        raise (PromptTooLong if is_too_long else InvalidPrompt)(f"status {response.status_code}, {response.text[:200]}")
     if response.status_code in (401, 403):
         raise EndpointError(f"{url} refuses the key ({response.status_code}): name its variable in --api-key-env")
     if response.status_code != 200:
@@ -151,13 +163,18 @@ def _answer_in(response: "Response", url: str) -> tuple[str, int, bool]:
             "see --endpoint and --endpoint-model"
         )
     try:
-        body = response.json()
+        # lone surrogates cannot be written
+        body = json.loads(json.dumps(response.json(), ensure_ascii=False).encode(errors="replace"))
         choice = body["choices"][0]
-        text = choice["message"]["content"] or ""
+        reason, content = choice.get("finish_reason"), choice["message"].get("content")
+        (message,) = messages_of([{**choice["message"], "role": "assistant", "content": content or ""}])
         num_tokens = int((body.get("usage") or {}).get("completion_tokens") or 0)
-        whole = str(text).encode(errors="replace").decode()  # lone surrogates cannot be written
-        return whole, num_tokens, choice.get("finish_reason") == "stop"
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (DataError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise EndpointError(
             f"{url} did not return a valid chat completion ({type(error).__name__}: {error}): {response.text[:200]}"
         ) from error
+    if reason == "content_filter":
+        raise InvalidPrompt("a content filter stopped the answer")
+    is_whole = reason in _FINISHED and (content is not None or "tool_calls" in message)
+    kept = ("content", "reasoning_content", *(["tool_calls"] if is_whole else []))  # no part of a call
+    return {name: message[name] for name in kept if name in message}, num_tokens, is_whole

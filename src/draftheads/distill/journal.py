@@ -8,7 +8,7 @@ and ``OUT.part`` is renamed to ``OUT``.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +32,7 @@ class Counts:
     num_repeated: int = 0  # self-talk left out: its questions were asked before
     num_no_question: int = 0  # left out: the model wrote no question
     num_too_long: int = 0  # left out: longer than the model allows
+    num_refused: int = 0  # left out: the server does not answer them
     num_shortened: int = 0  # lines without their last turns, which were too long or had no question
     num_generations: int = 0  # answers and self-talk questions, also of conversations left out
     num_tokens: int = 0  # generated
@@ -62,6 +63,7 @@ class Manifest:
     is_complete: bool = False
     sha256: str | None = None  # of the complete file
     details: Mapping[str, Any] = field(default_factory=dict)  # for readers: all options, versions, …
+    refused: Sequence[Mapping[str, Any]] = ()  # prompts that the server did not answer: source and reason
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -136,11 +138,12 @@ class Journal:
                     yield line
                     left -= len(line)
 
-    def add(self, lines: bytes, counts: Counts) -> None:
-        """Saves a chunk; ``counts`` are the chunk's own."""
+    def add(self, lines: bytes, counts: Counts, refused: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Saves a chunk; ``counts`` and ``refused`` are the chunk's own."""
         append_synced(part_path(self.out), lines, offset=self.counts.num_bytes)
         total = self.counts + replace(counts, num_bytes=len(lines))
-        self.manifest = replace(self.manifest, counts=replace(total, seconds=round(total.seconds, 3)))
+        total = replace(total, seconds=round(total.seconds, 3))
+        self.manifest = replace(self.manifest, counts=total, refused=[*self.manifest.refused, *refused])
         self._write_manifest()
 
     def finish(self) -> None:

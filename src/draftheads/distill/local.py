@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from draftheads.decode.engine import Engine, Prompt
+from draftheads.decode.engine import Engine, Prompt, prompt_ids
 from draftheads.decode.request import Request
 from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import NO_CHATS, DistillOptions
@@ -59,7 +59,7 @@ class EngineSource:
             on_progress(len(event.token_ids), 0)
             if event.finish_reason is not None:
                 dialogue = dialogues[event.index]
-                _add_result(dialogue, running.pop(event.index))
+                _add_result(dialogue, running.pop(event.index), self.engine.model.tokenizer)
                 self._submit(dialogue, event.index, running)
                 if dialogue.is_over:
                     on_progress(0, 1)
@@ -79,7 +79,9 @@ class EngineSource:
 
     def _request(self, dialogue: Dialogue) -> tuple[Prompt, SamplingSettings]:
         if dialogue.ask_next():
-            prompt = self._beginning(dialogue) if dialogue.prompt.is_document else dialogue.messages
+            prompt: Prompt = self._beginning(dialogue) if dialogue.prompt.is_document else dialogue.messages
+            if dialogue.prompt.tools:
+                prompt = prompt_ids(self.engine.model, dialogue.messages, tools=dialogue.prompt.tools)
             return prompt, SamplingSettings(
                 max_new_tokens=self.options.max_new_tokens,
                 temperature=dialogue.temperature,
@@ -106,13 +108,16 @@ class EngineSource:
         return list(tokenizer(dialogue.messages[0]["content"])["input_ids"])
 
 
-def _add_result(dialogue: Dialogue, request: Request) -> None:
+def _add_result(dialogue: Dialogue, request: Request, tokenizer: Any) -> None:
     """Adds the generated question or answer to the dialogue."""
     result = request.result()
     dialogue.count(len(result.token_ids), num_steps=result.num_steps)
     is_finished = result.finish_reason == "stop"
     if dialogue.awaits_answer:
-        dialogue.answer(result.text, is_finished=is_finished)
+        text, ids = result.text, result.token_ids[: -1 if is_finished else None]
+        if not special_ids(tokenizer).isdisjoint(ids):  # which the text lacks
+            text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        dialogue.answer(text, is_finished=is_finished)
     elif is_finished and result.text.strip():
         dialogue.ask(result.text.strip())
     else:

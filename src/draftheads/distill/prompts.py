@@ -5,9 +5,10 @@ Files are read twice, once to count and once to answer, so that a million prompt
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftheads.data.json_lines import at_line
 from draftheads.data.plain_text import read_texts
@@ -25,6 +26,7 @@ class Prompt:
     turns: tuple[str, ...]  # what the user says, turn by turn; empty in self-talk
     system: str | None  # the system message, if there is one
     source: str  # file and line, or SELF_TALK
+    tools: tuple[Mapping[str, Any], ...] = ()  # functions that the model may call, as JSON schemas
     is_document: bool = False  # the one turn is a text whose beginning is continued, without a chat template
 
     @property
@@ -86,7 +88,7 @@ def survey(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Survey:
     for prompt in _read_all(paths, documents):
         if seen.add(prompt.texts):
             num_prompts += 1
-            digest.update(json.dumps([prompt.turns, prompt.system, prompt.source]).encode())
+            digest.update(json.dumps([prompt.turns, prompt.system, prompt.source, *prompt.tools]).encode())
         else:
             num_duplicates += 1
     files = (*paths, *documents)
@@ -100,7 +102,7 @@ def _read_all(paths: Sequence[Path], documents: Sequence[Path]) -> Iterator[Prom
         with at_line(record.path, record.line_number):
             _check_turns(record)
         system = "\n\n".join(message["content"] for message in record.messages if message["role"] == "system") or None
-        yield Prompt(record.user_turns, system, f"{record.path.name}:{record.line_number}")
+        yield Prompt(record.user_turns, system, f"{record.path.name}:{record.line_number}", record.tools)
     for path in documents:
         for text, place in read_texts(path):
             if text.strip():

@@ -16,7 +16,7 @@ from draftheads.distill.conversation import Dialogue, OnProgress, Source
 from draftheads.distill.journal import Counts, Journal
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, unique_prompts
-from draftheads.errors import DistillationInterrupted
+from draftheads.errors import DistillationInterrupted, EndpointError
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable
 from draftheads.utils.identity import as_json_values
@@ -40,6 +40,7 @@ class Outcome:
     survey: Survey
     counts: Counts
     was_complete: bool  # before this call
+    refused: Sequence[Mapping[str, Any]] = ()  # as in the manifest
 
 
 def distill(options: DistillOptions, load_source: Callable[[], Source], progress: Progress) -> Outcome:
@@ -70,7 +71,7 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
                     "the same command continues"
                 ) from None
         journal.finish()
-    return Outcome(prompt_survey, journal.counts, was_complete)
+    return Outcome(prompt_survey, journal.counts, was_complete, journal.manifest.refused)
 
 
 def _tally(progress: Progress, num_done: int, total: int) -> OnProgress:
@@ -99,8 +100,12 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, on_progre
         started = time.monotonic()
         dialogues = [Dialogue(prompt, index=index, options=options) for index, prompt in chunk]
         source.converse(dialogues, on_progress)
+        refused = [{"source": one.prompt.source, "reason": one.refusal} for one in dialogues if one.refusal]
+        if len(refused) == len(dialogues) > 1 and not journal.counts.num_answers:  # it is not for the prompts' sake
+            first = "{source}: {reason}".format_map(refused[0])
+            raise EndpointError(f"the server refused all of {len(refused)} prompts ({first}): correct the options")
         lines, counts = _lines(dialogues, seen)
-        journal.add(lines, counts + Counts(seconds=time.monotonic() - started))
+        journal.add(lines, counts + Counts(seconds=time.monotonic() - started), refused)
 
 
 def _questions(record: Mapping[str, Any]) -> list[str]:
@@ -131,6 +136,7 @@ def _counts_of(dialogue: Dialogue, *, is_new: bool) -> Counts:
         num_repeated=int(dialogue.num_answers > 0 and not is_new),
         num_no_question=int(dialogue.stop_reason == "no_question" and not dialogue.num_answers),
         num_too_long=int(dialogue.stop_reason == "too_long" and not dialogue.num_answers),
+        num_refused=int(dialogue.stop_reason == "refused" and not dialogue.num_answers),
         num_shortened=int(is_new and dialogue.is_finished and dialogue.num_answers < dialogue.num_turns),
         num_generations=dialogue.num_generations,
         num_tokens=dialogue.num_tokens,

@@ -56,8 +56,8 @@ class Adapter:
     def attach(cls, model: Any, *, rank: int, alpha: int, dropout: float, targets: tuple[str, ...] = ()) -> Self:
         """Puts untrained LoRA layers, drawn from torch's global generator, in place of linear layers.
 
-        ``targets`` are ends of the names of layers; all linear layers and the lm_head when left out. The model's own
-        weights are frozen.
+        ``targets`` are ends of the names of layers; :func:`linear_layers` when left out. The model's own weights are
+        frozen.
 
         Raises:
             MissingDependency: no peft.
@@ -229,7 +229,7 @@ def _untie(model: Any) -> None:
     """Gives lm_head and embedding a matrix each if one of them is adapted: the adapter does not change the other."""
     layers = model.get_output_embeddings(), model.get_input_embeddings()
     lm_head, embedding = (_original(layer) for layer in layers)
-    if lm_head.weight is embedding.weight and (lm_head, embedding) != layers:
+    if is_tied(model) and (lm_head, embedding) != layers:
         lm_head.weight = nn.Parameter(lm_head.weight.detach().clone(), requires_grad=False)
 
 
@@ -301,11 +301,22 @@ def _read_base(path: Path) -> tuple[str, Fingerprints]:
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Last parts of the names of all linear layers with the lm_head; the whole name if the last part is a number."""
+    """Last parts of the names of all linear layers; the whole name if the last part is a number.
+
+    The lm_head is among them if its matrix is its own: where it is the embedding, too, merging would make it a second
+    matrix, and the model larger.
+    """
     from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - two seconds that --help need not pay
 
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    names = [name for name, module in linear if not (is_tied(model) and module is model.get_output_embeddings())]
     return sorted({name if name.rpartition(".")[2].isdigit() else name.rpartition(".")[2] for name in names})
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the lm_head's matrix is that of the embedding."""
+    lm_head, embedding = (_original(layer) for layer in (model.get_output_embeddings(), model.get_input_embeddings()))
+    return lm_head.weight is embedding.weight
 
 
 def require_peft(what: str = "joint training") -> Any:

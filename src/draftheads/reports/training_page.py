@@ -30,7 +30,9 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
         where=f"{metrics['method']} for {metrics['model_id']}, {machine_in_words(metrics['provenance'])}",
         note=(
             f"Measured on {held_out} with a tree of {counted(len(metrics['tree']) + 1, 'node')}. The last run took "
-            f"{metrics['training_seconds']:,.0f} seconds at {metrics['tokens_per_second']:,.0f} tokens per second."
+            f"{metrics.get('reading_seconds', 0):,.0f} seconds for hidden states and "
+            f"{metrics['training_seconds']:,.0f} for training, which read "
+            f"{metrics['tokens_per_second']:,.0f} tokens per second."
         ),
         numbers=[
             (f"{metrics['num_training_texts']:,}", "training texts"),

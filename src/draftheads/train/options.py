@@ -211,7 +211,8 @@ class ReportOptions(OptionGroup):
     log_steps: Annotated[int, FROM_1] = 10
     """Steps between lines of OUT/log.jsonl. A checkpoint adds one, too."""
     eval_steps: Annotated[int, _INTERVAL] = 500
-    """Steps between measurements on held-out text; 0: none. In OUT/validation.jsonl; also before the first step."""
+    """Steps between measurements on held-out text; 0: none. In OUT/validation.jsonl; also before the first step and
+    after each epoch."""
     eval_texts: Annotated[int, FROM_1] = 32
     """Held-out texts that are measured during training. At the end all of them are."""
     tree_nodes: Annotated[int, up_to(1024)] = 16

@@ -100,7 +100,8 @@ class Report:
     num_training_texts: int
     num_held_out_texts: int
     num_steps: int
-    training_seconds: float  # of this process; of a resumed run only the last part
+    reading_seconds: float  # for hidden states before the first step; this and the next are of this process alone
+    training_seconds: float  # of a resumed run only the last part
     tokens_per_second: float  # of text, in those seconds
     losses: list[float]  # per head
     accuracy_by_rank: list[list[float]]  # per head: share of true tokens among its 1, 2, … most probable tokens
@@ -114,11 +115,13 @@ class Report:
     num_answer_tokens: int  # those among them that heads learn to predict
     num_held_out_tokens: int  # of held-out answers
     share_in_other_texts: float | None  # of held-out answers: see `likeness.py`
+    left_out: list[str]  # why chats were left out, a sentence for each reason
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Self:
         """The report in the content of a ``metrics.json``."""
-        return cls(**{known.name: metrics[known.name] for known in fields(cls)})
+        values = {"reading_seconds": 0.0, "left_out": [], **metrics}  # runs of before have none
+        return cls(**{known.name: values[known.name] for known in fields(cls)})
 
 
 @torch.no_grad()
@@ -179,6 +182,7 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
         f"| {i + 1} | {loss:.3f} | {top1:.1%} | {top3:.1%} | {top10:.1%} |"
         for i, (loss, top1, top3, top10) in enumerate(rows)
     )
+    seconds = report.reading_seconds + report.training_seconds
     drafted, steps = counted(len(report.losses), "token"), counted(report.num_steps, "step")
     texts, held_out = counted(report.num_training_texts, "text"), counted(report.num_held_out_texts, "held-out text")
     return f"""# {report.method} head for {report.model_id}
@@ -186,7 +190,7 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
 Drafts {drafted} beyond the next one. With `draftheads`, {report.model_id} checks them itself.
 
 Trained on {texts} ({counted(report.num_training_tokens, "token")}, {report.num_answer_tokens:,} of them in answers)
-in {steps}, {report.training_seconds:,.0f} seconds. On {held_out}, how often the true
+in {steps}, {seconds:,.0f} seconds with the hidden states. On {held_out}, how often the true
 token is among a head's most probable tokens:
 
 | head | loss | top-1 | top-3 | top-10 |

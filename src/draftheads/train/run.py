@@ -17,11 +17,11 @@ from torch import nn
 
 from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.compute_features import check_stored_layers
+from draftheads.data.compute_features import LeftOut, check_stored_layers, left_out_lines
 from draftheads.data.features import FeatureStore, read_meta
 from draftheads.data.live_features import LiveStore
 from draftheads.data.plain_text import read_texts as plain_texts
-from draftheads.data.records import check_readable, read_chats
+from draftheads.data.records import NO_ANSWER, check_readable, read_chats
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -104,11 +104,14 @@ class Run:
     start_head: Start | None  # of --start-from
     data: TrainingData
     head: DraftHead
+    features: Path | None = None  # where hidden states are stored, as soon as there may be some
+    reading_seconds = 0.0  # for them
 
     def __init__(self, options: RunOptions, progress: Progress) -> None:
         self.options = options
         self.progress = progress
         self.folder = RunFolder(options, self.head_folder)
+        self.left_out: LeftOut = {}
 
     def run(self) -> Any:
         """The whole run; returns the report, in the first process at least."""
@@ -131,6 +134,12 @@ class Run:
 
     def run_for(self, target: TargetModel) -> Any:
         """The run with a model that is loaded already, in a folder that is free."""
+        try:
+            return self._run_for(target)
+        except KeyboardInterrupt:
+            raise TrainingInterrupted(f"stopped; {self.folder.kept(self.features)}") from None
+
+    def _run_for(self, target: TargetModel) -> Any:
         self.target = target
         self.start_head = self.read_start()
         self.data = self.read_data()
@@ -163,7 +172,8 @@ class Run:
         """
         check_readable(self.options.chats.data)
         for path in self.options.chats.data:
-            next(read_chats(path), None)
+            if not any(chat.messages or chat.tokens for chat in read_chats(path)):  # reads up to the first one
+                raise DataError(NO_ANSWER, path=path)
 
     def load_target(self) -> TargetModel:
         """The model of ``--model``."""
@@ -213,13 +223,18 @@ class Run:
             self.batches(),
             self.folder,
             stages=self.data.stages,
+            epoch_ends=self.data.epoch_ends,
             progress=self.progress,
             validate=self.validate,
             trainer_class=self.trainer_class(),
         )
         seconds = time.monotonic() - started
         num_tokens = sum(self.data.tokens_per_step[first_step:])
-        return {"training_seconds": round(seconds, 1), "tokens_per_second": round(num_tokens / seconds, 1)}
+        return {
+            "reading_seconds": round(self.reading_seconds, 1),
+            "training_seconds": round(seconds, 1),
+            "tokens_per_second": round(num_tokens / seconds, 1),
+        }
 
     def module(self) -> nn.Module:
         """What the optimizer trains: batches go in, a loss comes out."""
@@ -273,6 +288,7 @@ class Run:
                 list(part) for part in zip(*map(measured.accuracy, range(1, NUM_RANKS + 1)), strict=True)
             ],
             tree=[list(path) for path in tree.paths[1:]],
+            left_out=left_out_lines(self.left_out),
             **measured.summary(tree),
         )
         return self.save(report, self.acceptance_profile(measured))
@@ -347,17 +363,15 @@ class HeadRun(Run):
         folder = features or options.out / "features"
         if not self.has_texts:
             return self.claim(plan_training(self._finished_features(folder), options, options.plain_text))
-        try:
-            self.progress.stage("reading data")
-            texts = read_texts(self.target, options)
-            data = self.claim(plan_training(LiveStore(self.target, texts), options, options.plain_text))
-            self.progress.stage(f"hidden states of {counted(len(texts), 'text')}")
-            layers = layers_read(options.heads, self.target)
-            return replace(data, store=with_hidden_states(self.target, texts, options, self.progress, layers))
-        except KeyboardInterrupt:
-            raise TrainingInterrupted(
-                f"stopped before training; hidden states so far are in {folder}: the same command continues from there"
-            ) from None
+        self.progress.stage("reading data")
+        texts = read_texts(self.target, options, self.left_out)
+        data = self.claim(plan_training(LiveStore(self.target, texts), options, options.plain_text))
+        self.progress.stage(f"hidden states of {counted(len(texts), 'text')}")
+        layers = layers_read(options.heads, self.target)
+        self.features, started = folder, time.monotonic()
+        store = with_hidden_states(self.target, texts, options, self.progress, layers)
+        self.reading_seconds = time.monotonic() - started
+        return replace(data, store=store)
 
     def _finished_features(self, folder: Path) -> FeatureStore:
         store, target = FeatureStore(folder), self.target

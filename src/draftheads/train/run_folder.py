@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftheads.data.features import stored
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.loading import find_template
 from draftheads.models.chat_template import read_template
@@ -87,6 +88,18 @@ class RunFolder:
     def checkpoint(self) -> str | None:
         """The newest whole checkpoint, to resume from; None without ``--resume`` or without a checkpoint."""
         return find_checkpoint(self.path) if self.options.resume else None
+
+    def kept(self, features: Path | None) -> str:
+        """What a run that was stopped left here and in a store of hidden states, and how to go on."""
+        if current(self.head, "config.json").exists():
+            return f"the trained head is in {self.head}"
+        if newest := find_checkpoint(self.path):
+            return f"{newest} is kept: the same command with --resume continues from there"
+        num_texts, num_tokens = (0, 0) if features is None else stored(features)
+        if not num_texts:
+            return "nothing was kept: the same command begins again"
+        what = f"hidden states of {counted(num_texts, 'text')} ({counted(num_tokens, 'token')})"
+        return f"{what} are kept in {features}: the same command continues from there"
 
     def complete_metrics(self) -> dict[str, Any] | None:
         """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete; else None.

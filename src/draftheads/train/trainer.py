@@ -50,14 +50,15 @@ def fit(
     folder: RunFolder,
     *,
     stages: Sequence[Stage],
+    epoch_ends: frozenset[int],
     progress: Progress,
     validate: Validate,
     trainer_class: "Callable[..., HeadTrainer]",
 ) -> int:
     """Trains a learner in place on all batches; with ``--resume`` from the last checkpoint.
 
-    ``validate`` is called before the first step, every ``eval_steps`` and after the last step. Its results go to
-    ``validation.jsonl``. Of several processes only the first one validates and writes.
+    ``validate`` is called before the first step, every ``eval_steps``, at ``epoch_ends`` and after the last step. Its
+    results go to ``validation.jsonl``. Of several processes only the first one validates and writes.
 
     Returns:
         The number of steps that were done before.
@@ -92,7 +93,9 @@ def fit(
         )
         trainer.remove_callback(PrinterCallback)
         eval_steps = options.report.eval_steps
-        trainer.add_callback(_Callback(trainer, log, validations, validate, eval_steps, progress, interrupted))
+        trainer.add_callback(
+            _Callback(trainer, log, validations, validate, eval_steps, epoch_ends, progress, interrupted)
+        )
         thread_choice().restore()  # decoding may have left fewer
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -222,9 +225,10 @@ class _Callback(TrainerCallback):
     validations: StepLog
     validate: Validate
     eval_steps: int  # between two measurements; 0 for none
+    epoch_ends: frozenset[int]  # steps after which it is measured, too
     progress: Progress
     interrupted: threading.Event
-    losses: dict[str, float] = field(default_factory=dict)  # the last ones, each the mean of the heads
+    losses: dict[str, str] = field(default_factory=dict)  # what to show of the last ones, each the mean of the heads
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # a checkpoint has the --save-steps and --log-steps of the run that wrote it; this run may have others
@@ -235,7 +239,7 @@ class _Callback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._validate(state)
         names = ("loss", "held-out loss")
-        note = ", ".join(f"{name} {self.losses[name]:.3f}" for name in names if name in self.losses)
+        note = ", ".join(f"{name} {self.losses[name]}" for name in names if name in self.losses)
         self.progress.progress(state.global_step, state.max_steps, note)
         if processes.any_of(self.interrupted.is_set()):
             self.interrupted.set()
@@ -249,15 +253,16 @@ class _Callback(TrainerCallback):
         if logs and "loss" in logs:
             record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
             means = self.trainer.take_means()
-            self.losses["loss"] = mean_loss(means["head_losses"])
+            self.losses["loss"] = f"{mean_loss(means['head_losses']):.3f}"
             self.log.add({"step": state.global_step, **record, **means})
 
     def _validate(self, state: TrainerState) -> None:
         step = state.global_step
-        if processes.is_first() and self.eval_steps and (step % self.eval_steps == 0 or step == state.max_steps):
+        is_due = self.eval_steps and (step % self.eval_steps == 0 or step in {*self.epoch_ends, state.max_steps})
+        if processes.is_first() and is_due:
             measured = self.validate()
             self.validations.add({"step": step, **measured})
-            self.losses["held-out loss"] = mean_loss(measured["losses"])
+            self.losses["held-out loss"] = f"{mean_loss(measured['losses']):.3f} at step {step}"
 
 
 def _own_optimizer(options: RunOptions) -> tuple[Any, dict[str, Any]] | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from draftheads.data.chat_tokens import EncodedChat, check_known
 from draftheads.data.compute_features import build_shards, claim, limited, load_texts, missing_shards, needed_bytes
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live_features import LiveStore, read_alone
-from draftheads.data.plain_text import is_plain, load_blocks
+from draftheads.data.plain_text import load_blocks
 from draftheads.data.vllm_features import ExtractedStore
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
@@ -33,6 +34,7 @@ class TrainingData:
     plan: list[list[int]]  # the documents of every batch; whole steps
     batches_per_step: int  # of all processes together
     stages: tuple[Stage, ...]
+    epoch_ends: frozenset[int]  # steps, to the nearest one; also the end of the first stage
 
     @property
     def num_steps(self) -> int:
@@ -51,8 +53,10 @@ class TrainingData:
         return [(self.store.token_ids[i], self.store.loss_masks[i]) for i in documents]
 
 
-def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
-    """Plain texts in blocks, and chats.
+def read_texts(
+    target: TargetModel, options: TrainOptions, left_out: dict[str, list[str]] | None = None
+) -> list[EncodedChat]:
+    """Plain texts in blocks, and chats; ``left_out`` as for :func:`load_texts`.
 
     Raises:
         DataError: a bad file; no text at all; a token that the model does not have.
@@ -68,7 +72,8 @@ def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
             max_tokens=chats.max_tokens,
         )
     if chats.data:
-        texts += load_texts(target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
+        limits: dict[str, Any] = {"max_length": chats.max_length, "max_tokens": chats.max_tokens}
+        texts += load_texts(target, chats.data, **limits, left_out=left_out)
     check_known(texts, target.vocab_size)
     return texts
 
@@ -134,12 +139,14 @@ def plan_training(store: Documents, options: RunOptions, plain_text: PlainTextOp
         plan = [*_repeated(of_plain_text, num_batches=num_steps * per_step), *plan]
         stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=first.second_stage_rate))
         training = [*plain, *training]
-    return TrainingData(store, training, held_out, plan, per_step, stages)
+    first_steps, last_steps = len(plan) // per_step - stages[-1].num_steps, stages[-1].num_steps
+    ends = {first_steps + round(last_steps * i / schedule.epochs) for i in range(schedule.epochs + 1)}
+    return TrainingData(store, training, held_out, plan, per_step, stages, frozenset(ends))
 
 
 def _documents(store: Documents, max_tokens: int | None, *, plain: bool) -> list[int]:
     """Plain texts, or chats, until ``max_tokens`` tokens are there. Data that was read for this run has no more."""
-    documents = [i for i, loss_mask in enumerate(store.loss_masks) if is_plain(loss_mask) == plain]
+    documents = [i for i, is_plain in enumerate(store.is_plain) if is_plain == plain]
     if max_tokens is None:
         return documents
     before = accumulate((store.lengths[i] for i in documents), initial=0)  # one number more than there are documents

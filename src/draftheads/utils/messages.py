@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Message = Mapping[str, str]  # role and content
+Message = Mapping[str, Any]  # role and content; of the assistant perhaps reasoning_content and tool_calls, too
 # what the chat templates of published models read; a template refuses or ignores those that it does not know
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 

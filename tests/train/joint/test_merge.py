@@ -12,6 +12,7 @@ from torch import Tensor
 
 import draftheads
 from draftheads.checkpoints.checkpoint import load_head
+from draftheads.cli import merge as command
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound, StorageError
 from draftheads.models.adapter import Adapter
 from draftheads.models.fingerprint import difference
@@ -23,7 +24,7 @@ from fake_progress import FakeProgress
 from families import fitting
 from joint_world import harness, joint_options, on_disk, train_jointly_for
 from thorough import some_rows
-from training_world import chat_model
+from training_world import VOCAB, chat_model
 
 
 def tuned_weights(target: TargetModel) -> dict[str, Tensor]:
@@ -38,10 +39,10 @@ def tuned_weights(target: TargetModel) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_merging_gives_the_weights_of_the_definition(chats: Path, tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "targets"), [(False, ()), (True, ()), (True, ("lm_head", "o_proj"))])
+def test_merging_gives_the_weights_of_the_definition(chats: Path, tied: bool, targets: tuple[str, ...]) -> None:
     target = chat_model(tie_word_embeddings=tied)
-    joint, batch = harness(target, chats)
+    joint, batch = harness(target, chats, lora_targets=targets)
     joint.eval()
     expected = tuned_weights(target)
     with torch.no_grad():
@@ -80,7 +81,9 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
     merge(MergeOptions(model=model, adapter=out, out=merged))
     assert capfd.readouterr() == ("", "")  # no bar of transformers
     tuned = TargetModel.load(str(merged), dtype=torch.float32)
-    assert not tuned.config.tie_word_embeddings
+    assert tuned.config.tie_word_embeddings == tied
+    sizes = {folder: (folder / "model.safetensors").stat().st_size for folder in (Path(model), merged)}
+    assert sizes[merged] == pytest.approx(sizes[Path(model)], rel=0.01)
     assert tuned.model.generation_config.temperature == 0.7
     assert tuned.tokenizer.chat_template
     # the folder holds the very model that was tuned
@@ -107,6 +110,21 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
     assert saved["fingerprints"] == vars(tuned.fingerprints)
     with pytest.raises(StorageError, match="already exists"):
         merge(MergeOptions(model=model, adapter=out, out=merged))
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "lm_head")])
+def test_an_lm_head_that_is_the_embedding_is_only_adapted_if_it_is_asked_for(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], targets: tuple[str, ...]
+) -> None:
+    model = on_disk(tmp_path / "base", tie_word_embeddings=True)
+    progress = FakeProgress()
+    train_jointly(joint_options(tmp_path / "out", chats, model=model, epochs=1, lora_targets=targets), progress)
+    assert ("the lm_head is not adapted: its matrix is the embedding's, too" in progress.stages) == (not targets)
+    command.run(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert ("lm_head.weight" in found) == bool(targets)
+    told = f"are two now: {len(VOCAB) * 32 * 4 / 1e6:,.0f} MB more than the base"
+    assert (told in capsys.readouterr().out) == bool(targets)
 
 
 def test_merging_keeps_the_dtype_of_the_model_files(chats: Path, tmp_path: Path) -> None:

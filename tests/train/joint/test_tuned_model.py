@@ -29,6 +29,10 @@ def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
     assert TunedModel(target.model, None, "").update is None
 
 
+def test_an_lm_head_that_is_the_embedding_is_not_adapted() -> None:
+    assert "lm_head" not in linear_layers(chat_model(tie_word_embeddings=True).model)
+
+
 def test_only_the_named_layers_are_adapted() -> None:
     target = chat_model()
     adapter = Adapter.attach(target.model, rank=2, alpha=4, dropout=0.0, targets=("q_proj",))
@@ -40,7 +44,7 @@ def test_only_the_named_layers_are_adapted() -> None:
 
 def test_labels_of_the_tuned_model_have_its_soft_cap(chats: Path) -> None:
     """With an adapted lm_head, too (Gemma-2 caps its logits)."""
-    gemma = tiny_model("gemma2", vocab_size=len(VOCAB), final_logit_softcapping=2.0)
+    gemma = tiny_model("gemma2", vocab_size=len(VOCAB), final_logit_softcapping=2.0, tie_word_embeddings=False)
     target = replace(gemma, tokenizer=chat_tokenizer())
     joint, batch = harness(target, chats)
     joint.eval()

@@ -1,7 +1,7 @@
 """Merges a model and its adapter into one ordinary model folder, with the head that was tuned with it, if there is one.
 
-If embedding and lm_head are one matrix and the lm_head was adapted, the merged model has two matrices: the adapter
-changed the lm_head, but not the embedding.
+If embedding and lm_head are one matrix and one of them was adapted, the merged model has two matrices: the adapter did
+not change the other.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ import torch
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.errors import ModelNotFound
-from draftheads.models.adapter import check_adapter_base
+from draftheads.models.adapter import check_adapter_base, is_tied
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import (
     ADAPTER_CONFIG,
@@ -27,8 +27,8 @@ from draftheads.train.joint.options import MergeOptions
 from draftheads.utils.files import atomic_directory, user_path
 
 
-def merge(options: MergeOptions) -> None:
-    """Merges in fp32 on the CPU, and writes the folder whole or not at all.
+def merge(options: MergeOptions) -> int:
+    """Merges in fp32 on the CPU, and writes the folder whole or not at all. Returns the bytes of a new second matrix.
 
     The adapter is that of a joint run, with its head, or any other adapter of peft that can be merged.
 
@@ -44,16 +44,19 @@ def merge(options: MergeOptions) -> None:
     name = options.model or base_of(str(_adapter_in(run)))
     dtype = DTYPES[options.dtype] if options.dtype else stored_dtype(name)
     base = TargetModel.load(name, dtype=torch.float32, device="cpu")
+    was_tied = is_tied(base.model)
     merged = merged_model(base, run, dtype=dtype, model_id=str(out.resolve()))
+    added = merged.model.get_output_embeddings().weight.nbytes if was_tied and not is_tied(merged.model) else 0
     with atomic_directory(out) as staged, without_bars():
         merged.model.save_pretrained(staged)
         merged.tokenizer.save_pretrained(staged)
         if not (run / ADAPTER_FOLDER).is_dir() and not (run / HEAD_FOLDER).is_dir():
-            return  # no joint run, whose head comes with it
+            return added  # no joint run, whose head comes with it
         saved = read_head(run / HEAD_FOLDER)
         head = load_head(saved.folder, merged, dtype=torch.float32)
         base = replace(merged, chat_template=saved.chat_template)
         save_head(head, staged / HEAD_FOLDER, base=base, card=saved.card, profile=saved.profile)
+    return added
 
 
 def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: str) -> TargetModel:

@@ -47,7 +47,8 @@ class AdapterOptions(OptionGroup):
     lora_dropout: Annotated[float, FRACTION] = 0.05
     """Dropout before the adapter's layers."""
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of layers to adapt. All linear layers and the lm_head when left out."""
+    """Ends of the names of layers to adapt. All linear layers when left out, but no lm_head that is
+    the embedding, too: `merge` would make two matrices of them."""
 
 
 _HEADS = HeadOptions(method="medusa")

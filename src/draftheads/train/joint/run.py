@@ -21,7 +21,7 @@ from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import BaseModelWarning
 from draftheads.heads.base import DraftHead
-from draftheads.models.adapter import FORMAT_VERSION, Adapter, require_peft
+from draftheads.models.adapter import FORMAT_VERSION, Adapter, is_tied, require_peft
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -96,9 +96,12 @@ class JointRun(Run):
 
     def read_data(self) -> TrainingData:
         """Chats; the model changes, so hidden states are not stored."""
+        if is_tied(self.target.model) and not self.options.adapter.lora_targets:
+            self.progress.stage("the lm_head is not adapted: its matrix is the embedding's, too")
         self.progress.stage("reading data")
         chats, head = self.options.chats, self.options.tuning.head
-        texts = load_texts(self.target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
+        limits: dict[str, Any] = {"max_length": chats.max_length, "max_tokens": chats.max_tokens}
+        texts = load_texts(self.target, chats.data, **limits, left_out=self.left_out)
         check_known(texts, self.target.vocab_size)
         layers = read_head(head).config.hidden_layers if head else layers_read(self.options.heads, self.target)
         return self.claim(plan_training(LiveStore(self.target, texts, layers), self.options))
