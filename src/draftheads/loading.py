@@ -152,6 +152,7 @@ def load(
         SpeedWarning: the faster modules do not fit this version of transformers; or other programs use the processor.
         RoundingWarning: a pass over a tree differs from a text's by more than the model's own rounding in 16 bits.
         LengthWarning: texts end before the model's own greatest length.
+        GenerationConfigWarning: a part of the model's generation configuration changes texts and is not applied.
         BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
             after an answer, far fewer draft tokens were accepted than the profile expects.
     """

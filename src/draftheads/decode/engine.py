@@ -82,6 +82,10 @@ class Engine:
             InvalidSettings: a model or drafter that is none, an impossible ``max_batch_size``, only one of the
                 profiles, a shape besides them, or a shape or profiles for a drafter that makes trees of its own.
             InvalidTree: the shape is not one, or the drafter cannot fill it.
+            UnsupportedModel: transformers does not take the model's generation configuration.
+
+        Warns:
+            GenerationConfigWarning: the model's generation configuration is not applied as a whole.
         """
         if not isinstance(model, TargetModel):
             raise InvalidSettings(
@@ -102,6 +106,7 @@ class Engine:
         if shape is not None and not fills_shapes:
             raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
         self.model = model
+        self.generation = model.generation  # warns now, not with the first request
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
         self.shape = None if shape is None else as_shape(shape)
@@ -184,6 +189,7 @@ class Engine:
             max_length=self.model.max_positions,
             index=index,
             grammar_state=grammar_state,
+            generation=self.generation,
         )
 
     def run(self, requests: Sequence[Request], *, on_phase: Callable[[str], object] = str) -> Iterator[StreamEvent]:

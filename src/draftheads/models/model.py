@@ -24,9 +24,10 @@ from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.native_step import NativeStep, native_step
 from draftheads.cpu.optimise import speed_up
 from draftheads.cpu.threads import thread_choice
-from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel
+from draftheads.errors import GenerationConfigWarning, InvalidSettings, LengthWarning, UnsupportedModel
 from draftheads.models.adapter import check_base, read_lora
 from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
+from draftheads.models.generation import GenerationRules
 from draftheads.models.lora_layers import add_lora
 from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, max_positions_of
 from draftheads.models.model_names import find_adapter, model_id_of
@@ -35,6 +36,7 @@ from draftheads.models.torchao_int8 import quantise
 from draftheads.speculation.draft import TargetWeights
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
+from draftheads.utils.messages import short
 
 # varied text, on which int8 finds the layers' large inputs
 TYPICAL_TEXT = """
@@ -302,7 +304,26 @@ class TargetModel:
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
-        return eos_ids_of(getattr(self.model, "generation_config", None), self.config, self.tokenizer)
+        sources = getattr(self.model, "generation_config", None), self.config, self.tokenizer
+        return eos_ids_of(*sources, vocab_size=self.vocab_size)
+
+    @cached_property
+    def generation(self) -> GenerationRules:
+        """What its generation configuration does to its texts.
+
+        Warns:
+            GenerationConfigWarning: it changes them in ways that are not applied.
+        """
+        rules = GenerationRules(self.model, vocab_size=self.vocab_size, device=self.device)
+        if rules.not_applied:
+            named = ", ".join(f"{name}={value!r}" for name, value in rules.not_applied.items())
+            warnings.warn(
+                f"{self.model_id}: its generation configuration has {short(named)}, not applied here: texts are those "
+                "of generate without it",
+                GenerationConfigWarning,
+                stacklevel=2,
+            )
+        return rules
 
     @cached_property
     def weights_fingerprint(self) -> str:

@@ -3,6 +3,7 @@
 Reads attributes of ``transformers``' configurations, which differ between families and versions.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -62,13 +63,16 @@ def max_positions_of(config: Any) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def eos_ids_of(*sources: Any) -> frozenset[int]:
-    """Token ids that end a text by any of a model's configurations or its tokenizer."""
+def eos_ids_of(*sources: Any, vocab_size: int | None = None) -> frozenset[int]:
+    """Token ids that end a text by any of a model's configurations or its tokenizer.
+
+    Ids outside of the vocabulary are left out: no text has them.
+    """
     eos_ids: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(eos_ids)
+    return frozenset(token for token in eos_ids if 0 <= token < (vocab_size or math.inf))
 
 
 def num_weights(config: Any) -> int:
