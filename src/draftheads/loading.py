@@ -75,6 +75,7 @@ _OTHER_NAMES = {  # in transformers and vLLM
     "load_in_8bit": "precision='int8'",
     "pretrained_model_name_or_path": "model",
     "max_num_seqs": "max_batch_size",
+    "max_model_len": "max_length",
 }
 
 
@@ -92,6 +93,7 @@ def load(
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
     max_batch_size: int = 16,
+    max_length: int | None = None,
     fast: bool = True,
     batch_invariant: bool = False,
     four_bit: bool = False,
@@ -128,6 +130,8 @@ def load(
             changes the model a little.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
+        max_length: most tokens of prompt and answer together. When left out, what the model's configuration says, with
+            scaled rotary positions included.
         fast: on a CPU, packed weights and grouped attention; on CUDA, steps captured as graphs; off is the stock model.
         batch_invariant: on a CPU with the native library, plain and speculative text are equal to the bit, also in
             bf16. Without it that holds for models whose layers the library computes; others are equal in fp32, and in
@@ -175,6 +179,7 @@ def load(
         chat_template=template,
         precision=precision,
         device=device,
+        max_length=max_length,
         fast=fast,
         batch_invariant=batch_invariant,
         four_bit=four_bit,
@@ -399,6 +404,7 @@ def load_target(
     chat_template: str | None = None,
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
+    max_length: int | None = None,
     fast: bool = True,
     batch_invariant: bool = False,
     **options: Unpack[LoadOptions],
@@ -416,13 +422,19 @@ def load_target(
 
     def read() -> TargetModel:
         if _is_loaded(model):
-            target = TargetModel.of(model, tokenizer, chat_template=chat_template)
+            target = TargetModel.of(model, tokenizer, chat_template=chat_template, max_length=max_length)
             _check_as_loaded(target, precision, None if device is None else place, options)
         else:
             # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
             dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
             target = TargetModel.load(
-                model, tokenizer=tokenizer, dtype=dtype, device=device, chat_template=chat_template, **options
+                model,
+                tokenizer=tokenizer,
+                dtype=dtype,
+                device=device,
+                chat_template=chat_template,
+                max_length=max_length,
+                **options,
             )
         target.set_graphs(on=fast and target.device.type == "cuda")
         return target

@@ -332,6 +332,9 @@ class LoadSettings:
     """Run Python code that comes with the model. Only for models that you trust."""
     attn_implementation: Literal["sdpa", "eager"] | None = None
     """Attention of the model. Default: the choice of transformers."""
+    max_length: int | None = None
+    """Most tokens of prompt and answer together. Default: what the model's configuration says, scaled positions
+    included."""
 
     def given(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as arguments of :func:`draftheads.load`."""

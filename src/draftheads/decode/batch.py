@@ -73,7 +73,7 @@ class Batch:
         """
         requests = [prompt.request for prompt in prompts]
         texts = [prompt.text.token_ids for prompt in prompts]
-        self.target.adopt([prompt.text.entries for prompt in prompts])
+        self.target.adopt([prompt.text.entries for prompt in prompts], [request.most_tokens for request in requests])
         logits = torch.stack([prompt.logits for prompt in prompts])  # (b, V)
         hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
         rows, seen, rules = self._settings_of(requests)

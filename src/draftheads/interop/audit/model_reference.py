@@ -97,7 +97,7 @@ class ModelReference:
         if answer.is_cut and not ids:
             return None
         target = Target(self.engine.model)
-        target.lengths = [0]
+        target.adopt([None], [len(prompt) + self.settings.max_new_tokens])
         [(hidden, _)] = target.read([[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
         logits = self.engine.model.logits(hidden[len(prompt) - 1 :]).float()
         for place in range(len(logits)):
