@@ -14,7 +14,7 @@ from draftheads.bench.timing import engine_way, stock_way
 from draftheads.decode.engine import Engine
 from draftheads.decode.token_rules import BatchRules
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import GenerationConfigWarning, UnsupportedModel
+from draftheads.errors import GenerationWarning, UnsupportedModel
 from draftheads.interop.audit.model_reference import ModelReference
 from draftheads.interop.audit.settings import AuditSettings
 from draftheads.interop.transformers import custom_generate
@@ -141,7 +141,7 @@ def test_every_setting_of_transformers_is_known() -> None:
 )
 def test_what_is_not_applied_is_named_once(settings: dict[str, Any], name: str) -> None:
     model = with_config("llama", **settings)
-    with pytest.warns(GenerationConfigWarning, match=name) as told:
+    with pytest.warns(GenerationWarning, match=name) as told:
         engine = Engine(model)
     Engine(model, PromptLookup()).generate(PROMPTS, max_new_tokens=3)
     assert len(told) == 1
@@ -162,7 +162,7 @@ def test_what_is_not_applied_is_named_once(settings: dict[str, Any], name: str) 
 )
 def test_usual_configurations_change_nothing_and_cost_nothing(settings: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error", GenerationConfigWarning)
+        warnings.simplefilter("error", GenerationWarning)
         engine = Engine(with_config("llama", **settings))
     request = engine.request(PROMPTS[0], SamplingSettings())
     assert (request.processors, request.bias) == (None, {})
@@ -228,7 +228,7 @@ def test_custom_generate_follows_the_whole_configuration() -> None:
     model = with_config("llama", **RULED, watermarking_config={"bias": 3.0, "seeding_scheme": "lefthash"})
     loop = custom_generate("prompt-lookup", tokenizer=IntegerTokenizer())
     with warnings.catch_warnings():
-        warnings.simplefilter("error", GenerationConfigWarning)
+        warnings.simplefilter("error", GenerationWarning)
         drafted = [theirs(model, prompt, custom_generate=loop) for prompt in PROMPTS]
     assert drafted == [theirs(model, prompt) for prompt in PROMPTS]
 

@@ -214,7 +214,7 @@ class LengthWarning(DraftHeadsWarning):
     """Texts end before the length that the model's configuration allows."""
 
 
-class GenerationConfigWarning(DraftHeadsWarning):
+class GenerationWarning(DraftHeadsWarning):
     """The model's generation configuration changes texts of ``generate`` in ways that are not applied here."""
 
 

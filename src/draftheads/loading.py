@@ -130,8 +130,7 @@ def load(
             changes the model a little.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
-        max_length: most tokens of prompt and answer together. When left out, what the model's configuration says, with
-            scaled rotary positions included.
+        max_length: most tokens of prompt and answer together. When left out, what the model's configuration says.
         fast: on a CPU, packed weights and grouped attention; on CUDA, steps captured as graphs; off is the stock model.
         batch_invariant: on a CPU with the native library, plain and speculative text are equal to the bit, also in
             bf16. Without it that holds for models whose layers the library computes; others are equal in fp32, and in
@@ -156,7 +155,7 @@ def load(
         SpeedWarning: the faster modules do not fit this version of transformers; or other programs use the processor.
         RoundingWarning: a pass over a tree differs from a text's by more than the model's own rounding in 16 bits.
         LengthWarning: texts end before the model's own greatest length.
-        GenerationConfigWarning: a part of the model's generation configuration changes texts and is not applied.
+        GenerationWarning: a part of the model's generation configuration changes texts and is not applied.
         BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
             after an answer, far fewer draft tokens were accepted than the profile expects.
     """
@@ -420,22 +419,16 @@ def load_target(
     place = device_named(device)
     tokenizer = _as_tokenizer(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
 
+    ours: dict[str, Any] = {"chat_template": chat_template, "max_length": max_length}
+
     def read() -> TargetModel:
         if _is_loaded(model):
-            target = TargetModel.of(model, tokenizer, chat_template=chat_template, max_length=max_length)
+            target = TargetModel.of(model, tokenizer, **ours)
             _check_as_loaded(target, precision, None if device is None else place, options)
         else:
             # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
             dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
-            target = TargetModel.load(
-                model,
-                tokenizer=tokenizer,
-                dtype=dtype,
-                device=device,
-                chat_template=chat_template,
-                max_length=max_length,
-                **options,
-            )
+            target = TargetModel.load(model, tokenizer=tokenizer, dtype=dtype, device=device, **ours, **options)
         target.set_graphs(on=fast and target.device.type == "cuda")
         return target
 

@@ -273,9 +273,7 @@ _RULES = {
     ),
     "top_k": _Rule(_integer, lambda k: k >= 1, "an integer of at least 1, or None for all tokens", or_none=True),
     "top_p": _Rule(_number, lambda p: 0.0 < p <= 1.0, "a number above 0 and at most 1"),
-    "repetition_penalty": _Rule(
-        _number, lambda penalty: 0.0 < penalty < float("inf"), "a positive number, or None", or_none=True
-    ),
+    "repetition_penalty": _Rule(_number, lambda p: 0.0 < p < float("inf"), "a positive number", or_none=True),
     "min_p": _Rule(_number, lambda p: 0.0 <= p <= 1.0, "a number from 0 to 1"),
     "frequency_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
@@ -292,7 +290,7 @@ _RULES = {
     "ignore_eos": _FLAG,
     "include_stop_str_in_output": _FLAG,
     "skip_special_tokens": _FLAG,
-    "min_new_tokens": _Rule(_integer, lambda n: n >= 0, "an integer of at least 0, or None", or_none=True),
+    "min_new_tokens": _Rule(_integer, lambda n: n >= 0, "an integer of at least 0", or_none=True),
     "logprobs": _Rule(
         _integer,
         lambda k: 0 <= k <= MOST_LOGPROBS,
@@ -333,8 +331,7 @@ class LoadSettings:
     attn_implementation: Literal["sdpa", "eager"] | None = None
     """Attention of the model. Default: the choice of transformers."""
     max_length: int | None = None
-    """Most tokens of prompt and answer together. Default: what the model's configuration says, scaled positions
-    included."""
+    """Most tokens of prompt and answer together. Default: what the model's configuration says."""
 
     def given(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as arguments of :func:`draftheads.load`."""

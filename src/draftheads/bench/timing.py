@@ -152,10 +152,7 @@ class _FirstToken:
 
 
 def stock_way(model: TargetModel, sampling: SamplingSettings = _GREEDY) -> Way:
-    """Transformers' own ``generate`` on the stock model, one prompt after the other.
-
-    It applies as much of the model's generation configuration as our engines.
-    """
+    """Transformers' own ``generate`` on the stock model, one prompt after the other, by the rules of our engines."""
     no_end = {"eos_token_id": None} if sampling.ignore_eos else {"eos_token_id": sorted(model.eos_ids)}
     how: dict[str, Any] = {"do_sample": False, **model.generation.switched_off}
     if sampling.temperature:

@@ -132,14 +132,9 @@ class Batch:
         if draft.sampled and self._rows.any_rejection:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
         scores = logits if self._rules is None else self._rules.verified(logits, places, draft.depths)
+        processed = None if self._rules is None else self._rules.processed(draft)
         result = accept(
-            draft,
-            scores,
-            self._rows,
-            uniforms,
-            self._seen,
-            rejection_uniforms=rejection_uniforms,
-            processed=None if self._rules is None else self._rules.processed(draft),
+            draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms, processed=processed
         )
         new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, asked)  # the step's one read
         if asked is not None:

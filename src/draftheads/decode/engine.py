@@ -82,10 +82,6 @@ class Engine:
             InvalidSettings: a model or drafter that is none, an impossible ``max_batch_size``, only one of the
                 profiles, a shape besides them, or a shape or profiles for a drafter that makes trees of its own.
             InvalidTree: the shape is not one, or the drafter cannot fill it.
-            UnsupportedModel: transformers does not take the model's generation configuration.
-
-        Warns:
-            GenerationConfigWarning: the model's generation configuration is not applied as a whole.
         """
         if not isinstance(model, TargetModel):
             raise InvalidSettings(

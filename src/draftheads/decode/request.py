@@ -134,7 +134,8 @@ class Request:
         self.min_new_tokens = settings.min_new_tokens or 0
         self.bias = {**(generation.bias if generation else {}), **dict(settings.logit_bias)}
         # of the model's generation configuration; the repetition penalty is then among them
-        self.processors = generation and generation.processors(self.prompt_ids, self.most_tokens, settings)
+        most = self.most_tokens
+        self.processors = None if generation is None else generation.processors(self.prompt_ids, most, settings)
         self.row_settings = replace(settings, repetition_penalty=1.0) if self.processors else settings
         self.new_stream = partial(TextStream, tokenizer, skip_special_tokens=settings.skip_special_tokens)
         self._stream = self.new_stream()

@@ -11,6 +11,17 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from draftheads.errors import InvalidPrompt, InvalidSettings
 
+# transformers' own rules that look at each text alone and keep no state
+_OF_ONE_ROW = {
+    *("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"),
+    *("EpsilonLogitsWarper", "EtaLogitsWarper", "MinPLogitsWarper", "TemperatureLogitsWarper", "TopHLogitsWarper"),
+    *("TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+    *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
+    *("InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor"),
+    *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+    *("RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
+    *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
+}
 # arguments of a pass of the model that generate makes itself, and that change nothing here
 _MADE_BY_GENERATE = {"attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache"}
 _CACHES = ("cache", "past_key_values")
@@ -86,6 +97,12 @@ def prompts_of(input_ids: Tensor, arguments: Mapping[str, Any]) -> list[list[int
         if given.shape[-2:] != usual.shape[-2:] or not torch.where(is_text, given == usual, True).all():  # noqa: FBT003
             raise InvalidSettings("draft heads cannot decode with position_ids of your own: leave them out")
     return [ids[there].tolist() for ids, there in zip(input_ids, is_text, strict=True)]
+
+
+def looks_at_one_row(rule: object) -> bool:
+    """Whether it is a rule of transformers that does not depend on the other rows, and keeps no state."""
+    kind = type(rule)
+    return kind.__name__ in _OF_ONE_ROW and kind.__module__.startswith("transformers.generation.")
 
 
 def custom_generate_of(frame: FrameType | None) -> str | None:

@@ -18,17 +18,17 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.checkpoints.registry import head_name
 from draftheads.decode.engine import Engine
-from draftheads.errors import GenerationConfigWarning, InvalidSettings, PromptTooLong, require_bool
+from draftheads.errors import GenerationWarning, InvalidSettings, PromptTooLong, require_bool
 from draftheads.interop.drafted_rows import DraftedRows
 from draftheads.interop.generate_arguments import (
     check_supported,
     custom_generate_of,
     left_out_by,
+    looks_at_one_row,
     prompts_of,
 )
 from draftheads.interop.generate_texts import GenerateRules, Texts
 from draftheads.loading import Loadable, load
-from draftheads.models.generation import looks_at_one_row
 from draftheads.settings import Precision
 from draftheads.speculation.shapes import Sampled, Shape, as_shape
 
@@ -212,7 +212,7 @@ class CustomGenerate:
                 named = getattr(model.config, "_name_or_path", None) or None
                 tokenizer = self.options["tokenizer"] or tokenizer or named
                 with warnings.catch_warnings():  # generate applies its configuration itself
-                    warnings.simplefilter("ignore", GenerationConfigWarning)
+                    warnings.simplefilter("ignore", GenerationWarning)
                     known = state, load(model, **{**self.options, "tokenizer": tokenizer})
                 self._engines[model] = known
             return known[1]

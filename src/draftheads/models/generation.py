@@ -17,17 +17,6 @@ from draftheads.errors import UnsupportedModel, first_line
 from draftheads.models.model_config import eos_ids_of
 from draftheads.settings import SamplingSettings
 
-# transformers' own rules that look at each text alone and keep no state
-_OF_ONE_ROW = {
-    *("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"),
-    *("EpsilonLogitsWarper", "EtaLogitsWarper", "MinPLogitsWarper", "TemperatureLogitsWarper", "TopHLogitsWarper"),
-    *("TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
-    *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
-    *("InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor"),
-    *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
-    *("RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
-    *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
-}
 # settings that are not applied, with the values that switch them off besides None; then those of sampled texts only
 _NOT_APPLIED: Mapping[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), 1),
@@ -43,26 +32,17 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 class GenerationRules:
-    """The rules of a model's generation configuration.
-
-    Args:
-        model: of transformers. One without ``generate`` has no rules.
-        vocab_size: V.
-        device: of the logits.
+    """The rules of a model's generation configuration; none of a model without ``generate``.
 
     Attributes:
         sampling: the values of ``temperature``, ``top_p``, ``top_k`` and ``min_p`` that it names.
         bias: numbers that are added to the logits of tokens.
         not_applied: settings that change texts of ``generate`` and are not applied, with their values.
         switched_off: arguments of ``generate`` without these.
-
-    Raises:
-        UnsupportedModel: transformers does not take the configuration.
     """
 
     def __init__(self, model: Any, *, vocab_size: int, device: torch.device) -> None:
-        config: Any = getattr(model, "generation_config", None) or GenerationConfig()
-        self._config = config
+        self._config = config = getattr(model, "generation_config", None) or GenerationConfig()
         self._build = getattr(model, "_get_logits_processor", None)  # generate's own, which knows the order
         eos_ids = sorted(eos_ids_of(config, vocab_size=vocab_size))
         self._device, self._eos = device, torch.tensor(eos_ids, device=device) if eos_ids else None
@@ -117,14 +97,7 @@ class GenerationRules:
             config.exponential_decay_length_penalty = None
         prompt = torch.tensor([list(prompt_ids)], device=self._device)
         options = {"encoder_input_ids": prompt, "device": str(self._device)}
-        made = [] if self._build is None else self._build(config, len(prompt_ids), **options)
-        return LogitsProcessorList(made)
-
-
-def looks_at_one_row(rule: object) -> bool:
-    """Whether it is a rule of transformers that does not depend on the other rows, and keeps no state."""
-    kind = type(rule)
-    return kind.__name__ in _OF_ONE_ROW and kind.__module__.startswith("transformers.generation.")
+        return LogitsProcessorList(self._build(config, len(prompt_ids), **options) if self._build else [])
 
 
 def _bias_of(rule: Any, vocab_size: int) -> dict[int, float] | None:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftheads.models.model_config import long_rope_start
+
 _LONG = 1 << 24  # a position from here on is that of a long text
+
+
+def use_long_rope(decoder: Any, config: Any) -> None:
+    """Replaces a decoder's module for rotary positions, if it has LongRoPE."""
+    start, rotary = long_rope_start(config), getattr(decoder, "rotary_emb", None)
+    if start and getattr(rotary, "rope_type", None) == "longrope" and not isinstance(rotary, LongRope):
+        decoder.rotary_emb = LongRope(rotary, start)
 
 
 class LongRope(nn.Module):

@@ -24,26 +24,13 @@ from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.native_step import NativeStep, native_step
 from draftheads.cpu.optimise import speed_up
 from draftheads.cpu.threads import thread_choice
-from draftheads.errors import (
-    GenerationConfigWarning,
-    InvalidSettings,
-    LengthWarning,
-    UnsupportedModel,
-    require_at_least,
-)
+from draftheads.errors import GenerationWarning, InvalidSettings, LengthWarning, UnsupportedModel, require_at_least
 from draftheads.models.adapter import check_base, read_lora
 from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
 from draftheads.models.generation import GenerationRules
-from draftheads.models.long_rope import LongRope
+from draftheads.models.long_rope import LongRope, use_long_rope
 from draftheads.models.lora_layers import add_lora
-from draftheads.models.model_config import (
-    eos_ids_of,
-    head_sizes,
-    layer_sizes,
-    long_rope_start,
-    max_positions_of,
-    rope_kinds,
-)
+from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, max_positions_of, rope_kinds
 from draftheads.models.model_names import find_adapter, model_id_of
 from draftheads.models.pretrained import ATTENTION, DTYPES, LoadOptions, adapter_tokenizer, load_pretrained
 from draftheads.models.torchao_int8 import quantise
@@ -116,16 +103,8 @@ class TargetModel:
     max_length: int | None = None  # most tokens of a text, in place of what the configuration says
 
     def __post_init__(self) -> None:
-        start, rotary = long_rope_start(self.config), getattr(self.decoder, "rotary_emb", None)
-        if start and getattr(rotary, "rope_type", None) == "longrope" and not isinstance(rotary, LongRope):
-            self.decoder.rotary_emb = LongRope(rotary, start)
-        require_at_least(1, max_length=self.max_length)
-        longest, kinds = self._natural_length, rope_kinds(self.config)
-        if longest and (self.max_length or 0) > longest and not (kinds and kinds <= _ENDLESS_ROPES):
-            raise InvalidSettings(
-                f"max_length is {self.max_length:,}; {self.model_id} takes at most {longest:,} tokens: it has no "
-                "positions for longer texts, or they change with the length"
-            )
+        use_long_rope(self.decoder, self.config)
+        self._check_length()
         unknown = set(self.layer_kinds) - _ATTENTION_KINDS
         if unknown or getattr(self.model, "_is_stateful", False):
             what = ", ".join(sorted(unknown)) or "a recurrent state"
@@ -328,12 +307,16 @@ class TargetModel:
     @cached_property
     def max_positions(self) -> int | None:
         """The maximal number of tokens in a text; None if it is not known."""
-        return self._natural_length if self.max_length is None else self.max_length
+        return self.max_length or max_positions_of(self.config, switches=self.long_rope is not None)
 
-    @property
-    def _natural_length(self) -> int | None:
-        longest, start = max_positions_of(self.config), long_rope_start(self.config)
-        return longest if start is None or self.long_rope is not None else min(start, longest or start)
+    def _check_length(self) -> None:
+        require_at_least(1, max_length=self.max_length)
+        longest, kinds = max_positions_of(self.config, switches=self.long_rope is not None), rope_kinds(self.config)
+        if longest and (self.max_length or 0) > longest and not (kinds and kinds <= _ENDLESS_ROPES):
+            raise InvalidSettings(
+                f"max_length is {self.max_length:,}; {self.model_id} takes at most {longest:,} tokens: it has no "
+                "positions for longer texts, or they change with the length"
+            )
 
     @cached_property
     def long_rope(self) -> LongRope | None:
@@ -353,18 +336,14 @@ class TargetModel:
 
     @cached_property
     def generation(self) -> GenerationRules:
-        """What its generation configuration does to its texts.
-
-        Warns:
-            GenerationConfigWarning: it changes them in ways that are not applied.
-        """
+        """What its generation configuration does to its texts. Warns of what is not applied."""
         rules = GenerationRules(self.model, vocab_size=self.vocab_size, device=self.device)
         if rules.not_applied:
             named = ", ".join(f"{name}={value!r}" for name, value in rules.not_applied.items())
             warnings.warn(
                 f"{self.model_id}: its generation configuration has {short(named)}, not applied here: texts are those "
                 "of generate without it",
-                GenerationConfigWarning,
+                GenerationWarning,
                 stacklevel=2,
             )
         return rules

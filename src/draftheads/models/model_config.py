@@ -50,16 +50,18 @@ def three_layers(count: int) -> list[int]:
     return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
 
 
-def max_positions_of(config: Any) -> int | None:
+def max_positions_of(config: Any, *, switches: bool = True) -> int | None:
     """The maximal number of tokens in a text; None if the configuration of the text model does not contain it.
 
     Where all positions are scaled by a factor (yarn, linear), many configurations still have the unscaled length.
+    With LongRoPE it is the original length unless the model ``switches`` to the factors of longer texts.
     """
     longest: int | None = getattr(config, "max_position_embeddings", None)
     rope = _ropes(config).get(None, {})
-    if longest is None or rope_kinds(config) not in ({"yarn"}, {"linear"}):
-        return longest
-    return max(longest, int((rope.get(_ORIGINAL) or longest) * (rope.get("factor") or 1.0)))
+    if longest is not None and rope_kinds(config) in ({"yarn"}, {"linear"}):
+        return max(longest, int((rope.get(_ORIGINAL) or longest) * (rope.get("factor") or 1.0)))
+    limits = longest, None if switches else long_rope_start(config)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def long_rope_start(config: Any) -> int | None:

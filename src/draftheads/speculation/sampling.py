@@ -113,9 +113,8 @@ class SeenTokens:
 
 def has_penalty(settings: SamplingSettings) -> bool:
     """Whether what is likely depends on the tokens of the text."""
-    return settings.repetition_penalty not in (None, 1.0) or bool(
-        settings.frequency_penalty or settings.presence_penalty
-    )
+    of_counts = settings.frequency_penalty or settings.presence_penalty
+    return bool(of_counts) or settings.repetition_penalty not in (None, 1.0)
 
 
 def penalised(logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> Tensor:
