@@ -4,6 +4,7 @@ Rows are dense: 0 … num_rows-1, and new rows come last.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
