@@ -1,7 +1,6 @@
 """LongRoPE: each text has the factors of its own greatest length, and equals transformers' below and above it."""
 
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftheads.data.compute_features import load_texts
+from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import PromptTooLong
@@ -132,19 +132,18 @@ def test_prompts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts(longrope()) == expected()
 
 
-def test_short_and_long_texts_share_no_prefix() -> None:
+@pytest.mark.parametrize(("counts", "is_shared"), [((18, 20), False), ((20, 18), False), ((18, 17), True)])
+def test_short_and_long_texts_share_no_prefix(counts: tuple[int, int], *, is_shared: bool) -> None:
     """A prompt that was read for a short text is read again for a long one, and the other way round."""
-    engine = Engine(longrope())
-    core, prompt = engine.core(), PROMPTS[1]
-    for counts in pairwise([18, 60, 18]):
-        requests = [engine.requests([prompt], max_new_tokens=count, ignore_eos=True)[0] for count in counts]
-        for request in requests:
-            core.add(request)
-            assert list(engine.events(core))
-        assert requests[0].num_cached == 0
-        alone = [Engine(longrope()).generate([prompt], max_new_tokens=n, ignore_eos=True)[0] for n in counts]
-        assert [tuple(request.token_ids) for request in requests] == [result.token_ids for result in alone]
-        core = engine.core()
+    engine, prompt = Engine(longrope()), PROMPTS[1]
+    core = EngineCore({"": engine}, CoreLimits(), keeps_answers=True)
+    for number, count in enumerate(counts):
+        [request] = engine.requests([prompt], max_new_tokens=count, ignore_eos=True)
+        core.add(request)
+        assert list(engine.events(core))
+        assert bool(request.num_cached) == (is_shared and number == 1)
+        [alone] = Engine(longrope()).generate([prompt], max_new_tokens=count, ignore_eos=True)
+        assert tuple(request.token_ids) == alone.token_ids
 
 
 def test_hidden_states_of_whole_texts_are_transformers() -> None:
