@@ -21,11 +21,11 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "temperature": (-0.1, NAN, INFINITY, "0.7", None, True, 1j, [0.7], 10**400, 1e-7),
     "top_k": (0, -3, 2.5, "2", True, NAN),
     "top_p": (0.0, -0.5, 1.01, NAN, "0.9", None, False),
-    "repetition_penalty": (0.0, -1.0, NAN, INFINITY, "1.1", None, True),
+    "repetition_penalty": (0.0, -1.0, NAN, INFINITY, "1.1", True),
     "min_p": (-0.1, 1.01, NAN, "0.1", None, True),
     "frequency_penalty": (-2.1, 2.1, NAN, INFINITY, "1", None, False),
     "presence_penalty": (-2.1, 2.1, NAN, INFINITY, "1", None, False),
-    "min_new_tokens": (-1, 2.5, "3", None, True),
+    "min_new_tokens": (-1, 2.5, "3", True),
     "include_stop_str_in_output": ("yes", None, 2),
     "skip_special_tokens": ("no", None, 2),
     "seed": (2**64, -(2**63) - 1, 1e23, 10**23, 1.5, "7", True),  # PyTorch's generators take no such

@@ -214,5 +214,9 @@ class LengthWarning(DraftHeadsWarning):
     """Texts end before the length that the model's configuration allows."""
 
 
+class GenerationWarning(DraftHeadsWarning):
+    """The model's generation configuration changes texts of ``generate`` in ways that are not applied here."""
+
+
 class CacheWarning(DraftHeadsWarning):
     """The cache of measurements is damaged or cannot be written; decoding works without it."""

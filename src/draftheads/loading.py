@@ -75,6 +75,7 @@ _OTHER_NAMES = {  # in transformers and vLLM
     "load_in_8bit": "precision='int8'",
     "pretrained_model_name_or_path": "model",
     "max_num_seqs": "max_batch_size",
+    "max_model_len": "max_length",
 }
 
 
@@ -92,6 +93,7 @@ def load(
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
     max_batch_size: int = 16,
+    max_length: int | None = None,
     fast: bool = True,
     cuda_graphs: bool = False,
     batch_invariant: bool = False,
@@ -129,6 +131,7 @@ def load(
             changes the model a little.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
+        max_length: most tokens of prompt and answer together. When left out, what the model's configuration says.
         fast: on a CPU, packed weights and grouped attention; off is the stock model.
         cuda_graphs: on CUDA, steps are captured as graphs. This was not yet run on a GPU.
         batch_invariant: on a CPU with the native library, plain and speculative text are equal to the bit, also in
@@ -154,6 +157,7 @@ def load(
         SpeedWarning: the faster modules do not fit this version of transformers; or other programs use the processor.
         RoundingWarning: a pass over a tree differs from a text's by more than the model's own rounding in 16 bits.
         LengthWarning: texts end before the model's own greatest length.
+        GenerationWarning: a part of the model's generation configuration changes texts and is not applied.
         BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
             after an answer, far fewer draft tokens were accepted than the profile expects.
     """
@@ -175,6 +179,7 @@ def load(
         chat_template=template,
         precision=precision,
         device=device,
+        max_length=max_length,
         fast=fast,
         cuda_graphs=cuda_graphs,
         batch_invariant=batch_invariant,
@@ -401,6 +406,7 @@ def load_target(
     chat_template: str | None = None,
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
+    max_length: int | None = None,
     fast: bool = True,
     cuda_graphs: bool = False,
     batch_invariant: bool = False,
@@ -419,16 +425,16 @@ def load_target(
         raise InvalidSettings(f"cuda_graphs is for CUDA; the model is on {place}")
     tokenizer = _as_tokenizer(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
 
+    ours: dict[str, Any] = {"chat_template": chat_template, "max_length": max_length}
+
     def read() -> TargetModel:
         if _is_loaded(model):
-            target = TargetModel.of(model, tokenizer, chat_template=chat_template)
+            target = TargetModel.of(model, tokenizer, **ours)
             _check_as_loaded(target, precision, None if device is None else place, options)
         else:
             # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
             dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
-            target = TargetModel.load(
-                model, tokenizer=tokenizer, dtype=dtype, device=device, chat_template=chat_template, **options
-            )
+            target = TargetModel.load(model, tokenizer=tokenizer, dtype=dtype, device=device, **ours, **options)
         target.set_graphs(on=cuda_graphs)
         return target
 

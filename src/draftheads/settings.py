@@ -119,8 +119,9 @@ class SamplingOptions:
     """Sample among the top tokens up to this probability. They are the fewest tokens that together reach it."""
     min_p: float = 0.0
     """Leave out tokens below this share of the best probability. After temperature; 0 leaves none out."""
-    repetition_penalty: float = 1.0
-    """Above 1 makes tokens already in the text less likely. The prompt counts, too."""
+    repetition_penalty: float | None = None
+    """Above 1 makes tokens already in the text less likely. The prompt counts, too. Default: that of the model's
+    generation configuration, else 1."""
     frequency_penalty: float = 0.0
     """Lowers a token's logit by this for each time in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
     count."""
@@ -135,9 +136,9 @@ class SamplingOptions:
     """Token ids that end the answer. The model's own end of text ends it, too."""
     ignore_eos: bool = False
     """Go on after the model's own end of text."""
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
     """The answer has at least this many tokens before it can end. Until then no token ends it, and stop strings are not
-    looked for."""
+    looked for. Default: that of the model's generation configuration, else 0."""
     logprobs: int | None = None
     """Log-probabilities of the answer's and the k top tokens. 0 gives those of the answer's tokens only; k, at most 20,
     also those of the k most likely tokens at each place. They are the log-softmax of the model's logits in float32,
@@ -166,7 +167,7 @@ class SamplingOptions:
                 shown = " ".join(short_repr(value).split())  # one line
                 raise InvalidSettings(f"{name} is {shown}; it must be {rule.words}")
             object.__setattr__(self, name, converted)
-        if self.min_new_tokens > self.max_new_tokens:
+        if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise InvalidSettings(
                 f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {self.max_new_tokens}"
             )
@@ -273,7 +274,7 @@ _RULES = {
     ),
     "top_k": _Rule(_integer, lambda k: k >= 1, "an integer of at least 1, or None for all tokens", or_none=True),
     "top_p": _Rule(_number, lambda p: 0.0 < p <= 1.0, "a number above 0 and at most 1"),
-    "repetition_penalty": _Rule(_number, lambda penalty: 0.0 < penalty < float("inf"), "a positive number"),
+    "repetition_penalty": _Rule(_number, lambda p: 0.0 < p < float("inf"), "a positive number", or_none=True),
     "min_p": _Rule(_number, lambda p: 0.0 <= p <= 1.0, "a number from 0 to 1"),
     "frequency_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
@@ -290,7 +291,7 @@ _RULES = {
     "ignore_eos": _FLAG,
     "include_stop_str_in_output": _FLAG,
     "skip_special_tokens": _FLAG,
-    "min_new_tokens": _Rule(_integer, lambda n: n >= 0, "an integer of at least 0"),
+    "min_new_tokens": _Rule(_integer, lambda n: n >= 0, "an integer of at least 0", or_none=True),
     "logprobs": _Rule(
         _integer,
         lambda k: 0 <= k <= MOST_LOGPROBS,
@@ -332,6 +333,8 @@ class LoadSettings:
     """Run Python code that comes with the model. Only for models that you trust."""
     attn_implementation: Literal["sdpa", "eager"] | None = None
     """Attention of the model. Default: the choice of transformers."""
+    max_length: int | None = None
+    """Most tokens of prompt and answer together. Default: what the model's configuration says."""
 
     def given(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as arguments of :func:`draftheads.load`."""

@@ -15,6 +15,7 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_timer import wait_for
+from draftheads.models.generation import ALL_TOKENS
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.utils.estimates import Share, ratio_with_error
@@ -151,11 +152,11 @@ class _FirstToken:
 
 
 def stock_way(model: TargetModel, sampling: SamplingSettings = _GREEDY) -> Way:
-    """Transformers' own ``generate`` on the stock model, one prompt after the other."""
+    """Transformers' own ``generate`` on the stock model, one prompt after the other, by the rules of our engines."""
     no_end = {"eos_token_id": None} if sampling.ignore_eos else {"eos_token_id": sorted(model.eos_ids)}
-    how: dict[str, Any] = {"do_sample": False}
+    how: dict[str, Any] = {"do_sample": False, **model.generation.switched_off}
     if sampling.temperature:
-        how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        how |= {"do_sample": True, "temperature": sampling.temperature, **ALL_TOKENS}
 
     def answer(prompt_ids: Sequence[int], max_new_tokens: int, streamer: Any) -> tuple[int, ...]:
         ids = torch.tensor([list(prompt_ids)], device=model.device)

@@ -38,6 +38,7 @@ class Texts:
         counts: (b,) tokens of each text in the pass.
         depths: (M,) int32, levels below the first token of the same text.
         ancestors: (M, words) uint64: bit m says that a token sees the m-th one of its text; None: all before it.
+        are_long: (b,) texts with the long factors of LongRoPE, for models that have it.
     """
 
     rows: Sequence[int]
@@ -45,6 +46,7 @@ class Texts:
     counts: Sequence[int]
     depths: Tensor
     ancestors: Tensor | None = None
+    are_long: Sequence[bool] | None = None
 
 
 class NativeStep:
@@ -251,15 +253,19 @@ class _Turns:
         self._rotary, self._dtype = rotary, dtype
         # others depend on the length of the text
         self._is_fixed = getattr(rotary, "rope_type", None) in _FIXED_ROPES
-        self._table = self._computed(torch.arange(0))
+        self._table = self._computed(torch.arange(1))
 
     def of(self, texts: Texts, last_position: int) -> tuple[Tensor, Tensor, bool]:
         """(P, d) each; P are the tokens if the last value is true, or positions from 0 on."""
         longest = max(length + count for length, count in zip(texts.lengths, texts.counts, strict=True))
         needed = min(longest, last_position + 1)
         if not self._is_fixed:
-            lengths = torch.tensor(texts.lengths).repeat_interleave(torch.tensor(texts.counts))
-            return *self._computed((texts.depths + lengths).clamp(max=last_position)), True
+            counts = torch.tensor(texts.counts)
+            positions = texts.depths + torch.tensor(texts.lengths).repeat_interleave(counts)
+            positions = positions.clamp(max=last_position)
+            if texts.are_long is not None:
+                positions = self._rotary.marked(positions, torch.tensor(texts.are_long).repeat_interleave(counts))
+            return *self._computed(positions), True
         if needed > len(self._table[0]):
             self._table = self._computed(torch.arange(max(_FIRST_POSITIONS, 2 * needed)))
         return *self._table, False

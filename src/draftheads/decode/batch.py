@@ -12,10 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.decode.prompt_reader import ReadPrompt, ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
-from draftheads.decode.token_rules import BatchRules
+from draftheads.decode.token_rules import BatchRules, has_rules
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
-from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept, num_rejection_uniforms
 from draftheads.speculation.draft import AcceptResult, Context, Draft, Places
 from draftheads.speculation.drafter import Drafter
@@ -61,7 +60,7 @@ class Batch:
         self._rows: RowSettings | None = None
         self._seen: SeenTokens | None = None  # (B, V); only where a row has a penalty
         self._are_free: list[bool] = []  # rows that take the most likely token whatever it is
-        self._rules: BatchRules | None = None  # only where a row has a grammar, logit biases or a shortest length
+        self._rules: BatchRules | None = None  # only where a row has some
         self._stepped_rows = 0  # rows that the session has seen; they come first
         # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
         self._hidden: list[list[Tensor]] = []
@@ -74,7 +73,7 @@ class Batch:
         """
         requests = [prompt.request for prompt in prompts]
         texts = [prompt.text.token_ids for prompt in prompts]
-        self.target.adopt([prompt.text.entries for prompt in prompts])
+        self.target.adopt([prompt.text.entries for prompt in prompts], [request.most_tokens for request in requests])
         logits = torch.stack([prompt.logits for prompt in prompts])  # (b, V)
         hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
         rows, seen, rules = self._settings_of(requests)
@@ -83,6 +82,8 @@ class Batch:
         if rules is not None:
             depths = torch.zeros_like(logits[:, :1], dtype=torch.long)
             allowed = rules.verified(logits[:, None], rules.roots(), depths)[:, 0]
+            if (processed := rules.processed(Draft.on_tree(ROOT_ONLY, depths))) is not None:
+                allowed = processed(allowed, depths[:, 0])
         roots = choose(allowed, rows, seen, uniforms[:, 0])
         new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
         context = self._prompt_context(texts, hidden, to_device(new_ids, roots.device)[:, 0], new_ids)
@@ -131,7 +132,10 @@ class Batch:
         if draft.sampled and self._rows.any_rejection:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
         scores = logits if self._rules is None else self._rules.verified(logits, places, draft.depths)
-        result = accept(draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
+        processed = None if self._rules is None else self._rules.processed(draft)
+        result = accept(
+            draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms, processed=processed
+        )
         new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, asked)  # the step's one read
         if asked is not None:
             self.session.on_read(watched)
@@ -221,12 +225,12 @@ class Batch:
 
     def _read_settings(self) -> None:
         self._rows, self._seen, self._rules = self._settings_of(self.requests)
-        self._are_free = [_is_free(request.settings) for request in self.requests]
+        self._are_free = [_is_free(request) for request in self.requests]
 
     def _settings_of(self, requests: Sequence[Request]) -> tuple[RowSettings, SeenTokens | None, BatchRules | None]:
         """Their settings, the tokens of their texts (B, V) where one has a penalty, and their rules."""
         vocab_size, device = self.target.model.vocab_size, self.target.model.device
-        rows = RowSettings.of([request.settings for request in requests], vocab_size=vocab_size, device=device)
+        rows = RowSettings.of([request.row_settings for request in requests], vocab_size=vocab_size, device=device)
         seen = None
         if rows.any_penalty:
             in_prompt = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
@@ -286,10 +290,9 @@ def without_holes(rows: Sequence[int]) -> list[int]:
     return [row if row in staying else next(movers) for row in range(len(rows))]
 
 
-def _is_free(settings: SamplingSettings) -> bool:
+def _is_free(request: Request) -> bool:
     """Whether the target alone decides on the text, as for the answers of acceptance profiles."""
-    has_rules = settings.grammar is not None or settings.logit_bias or settings.min_new_tokens
-    return settings.temperature == 0 and not has_penalty(settings) and not has_rules
+    return request.settings.temperature == 0 and not has_penalty(request.settings) and not has_rules(request)
 
 
 def _tokens_of(

@@ -103,6 +103,7 @@ class Engine:
         if shape is not None and not fills_shapes:
             raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
         self.model = model
+        self.generation = model.generation  # warns now, not with the first request
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
         self.shape = None if shape is None else as_shape(shape)
@@ -192,6 +193,7 @@ class Engine:
             max_length=self.model.max_positions,
             index=index,
             grammar_state=grammar_state,
+            generation=self.generation,
         )
 
     def run(self, requests: Sequence[Request], *, on_phase: Callable[[str], object] = str) -> Iterator[StreamEvent]:

@@ -86,7 +86,8 @@ class PromptReader:
                 if not request.token_ids:
                     request.num_cached = len(text.token_ids)
             beginnings.append(text)
-        self._target.adopt([None if text is None else text.entries for text in beginnings])
+        entries = [None if text is None else text.entries for text in beginnings]
+        self._target.adopt(entries, [request.most_tokens for request in self.requests])
 
     @property
     def num_left(self) -> int:

@@ -1,7 +1,7 @@
 """One request: its text so far, its settings, its stop rules and its counts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, partial
 from html import escape
 from itertools import groupby
@@ -11,6 +11,7 @@ import torch
 
 from draftheads.decode.grammar import GrammarState
 from draftheads.decode.text import StopText, TextStream, pieces_of
+from draftheads.models.generation import GenerationRules
 from draftheads.settings import SamplingSettings
 from draftheads.utils.counts import counted
 
@@ -109,11 +110,12 @@ class Request:
         max_length: int | None,
         index: int = 0,
         grammar_state: GrammarState | None = None,
+        generation: GenerationRules | None = None,
     ) -> None:
         self.index = index
         self.grammar_state = grammar_state  # after the tokens so far; None without a grammar
         self.prompt_ids = list(prompt_ids)
-        self.settings = settings
+        self.settings = settings = generation.settings(settings, len(prompt_ids)) if generation else settings
         self.token_ids: list[int] = []
         self.text = ""
         self.num_steps = 0
@@ -129,6 +131,12 @@ class Request:
         self.stop_ids = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else eos_ids)
         room = settings.max_new_tokens if max_length is None else max_length - len(self.prompt_ids)
         self.most_new_tokens = min(settings.max_new_tokens, room)  # tokens of the longest possible answer
+        self.min_new_tokens = settings.min_new_tokens or 0
+        self.bias = {**(generation.bias if generation else {}), **dict(settings.logit_bias)}
+        # of the model's generation configuration; the repetition penalty is then among them
+        most = self.most_tokens
+        self.processors = None if generation is None else generation.processors(self.prompt_ids, most, settings)
+        self.row_settings = replace(settings, repetition_penalty=1.0) if self.processors else settings
         self.new_stream = partial(TextStream, tokenizer, skip_special_tokens=settings.skip_special_tokens)
         self._stream = self.new_stream()
         keep = settings.include_stop_str_in_output
@@ -203,7 +211,7 @@ class Request:
         for piece in pieces:
             kept += piece
             self.token_ids += piece
-            is_early = len(self.token_ids) <= self.settings.min_new_tokens
+            is_early = len(self.token_ids) <= self.min_new_tokens
             is_hidden = bool(piece) and self.is_stop_id(piece[-1])
             new, last = self._stream.push(piece[:-1] if is_hidden else piece), piece[-1] if piece else None
             text += self._stop_text.push(new, token=last, is_early=is_early)

@@ -89,7 +89,8 @@ class RunningLane:
 
     def namespace(self, request: Request) -> Hashable:
         """Where the request's text is found in the cache of prefixes."""
-        return self.engine.model, self.batch.target.layers, self.requests[request].cache_salt
+        is_long = self.engine.model.is_long(request.most_tokens)
+        return self.engine.model, self.batch.target.layers, self.requests[request].cache_salt, is_long
 
     def slots(self, *more: Request, without: Request | None = None, headroom: int = 0, trimmed: bool = False) -> int:
         """Slots of the batch's cache, a rectangle, in the next step.

@@ -1,11 +1,11 @@
-"""The grammars, logit biases and shortest lengths of a batch, as logits of forbidden tokens that are minus infinity.
+"""The grammars, logit biases, shortest lengths and processors of a batch; of forbidden tokens logits are -infinity.
 
 B rows, W or N places in each, V vocabulary, V' draft vocabulary.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor
 
 from draftheads.decode.grammar import GrammarState
 from draftheads.decode.request import Request
+from draftheads.speculation.accept import Processed
 from draftheads.speculation.draft import FORBIDDEN, Draft, Places
 from draftheads.speculation.masking import with_nodes
 from draftheads.utils.transfer import to_device
+
+_LOWEST = -1e30
 
 
 class BatchRules:
@@ -33,14 +36,13 @@ class BatchRules:
         self._ruled_rows = [row for row, state in enumerate(self._states) if state is not None]
         self._num_words = -(-vocab_size // 32)
         self._bias: Tensor | None = None  # (B, V) float32
-        if any(request.settings.logit_bias for request in requests):
+        if any(request.bias for request in requests):
             bias = torch.zeros(len(requests), vocab_size)
             for row, request in enumerate(requests):
-                for token, value in request.settings.logit_bias:
-                    bias[row, token] = value
+                bias[row, list(request.bias)] = torch.tensor(list(request.bias.values()))
             self._bias = to_device(bias, device)
         self._ends: Tensor | None = None  # (B, V) bool: tokens that end an answer
-        if any(request.settings.min_new_tokens for request in requests):
+        if any(request.min_new_tokens for request in requests):
             ends = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
             for row, request in enumerate(requests):
                 ends[row, [token for token in request.stop_ids if token < vocab_size]] = True
@@ -49,17 +51,14 @@ class BatchRules:
     @classmethod
     def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> Self | None:
         """The rules of these requests; None if none has any."""
-        if any(
-            request.grammar_state is not None or request.settings.logit_bias or request.settings.min_new_tokens
-            for request in requests
-        ):
+        if any(map(has_rules, requests)):
             return cls(requests, vocab_size=vocab_size, device=device)
         return None
 
     @property
     def concern_drafts(self) -> bool:
-        """Whether drafters apply them, too. That is not worth it for shortest lengths: few drafts have an early end."""
-        return bool(self._ruled_rows) or self._bias is not None
+        """Whether drafters apply them, too: grammars, and biases of requests. The others concern few drafts."""
+        return bool(self._ruled_rows) or any(request.settings.logit_bias for request in self._requests)
 
     def roots(self) -> Places:
         """(B, 1) the places of the roots."""
@@ -97,11 +96,43 @@ class BatchRules:
         ``depths`` (1 or B, N) are those of the nodes. At depth d, d tokens were added to the answers as they are now.
         """
         logits = self._applied(logits, places, None, beyond=-1)
-        missing = [request.settings.min_new_tokens - len(request.token_ids) for request in self._requests]
+        missing = [request.min_new_tokens - len(request.token_ids) for request in self._requests]
         if self._ends is None or max(missing) <= 0:
             return logits
         is_early = depths < to_device(missing, logits.device)[:, None]  # (B, N)
         return logits.masked_fill(is_early[..., None] & self._ends[:, None], -torch.inf)
+
+    def processed(self, draft: Draft) -> Processed | None:
+        """What the rows' logits processors make of logits at nodes; None without any."""
+        rows = [row for row, request in enumerate(self._requests) if request.processors]
+        if not rows:
+            return None
+        tokens, parents = (part.expand_as(draft.token_ids).tolist() for part in (draft.token_ids, draft.parents))
+        known: dict[tuple[int, int], Tensor] = {}  # rows that have ended their walk ask again
+
+        def process(logits: Tensor, nodes: Tensor) -> Tensor:
+            scores, at = logits.to(torch.float32, copy=True), nodes.tolist()
+            for row in rows:
+                if (row, at[row]) not in known:
+                    path, node = list[int](), at[row]
+                    while node:
+                        path.append(tokens[row][node])
+                        node = parents[row][node]
+                    known[row, at[row]] = self._processed(self._requests[row], path[::-1], scores[row])
+                scores[row] = known[row, at[row]]
+            return scores
+
+        return process
+
+    def _processed(self, request: Request, path: list[int], scores: Tensor) -> Tensor:
+        """The scores (V,) of the next token after the text and a path of drafts."""
+        assert request.processors
+        text: Any = torch.tensor([[*request.prompt_ids, *request.token_ids, *path]], device=scores.device)
+        processed: Tensor = request.processors(text, scores[None].clone())[0]
+        if request.grammar_state is None:
+            return processed
+        # something that the grammar allows is left, also where processors forbid all of it
+        return processed.clamp_min(_LOWEST).masked_fill(scores == -torch.inf, -torch.inf)
 
     def pruned(self, draft: Draft) -> tuple[Draft, Places]:
         """The draft without forbidden tokens and what is below them, and the places of its nodes."""
@@ -160,6 +191,11 @@ def _places_of(state: GrammarState, nodes: Sequence[tuple[int, int, int]]) -> li
 def _bits(words: Tensor) -> Tensor:
     """(…, n) int32 -> (…, 32 n) bool, the lowest bit first."""
     return _eights(words.device)[words.view(torch.uint8).long()].view(torch.bool)
+
+
+def has_rules(request: Request) -> bool:
+    """Whether more than penalties and sampling decides on the request's tokens."""
+    return bool(request.grammar_state or request.bias or request.min_new_tokens or request.processors)
 
 
 @lru_cache(maxsize=8)

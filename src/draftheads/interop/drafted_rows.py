@@ -63,7 +63,10 @@ class DraftedRows:
 
     def _read(self) -> None:
         """Reads the prompts; each text gets its first token."""
-        logits, hidden = self._batch.target.prefill(self._prompts)
+        most = self._most_tokens or max(self._texts.lengths)
+        new = [most - length for length in self._texts.lengths]
+        most_tokens = [len(prompt) + count for prompt, count in zip(self._prompts, new, strict=True)]
+        logits, hidden = self._batch.target.prefill(self._prompts, most_tokens)
         self._rows = list(range(len(self._prompts)))
         roots = self._texts.extend(self._rows, logits)
         self._texts.stream()

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.checkpoints.registry import head_name
 from draftheads.decode.engine import Engine
-from draftheads.errors import InvalidSettings, PromptTooLong, require_bool
+from draftheads.errors import GenerationWarning, InvalidSettings, PromptTooLong, require_bool
 from draftheads.interop.drafted_rows import DraftedRows
 from draftheads.interop.generate_arguments import (
     check_supported,
@@ -210,7 +211,9 @@ class CustomGenerate:
             if known is None or known[0] != state:
                 named = getattr(model.config, "_name_or_path", None) or None
                 tokenizer = self.options["tokenizer"] or tokenizer or named
-                known = state, load(model, **{**self.options, "tokenizer": tokenizer})
+                with warnings.catch_warnings():  # generate applies its configuration itself
+                    warnings.simplefilter("ignore", GenerationWarning)
+                    known = state, load(model, **{**self.options, "tokenizer": tokenizer})
                 self._engines[model] = known
             return known[1]
 

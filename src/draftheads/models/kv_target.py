@@ -4,6 +4,7 @@ Rows are dense: 0 … num_rows-1, and new rows come last.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class Target:
         self.num_heads = int(model.config.num_attention_heads)
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
+        self.are_long: list[bool] = []  # rows whose texts have the long factors of LongRoPE
         self._open: tuple[int, OpenCache] | None = None  # for native passes: the cache's generation, and its pointers
         # with batch invariance, a row's bits were compared with one number of threads
         keeps_threads = model.batch_invariant and model.native is None
@@ -67,17 +69,23 @@ class Target:
         return len(self.lengths)
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def prefill(self, prompts: Sequence[Sequence[int]], most_tokens: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Adds a row per prompt and computes its cache entries.
+
+        ``most_tokens`` of each text decide on its factors of LongRoPE; those of the prompt where left out.
 
         Returns:
             The logits after the last token of each prompt (b, V), and the hidden states of all tokens (b, T, D or n·D),
             right-padded.
         """
+        self.are_long += map(self.model.is_long, most_tokens or map(len, prompts))
+        return self._prefill(prompts)
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         groups = self._groups(prompts)
         if len(groups) > 1:  # room for all at once: a cache that grows with each group is copied each time
             self.cache.reserve(self.num_rows + len(prompts), max(map(len, prompts)))
-            return _side_by_side([self.prefill(group) for group in groups])
+            return _side_by_side([self._prefill(group) for group in groups])
         last, hidden = self._read(self.num_rows, [0] * len(prompts), prompts)
         device = last.device
         ends = to_device([len(prompt) - 1 for prompt in prompts], device)
@@ -90,8 +98,9 @@ class Target:
         return [(last[row, : len(ids)], hidden[row, : len(ids)]) for row, ids in enumerate(token_ids)]
 
     @torch.inference_mode()
-    def adopt(self, rows: Sequence[RowEntries | None]) -> None:
-        """Adds a row for each, with a copy of these keys and values; None: with none."""
+    def adopt(self, rows: Sequence[RowEntries | None], most_tokens: Sequence[int] = ()) -> None:
+        """Adds a row for each, with a copy of these keys and values; None: with none. ``most_tokens`` of each text."""
+        self.are_long += map(self.model.is_long, most_tokens or [0] * len(rows))
         old, lengths = self.num_rows, [0 if row is None else row.num_slots for row in rows]
         self.cache.reserve(old + len(rows), max(lengths))
         for place, row in enumerate(rows):
@@ -141,17 +150,18 @@ class Target:
         if self._threads is not None and not rows:
             self._threads.restore()
         self.lengths = [self.lengths[row] for row in rows]
+        self.are_long = [self.are_long[row] for row in rows]
         self.cache.keep(rows, max(self.lengths, default=0))
 
     def verify_static(
-        self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor
+        self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor, are_long: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """:meth:`verify` as a static step: all is on the device, and the host reads no value. All nodes have a slot.
 
-        Takes tokens (B, N), depths (B, N), ancestors (B, N, N), and the lengths of the texts (B,).
+        Takes tokens (B, N), depths (B, N), ancestors (B, N, N), the lengths of the texts (B,), and which are long (B,).
         """
         self._set_window(slice(0, len(tokens)), lengths, tokens.shape[1], span=self.cache.capacity)
-        positions, masks = self._positions(lengths, depths), self._masks(lengths, depths, ancestors)
+        positions, masks = self._positions(lengths, depths, are_long), self._masks(lengths, depths, ancestors)
         last, hidden = self._pass(tokens, positions, masks)
         return self.model.logits(last), hidden
 
@@ -170,6 +180,7 @@ class Target:
             # padding nodes attend to the text only, and no node attends to them
             F.pad(draft.ancestors.expand(self.num_rows, nodes, nodes), (0, filling, 0, filling)),
             to_device(self.lengths, draft.token_ids.device),
+            to_device(self.are_long, draft.token_ids.device, torch.bool),
         )
         logits, hidden = self._run_static("verify", self.verify_static, *inputs)
         return logits[:, :nodes], hidden[:, :nodes]
@@ -221,7 +232,8 @@ class Target:
         start = starts[0] if len(set(starts)) == 1 else None
         span = self._span(starts, len(tokens), tokens.shape[1])
         self._set_window(rows, lengths, tokens.shape[1], span=span, start=start)
-        return self._pass(tokens, self._positions(lengths, depths), self._masks(lengths, depths, ancestors))
+        are_long = to_device(self.are_long[rows], tokens.device, torch.bool)
+        return self._pass(tokens, self._positions(lengths, depths, are_long), self._masks(lengths, depths, ancestors))
 
     def _verify_flat(self, draft: Draft, row_nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """As :meth:`verify`, but nodes that fill up their row are not computed: their results are those of others."""
@@ -235,7 +247,7 @@ class Target:
         index = (counts.cumsum(0) - counts)[:, None] + places.minimum(counts[:, None] - 1)  # (B, N) into M
         for mask in masks.values() if isinstance(masks, dict) else [masks]:
             lay_out(mask, index.flatten(), texts * nodes + numbers)
-        positions = self._positions(lengths, draft.depths).expand(self.num_rows, nodes)
+        positions = self._positions(lengths, draft.depths, torch.tensor(self.are_long)).expand(self.num_rows, nodes)
         last, hidden = self._pass(draft.token_ids[texts, numbers][None], positions[texts, numbers][None], masks)
         return self.model.logits(last[0])[index], hidden[0][index]
 
@@ -294,6 +306,8 @@ class Target:
                 layer.prepare(*native.cache_shape(), native.cache_dtype)
             self._open = self.cache.generation, native.open(self.cache.layers)
         last_position = (self.model.max_positions or _NO_LIMIT) - 1
+        if self.model.long_rope is not None:
+            texts = replace(texts, are_long=[self.are_long[row] for row in texts.rows])
         return native.run(tokens, texts, self._open[1], self.layers, last_position=last_position)
 
     def _span(self, starts: Sequence[int], num_rows: int, nodes: int) -> int:
@@ -334,11 +348,13 @@ class Target:
             **{self.model.cache_name: self.cache},
         )
 
-    def _positions(self, lengths: Tensor, depths: Tensor) -> Tensor:
+    def _positions(self, lengths: Tensor, depths: Tensor, are_long: Tensor | None) -> Tensor:
         """Positions (b, N). Nodes beyond the last position are never accepted, so any value is valid for them."""
         positions = lengths[:, None] + depths
-        limit = self.model.max_positions
-        return positions if limit is None else positions.clamp(max=limit - 1)
+        if self.model.max_positions is not None:
+            positions = positions.clamp(max=self.model.max_positions - 1)
+        rope = self.model.long_rope
+        return positions if rope is None or are_long is None else rope.marked(positions, are_long[:, None])
 
     def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor | dict[str, Tensor]:
         """One mask over the window's slots, or one per kind of layer if the model has several kinds."""

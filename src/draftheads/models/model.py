@@ -24,11 +24,13 @@ from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.native_step import NativeStep, native_step
 from draftheads.cpu.optimise import speed_up
 from draftheads.cpu.threads import thread_choice
-from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel
+from draftheads.errors import GenerationWarning, InvalidSettings, LengthWarning, UnsupportedModel, require_at_least
 from draftheads.models.adapter import check_base, read_lora
 from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
+from draftheads.models.generation import GenerationRules
+from draftheads.models.long_rope import LongRope, use_long_rope
 from draftheads.models.lora_layers import add_lora
-from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, max_positions_of
+from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, max_positions_of, rope_kinds
 from draftheads.models.model_names import find_adapter, model_id_of
 from draftheads.models.pretrained import ATTENTION, DTYPES, LoadOptions, adapter_tokenizer, load_pretrained
 from draftheads.models.torchao_int8 import quantise
@@ -36,6 +38,7 @@ from draftheads.models.weight_files import check_quantisation
 from draftheads.speculation.draft import TargetWeights
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
+from draftheads.utils.messages import short
 
 # varied text, on which int8 finds the layers' large inputs
 TYPICAL_TEXT = """
@@ -47,6 +50,7 @@ Why did the old lighthouse keeper leave? He loved his daughter more than the sea
 WHERE city = 'Oslo' ORDER BY age DESC; Der Zug nach Bern fährt um 7 Uhr. La maison est près de la rivière. 1.
 Wash the rice. 2. Boil 400 ml of water."""
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_ENDLESS_ROPES = {"default", "linear", "llama3", "yarn"}  # a position has the same cosines in texts of any length
 _SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # they use ALiBi, or their own causal mask
 
 
@@ -97,8 +101,11 @@ class TargetModel:
     step_mode: StepMode = field(default_factory=StepMode)
     facts: WeightFacts | None = None  # of a model with faster modules
     native: NativeStep | None = None  # computes all layers of a pass on a CPU
+    max_length: int | None = None  # most tokens of a text, in place of what the configuration says
 
     def __post_init__(self) -> None:
+        use_long_rope(self.decoder, self.config)
+        self._check_length()
         unknown = set(self.layer_kinds) - _ATTENTION_KINDS
         if unknown or getattr(self.model, "_is_stateful", False):
             what = ", ".join(sorted(unknown)) or "a recurrent state"
@@ -135,6 +142,7 @@ class TargetModel:
         dtype: torch.dtype | str | Callable[[Any], torch.dtype] | None = None,
         device: str | int | torch.device | None = None,
         chat_template: str | None = None,
+        max_length: int | None = None,
         **options: Unpack[LoadOptions],
     ) -> Self:
         """Loads a model by its name, folder or Hub id; see :func:`draftheads.models.pretrained.load_pretrained`.
@@ -143,21 +151,22 @@ class TargetModel:
             LengthWarning: texts must be shorter than the configuration allows.
         """
         parts = load_pretrained(name, tokenizer=tokenizer, dtype=dtype, device=device, **options)
-        target = cls(*parts, chat_template=chat_template)
+        target = cls(*parts, chat_template=chat_template, max_length=max_length)
         _warn_of_length(target)
         return target
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, *, chat_template: str | None = None) -> Self:
+    def of(cls, model: Any, tokenizer: Any, *, chat_template: str | None = None, max_length: int | None = None) -> Self:
         """A loaded ``transformers`` model, whose weights are shared. The given model, its mode and flags do not change.
 
         Args:
             model: a causal language model, in any mode.
             tokenizer: its tokenizer.
             chat_template: replaces the tokenizer's own.
+            max_length: most tokens of a text, in place of what the configuration says.
 
         Raises:
-            InvalidSettings: there is no tokenizer, or the model has an adapter in it.
+            InvalidSettings: there is no tokenizer, the model has an adapter in it, or ``max_length`` is impossible.
             UnsupportedModel: it has no lm_head, or as for the class.
 
         Warns:
@@ -175,7 +184,8 @@ class TargetModel:
         if model.get_output_embeddings() is None:
             raise UnsupportedModel(f"the loaded {kind} has no lm_head: load it with AutoModelForCausalLM")
         check_quantisation(f"the loaded {kind}", model.config)
-        target = cls(_sharing_weights(model).eval(), tokenizer, name_of_loaded(model), chat_template)
+        shared = _sharing_weights(model).eval()
+        target = cls(shared, tokenizer, name_of_loaded(model), chat_template, max_length=max_length)
         _warn_of_length(target)
         return target
 
@@ -302,13 +312,47 @@ class TargetModel:
 
     @cached_property
     def max_positions(self) -> int | None:
-        """:func:`draftheads.models.model_config.max_positions_of` this model."""
-        return max_positions_of(self.config)
+        """The maximal number of tokens in a text; None if it is not known."""
+        return self.max_length or max_positions_of(self.config, switches=self.long_rope is not None)
+
+    def _check_length(self) -> None:
+        require_at_least(1, max_length=self.max_length)
+        longest, kinds = max_positions_of(self.config, switches=self.long_rope is not None), rope_kinds(self.config)
+        if longest and (self.max_length or 0) > longest and not (kinds and kinds <= _ENDLESS_ROPES):
+            raise InvalidSettings(
+                f"max_length is {self.max_length:,}; {self.model_id} takes at most {longest:,} tokens: it has no "
+                "positions for longer texts, or they change with the length"
+            )
+
+    @cached_property
+    def long_rope(self) -> LongRope | None:
+        """What has the factors of LongRoPE; None without it."""
+        rotary = getattr(self.decoder, "rotary_emb", None)
+        return rotary if isinstance(rotary, LongRope) else None
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether a text of that many tokens at most has the long factors of LongRoPE."""
+        return self.long_rope is not None and num_tokens > self.long_rope.original
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
-        return eos_ids_of(getattr(self.model, "generation_config", None), self.config, self.tokenizer)
+        sources = getattr(self.model, "generation_config", None), self.config, self.tokenizer
+        return eos_ids_of(*sources, vocab_size=self.vocab_size)
+
+    @cached_property
+    def generation(self) -> GenerationRules:
+        """What its generation configuration does to its texts. Warns of what is not applied."""
+        rules = GenerationRules(self.model, vocab_size=self.vocab_size, device=self.device)
+        if rules.not_applied:
+            named = ", ".join(f"{name}={value!r}" for name, value in rules.not_applied.items())
+            warnings.warn(
+                f"{self.model_id}: its generation configuration has {short(named)}, not applied here: texts are those "
+                "of generate without it",
+                GenerationWarning,
+                stacklevel=2,
+            )
+        return rules
 
     @cached_property
     def weights_fingerprint(self) -> str:
@@ -521,11 +565,12 @@ class TargetModel:
 
 
 def _warn_of_length(target: TargetModel) -> None:
-    longest = getattr(target.config, "max_position_embeddings", None)
-    if longest is not None and target.max_positions != longest:
+    changing = rope_kinds(target.config) & {"dynamic", "longrope"}
+    if changing and target.long_rope is None and target.max_length is None:
         warnings.warn(
-            f"{target.model_id} has LongRoPE: prompt and answer together have at most {target.max_positions:,} tokens, "
-            f"not {longest:,}. In longer texts the positions of all tokens change, which drafts cannot follow",
+            f"{target.model_id} has {min(changing)} rotary positions: prompt and answer together have at most "
+            f"{target.max_positions:,} tokens. In longer texts the positions of all tokens change with the length, "
+            "which drafts cannot follow",
             LengthWarning,
             stacklevel=3,
         )

@@ -3,6 +3,7 @@
 Reads attributes of ``transformers``' configurations, which differ between families and versions.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     longrope) they are those of short texts. ``config`` is that of the text model.
     """
     heads = int(config.num_attention_heads)
-    ropes = _ropes(config, "rope_parameters")
+    ropes = _ropes(config)
     kind = "full_attention" if "full_attention" in ropes else None
     rope = ropes.get(kind, {})
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
@@ -49,26 +50,43 @@ def three_layers(count: int) -> list[int]:
     return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
 
 
-def max_positions_of(config: Any) -> int | None:
+def max_positions_of(config: Any, *, switches: bool = True) -> int | None:
     """The maximal number of tokens in a text; None if the configuration of the text model does not contain it.
 
-    With LongRoPE it is the original length. Beyond it, transformers uses other factors for all rows and all tokens of
-    a pass; so a text would depend on the other rows, the drafts and the chunks in which its prompt is read.
+    Where all positions are scaled by a factor (yarn, linear), many configurations still have the unscaled length.
+    With LongRoPE it is the original length unless the model ``switches`` to the factors of longer texts.
     """
-    limits = [getattr(config, "max_position_embeddings", None)]
-    for rope in (*_ropes(config, "rope_parameters").values(), *_ropes(config, "rope_scaling").values()):
-        if "long_factor" in rope:
-            limits += [rope.get(_ORIGINAL), getattr(config, _ORIGINAL, None)]
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    rope = _ropes(config).get(None, {})
+    if longest is not None and rope_kinds(config) in ({"yarn"}, {"linear"}):
+        return max(longest, int((rope.get(_ORIGINAL) or longest) * (rope.get("factor") or 1.0)))
+    limits = longest, None if switches else long_rope_start(config)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def eos_ids_of(*sources: Any) -> frozenset[int]:
-    """Token ids that end a text by any of a model's configurations or its tokenizer."""
+def long_rope_start(config: Any) -> int | None:
+    """The original length of LongRoPE, beyond which it has other factors; None without LongRoPE."""
+    starts = [rope.get(_ORIGINAL) for rope in _ropes(config).values() if "long_factor" in rope]
+    return next(filter(None, starts), getattr(config, _ORIGINAL, None)) if starts else None
+
+
+def rope_kinds(config: Any) -> set[str]:
+    """The kinds of rotary positions: default, yarn, dynamic and so on; none if positions are not rotary."""
+    ropes = filter(None, _ropes(config).values())
+    names = ((rope.get("rope_type") or rope.get("type") or "default", rope) for rope in ropes)
+    return {"longrope" if "long_factor" in rope else name for name, rope in names}
+
+
+def eos_ids_of(*sources: Any, vocab_size: int | None = None) -> frozenset[int]:
+    """Token ids that end a text by any of a model's configurations or its tokenizer.
+
+    Ids outside of the vocabulary are left out: no text has them.
+    """
     eos_ids: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(eos_ids)
+    return frozenset(token for token in eos_ids if 0 <= token < (vocab_size or math.inf))
 
 
 def num_weights(config: Any) -> int:
@@ -79,9 +97,9 @@ def num_weights(config: Any) -> int:
         return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def _ropes(config: Any, name: str) -> dict[str | None, dict[str, Any]]:
+def _ropes(config: Any) -> dict[str | None, dict[str, Any]]:
     """The settings of rotary positions by kind of layer; under None where all kinds have the same."""
-    rope = getattr(config, name, None) or {}
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return {kind: value for kind, value in rope.items() if isinstance(value, dict)} or {None: rope}
 
 

@@ -197,7 +197,7 @@ def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_
         except OSError:  # no such file: transformers derives it from the configuration, too
             generation = GenerationConfig.from_model_config(config)
         config = config.get_text_config()
-        eos_ids = eos_ids_of(generation, config, tokenizer)
+        eos_ids = eos_ids_of(generation, config, tokenizer, vocab_size=getattr(config, "vocab_size", None))
         return ModelTokenizer(tokenizer, eos_ids, chat_template, max_positions_of(config))
 
 

@@ -134,7 +134,8 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None, num_tokens: 
     Raises:
         UnsupportedModel: they differ, so decoding with drafts would not be lossless.
     """
-    longest = max(1, min(num_tokens, (model.max_positions or num_tokens) - _TREE.max_depth - 1))
+    limit = model.max_positions if model.long_rope is None else model.long_rope.original
+    longest = max(1, min(num_tokens, (limit or num_tokens) - _TREE.max_depth - 1))
     texts = [[(3 + 7 * place) % model.vocab_size for place in range(longest)], [13 % model.vocab_size]]
     tokens = torch.arange(2 * _TREE.num_nodes, device=model.device).view(2, -1) * 5 % model.vocab_size  # (2, N)
     paths = [
@@ -151,9 +152,9 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None, num_tokens: 
     except _MISFITS as error:
         raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
     is_exact = model.precision == "fp32"
-    limit = _EXACT if is_exact or model.native is not None else _ROUNDED
-    model.step_mode.flat = has_own_attention(model.config) and _flat_gap(target, draft, in_tree) <= limit
-    if (gap := _gap(in_tree, in_text)) > limit:
+    most = _EXACT if is_exact or model.native is not None else _ROUNDED
+    model.step_mode.flat = has_own_attention(model.config) and _flat_gap(target, draft, in_tree) <= most
+    if (gap := _gap(in_tree, in_text)) > most:
         raise UnsupportedModel(
             f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
             "its attention depends on more than positions and masks"

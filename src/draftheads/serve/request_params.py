@@ -17,9 +17,9 @@ from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
 from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
-_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SAMPLING = {  # fields that are settings of the same name
-    *(*_FROM_MODEL, "frequency_penalty", "presence_penalty", "seed", "logit_bias"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "seed", "logit_bias"),
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
 }
 _OUR_NAMES = {"max_new_tokens": "max_tokens"}
@@ -125,7 +125,7 @@ class CommonFields(Fields):
     ignore_eos: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     draft_nodes: int | None = None
     n: Annotated[int, Field(ge=1, le=HttpLimits.choices)] = 1  # answers to each prompt
     stream: bool = False
@@ -209,7 +209,9 @@ def read_params(
     engine = service.engine(fields.model)
     most = [engine.model.max_positions and engine.model.max_positions - 1, service.limits.max_tokens]
     max_tokens = _max_tokens(fields, min(filter(None, most), default=None), default_tokens)
-    sampling = {**_defaults_of(engine), **fields.model_dump(include=_SAMPLING, exclude_unset=True)}
+    # OpenAI's defaults, but those that the model's own generation configuration names
+    defaults = {"temperature": 1.0, "top_k": 0, **engine.generation.sampling}
+    sampling = {**defaults, **fields.model_dump(include=_SAMPLING, exclude_unset=True)}
     if sampling.get("seed") == -1:  # a random one, as in other servers
         sampling["seed"] = None
     if sampling["top_k"] < 1:  # all tokens, as in vLLM
@@ -244,20 +246,12 @@ def _max_tokens(fields: CommonFields, limit: int | None, default: int) -> int:
         if limit is not None and value > limit:
             raise wrong(name, f"is {value}; it must be at most {limit} on this server")
     max_tokens = next(iter(asked.values()), default if limit is None else min(default, limit))
-    if fields.min_tokens > max_tokens:
+    if (fields.min_tokens or 0) > max_tokens:
         raise wrong(
             "min_tokens",
             f"is {fields.min_tokens}; it must be at most {next(iter(asked), 'max_tokens')}, which is {max_tokens}",
         )
     return max_tokens
-
-
-def _defaults_of(engine: Engine) -> dict[str, Any]:
-    """OpenAI's defaults, but those that the model's own generation configuration names."""
-    config = getattr(engine.model.model, "generation_config", None)
-    of_model = {} if config is None else config.to_diff_dict()
-    named = {name: of_model[name] for name in _FROM_MODEL if of_model.get(name) is not None}
-    return {"temperature": 1.0, "top_k": 0, **named}
 
 
 def _field_of(error: DraftHeadsError) -> str | None:

@@ -25,7 +25,7 @@ class PromptScores:
 async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], num_top: int) -> PromptScores:
     """Scores a prompt, with the ``num_top`` most likely tokens at each place."""
     target = Target(engine.model)
-    target.lengths = [0]
+    target.adopt([None], [len(token_ids)])
     logprobs: list[float | None] = [None]
     tops: list[TopLogprobs | None] = [None]
 

@@ -31,6 +31,9 @@ from draftheads.speculation.sampling import (
     probabilities,
 )
 
+# logits (B, V) at nodes (B,) -> scores (B, V), which may depend on the text up to there
+Processed = Callable[[Tensor, Tensor], Tensor]
+
 
 def accept(
     draft: Draft,
@@ -40,6 +43,7 @@ def accept(
     seen: SeenTokens | None = None,
     *,
     rejection_uniforms: Tensor | None = None,
+    processed: Processed | None = None,
 ) -> AcceptResult:
     """The verdict on every row.
 
@@ -52,8 +56,12 @@ def accept(
         seen: (B, V), tokens of the text including the root; needed when a row has a penalty.
         rejection_uniforms: (B, :func:`num_rejection_uniforms`) float64 in [0, 1), for drafts that were drawn, where
             a row asks for rejection.
+        processed: changes logits before penalties; called for few nodes, unless a row accepts otherwise than exactly.
     """
-    verdict = _exact(draft, logits, rows, uniforms, seen)
+    verdict = _exact(draft, logits, rows, uniforms, seen, processed=processed)
+    if processed is not None and (rows.any_typical or rows.any_rejection):
+        nodes = torch.zeros_like(draft.token_ids[:, 0])
+        logits = torch.stack([processed(logits[:, n], nodes + n) for n in range(draft.num_nodes)], 1)
     if rows.any_typical:
         verdict = _where(rows.typical, _longest_typical(draft, logits, rows, uniforms, seen), verdict)
     if rows.any_rejection and draft.sampled:
@@ -107,15 +115,24 @@ def _walk(draft: Draft, seen: SeenTokens | None, decide: Decide) -> AcceptResult
     return AcceptResult(path, num_accepted, next_ids)
 
 
-def _exact(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: SeenTokens | None) -> AcceptResult:
+def _exact(
+    draft: Draft,
+    logits: Tensor,
+    rows: RowSettings,
+    uniforms: Tensor,
+    seen: SeenTokens | None,
+    *,
+    processed: Processed | None,
+) -> AcceptResult:
     """Choose at the node, and step into the child that was chosen."""
-    if _on_host(logits) and seen is None and not rows.any_sampled and not rows.any_penalty:
+    if _on_host(logits) and seen is None and not (rows.any_sampled or rows.any_penalty or processed):
         return _greedy(draft, most_likely(logits))
     batch = torch.arange(len(logits), device=logits.device)
     below_root = draft.depths > 0
 
     def decide(depth: int, node: Tensor, seen: SeenTokens | None) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = choose(logits[batch, node], rows, seen, uniforms[:, depth])
+        at = logits[batch, node] if processed is None else processed(logits[batch, node], node)
+        chosen = choose(at, rows, seen, uniforms[:, depth])
         child = (draft.parents == node[:, None]) & (draft.token_ids == chosen[:, None]) & below_root  # (B, N)
         return child.any(1), child.int().argmax(1), chosen
 

@@ -64,7 +64,7 @@ class RowSettings:
             top_k=column([min(s.top_k or vocab_size, vocab_size) for s in settings], torch.int64),
             top_p=column([s.top_p for s in settings], torch.float64),
             min_p=column([s.min_p for s in settings], torch.float64),
-            repetition_penalty=column([s.repetition_penalty for s in settings], torch.float32),
+            repetition_penalty=column([s.repetition_penalty or 1.0 for s in settings], torch.float32),
             frequency_penalty=column([s.frequency_penalty for s in settings], torch.float32),
             presence_penalty=column([s.presence_penalty for s in settings], torch.float32),
             epsilon=column([s.typical_epsilon for s in settings], torch.float64),
@@ -113,7 +113,8 @@ class SeenTokens:
 
 def has_penalty(settings: SamplingSettings) -> bool:
     """Whether what is likely depends on the tokens of the text."""
-    return (settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty) != (1.0, 0.0, 0.0)
+    of_counts = settings.frequency_penalty or settings.presence_penalty
+    return bool(of_counts) or settings.repetition_penalty not in (None, 1.0)
 
 
 def penalised(logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> Tensor:

@@ -15,12 +15,11 @@ from draftheads.interop.audit.answer import Answer
 from draftheads.interop.audit.settings import AuditSettings, CheckName, is_json
 from draftheads.models.kv_target import Target
 from draftheads.models.prompt_text import token_ids_of
-from draftheads.settings import Grammar
+from draftheads.settings import Grammar, SamplingSettings
 from draftheads.utils.progress import Progress
 
-# of a generation configuration: what servers may apply where a request leaves it out
-_FROM_CONFIG = ("repetition_penalty", "top_k", "min_p")
-_NEUTRAL: Mapping[str, Any] = {"repetition_penalty": 1.0, "top_k": 0, "min_p": 0.0}
+# of a generation configuration: what servers may apply to samples where a request leaves it out
+_NEUTRAL: Mapping[str, Any] = {"top_k": 0, "min_p": 0.0}
 
 
 @dataclass(frozen=True)
@@ -98,18 +97,21 @@ class ModelReference:
         if answer.is_cut and not ids:
             return None
         target = Target(self.engine.model)
-        target.lengths = [0]
+        target.adopt([None], [len(prompt) + self.settings.max_new_tokens])
         [(hidden, _)] = target.read([[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
         logits = self.engine.model.logits(hidden[len(prompt) - 1 :]).float()
+        for place in range(len(logits)):
+            logits[place] = self._ruled(prompt, [*prompt, *ids[:place]], logits[place])
         if not answer.is_cut:
             ids.append(self._likeliest_end(logits[-1]))
         return logits, torch.tensor(ids, device=logits.device)
 
     @torch.inference_mode()
     def next_scores(self, context: Sequence[int]) -> Tensor:
-        """(V,) log-probabilities after some tokens."""
+        """(V,) log-probabilities after some tokens, of which the first are those of a prompt."""
         logits, _ = Target(self.engine.model).prefill([context])
-        return logits[0].float().log_softmax(-1)
+        prompt = max((ids for ids in self.prompt_ids if list(context[: len(ids)]) == ids), key=len)
+        return self._ruled(prompt, context, logits[0].float()).log_softmax(-1)
 
     @torch.inference_mode()
     def surprise(self, index: int, answer: Answer) -> Surprise | None:
@@ -155,9 +157,16 @@ class ModelReference:
 
     def defaults_of_servers(self) -> dict[str, Any]:
         """What servers may do by the model's generation configuration, with the values that switch it off."""
-        config = getattr(self.engine.model.model, "generation_config", None)
-        of_model = {} if config is None else config.to_diff_dict()
-        return {name: _NEUTRAL[name] for name in _FROM_CONFIG if of_model.get(name) not in (None, _NEUTRAL[name])}
+        of_model = self.engine.generation.sampling
+        return {name: value for name, value in _NEUTRAL.items() if of_model.get(name) not in (None, value)}
+
+    def _ruled(self, prompt: Sequence[int], context: Sequence[int], logits: Tensor) -> Tensor:
+        """The logits (V,) after a prompt and more tokens as the model's generation configuration changes them."""
+        most, rules = self.settings.max_new_tokens, self.engine.generation
+        settings = rules.settings(SamplingSettings(max_new_tokens=most), len(prompt))
+        processors: Any = rules.processors(prompt, len(prompt) + most, settings, whole=True)
+        scores: Tensor = processors(torch.tensor([list(context)], device=logits.device), logits[None].clone())
+        return scores[0]
 
     def _answer(self, result: GenerationResult) -> Answer:
         ids = result.token_ids
