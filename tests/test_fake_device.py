@@ -16,7 +16,6 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.decode.step_timer import StepTimer
 from draftheads.drafters.copying import Copying
-from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -98,7 +97,7 @@ def moved_drafter(drafter: Any, model: TargetModel) -> Any:
     if isinstance(drafter, DraftModel):
         return DraftModel(moved(drafter.model, graphs=model.has_static_steps), model)
     if isinstance(drafter, Copying):
-        return Copying(moved_drafter(drafter.drafter, model), corpus=drafter.corpus)
+        return Copying(moved_drafter(drafter.drafter, model))
     return drafter
 
 
@@ -271,7 +270,6 @@ DRAFTERS: dict[str, tuple[Make, str | None, int]] = {  # how it is made, the sha
     "copying, static": (copying("hydra"), "ragged", 5),
     "copying, growing": (copying("eagle"), "best first", 5),
     "copying, threshold": (copying("hydra"), "sure ones", 5),
-    "corpus": (copying("medusa", corpus=index_texts([[5, 6, 7, 8, 9, 10, 11] * 3])), "best first", 5),
     "draft model, static": (draft_model, "ragged", 6),
     "draft model, growing": (draft_model, "best first", 9),
 }

@@ -488,21 +488,6 @@ def test_arguments_of_heads_and_engines(world: Path, tmp_path: Path) -> None:
     assert draftheads.load(world / "model", world / "head", tree="[[0]]", **FP32).shape == Tree.chain(1)
 
 
-def test_a_corpus_is_given_to_heads_and_draft_models(world: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("w1 w2 w3 w4", encoding="utf-8")
-    options: dict[str, Any] = {**FP32, "corpus": tmp_path / "a.txt"}
-    by_profile = draftheads.load(world / "model", world / "head", **options)
-    fixed = draftheads.load(world / "model", world / "head", profile=None, **options)
-    small = draftheads.load(world / "model", draft_model=world / "model", **options)
-    for engine in (by_profile, fixed, small):
-        corpus = engine.drafter.corpus  # type: ignore[union-attr]
-        start = engine.model.tokenizer("w1 w2", add_special_tokens=False)["input_ids"]
-        then = engine.model.tokenizer("w3 w4", add_special_tokens=False)["input_ids"]
-        assert corpus.match(start, 2) == (2, [then])
-    plain = draftheads.load(world / "model", **FP32)
-    assert fixed.generate(PROMPTS)[0].token_ids == plain.generate(PROMPTS)[0].token_ids
-
-
 # --- faster modules that do not fit ---
 
 

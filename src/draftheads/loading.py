@@ -20,13 +20,11 @@ from draftheads.checkpoints.profile_store import find_profile
 from draftheads.checkpoints.registry import UNTRAINED_HEADS, find_head, find_published
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.cpu.threads import thread_choice
-from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.drafters.copying import Copying
-from draftheads.drafters.corpus import Corpus
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -89,7 +87,6 @@ def load(
     tree: Shape | Sequence[Sequence[int]] | str | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
-    corpus: str | PathLike[str] | None = None,
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
     max_batch_size: int = 16,
@@ -124,8 +121,6 @@ def load(
             one; None drafts on a fixed tree of 10 nodes. The costs are measured in one to five seconds the first time
             that model, head and machine are used together, and cached.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
-        corpus: drafts also hold copies from these texts or earlier answers: a ``.txt`` or ``.jsonl`` file, or a folder
-            of such files, also one of ``serve --record``. They are sorted once, and then read from the cache.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 where the machine computes in it, else
             fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it
             changes the model a little.
@@ -147,7 +142,6 @@ def load(
     Raises:
         ModelNotFound, UnsupportedModel, CheckpointError: the model, the head or an adapter cannot be loaded.
         InvalidTree: ``tree`` is deeper than the head.
-        DataError: the corpus cannot be read.
         InvalidSettings: a wrong value, arguments that contradict each other or need another one, a draft model of
             another tokenizer; or int8 or ``batch_invariant`` without the native library.
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
@@ -166,11 +160,10 @@ def load(
     require_bool(copy=copy, fast=fast, cuda_graphs=cuda_graphs, batch_invariant=batch_invariant)
     require_bool(four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
-    _check_paths(head=head, profile=profile, chat_template=chat_template, corpus=corpus)
+    _check_paths(head=head, profile=profile, chat_template=chat_template)
     tree = None if tree is None else as_shape(tree)
     name = name_of(model)
     _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), tree, profile)
-    check_corpus(corpus, head, copy=copy, has_draft_model=draft_model is not None)
     published = None if head is None or head in UNTRAINED else _published(head, name)
     template = find_template(chat_template, () if head is None or published else (head,), name)
     target = load_target(
@@ -191,7 +184,6 @@ def load(
     )
     if published is not None:
         head = imported_once(published, target)
-    index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
     if draft_model is not None:
         is_named = isinstance(draft_model, str | PathLike)
         small = load_target(
@@ -206,7 +198,7 @@ def load(
         draft = DraftModel(small, target)
         if tree is not None:
             draft.check_shape(tree)
-        whole = Copying(draft, corpus=index) if copy else draft
+        whole = Copying(draft) if copy else draft
         return Engine(target, whole, shape=tree, max_batch_size=max_batch_size)
     return engine_on(
         target,
@@ -215,7 +207,6 @@ def load(
         tree=tree,
         profile=profile,
         copy=copy,
-        corpus=index,
         max_batch_size=max_batch_size,
         fast=fast,
     )
@@ -229,7 +220,6 @@ def engine_on(
     tree: Shape | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
-    corpus: Corpus | None = None,
     max_batch_size: int = 16,
     fast: bool = True,
     keep_cost: bool = True,
@@ -254,7 +244,6 @@ def engine_on(
             tree=tree,
             profile=profile,
             copy=copy,
-            corpus=corpus,
             max_batch_size=max_batch_size,
             keep_cost=keep_cost,
         )
@@ -271,7 +260,6 @@ def head_engine(
     tree: Shape | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
-    corpus: Corpus | None = None,
     max_batch_size: int = 16,
     keep_cost: bool = True,
 ) -> Engine:
@@ -280,7 +268,7 @@ def head_engine(
     Without ``keep_cost`` costs that have to be measured now are not cached: other work may slow them down.
     """
     acceptance = None if profile is None else find_profile(head, model, profile=profile)
-    whole = copying(drafter, acceptance, corpus) if copy else drafter
+    whole = copying(drafter, acceptance) if copy else drafter
     if tree is not None:
         drafter.check_shape(tree)
         known = acceptance or read_head(find_head(fspath(head), fspath(model))).profile
@@ -295,25 +283,13 @@ def head_engine(
     return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, cost=cost, check=check)
 
 
-def copying(drafter: DraftHead, profile: AcceptanceProfile | None, corpus: Corpus | None = None) -> Copying:
+def copying(drafter: DraftHead, profile: AcceptanceProfile | None) -> Copying:
     """A head whose trees also hold copies, which compete for nodes by the probabilities in the profile."""
     if profile is None:
-        return Copying(drafter, corpus=corpus)
+        return Copying(drafter)
     gains = [after - before for before, after in pairwise(profile.static_tokens)]
     values = {tuple(path): gain for path, gain in zip(profile.paths, gains, strict=False) if 0.0 < gain < 1.0}
-    return Copying(drafter, odds=profile.copies or DEFAULT_ODDS, values=values, corpus=corpus)
-
-
-def check_corpus(
-    corpus: str | PathLike[str] | None, head: str | PathLike[str] | None, *, copy: bool, has_draft_model: bool = False
-) -> None:
-    """Raises :class:`InvalidSettings` if nothing copies from the corpus."""
-    if corpus is None:
-        return
-    if not copy:
-        raise InvalidSettings(f"corpus {corpus} needs copy=True")
-    if (head is None and not has_draft_model) or head in UNTRAINED:
-        raise InvalidSettings(f"corpus {corpus}: copies are added to the trees of a draft head; give head=…")
+    return Copying(drafter, odds=profile.copies or DEFAULT_ODDS, values=values)
 
 
 def _check_what_drafts(

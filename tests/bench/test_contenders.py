@@ -10,7 +10,6 @@ from draftheads.bench import contenders
 from draftheads.bench.contenders import heads_for, load_contenders, names_of
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.drafters.copying import Copying
-from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.loading import UNTRAINED, load_target
@@ -76,15 +75,3 @@ def test_drafters_come_with_the_engine_that_users_have(
     assert (alone.profile, alone.drafter) == (profile, hydra.drafter), "the head, without copies"
     assert isinstance(getattr(lookup.as_loaded(True), "drafter", None), PromptLookup)
     assert broken.as_loaded(True) is None, "such a head is compared, but cannot be loaded"
-
-
-def test_with_a_corpus_each_head_has_rows_with_copies(world: Path, target: TargetModel):
-    named = {"hydra": str(world / "hydra"), "lookup": "prompt-lookup"}
-    corpus = index_texts([[5, 6, 7]])
-    found = list(load_contenders(named, str(world / "model"), target, corpus=corpus))
-    assert [one.name for one in found] == ["hydra", "hydra + copies", "hydra + corpus", "lookup"]
-    copies, with_corpus = found[1:3]
-    assert (copies.drafter.corpus, with_corpus.drafter.corpus) == (None, corpus)  # type: ignore[attr-defined]
-    assert len({one.identity for one in found}) == len(found)
-    other = list(load_contenders(named, str(world / "model"), target, corpus=index_texts([[5, 6, 8]])))
-    assert other[2].identity != with_corpus.identity

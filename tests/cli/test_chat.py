@@ -142,16 +142,6 @@ def test_heads_change_and_drafting_is_switched_off_and_on(
     assert speeds[0] == speeds[2]
 
 
-def test_each_head_of_a_chat_copies_from_the_corpus(typed: Typed, engine: Engine):
-    Path("earlier.txt").write_text(offline(engine, "a dog")[0], encoding="utf-8")
-    speeds = []
-    for corpus in ((), ("--corpus", "earlier.txt")):
-        out, err = typed("a dog", "/head ./hydra", "/retry", arguments=("--head", "medusa", *corpus))
-        assert out == printed(*offline(engine, "a dog") * 2)
-        speeds.append(speeds_in(err))
-    assert [with_corpus > without for without, with_corpus in zip(*speeds, strict=True)] == [True, True], speeds
-
-
 def test_save_writes_a_chat_that_can_be_read(typed: Typed, engine: Engine, here: Path):
     _, err = typed("dead cab", "é", "/save new/chat.jsonl", arguments=("--system", "fog"))
     [record] = read_chats(here / "new" / "chat.jsonl")

@@ -44,7 +44,6 @@ REFUSED = {
     "tune model ./medusa --prompts none.jsonl": "none.jsonl: cannot be read",
     "train --method medusa --data chats.jsonl none.jsonl --out out": "none.jsonl: cannot be read",
     "train-joint --model model --head ./hydar --data chats.jsonl --out out": "no head './hydar'",
-    "bench model --corpus none.txt": "none.txt: cannot be read",
     "generate a --model model --chat-template none.jinja": "chat template 'none.jinja' cannot be read",
     "bench --model ./modle --limt 3": "no option --limt; did you mean --limit?",
     "reproduce --list": "no option --list",

@@ -29,7 +29,6 @@ DEFAULTS = {
     "tree": None,
     "profile": "auto",
     "copy": True,
-    "corpus": None,
     "max_batch_size": 16,
     "batch_invariant": False,
 }  # arguments of load, besides the settings that differ from their defaults
@@ -156,7 +155,6 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
         acceptance="typical",
     )
     assert seen[-1] == (["abc", "def"], settings)
-    assert loaded("--head there --corpus texts") == {**DEFAULTS, "corpus": Path("texts")}
     words = "--precision bf16 --chat-template vicuna --device cuda:1 --four-bit --no-fast --trust-remote-code"
     how = {"precision": "bf16", "chat_template": "vicuna", "device": "cuda:1", "four_bit": True}
     how |= {"fast": False, "trust_remote_code": True, "attn_implementation": "eager"}

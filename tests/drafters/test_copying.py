@@ -12,7 +12,6 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.drafters.copying import Copying, CopyingSession
-from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -118,21 +117,6 @@ def test_a_row_does_not_depend_on_its_neighbours(shape: str) -> None:
         assert [result.num_copied for result in alone] == [result.num_copied for result in together]
 
 
-@pytest.mark.parametrize("shape", some(["ragged", "best first"], "best first"))
-@pytest.mark.parametrize("name", some(FAMILIES, "llama", "gemma3_text"))
-def test_a_corpus_changes_nothing(name: str, shape: str) -> None:
-    """And answers that are in it take fewer steps."""
-    head = tiny_head("hydra", some_model(name))
-    for temperature in (0.0, 0.8):
-        expected = plain(name, temperature)
-        options: dict[str, Any] = {"shape": SHAPES[shape], "temperature": temperature, "seed": 5}
-        found = decode(name, Copying(head, corpus=index_texts(expected)), **options)
-        assert ids(found) == expected
-        assert num_steps(found) < num_steps(decode(name, Copying(head), **options))
-        other = decode(name, Copying(head, corpus=index_texts([list(range(3, 23)) * 3])), **options)
-        assert ids(other) == expected
-
-
 class Varied(Copying):
     """A drafter that copies, whose session gets other arguments at each step."""
 
@@ -224,14 +208,6 @@ def test_drawn_trees_and_best_paths_are_left_as_they_are(shape: Shape) -> None:
     found = decode("llama", Copying(head), **options)
     assert ids(found) == ids(decode("llama", head, **options))
     assert copied(found) == 0
-
-
-def test_a_corpus_is_copied_from_after_a_match_of_four_tokens() -> None:
-    corpus = index_texts([[1, 7, 9, 10, 11, 12, 13]])
-    draft = copied_below_a_root([7, 9, 10, 11], 3, corpus=corpus)
-    assert draft.token_ids.tolist() == [[11, 12, 13, 0]]
-    assert draft.depths.tolist() == [[0, 1, 2, 0]]
-    assert copied_below_a_root([8, 9, 10, 11], 3, corpus=corpus).num_nodes == 1
 
 
 def test_copies_branch_where_the_same_tokens_were_followed_by_different_ones() -> None:

@@ -189,33 +189,6 @@ def test_adapters_need_names_of_their_own(world: Path) -> None:
         load_served(str(world / "model"), (), LoadSettings(precision="fp32"), adapters={"model": world / "tuned"})
 
 
-def test_all_heads_copy_from_one_corpus(world: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abcd abcd", encoding="utf-8")
-    load = partial(load_served, str(world / "model"), load=LoadSettings(precision="fp32"), corpus=tmp_path / "a.txt")
-    served = load([str(world / "heads" / "medusa")])
-    assert served.corpus is not None
-    assert all(engine.drafter.corpus is served.corpus for engine in served.engines.values())  # type: ignore[union-attr]
-    with pytest.raises(InvalidSettings, match="give head="):
-        load(())
-
-
-@pytest.mark.thorough
-def test_a_new_head_copies_from_the_same_corpus(world: Path) -> None:
-    answer = plain(world / "model", "w5 w6", **SHORT)
-    (world / "answers.txt").write_text(answer, encoding="utf-8")
-    heads = world / "heads"
-    without = draftheads.load(world / "model", heads / "medusa", precision="fp32")
-    (alone,) = without.generate(["w5 w6"], max_new_tokens=SHORT["max_tokens"], ignore_eos=True)
-    arguments = ["--head", str(heads / "medusa"), "--head-folder", str(heads), "--corpus", "answers.txt"]
-    with ServerProcess(world, str(world / "model"), *arguments, "--precision", "fp32") as server:
-        for name in ("medusa", "hydra"):
-            if name == "hydra":
-                assert server.replace_head(name, force=True).json()["replaced"]
-            found = server.chat("w5 w6", draft_nodes=10, **SHORT)
-            assert found["choices"][0]["message"]["content"] == answer
-            assert found["usage"]["draft"]["tokens_per_step"] > 1.3 * alone.tokens_per_step, name
-
-
 def test_a_head_learns_from_traffic_and_replaces_the_old_one_under_a_stream(
     server: ServerProcess, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,6 @@ FILES = {
     "types": "types/04d6347cd77c26e13234ed0c.json",
     "costs": "costs/04d6347cd77c26e13234ed0c.json",
     "profiles": "profiles/markov-medusa-0123456789abcdef/acceptance.json",
-    "corpora": "corpora/04d6347cd77c26e13234ed0c/ids.npy",
     "answers": "answers/0123456789abcdef/answers-000.json",
     "bench": "bench/0123456789abcdef/found/0.json",
 }

@@ -25,7 +25,6 @@ from draftheads.bench.table import ALL, TURN, WITH_COPIES, Row, heads_only, part
 from draftheads.bench.timing import PLAIN, STOCK, Answers, engine_way, stock_way, take_turns
 from draftheads.bench.trees import TreeFinder
 from draftheads.checkpoints.registry import head_name
-from draftheads.data.corpus_files import load_corpus
 from draftheads.data.records import Record, own_prompts, prompts_in, read_prompts
 from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Engine, Prompt, prompt_list
@@ -71,7 +70,6 @@ def compare_heads(
     *,
     chat_template: str | PathLike[str] | None = None,
     draft_model: str | PathLike[str] | None = None,
-    corpus: str | PathLike[str] | None = None,
     settings: BenchSettings | None = None,
     quality: Sequence[Measure | Literal["agreement", "perplexity"]] = (),
     original_model: str | PathLike[str] | None = None,
@@ -95,7 +93,6 @@ def compare_heads(
             :func:`draftheads.data.suites.read_suite` have all turns and categories.
         chat_template: as for :func:`draftheads.load`.
         draft_model: a smaller model of the same tokenizer, compared as well.
-        corpus: as for :func:`draftheads.load`; each head is also compared with copies, without and with the corpus.
         settings: what is measured, and on how much.
         quality: measures of the answers. ``"agreement"`` compares them with plain decoding's, ``"perplexity"`` is under
             the original model; both are measured for typical acceptance when nothing is given.
@@ -109,7 +106,7 @@ def compare_heads(
 
     Raises:
         ModelNotFound, CheckpointError: the model or a head cannot be loaded.
-        DataError: fewer than 3 prompts that the model takes, or the corpus cannot be read.
+        DataError: fewer than 3 prompts that the model takes.
         InvalidSettings: two drafters have the same name, or no drafter can draft these trees.
         StorageError: another process makes the same comparison.
     """
@@ -133,10 +130,7 @@ def compare_heads(
     if original_model is not None and "perplexity" in quality:
         original = load_target(original_model, chat_template=template, precision=precision, **load_options)
     measures = [Perplexity(original) if measure == "perplexity" else measure for measure in quality]
-    texts = None
-    if corpus is not None:
-        texts = load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size, progress=progress)
-    more: dict[str, Any] = {"draft_model": draft_model, "corpus": texts, "precision": precision, **load_options}
+    more: dict[str, Any] = {"draft_model": draft_model, "precision": precision, **load_options}
     contenders = list(load_contenders(named, model, target, **more))
     calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay(2))
     identity = {

@@ -13,8 +13,6 @@ from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.registry import base_in_zoo, find_head, zoo_heads
 from draftheads.decode.engine import Engine
-from draftheads.drafters.copying import Copying
-from draftheads.drafters.corpus import Corpus
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -85,7 +83,6 @@ def load_contenders(
     target: TargetModel,
     *,
     draft_model: str | PathLike[str] | None = None,
-    corpus: Corpus | None = None,
     precision: Precision = "auto",
     **load_options: Any,
 ) -> Iterator[Contender]:
@@ -96,7 +93,6 @@ def load_contenders(
         model: the name of the target.
         target: the target.
         draft_model: a smaller model that drafts as well.
-        corpus: each head also drafts with copies, on growing trees, without and with the corpus.
         precision: of the draft model.
         load_options: of the draft model, as for :func:`draftheads.load`.
     """
@@ -111,11 +107,6 @@ def load_contenders(
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
         size, as_loaded = saved.num_parameters, cache(partial(_as_loaded, target, head, head_name, model))
         yield Contender(name, head, identity, size, as_loaded=as_loaded, head=head, draws=True)
-        if corpus is not None:
-            for what, texts in (("copies", None), (f"corpus-{corpus.digest}", corpus)):
-                copying = Copying(head, corpus=texts)
-                row = f"{name} + {what.partition('-')[0]}"
-                yield Contender(row, copying, f"{identity}-{what}", size)
     if draft_model is not None:
         small = load_target(draft_model, precision=precision, **load_options)
         with torch.device("meta"):  # the loaded layers hold packed weights, not parameters

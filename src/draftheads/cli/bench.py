@@ -47,7 +47,6 @@ def run(options: BenchOptions) -> None:
             options.heads,
             questions,
             draft_model=options.draft_model,
-            corpus=options.corpus,
             settings=options.settings,
             quality=measures,
             original_model=options.quality.original_model,

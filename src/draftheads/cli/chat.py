@@ -20,7 +20,6 @@ from draftheads.cli.generate import load_engine, no_draft_sentence
 from draftheads.cli.options.chat import ChatOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
-from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.text import TaggedText
@@ -266,12 +265,8 @@ class Chat:
                 raise InvalidSettings(
                     f"{name} was trained with another chat template: start a new chat with --head {name}"
                 )
-            corpus = None if name in UNTRAINED else options.draft.corpus
             with ProgressDisplay(error_console(), transient=True) as progress:
                 progress.stage(f"loading {name}")
-                index = None
-                if corpus is not None:
-                    index = load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size, progress=progress)
                 self._core.engines["drafting"] = engine_on(
                     target,
                     name,
@@ -279,7 +274,6 @@ class Chat:
                     tree=options.draft.shape(),
                     profile=None if options.draft.profile == "none" else options.draft.profile,
                     copy=options.draft.copy,
-                    corpus=index,
                     max_batch_size=1,
                     fast=options.load.fast,
                 )

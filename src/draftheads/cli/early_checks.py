@@ -15,7 +15,7 @@ from draftheads.utils.files import user_path
 # options by their names, which mean the same in every command
 _MODELS = ("model", "draft_model", "original_model")
 _HEADS = ("head", "heads", "start_from")
-_INPUTS = ("prompts", "data", "text", "documents", "corpus", "json_schema", "judge_prompts", "costs")
+_INPUTS = ("prompts", "data", "text", "documents", "json_schema", "judge_prompts", "costs")
 
 
 def check_names(given: Iterable[tuple[str, Any]]) -> None:

@@ -78,7 +78,6 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
             head_folder=None if options.head_folder is None else user_path(options.head_folder),
             recorder=service.recorder,
             copy=options.copy,
-            corpus=served.corpus,
             fast=options.load.fast,
         )
         return served.models, scheduler
@@ -111,7 +110,6 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
         adapters=options.adapters,
         name=options.name,
         copy=options.copy,
-        corpus=options.corpus,
         num_paths=options.num_paths,
         batch_invariant=options.batch_invariant,
         max_rows=options.max_rows,

@@ -1,4 +1,4 @@
-"""A drafter that adds copies from the text so far, and from a corpus, to the trees of another one."""
+"""A drafter that adds copies from the text so far to the trees of another one."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds, votes_of
 from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
-from draftheads.drafters.corpus import LONGEST_MATCH, Corpus
 from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.speculation.candidates import Candidates
@@ -30,10 +29,7 @@ _NEXT_RANK = 0.3
 
 NUM_TOKENS = 16  # that are copied at most
 MOST_PLACES = 8  # of a text's last tokens that are looked at
-# in a corpus: votes by the length of the match, measured with 1.5 million tokens of answers to other prompts
-_CORPUS_VOTES = (0.26, 0.29, 0.48, 0.56, 0.61, 0.87, 1.0, 1.95)
 _SEVERAL, _LIKELY_MATCH = 4, 3  # rows; tokens before a copied one
-_SHORTEST_MATCH = 4  # in a corpus; what follows shorter ones is a common word, which heads know better
 
 
 class Copying(WrappedDrafter):
@@ -49,7 +45,6 @@ class Copying(WrappedDrafter):
         values: the measured probability that a node of a static tree is accepted, by its path of ranks. Without it
             the probability falls geometrically with depth and rank.
         num_tokens: the most tokens that are copied.
-        corpus: other texts from which is copied, too.
 
     Raises:
         InvalidSettings: impossible odds, no tokens, or a drafter that makes trees of its own.
@@ -62,7 +57,6 @@ class Copying(WrappedDrafter):
         odds: Odds = DEFAULT_ODDS,
         values: Mapping[Path, float] | None = None,
         num_tokens: int = NUM_TOKENS,
-        corpus: Corpus | None = None,
     ) -> None:
         check_odds(odds)
         require_at_least(1, num_tokens=num_tokens)
@@ -74,7 +68,7 @@ class Copying(WrappedDrafter):
         super().__init__(drafter)
         self.needs_history = True
         self.extra_nodes = num_tokens
-        self.odds, self.values, self.num_tokens, self.corpus = odds, values or {}, num_tokens, corpus
+        self.odds, self.values, self.num_tokens = odds, values or {}, num_tokens
 
     @property
     def name(self) -> str:
@@ -91,7 +85,7 @@ class CopyingSession(WrappedSession):
 
     def __init__(self, copying: Copying) -> None:
         super().__init__(copying.drafter.start())
-        self.values, self.num_tokens, self.corpus = copying.values, copying.num_tokens, copying.corpus
+        self.values, self.num_tokens = copying.values, copying.num_tokens
         self._votes = votes_of(copying.odds)
         self._texts = RowTexts(max_ngram=MAX_NGRAM)
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
@@ -149,17 +143,12 @@ class CopyingSession(WrappedSession):
     def _has_match(self) -> bool:
         """Whether a copy may be worth the time of looking for it: for several rows one that is not likely never is."""
         rows = self._texts.rows
-        return len(rows) < _SEVERAL or self.corpus is not None or any(text.has(_LIKELY_MATCH) for text in rows)
+        return len(rows) < _SEVERAL or any(text.has(_LIKELY_MATCH) for text in rows)
 
     def _voters(self, text: TextIndex) -> list[Voter]:
-        """The earlier places of a text's last tokens, and those in the corpus."""
+        """The earlier places of a text's last tokens."""
         places = text.matches(MOST_PLACES, len(self._votes))
-        voters = [Voter(text.following(place, self.num_tokens), match, self._votes) for place, match in places.items()]
-        if self.corpus is not None:
-            match, texts = self.corpus.match(text.ids[-LONGEST_MATCH:], self.num_tokens, most=MOST_PLACES)
-            if match >= _SHORTEST_MATCH:
-                voters += [Voter(following, match, _CORPUS_VOTES) for following in texts]
-        return voters
+        return [Voter(text.following(place, self.num_tokens), match, self._votes) for place, match in places.items()]
 
     def _candidates(self, copies: Sequence[Sequence[Copied]], root_ids: Tensor) -> Candidates:
         """The copies of all rows; a row with fewer is filled up with tokens of probability 0."""

@@ -50,7 +50,6 @@ def custom_generate(
     tree: Shape | Sequence[Sequence[int]] | str | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
-    corpus: str | PathLike[str] | None = None,
     precision: Precision = "auto",
     fast: bool = True,
     batch_invariant: bool = False,
@@ -70,7 +69,6 @@ def custom_generate(
         tree: as for :func:`draftheads.load`, but no ``Sampled`` tree.
         profile: as for :func:`draftheads.load`, like all that follow.
         copy: whether drafts also hold copies from the text so far.
-        corpus: drafts also hold copies from these texts.
         precision: ``int8`` holds the linear layers in 8 bits: faster on CPUs, but another model.
         fast: on a CPU, packed weights and the native library; off is the stock model.
         batch_invariant: on a CPU, results do not depend on the number of rows.
@@ -98,7 +96,6 @@ def custom_generate(
         "tree": tree,
         "profile": profile,
         "copy": copy,
-        "corpus": corpus,
         "precision": precision,
         "fast": fast,
         "batch_invariant": batch_invariant,

@@ -195,8 +195,7 @@ def _styles(rows: Iterable[Row]) -> dict[str, Style]:
     heads: dict[str, int] = {}
     styles = {PLAIN: PLAIN_STYLE, STOCK: PLAIN_STYLE}
     for row in heads_only(rows):
-        head, _, copies = row.name.partition(" + ")
-        style = Style.of(heads.setdefault(head, len(heads)), is_dashed=bool(copies) or has_copies(row))
+        style = Style.of(heads.setdefault(row.name, len(heads)), is_dashed=has_copies(row))
         styles |= {row.name: style, _with_tree(row): style}
     return styles
 

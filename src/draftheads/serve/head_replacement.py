@@ -27,7 +27,6 @@ from draftheads.data.records import RecordedTokens, own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.waiting import Lane
-from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_fingerprint
@@ -80,7 +79,6 @@ class HeadReplacement:
     head_folder: Path | None = None  # heads in it may be used, besides those that are installed with a package
     recorder: Recorder | None = None  # of answers to compare on
     copy: bool = True  # drafts hold copies, too
-    corpus: Corpus | None = None  # from which is copied, too
     fast: bool = True  # the head gets fast kernels
     _lock: Lock = field(default_factory=Lock, init=False)
 
@@ -138,7 +136,6 @@ class HeadReplacement:
             str(folder),
             model=self.model,
             copy=self.copy,
-            corpus=self.corpus,
             max_batch_size=old.max_batch_size,
             fast=self.fast,
             keep_cost=False,

@@ -8,12 +8,10 @@ from threading import Thread
 
 import torch
 
-from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import compiler_for
-from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DraftHeadsError, InvalidSettings
-from draftheads.loading import check_corpus, engine_on, find_template, load_target, name_of
+from draftheads.loading import engine_on, find_template, load_target, name_of
 from draftheads.models.kv_target import bytes_per_slot
 from draftheads.models.model import TargetModel
 from draftheads.serve.state import ServedModel
@@ -32,7 +30,6 @@ class Served:
 
     models: tuple[ServedModel, ...]
     engines: Mapping[str, Engine]  # by served name
-    corpus: Corpus | None = None  # from which is copied
 
     @property
     def target(self) -> TargetModel:
@@ -48,7 +45,6 @@ def load_served(
     adapters: Mapping[str, Path] | None = None,
     name: str | None = None,
     copy: bool = True,
-    corpus: Path | None = None,
     num_paths: int | None = None,
     batch_invariant: bool = False,
     max_rows: int = 16,
@@ -62,7 +58,6 @@ def load_served(
         adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
         name: under which it is served; the model's own name when left out.
         copy: drafts hold copies from the text, too.
-        corpus: texts or earlier answers from which is copied, too.
         num_paths: every step verifies so many paths of a head, whatever its profile.
         batch_invariant: drafted answers equal plain ones to the bit.
         max_rows: answers that are decoded together.
@@ -70,13 +65,11 @@ def load_served(
     Raises:
         DraftHeadsError: as :func:`draftheads.load`, or an adapter does not fit; or two names are the same.
     """
-    check_corpus(corpus, heads[0] if heads else None, copy=copy)
     template = find_template(load.chat_template, heads, name_of(model))
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
     target = load_target(model, chat_template=template, batch_invariant=batch_invariant, fast=load.fast, **given)
     preparing = Thread(target=_prepare_grammars, args=(target,))
     preparing.start()
-    index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
     base = name or _short_name(model)
     models: list[ServedModel] = []
     engines: dict[str, Engine] = {}
@@ -86,7 +79,7 @@ def load_served(
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
         tree = None if num_paths is None else BestPaths(num_paths=num_paths)
         engines[served] = engine_on(
-            target, head, model=model, tree=tree, copy=copy, corpus=index, max_batch_size=max_rows, fast=load.fast
+            target, head, model=model, tree=tree, copy=copy, max_batch_size=max_rows, fast=load.fast
         )
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():
@@ -95,7 +88,7 @@ def load_served(
         engines[adapter] = engines[base].with_adapter(folder)
         models.append(replace(models[0], name=adapter, adapter=adapter))
     preparing.join()
-    return Served(tuple(models), engines, index)
+    return Served(tuple(models), engines)
 
 
 def _prepare_grammars(target: TargetModel) -> None:

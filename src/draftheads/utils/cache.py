@@ -105,9 +105,6 @@ PARTS = (
         rf"[\w.+-]+-{_DIGEST}",
     ),
     CachePart(
-        "corpora", "the sorted texts of --corpus", "sorted again by the next command with --corpus", _LONG_DIGEST
-    ),
-    CachePart(
         "answers", "prompts of `draftheads tune`, with answers", "answered again by the next `draftheads tune`", _DIGEST
     ),
     CachePart(

@@ -55,9 +55,6 @@ class BenchOptions:
     id."""
     transformers: bool = False
     """Also time transformers' own generate. One prompt at a time."""
-    corpus: Path | None = None
-    """Also compare each head with copies, without and with this corpus. Texts or earlier answers: a .txt or .jsonl
-    file, or a folder of such files."""
     prompts: str | None = None
     """Questions: a file, a folder or a Hugging Face dataset. Or our own: tasks (six categories, some with two turns;
     the default), demo or calibration. MT-Bench, Spec-Bench, SPEED-Bench, GSM8K, HumanEval, AlpacaEval, CNN/DM, XSUM and

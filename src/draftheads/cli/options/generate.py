@@ -37,8 +37,6 @@ class DraftOptions:
     head's own; none: always a fixed tree of 10 nodes; or an acceptance.json."""
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
-    corpus: Path | None = None
-    """Also copy from these texts or earlier answers. A .txt or .jsonl file, or a folder of such files."""
 
     def __post_init__(self) -> None:
         ways = {name: getattr(self, name) for name in ("tree", "grow", "draw", "paths")}

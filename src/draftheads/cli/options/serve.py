@@ -83,8 +83,6 @@ class ServeOptions(OptionGroup):
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
-    corpus: Path | None = None
-    """Also copy from these texts or earlier answers. A .txt or .jsonl file, or a folder of such files."""
     num_paths: Annotated[int | None, FROM_1] = None
     """Verify so many paths at every step. They are the most probable ones (MLP Speculator). When left out, the size of
     the tree is decided at each step."""
