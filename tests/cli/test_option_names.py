@@ -9,7 +9,6 @@ from draftheads.cli.main import COMMANDS, options_of
 
 OF_OTHERS = {"help", "help-all", "version", "tyro-print-completion", "force-reinstall", "upgrade", "no-deps"}
 CALL_OTHERS = {
-    "plan.py",
     "export.py",
     "vllm.py",
     "provenance.py",

@@ -45,7 +45,6 @@ COMMANDS = {
     "import": Command("read a head of another project", "cli.import_.ImportOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
-    "plan": Command("find how many tokens another engine should draft", "cli.plan.PlanOptions"),
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.push.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.report.ReportOptions"),
     "reproduce": Command(
