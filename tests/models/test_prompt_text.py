@@ -33,16 +33,18 @@ def with_long_token(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def words_of_unknown_letters() -> Any:
-    vocabulary = {"<unk>": 0, "t": 1, "h": 2}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True))
+def words_of_unknown_letters(known: str = "th", **options: str) -> Any:
+    vocabulary = {token: i for i, token in enumerate(["<unk>", *known])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, **options))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
+ASCII = "".join(map(chr, range(33, 127)))
 MARKS = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 WORDS = pre_tokenizers.Sequence(
     [pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
 )
+SPACES = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])
 KNOWN = {
     **TOKENIZERS,
     "byte level, split": changed(byte_level(), pre_tokenizer=WORDS),
@@ -50,18 +52,21 @@ KNOWN = {
     "byte level, composed to a long token": with_long_token(changed(byte_level(), normalizer=normalizers.NFC())),
     "byte level, an added token that takes spaces": with_added(byte_level(), lstrip=True, rstrip=True),
     "byte level, an added token": with_added(byte_level()),
+    "byte level, lower case": changed(byte_level(), normalizer=normalizers.Lowercase()),
+    "byte level, stripped": changed(byte_level(), normalizer=normalizers.Strip()),
+    "byte level, spaces vanish": changed(byte_level(), pre_tokenizer=SPACES),
     "byte fallback, spaces marked before": changed(byte_fallback(), normalizer=MARKS, pre_tokenizer=None),
 }
-SPACES = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])
 UNKNOWN = {
-    "lower case": changed(byte_level(), normalizer=normalizers.Lowercase()),
-    "stripped": changed(byte_level(), normalizer=normalizers.Strip()),
-    "spaces vanish": changed(byte_level(), pre_tokenizer=SPACES),
+    "letters are replaced": changed(byte_level(), normalizer=normalizers.Replace("the cat", "c")),
+    "parts vanish between others": changed(byte_level(), pre_tokenizer=pre_tokenizers.CharDelimiterSplit("t")),
     "parts vanish": changed(
         byte_level(),
         pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split("a", "removed"), pre_tokenizers.ByteLevel()]),
     ),
     "unknown letters are one token": words_of_unknown_letters(),
+    "letters are unknown within words": words_of_unknown_letters(ASCII, continuing_subword_prefix="##"),
+    "letters are unknown at the end of words": words_of_unknown_letters(ASCII, end_of_word_suffix="</w>"),
     "not of tokenizers": IntegerTokenizer(),
 }
 
@@ -81,8 +86,8 @@ def test_never_more_than_there_are(name: str, text: str):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_it_is_no_small_number(name: str):
-    """The longest token of these vocabularies that has such letters has four of them."""
-    least = 10_000 // len("<|a long added token|>" if "added" in name else "the ")
+    """The longest token of these vocabularies has 40 bytes."""
+    least = 12_000 // 40
     assert fewest_tokens(KNOWN[name], "the cat" * 2000) >= least
 
 
@@ -109,8 +114,8 @@ class Reader:
 
 
 def test_a_text_that_is_surely_too_long_is_not_tokenized():
-    with pytest.raises(PromptTooLong, match=r"the prompt has at least 25,000 tokens; org/tiny takes at most 2047"):
-        token_ids_of(Reader(Refusing(), 2048), "x" * 25_000)
+    with pytest.raises(PromptTooLong, match=r"the prompt has at least 3,572 tokens; org/tiny takes at most 2047"):
+        token_ids_of(Reader(Refusing(), 2048), "x " * 50_000)
 
 
 def test_where_it_may_fit_it_is_tokenized():
