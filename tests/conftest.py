@@ -12,7 +12,6 @@ import transformers
 from cli_world import PROMPTS, write_model
 from draftheads import loading
 from draftheads.checkpoints import profile_store
-from draftheads.cpu import text_type
 from draftheads.decode import cost_profile as cost
 from draftheads.utils.machine import OtherPrograms
 from families import by_hand
@@ -63,7 +62,6 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "cache_folder", place)
-        patch.setattr(text_type, "cache_folder", place)
         patch.setattr(profile_store, "cache_folder", place)
         yield
 

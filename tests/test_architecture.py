@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/*.md")]}
 MADE_BY_COMMANDS = {
-    *("answers/", "costs/", "profiles/", "types/", "README.md", "bench.md"),
+    *("answers/", "costs/", "profiles/", "README.md", "bench.md"),
     *("judge_prompts.jsonl", "answers.jsonl", "table.md"),
 }
 FILE = re.compile(r"`([\w/.-]+(?:\.(?:py|toml|md|jsonl)|/))`")

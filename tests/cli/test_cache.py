@@ -102,7 +102,7 @@ def test_an_agreed_question_deletes(cache: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_unknown_part_names_the_parts(cache: Path, run: Run):
     err = run(["cache", "clear", "cost", "--yes"], code=1).err
-    assert "no part 'cost'; its parts are smollm2-135m, types, costs, profiles, answers, bench" in err
+    assert "no part 'cost'; its parts are smollm2-135m, costs, profiles, answers, bench" in err
     assert (cache / COST).exists()
 
 

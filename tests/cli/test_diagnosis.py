@@ -23,7 +23,6 @@ from draftheads.cli import diagnosis
 from draftheads.cli.diagnosis import EXTRAS, Finding, examine
 from draftheads.cpu import native_library
 from draftheads.cpu.native_library import SETS, how_to_get, load_library
-from draftheads.cpu.text_type import dtype_for_texts
 from draftheads.models import pretrained
 from draftheads.utils.cache import contents_of
 from draftheads.utils.machine import Cores, Memory, OtherPrograms
@@ -423,15 +422,13 @@ def test_what_is_in_the_cache(here: Path) -> None:
     cost = by_hand([("verify", 1, 1, 10.0), ("verify", 16, 1, 20.0)])
     (cache / "costs").mkdir(parents=True)
     (cache / "costs" / f"{'0' * 24}.json").write_text(cost.to_json(), encoding="utf-8")
-    dtype_for_texts(clock=lambda: 0.0)
     tuned = cache / "profiles" / "markov-medusa-0123456789abcdef"
     tuned.mkdir(parents=True)
     (tuned / "acceptance.json").write_text("{}", encoding="utf-8")
     found = diagnosis.find_cache()
     num_bytes = sum(contents_of(part, cache).num_bytes for part in diagnosis.PARTS)
-    assert one(found, "folder").facts == {"path": str(cache), "bytes": num_bytes, "files": 3, "writable": True}
+    assert one(found, "folder").facts == {"path": str(cache), "bytes": num_bytes, "files": 2, "writable": True}
     assert one(found, "costs").text == "1 cost profile saved; batch sizes: 1, 16"
-    assert one(found, "types").text == "1 measurement saved; faster in training: fp32"
     assert one(found, "tuned").facts == {"heads": ["markov-medusa"]}
     assert {finding.level for finding in found} == {"ok"}
 
@@ -439,7 +436,7 @@ def test_what_is_in_the_cache(here: Path) -> None:
 def test_an_empty_cache(here: Path) -> None:
     found = diagnosis.find_cache()
     assert one(found, "folder").text == f"{here / 'cache'}, 0 B"
-    assert one(found, "types").text == one(found, "costs").text == "nothing measured yet"
+    assert one(found, "costs").text == "nothing measured yet"
     assert not (here / "cache").exists()
 
 

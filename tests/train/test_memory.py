@@ -96,20 +96,21 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("four_bit", "bf16", "memory_for", "dtype"),
+    ("four_bit", "precision", "memory_for", "dtype"),
     [
-        (False, False, 2.0, torch.float32),
-        (False, False, 1.99, torch.bfloat16),
-        (False, True, 2.0, torch.bfloat16),
-        (True, False, 2.0, torch.bfloat16),
+        (False, "fp32", 2.0, torch.float32),
+        (False, "fp32", 1.99, torch.bfloat16),
+        (False, "auto", 2.0, torch.bfloat16),
+        (False, "bf16", 2.0, torch.bfloat16),
+        (True, "fp32", 2.0, torch.bfloat16),
     ],
 )
-def test_texts_are_read_in_fp32_where_that_is_faster_and_fits(
-    monkeypatch: pytest.MonkeyPatch, *, four_bit: bool, bf16: bool, memory_for: float, dtype: torch.dtype
+def test_texts_are_read_in_fp32_where_that_is_asked_for_and_fits(
+    monkeypatch: pytest.MonkeyPatch, *, four_bit: bool, precision: str, memory_for: float, dtype: torch.dtype
 ) -> None:
     target = chat_model()
     size = 4 * sum(weight.numel() for weight in target.model.parameters())
     monkeypatch.setattr(memory, "default_dtype", lambda _: torch.bfloat16)
     monkeypatch.setattr(memory, "memory_bytes", lambda: int(memory_for * size))
-    options = train_options(Path("out"), Path("features"), four_bit=four_bit)
-    assert reading_dtype(options, target.config, bf16=bf16) == dtype
+    options = train_options(Path("out"), Path("features"), four_bit=four_bit, precision=precision)
+    assert reading_dtype(options, target.config) == dtype

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -170,12 +170,11 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_line(tmp_path: Path, monkeyp
     assert path.read_text() == "".join(lines[:2])
 
 
-@pytest.mark.parametrize("others", [False, True])
-@pytest.mark.parametrize("fastest", [torch.float32, torch.bfloat16])
-def test_all_processes_compute_in_one_type(monkeypatch: pytest.MonkeyPatch, fastest: torch.dtype, others: bool) -> None:
-    """If one process measures that bf16 is faster, all compute in bf16."""
-    monkeypatch.setattr(trainer, "default_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(trainer, "default_dtype", lambda device: torch.bfloat16)
-    monkeypatch.setattr(trainer, "dtype_for_texts", lambda **_: fastest)
-    monkeypatch.setattr(trainer.processes, "any_of", lambda here: here or others)
-    assert trainer.computes_in_bf16(HardwareOptions()) == (others or fastest == torch.bfloat16)
+@pytest.mark.parametrize("usual", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
+def test_auto_is_bf16_where_the_device_computes_in_it(
+    monkeypatch: pytest.MonkeyPatch, precision: Literal["auto", "fp32", "bf16"], usual: torch.dtype
+) -> None:
+    monkeypatch.setattr(trainer, "default_dtype", lambda _: usual)
+    expected = usual == torch.bfloat16 if precision == "auto" else precision == "bf16"
+    assert trainer.computes_in_bf16(HardwareOptions(precision=precision)) == expected

@@ -9,7 +9,6 @@ import pytest
 
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
-from draftheads.cpu.text_type import dtype_for_texts
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.models.embedded import SMOLLM2_135M, place_in_cache
 from draftheads.utils.cache import PARTS, CachePart, cache_folder, clear, contents_of
@@ -19,7 +18,6 @@ from draftheads.utils.identity import identity_digest
 PART = {part.name: part for part in PARTS}
 FILES = {
     "smollm2-135m": "smollm2-135m-v1/model.safetensors",
-    "types": "types/04d6347cd77c26e13234ed0c.json",
     "costs": "costs/04d6347cd77c26e13234ed0c.json",
     "profiles": "profiles/markov-medusa-0123456789abcdef/acceptance.json",
     "answers": "answers/0123456789abcdef/answers-000.json",
@@ -95,15 +93,13 @@ def test_an_empty_or_missing_cache_has_nothing(tmp_path: Path) -> None:
 def test_the_parts_have_the_names_that_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: Path
 ) -> None:
-    """By the functions that name or write them. The names of cost profiles are made like those of types."""
+    """By the functions that name or write them."""
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
     assert PART["smollm2-135m"].is_own(place_in_cache(SMOLLM2_135M).name)
     saved = read_head(world / "medusa")
     assert PART["profiles"].is_own(cached_profile_folder(saved).name)
     for name in ("answers", "bench"):
         assert PART[name].is_own(identity_digest(["anything"]))
-    dtype_for_texts()
-    assert contents_of(PART["types"], tmp_path).num_files == 1
 
 
 # --- what is not deleted ---

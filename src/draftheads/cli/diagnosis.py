@@ -449,7 +449,6 @@ def _cache_findings(folder: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(existing).free
     advice = "free some, or set DRAFTHEADS_CACHE to another disk" if free < _LITTLE else ""
     yield _finding("disk", f"{byte_size(free)} free", advice, free=free)
-    yield _measured(folder, "types", "measurement", lambda faster: [faster["texts"]], "faster in training")
     yield _measured(
         folder, "costs", "cost profile", lambda cost: [point["rows"] for point in cost["points"]], "batch sizes"
     )

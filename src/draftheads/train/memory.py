@@ -76,15 +76,14 @@ def memory_bytes() -> int | None:
     return memory.total if memory.limit is None else memory.limit
 
 
-def reading_dtype(options: RunOptions, config: Any, *, bf16: bool) -> torch.dtype:
+def reading_dtype(options: RunOptions, config: Any) -> torch.dtype:
     """The type in which the model reads the texts: that of its device.
 
-    On a CPU that multiplies many rows faster in fp32 (``bf16`` is False) it is fp32, if the model then takes at most
-    half of the memory.
+    With ``--precision fp32`` on a CPU it is fp32, if the model then takes at most half of the memory.
     """
     device = processes.device()
     usual = default_dtype(device)
-    if bf16 or options.hardware.four_bit or device.type != "cpu":
+    if options.hardware.precision != "fp32" or options.hardware.four_bit or device.type != "cpu":
         return usual
     memory = memory_bytes()
     try:

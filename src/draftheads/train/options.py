@@ -196,8 +196,9 @@ class HardwareOptions(OptionGroup):
     """Precision."""
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Type of the heads' products. Weights and losses stay fp32; auto is the faster one on this machine. Where that is
-    fp32, the model also reads the texts in fp32, if it takes at most half of the memory."""
+    """Type of the heads' products. Weights and losses stay fp32; auto is bf16 where the machine computes in it. Try
+    fp32 on a CPU: some multiply large matrices faster in it. The model then reads the texts in fp32, too, if it takes
+    at most half of the memory."""
     four_bit: bool = False
     """Hold the model's linear layers in 4 bits. In train-joint: QLoRA. Needs bitsandbytes."""
 

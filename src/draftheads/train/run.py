@@ -39,7 +39,7 @@ from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
-from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, computes_in_bf16, fit
+from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, fit
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
@@ -346,7 +346,7 @@ class HeadRun(Run):
             )
         target = TargetModel.load(
             options.model,
-            dtype=partial(reading_dtype, options, bf16=computes_in_bf16(options.hardware)),
+            dtype=partial(reading_dtype, options),
             device="cpu" if is_sharded else None,
             four_bit=options.hardware.four_bit,
             chat_template=chat_template_text(options),

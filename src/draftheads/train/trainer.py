@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from draftheads.cpu.text_type import dtype_for_texts
 from draftheads.cpu.threads import thread_choice
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
@@ -116,15 +115,10 @@ def fit(
 
 
 def computes_in_bf16(options: HardwareOptions) -> bool:
-    """Whether products are rounded to bf16: as given, or if the device has bf16 and is not faster in fp32."""
-    if options.precision != "auto":
-        return options.precision == "bf16"
-    device = default_device()
-    has_bf16 = default_dtype(device) == torch.bfloat16
-    if not has_bf16 or device.type != "cpu":
-        return has_bf16
-    measured = dtype_for_texts()
-    return processes.any_of(measured == torch.bfloat16)  # each process measures; all must use the same type
+    """Whether products are rounded to bf16: as given, or if the device computes in bf16."""
+    if options.precision == "auto":
+        return default_dtype(default_device()) == torch.bfloat16
+    return options.precision == "bf16"
 
 
 class StepLog:

@@ -96,7 +96,6 @@ PARTS = (
         "converted again, or downloaded",
         rf"{_DEFAULT_MODEL}-v\d+",
     ),
-    CachePart("types", "the faster type of training on this CPU", "measured again by the next training", _MEASURED),
     CachePart("costs", "milliseconds of steps, by model and head", "measured again in 5 s for each head", _MEASURED),
     CachePart(
         "profiles",
