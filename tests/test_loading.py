@@ -75,6 +75,13 @@ def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: P
     assert isinstance(engine.batch().session, SizePolicySession)
 
 
+def test_int8_is_refused_before_a_model_is_loaded_on_a_gpu(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "device_named", lambda _: torch.device("cuda:1"))
+    monkeypatch.setattr(loading.TargetModel, "load", lambda *_, **__: pytest.fail("the model is loaded"))
+    with pytest.raises(InvalidSettings, match="precision int8 is for CPUs; the model is on cuda:1: give device='cpu'"):
+        load_target(world / "model", precision="int8")
+
+
 def test_steps_are_captured_only_if_it_is_asked_for(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with a GPU: the device of the model is looked at before it is loaded."""
     with pytest.raises(InvalidSettings, match="cuda_graphs is for CUDA; the model is on cpu"):

@@ -122,7 +122,7 @@ def load(
             that model, head and machine are used together, and cached.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 where the machine computes in it, else
-            fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it
+            fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8``, for CPUs, holds linear layers in 8 bits: faster, but it
             changes the model a little.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
@@ -408,17 +408,19 @@ def load_target(
             target = TargetModel.of(model, tokenizer, **ours)
             _check_as_loaded(target, precision, None if device is None else place, options)
         else:
-            # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
-            dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
-            target = TargetModel.load(model, tokenizer=tokenizer, dtype=dtype, device=device, **ours, **options)
+            if int8 and options.get("device_map") is None:
+                _check_int8(place)
+            target = TargetModel.load(
+                model, tokenizer=tokenizer, dtype=PRECISIONS[precision], device=device, **ours, **options
+            )
         target.set_graphs(on=cuda_graphs)
         return target
 
     target = read()
     if batch_invariant and target.device.type != "cpu":
         raise InvalidSettings(f"batch_invariant is for CPUs; the model is on {target.device}")
-    if int8 and target.device.type not in ("cpu", "cuda"):
-        raise InvalidSettings(f"precision int8 is for CPUs and CUDA; the model is on {target.device}")
+    if int8:
+        _check_int8(target.device)
     if int8 and not fast:
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
     if (int8 or batch_invariant) and target.is_quantised:
@@ -529,6 +531,13 @@ def _check_whole(precision: str, batch_invariant: bool, quantised: object) -> No
     if quantised is not None and (precision == "int8" or batch_invariant):
         what = "precision int8" if precision == "int8" else "batch_invariant"
         raise InvalidSettings(f"{what} and {short(str(quantised))}: give one of them; {what} needs nn.Linear layers")
+
+
+def _check_int8(place: torch.device) -> None:
+    if place.type != "cpu":
+        raise InvalidSettings(
+            f"precision int8 is for CPUs; the model is on {place}: give device='cpu' or four_bit=True"
+        )
 
 
 def _check_paths(**values: object) -> None:

@@ -320,7 +320,7 @@ class LoadSettings:
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     precision: Precision = "auto"
     """Number format. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a CPU. int8 is
-    faster on CPUs and changes the model a little."""
+    for CPUs: it is faster and changes the model a little."""
     device: str | None = None
     """Where the model runs: cpu, cuda or cuda:1. Default: CUDA if there is one."""
     four_bit: bool = False

@@ -589,15 +589,22 @@ def test_a_loaded_model_is_batch_invariant_if_asked_for(monkeypatch: pytest.Monk
         draftheads.load("tiny", batch_invariant=True)
 
 
-def test_batch_invariant_are_for_cpus(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_invariant": True}, "batch_invariant is for CPUs; the model is on meta"),
+        ({"precision": "int8", "device_map": "auto"}, "precision int8 is for CPUs; the model is on meta: give device="),
+    ],
+)
+def test_batch_invariant_and_int8_are_for_cpus(options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch):
     elsewhere = TargetModel.__new__(TargetModel)
     elsewhere.__dict__["step_mode"] = StepMode()
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: elsewhere)
     monkeypatch.setattr(TargetModel, "device", torch.device("meta"))
     monkeypatch.setattr(TargetModel, "dtype", torch.float32)
     monkeypatch.setattr(loading, "check_trees", lambda _: None)
-    with pytest.raises(InvalidSettings, match="batch_invariant is for CPUs; the model is on meta"):
-        draftheads.load("tiny", batch_invariant=True)
+    with pytest.raises(InvalidSettings, match=words):
+        draftheads.load("tiny", **options)
 
 
 def test_a_model_that_cannot_read_trees_is_refused_on_loading(monkeypatch: pytest.MonkeyPatch):

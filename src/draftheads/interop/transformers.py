@@ -69,7 +69,7 @@ def custom_generate(
         tree: as for :func:`draftheads.load`, but no ``Sampled`` tree.
         profile: as for :func:`draftheads.load`, like all that follow.
         copy: whether drafts also hold copies from the text so far.
-        precision: ``int8`` holds the linear layers in 8 bits: faster on CPUs, but another model.
+        precision: ``int8``, for CPUs, holds the linear layers in 8 bits: faster, but another model.
         fast: on a CPU, packed weights and the native library; off is the stock model.
         batch_invariant: on a CPU, results do not depend on the number of rows.
         rows_together: whether all rows of a batch get their next tokens in one call of the processors and criteria, as

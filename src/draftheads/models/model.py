@@ -33,7 +33,6 @@ from draftheads.models.lora_layers import add_lora
 from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, max_positions_of, rope_kinds
 from draftheads.models.model_names import find_adapter, model_id_of
 from draftheads.models.pretrained import ATTENTION, DTYPES, LoadOptions, adapter_tokenizer, load_pretrained
-from draftheads.models.torchao_int8 import quantise
 from draftheads.models.weight_files import check_quantisation
 from draftheads.speculation.draft import TargetWeights
 from draftheads.utils.counts import counted
@@ -231,13 +230,11 @@ class TargetModel:
         return replace(self, model=model, facts=facts, step_mode=replace(self.step_mode), **{"native": None, **changes})
 
     def sped_up(self, *, batch_invariant: bool = False, int8: bool = False, fused: bool = True) -> Self:
-        """This model with faster kernels on a CPU, or with 8 bits on a GPU. It takes the modules of this one over.
+        """This model with faster kernels on a CPU. It takes the modules of this one over.
 
         See :func:`draftheads.cpu.optimise.speed_up`.
         """
         facts = self._facts()  # before packing, which changes them
-        if int8 and self.device.type == "cuda":
-            return self._with(self.model, replace(facts, precision=quantise(self.model)))
         typical = None
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
