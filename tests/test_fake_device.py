@@ -240,7 +240,6 @@ HEAD_OPTIONS: dict[str, Make] = {
     "draft vocabulary": head("hydra", draft_vocab_size=16),
     "own lm_head": head("hydra", lm_head="own"),
     "low rank": head("medusa", lm_head="low_rank", lm_head_rank=4),
-    "coupled": head("amphista", coupling_size=4),
 }
 
 

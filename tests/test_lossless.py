@@ -119,7 +119,6 @@ def test_heads_equal_plain(
 
 VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
     **{method: (method, {}) for method in HEADS},
-    "amphista, coupled": ("amphista", {"coupling_size": 4}),
 }
 
 

@@ -143,21 +143,6 @@ def test_rotary_positions_are_saved_where_they_are_scaled(base: TargetModel, tmp
         assert loaded.prefix.config == head.config
 
 
-def test_the_size_of_amphistas_coupling_is_saved_where_there_is_one(base: TargetModel, tmp_path: Path) -> None:
-    """Heads from before have neither the key nor its tensors."""
-    for size in (0, 3):
-        options = {"coupling_size": size} if size else {}
-        head = random_head(base, "amphista", **options)
-        save_head(head, tmp_path / str(size), base=base, dtype=torch.float32)
-        saved = json.loads((tmp_path / str(size) / CONFIG_FILE).read_text())["head"]
-        assert {key: value for key, value in saved.items() if "coupling" in key} == options
-        names = {name.split(".")[0] for name in load_file(tmp_path / str(size) / TENSORS_FILE) if "coupling" in name}
-        assert names == ({"coupling_inputs", "coupling_outputs"} if size else set())
-        loaded = load_head(tmp_path / str(size), base)
-        assert (loaded.config, loaded.reads_path) == (head.config, size > 0)
-        assert_same_drafts(head, loaded)
-
-
 # --- there and back ---
 
 

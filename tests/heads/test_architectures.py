@@ -47,9 +47,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "amphista, no token": {"sampled_token": False},
     "amphista, own": {"lm_head": "own"},
     "amphista, low rank": {"lm_head": "low_rank", "lm_head_rank": 5, "draft_vocab_size": 12},
-    "amphista, coupled": {"coupling_size": 5},
-    "amphista, coupled, no stage": {"coupling_size": 3, "num_adaptation_layers": 0},
-    "amphista, coupled, trimmed": {"coupling_size": 4, "lm_head": "own", "draft_vocab_size": 12},
     "mlp-speculator, own": {"embeddings": "own", "lm_head": "own", "inner_size": 24},
     "mlp-speculator, tied": {"embeddings": "own", "lm_head": "own", "tie_weights": True, "inner_size": 20},
     "mlp-speculator, tied, shared": {"tie_weights": True, "scale_input": True},
@@ -149,7 +146,6 @@ def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: st
     )
     differs = (before - after).abs().amax((1, 3)) > 1e-6  # (K, T)
     # token 12 is x_{t+1}, the root, for t = 11; x_{t+2} for t = 10
-    # coupling tells Amphista's other heads the token above; the first reads the root in the adaptation layers
     reads_root = head.config.method != "medusa" and not name.endswith(("no token", "no stage"))
     assert bool(differs[0, 11]) == reads_root
     if head.reads_path:
@@ -177,7 +173,7 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
     some_rows(
         product([name for name in VARIANTS if method_of(name) in STATEFUL], WITHOUT_DRAFT),
         *[("hydra++", "at first"), ("hydra++, grouped", "without room"), ("amphista", "without room")],
-        *[("amphista, coupled", "without room"), ("amphista, alpha", "in a row"), ("eagle", "in a row")],
+        *[("amphista, no stage", "without room"), ("amphista, alpha", "in a row"), ("eagle", "in a row")],
         *[("eagle", "without room"), ("eagle", "single"), ("eagle3", "single")],
         *[("small-llama", "single"), ("small-llama, deep", "without room")],
     ),
@@ -649,41 +645,6 @@ def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
         torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["amphista, coupled", "amphista, coupled, trimmed"])
-def test_amphistas_coupling_follows_its_formula(name: str, model: TargetModel) -> None:
-    """F_i + P_i SiLU(L_i [F_i; E(x_{t+1+i})]) for i > 0, with the F_i of the same head without coupling."""
-    head = variant(name, model)
-    weights, embedding, hidden, tokens = with_text(head, model)
-    without = variant(name, model, coupling_size=0)
-    without.load_state_dict(weights, strict=False)
-    features, own = head(hidden, tokens), without(hidden, tokens)
-    assert torch.equal(features[0], own[0])
-    for i in range(1, head.config.num_heads):
-        known = torch.cat([own[i, 0, 2], embedding[tokens[0, 3 + i]]])
-        added = weights[f"coupling_outputs.{i - 1}.weight"] @ F.silu(affine(weights, f"coupling_inputs.{i - 1}", known))
-        torch.testing.assert_close(features[i, 0, 2], own[i, 0, 2] + added, rtol=1e-4, atol=1e-4)
-
-
-def test_an_amphista_whose_coupling_adds_nothing_is_the_papers(model: TargetModel) -> None:
-    """On every shape: P_i is zero, all other weights are not."""
-    head, base = tiny_head("amphista", model, coupling_size=6), tiny_head("amphista", model)
-    for name, parameter in head.named_parameters():
-        if name.startswith("coupling_outputs."):
-            parameter.zero_()
-    base.load_state_dict(head.state_dict(), strict=False)
-    assert (head.reads_path, base.reads_path) == (True, False)
-    hidden, tokens = random_text(head, 3, 12)
-    assert torch.equal(head(hidden, tokens), base(hidden, tokens))
-    context = whole(hidden, tokens, [11, 6, 1])
-    for shape in (Tree.chain(0), *TREES.values(), BestFirst(24, top_k=6, beam=24), BestPaths((6, 3, 2), 5)):
-        found, expected = propose(head, context, shape), propose(base, context, shape)
-        assert torch.equal(found.token_ids, expected.token_ids)
-        assert torch.equal(found.parents, expected.parents)
-        if expected.path_log_probs is not None:
-            assert found.path_log_probs is not None
-            torch.testing.assert_close(found.path_log_probs, expected.path_log_probs, rtol=1e-4, atol=1e-4)
-
-
 def slow_stage(head: DraftHead, embedding: Tensor, state: Tensor, stage: int, token: int, *, tied: bool) -> Tensor:
     """One stage of the MLP Speculator, as its formula has it."""
     weights = numbers(head)
@@ -757,7 +718,6 @@ def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
         ("mlp-speculator", {"num_layers": 2}, r"num_layers is 2; a stage of the MLP Speculator has one layer"),
         ("mlp-speculator", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
         ("markov-medusa", {"markov_rank": 0}, r"markov_rank is 0; it must be at least 1"),
-        ("amphista", {"coupling_size": -1}, r"coupling_size is -1; it must be at least 0"),
         ("markov-medusa", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
     ],
 )
@@ -775,7 +735,7 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
         (
             "amphista",
             "num_heads=2",
-            r"amphista has no option 'num_heads'; choose among coupling_size, head_positions, ",
+            r"amphista has no option 'num_heads'; choose among head_positions, ",
         ),
         ("amphista", "sampled_token", r"--head-options sampled_token: it has no value; give sampled_token=VALUE"),
         ("amphista", "sampled_token=1", r"--head-options sampled_token=1: sampled_token must be bool"),

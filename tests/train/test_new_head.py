@@ -225,25 +225,6 @@ def test_a_start_with_other_head_options_is_refused(target: TargetModel, feature
     train_for(target, settings.changed(head_options=("fusion_bias=false",)))
 
 
-def test_coupling_is_added_to_a_trained_amphista_and_not_taken_away(
-    target: TargetModel, features: Path, tmp_path: Path
-) -> None:
-    """It starts as the same head, all of whose layers it has."""
-    first = options(tmp_path / "first", features, method="amphista", epochs=1)
-    report = train_for(target, first)
-    grown = first.changed(out=tmp_path / "more", start_from=str(first.out), head_options=("coupling_size=3",))
-    train_for(target, grown)
-    assert_starts_as(report, grown.out)
-    before, *_, after = lines(grown.out, "validation.jsonl")
-    assert sum(after["losses"]) < sum(before["losses"])
-    tensors = load_head(grown.out, target, dtype=torch.float32).state_dict()
-    assert tensors["coupling_outputs.0.weight"].any(), "the coupling has learned something"
-    for size in (0, 2):
-        changes: dict[str, Any] = {"start_from": str(grown.out), "head_options": (f"coupling_size={size}",)}
-        with pytest.raises(InvalidSettings, match=rf"coupling_size=3, the new head coupling_size={size}: give"):
-            train_for(target, grown.changed(out=tmp_path / str(size), **changes))
-
-
 @pytest.mark.usefixtures("loaded")
 def test_a_run_resumes_only_with_the_same_start(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path

@@ -30,7 +30,6 @@ _BUILT_ON = {"markov-medusa": "medusa", "amphista": "medusa", "hydra++": "hydra"
 _MAY_DIFFER = frozenset(  # settings that do not change the meaning of layers that both heads have
     {"num_heads", "num_layers", "lm_head", "lm_head_rank", "draft_vocab_size", "embedding_scale"}
 )
-_ADDED = frozenset({"coupling_size"})  # sizes of parts that may be added: they start as nothing
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Start:
         if theirs == ours:
             before, now = _as_options(self.saved.config), _as_options(config)
             for option in sorted(now.keys() - _MAY_DIFFER):
-                if before[option] != now[option] and not (option in _ADDED and before[option] == "0"):
+                if before[option] != now[option]:
                     raise InvalidSettings(
                         f"--start-from {self.name} has {option}={before[option]}, the new head {option}={now[option]}: "
                         f"give --head-options {option}={before[option]}"

@@ -36,8 +36,8 @@ class HeadOptions(OptionGroup):
     small-llama (a small model that reads only the text); vLLM, SGLang and llama.cpp serve eagle3. What serves the
     others: `draftheads export --help-all`."""
     head_options: tuple[str, ...] = ()
-    """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2 or
-    coupling_size=64 (amphista), layers=[2,15,27] (eagle3). A wrong name lists those of the method."""
+    """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2 (amphista) or
+    layers=[2,15,27] (eagle3). A wrong name lists those of the method."""
     num_heads: Annotated[int, up_to(64)] = 4
     """Draft tokens on a path. That is how many tokens beyond the next one are predicted in training. eagle, eagle3 and
     small-llama also draft deeper."""
