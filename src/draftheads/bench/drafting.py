@@ -22,7 +22,6 @@ class DraftingCost:
 
     @property
     def record(self) -> dict[str, Any]:
-        """As JSON values."""
         return asdict(self)
 
 

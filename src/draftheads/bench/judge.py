@@ -111,7 +111,7 @@ class Judge(Measure):
                 self._down = str(error)
             return super().__call__(items, progress)
 
-    def score(self, item: Item) -> Outcome:  # noqa: D102 - as in the base
+    def score(self, item: Item) -> Outcome:
         try:
             ratings = [self._rate(item, turn) for turn in range(len(item.turns))]
             return (sum(ratings) / len(ratings),)

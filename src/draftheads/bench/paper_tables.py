@@ -68,7 +68,6 @@ class PaperTable:
         return "text_part" in RECIPES[self.shared["recipe"]].settings if "recipe" in self.shared else False
 
     def settings(self, run: str, **changes: Any) -> BenchSettings:
-        """The settings of a comparison."""
         return BenchSettings(**{"trees": ("best",), **self.runs[run], **changes})
 
     @property

@@ -75,7 +75,6 @@ class Measure:
         raise NotImplementedError
 
     def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
-        """The scores of all items."""
         assert len({item.question_id for item in items}) == len(items)
         advance = counted_stage(progress, f"measuring {self.name}", len(items))
         scores = [Scores(name, {}, {}, self.unit) for name in self.names or (self.name,)]
@@ -116,7 +115,7 @@ class Rouge(Measure):
             raise MissingDependency("ROUGE needs rouge-score", pip_install="'draftheads[bench]'") from None
         self._scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
 
-    def score(self, item: Item) -> Outcome:  # noqa: D102 - as in the base
+    def score(self, item: Item) -> Outcome:
         if not isinstance(item.reference, str):
             return "no reference text"
         found = self._scorer.score(item.reference, item.answers[-1])
@@ -128,7 +127,7 @@ class Gsm8k(Measure):
 
     name = "gsm8k"
 
-    def score(self, item: Item) -> Outcome:  # noqa: D102
+    def score(self, item: Item) -> Outcome:
         expected = final_number(str(item.reference))
         if expected is None:
             return "no number in the reference"
@@ -165,7 +164,7 @@ class Agreement(Measure):
         self._plain = {item.question_id: item for item in plain_items}
         self._field = "answer_ids" if all(item.answer_ids for item in plain_items) else "answers"
 
-    def score(self, item: Item) -> Outcome:  # noqa: D102
+    def score(self, item: Item) -> Outcome:
         if item.question_id not in self._plain:
             return "plain decoding has no answer"
         if len(item.answers) != len(self._plain[item.question_id].answers):
@@ -179,7 +178,7 @@ class Agreement(Measure):
                 break
         return 100.0 * (ours == theirs), float(common)
 
-    def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:  # noqa: D102
+    def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
         same, prefix = super().__call__(items, progress)
         return [same, replace(prefix, unit="tokens" if self._field == "answer_ids" else "characters")]
 
@@ -193,12 +192,10 @@ class Perplexity(Measure):
     unit = ""
 
     def score(self, item: Item) -> Outcome:
-        """Needs ``prompt_ids`` and ``answer_ids``."""
         losses = self._losses(item)
         return (sum(losses) / len(losses),) if losses else "no tokens"
 
     def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
-        """Items count by their tokens."""
         weights = {item.question_id: sum(map(_num_scored, item.prompt_ids, item.answer_ids)) for item in items}
         return [replace(each, weights=weights, is_log=True) for each in super().__call__(items, progress)]
 

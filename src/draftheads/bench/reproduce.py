@@ -57,7 +57,6 @@ class Reproduction:
 
     @property
     def lines(self) -> list[str]:
-        """In Markdown."""
         return list(markdown_of(self.blocks))
 
 
@@ -265,7 +264,6 @@ def losses_of(variant: Variant) -> Cells:
 
 
 def quick_training(table: PaperTable) -> dict[str, Any]:
-    """Settings of a short training."""
     small = {"eval_steps": 0, "tree_nodes": 16, "log_steps": 1}
     return {**small, "text_length": _QUICK_TEXT} if table.has_text_stage else small
 

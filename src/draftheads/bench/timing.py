@@ -64,12 +64,10 @@ class Answers:
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers."""
         return sum(map(len, self.token_ids))
 
     @property
     def speed_share(self) -> Share:
-        """Tokens and seconds."""
         return self.num_tokens, self.seconds
 
 
@@ -247,7 +245,6 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
 
 
 def _summed(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Sums depth by depth."""
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
@@ -350,7 +347,6 @@ def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: i
 
 
 def _seconds_per_token(decode: Way, group: Group, clock: Callable[[], float]) -> float:
-    """Reading the prompts included."""
     start = clock()
     (answers,) = decode(group, _PROBE_TOKENS)
     return (clock() - start) / max(map(len, answers.token_ids))

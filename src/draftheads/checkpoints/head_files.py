@@ -63,7 +63,6 @@ class HeadFiles:
 
     @property
     def tensors_file(self) -> Path:
-        """Where its tensors are."""
         return current(self.folder, TENSORS_FILE)
 
     @property
@@ -79,7 +78,6 @@ class HeadFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors' file."""
         return self.tensors_file.stat().st_size
 
     @property

@@ -127,7 +127,6 @@ def _table(first: str, *headings: str) -> Table:
 
 
 def _texts(report: Report) -> Table:
-    """Answers beside their references."""
     has_json = any(row.num_finished is not None for row in report.rows)
     optional = {
         "reference wrong": any(row.count("reference-wrong") for row in report.rows),

@@ -31,7 +31,6 @@ _MOST_PROBLEMS = 5  # that are printed; all are in the files
 
 
 def run(options: BenchOptions) -> None:
-    """Compares and prints."""
     console = Console(highlight=False)
     quiet_transformers()
     options = quick(options) if options.quick else options

@@ -31,7 +31,6 @@ class CacheOptions:
 
 
 def run(options: CacheOptions) -> None:
-    """Shows or clears."""
     console, cache = Console(highlight=False), cache_folder()
     parts = [part for part in PARTS if options.part in (None, part.name)]
     if not parts:

@@ -108,7 +108,6 @@ class Conversation:
         return replace(self, turns=list(self.turns))
 
     def ask(self, text: str) -> None:
-        """Adds what the user wrote."""
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str, *, thought: str = "", finished: bool) -> None:
@@ -245,7 +244,6 @@ class Chat:
 
     @property
     def _name(self) -> str:
-        """Of the engine that answers."""
         return "plain" if self._is_plain or self._head is None else "drafting"
 
     @property

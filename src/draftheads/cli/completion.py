@@ -44,7 +44,6 @@ class CompletionOptions:
 
 
 def run(options: CompletionOptions) -> None:
-    """Prints the script."""
     kinds = {name: _on_one_line(name) for name in COMMANDS}
     with redirect_stdout(StringIO()) as made, suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(kinds, prog="draftheads", args=["--tyro-print-completion", options.shell])

@@ -37,7 +37,6 @@ _FIELDS = (
 
 
 def run(options: DemoOptions) -> None:
-    """Measures and prints."""
     if not options.seconds > 0:
         raise InvalidSettings(f"--seconds is {options.seconds:g}; it must be above 0")
     check_json_path(options.json)

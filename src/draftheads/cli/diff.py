@@ -69,7 +69,6 @@ class Difference:
 
 
 def run(options: DiffOptions) -> None:
-    """Compares and prints."""
     check_json_path(options.json)
     a, b = read_result(options.a), read_result(options.b)
     changed = changed_facts(a, b)

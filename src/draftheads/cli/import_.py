@@ -23,7 +23,6 @@ class ImportOptions:
 
 
 def run(options: ImportOptions) -> None:
-    """Reads and writes it."""
     from draftheads.interop.importing import import_head  # noqa: PLC0415 - slow to import
 
     layout = import_head(options.source, options.out, model=options.model)

@@ -6,6 +6,5 @@ from draftheads.serve.listening import listen
 
 
 def run(options: ServeOptions) -> None:
-    """Serves until a signal comes."""
     with listen(options.host, options.port) as listening:
         import_quickly("serving").run(options, listening)

@@ -35,7 +35,6 @@ _SIGNS = dict(zip(PARTS, (("▒", "green"), ("█", "blue"), ("░", "yellow")),
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
-    """The rows as :func:`print_lines`."""
     print_lines(
         [column.heading for column in columns], [[column.cell(row) for column in columns] for row in rows], console
     )

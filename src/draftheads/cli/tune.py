@@ -24,7 +24,6 @@ _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
 
 
 def run(options: TuneOptions) -> None:
-    """Measures, writes and shows."""
     console = Console(highlight=False)
     quiet_transformers()
     find_head(options.head, options.model)  # raises before the prompts are read

@@ -206,7 +206,6 @@ def missing_shards(
 
 
 def _parts(texts: Sequence[EncodedChat]) -> list[list[EncodedChat]]:
-    """The texts of each shard."""
     size = max(TOKENS_PER_SHARD, _num_tokens(texts) // _MOST_SHARDS)
     parts: list[list[EncodedChat]] = []
     num_tokens = size

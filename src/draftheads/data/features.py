@@ -75,17 +75,14 @@ class Documents:
 
     @cached_property  # read once per text of every batch
     def lengths(self) -> list[int]:
-        """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]
 
 
 def shard_path(folder: Path, index: int) -> Path:
-    """The file of shard ``index``."""
     return folder / f"shard-{index:05d}.safetensors"
 
 
 def write_meta(folder: Path, meta: StoreMeta) -> None:
-    """Writes ``meta.json``."""
     write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
 
 

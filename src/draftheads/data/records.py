@@ -84,7 +84,6 @@ class Record:
 
     @property
     def source(self) -> str:
-        """``FILE:LINE``."""
         return f"{self.path}:{self.line_number}"
 
     @property

@@ -143,7 +143,6 @@ def _difference(states: Tensor, expected: Tensor) -> float:
 
 
 def _files_of(store: LiveStore, folder: Path) -> list[Path]:
-    """The file of each text."""
     files: list[tuple[bytes, Path]] = []
     for path in folder.rglob("*.safetensors"):
         with _opened(path) as file:
@@ -176,7 +175,6 @@ def _key(token_ids: Tensor) -> bytes:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file with both tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             if missing := {"token_ids", "hidden_states"} - set(file.keys()):

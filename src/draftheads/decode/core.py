@@ -174,13 +174,11 @@ class EngineCore(Generic[AnyEngine]):
         self._drop_empty_lanes()
 
     def clear(self) -> None:
-        """Forgets all requests, without events."""
         self.waiting.clear()
         self._reading, self.lanes = ReadingQueue(self.prefixes), []
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run."""
         return bool(self.lanes or len(self.waiting))
 
     @property

@@ -230,7 +230,6 @@ class CostProfile:
         return lines
 
     def to_json(self) -> str:
-        """What :func:`read_cost` reads."""
         return json.dumps({"format_version": _VERSION, "points": [asdict(point) for point in self.points]}) + "\n"
 
 

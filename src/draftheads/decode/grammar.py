@@ -233,7 +233,6 @@ class _Vocabulary:
 
 
 def tokens_of(mask: Mask) -> list[int]:
-    """The tokens of a mask."""
     tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
     return tokens
 

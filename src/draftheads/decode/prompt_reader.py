@@ -31,7 +31,6 @@ class ReadText:
 
     @property
     def visible_bytes(self) -> int:
-        """Memory of a copy."""
         return sum(part.nbytes for layer in self.entries.layers for part in layer) + self.hidden.nbytes
 
     def first(self, num_tokens: int) -> "ReadText":

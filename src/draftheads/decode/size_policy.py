@@ -335,7 +335,6 @@ class SizePolicySession(WrappedSession):
         return *choice, False
 
     def on_time(self, drafting: float, rest: float, num_tokens: int) -> None:
-        """Tells the clock."""
         clock, step, self._step = self.policy.clock, self._step, None
         if clock is None or step is None:
             return
@@ -380,7 +379,6 @@ class SizePolicySession(WrappedSession):
         return self.cost.draft("dynamic", batch, 2, 1) / (batch * STEP_TOKENS)
 
     def keep(self, rows: Tensor) -> None:
-        """Rows left or moved."""
         kept = rows.tolist()
         if self.check is not None:
             for row in set(range(len(self._texts))).difference(kept):
@@ -405,7 +403,6 @@ class SizePolicySession(WrappedSession):
         return bits if asked is None else torch.cat([bits, asked], 1)
 
     def on_read(self, values: Sequence[Sequence[int]]) -> None:
-        """Receives both."""
         if self._reads_expected:
             bits = np.array([row[:2] for row in values], dtype=np.int32)
             self._expected, self._expected_copies = bits.view(np.float32).T.tolist()

@@ -52,7 +52,6 @@ class StepTimer:
 
     @property
     def now(self) -> float:
-        """Seconds of a clock."""
         wait_for(self.target.device)
         return time.perf_counter()
 

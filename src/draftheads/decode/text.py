@@ -204,7 +204,6 @@ class TrimmedText:
         self._has_begun = False
 
     def cut(self) -> None:
-        """There was a tag."""
         self._space_behind = ""
 
     def push(self, text: str, *, is_end: bool = False) -> str:

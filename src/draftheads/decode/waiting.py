@@ -94,7 +94,6 @@ class FairQueue:
         return False
 
     def clear(self) -> None:
-        """Removes all."""
         with self._lock:
             self._lines.clear()
 

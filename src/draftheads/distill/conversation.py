@@ -72,7 +72,6 @@ class Dialogue:
         return self.awaits_answer
 
     def ask(self, question: str) -> None:
-        """Adds a question."""
         self.messages.append({"role": "user", "content": question})
 
     def answer(self, content: str, *, is_finished: bool, **further: Any) -> None:
@@ -82,7 +81,6 @@ class Dialogue:
         self.is_finished = is_finished
 
     def count(self, num_tokens: int, *, num_steps: int = 0) -> None:
-        """Counts a generation."""
         self.num_generations += 1
         self.num_tokens += num_tokens
         self.num_steps += num_steps

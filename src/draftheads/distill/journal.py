@@ -126,7 +126,6 @@ class Journal:
 
     @property
     def counts(self) -> Counts:
-        """The progress of the run."""
         return self.manifest.counts
 
     def lines(self) -> Iterator[bytes]:
@@ -186,5 +185,4 @@ def part_path(out: Path) -> Path:
 
 
 def manifest_path(out: Path) -> Path:
-    """The file of the manifest."""
     return out.with_name(out.name + ".manifest.json")

@@ -118,7 +118,6 @@ class DistillOptions(OptionGroup):
 
     @property
     def chunk(self) -> int:
-        """Conversations between two savings."""
         return self.chunk_size or _CHUNK_BATCHES * self.batch_size
 
     def _check_endpoint(self) -> None:

@@ -31,7 +31,6 @@ class Prompt:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Equal for equal prompts."""
         return (self.system, *self.turns) if self.system is not None else self.turns
 
 
@@ -56,7 +55,6 @@ class Seen:
         self._digests: set[int] = set()
 
     def add(self, texts: Iterable[str]) -> bool:
-        """Whether these texts are new."""
         plain = json.dumps([" ".join(text.split()) for text in texts])
         digest = int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=8).digest())
         is_new = digest not in self._digests

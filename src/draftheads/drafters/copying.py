@@ -72,11 +72,9 @@ class Copying(WrappedDrafter):
 
     @property
     def name(self) -> str:
-        """For messages and tables."""
         return f"{self.drafter.name} with copies"
 
     def start(self) -> "CopyingSession":
-        """A session without texts."""
         return CopyingSession(self)
 
 
@@ -130,7 +128,6 @@ class CopyingSession(WrappedSession):
         return draft.first(likely_enough(draft.path_log_probs, num_nodes, shape.threshold))
 
     def observe(self, context: Context) -> None:
-        """Reads the accepted tokens."""
         self._texts.read(context)
         self.session.observe(context)
 

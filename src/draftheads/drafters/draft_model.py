@@ -67,7 +67,6 @@ class DraftModel(Drafter):
 
     @property
     def name(self) -> str:
-        """The model's."""
         return self.model.model_id
 
     def start(self) -> "DraftModelSession":
@@ -114,7 +113,6 @@ class DraftModelSession(DraftSession):
         return fill(self, shape, context, begin=partial(self.begin, context), max_depth=max_depth)
 
     def observe(self, context: Context) -> None:
-        """Reads the accepted tokens."""
         self._catch_up(context)
 
     def keep(self, rows: Tensor) -> None:
@@ -152,7 +150,6 @@ class DraftModelSession(DraftSession):
         return _State(tree.token_ids, parents, tree.depths[0], at, logits[:, old:])
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The same tokens."""
         return draft_ids
 
     def _known(self, token_ids: Tensor) -> Tensor:

@@ -131,7 +131,6 @@ class Lookahead(Drafter):
         return cls(window=columns, ngram=ngram, guesses=columns)
 
     def start(self) -> "LookaheadSession":
-        """A session without texts."""
         return LookaheadSession(self)
 
 
@@ -162,7 +161,6 @@ class LookaheadSession(DraftSession):
         return logits.argmax(-1)
 
     def on_read(self, values: Sequence[Sequence[int]]) -> None:
-        """N-grams from these tokens."""
         for row, outputs in zip(self._rows, values, strict=True):
             row.learn(outputs)
 

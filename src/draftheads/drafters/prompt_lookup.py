@@ -33,7 +33,6 @@ class PromptLookup(Drafter):
         self.most_nodes = 1 + num_tokens
 
     def start(self) -> "PromptLookupSession":
-        """A session without texts."""
         return PromptLookupSession(self)
 
 
@@ -58,9 +57,7 @@ class PromptLookupSession(DraftSession):
         return draft.filled_up(empty & (draft.depths > 0))
 
     def observe(self, context: Context) -> None:
-        """Reads the accepted tokens."""
         self._texts.read(context)
 
     def keep(self, rows: Tensor) -> None:
-        """Texts move with their rows."""
         self._texts.keep(rows)

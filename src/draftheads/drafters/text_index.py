@@ -27,7 +27,6 @@ class TextIndex:
         self._earlier: dict[int, list[int]] = {size: [] for size in self.sizes}
 
     def read(self, ids: Sequence[int]) -> None:
-        """Adds tokens."""
         old = len(self.ids)
         self.ids += ids
         for size in self.sizes:
@@ -109,7 +108,6 @@ class RowTexts:
 
     @property
     def rows(self) -> list[TextIndex]:
-        """The text of each row."""
         for text, unread in zip(self._texts, self._unread, strict=True):
             if unread:
                 text.read(unread)

@@ -175,7 +175,6 @@ def sizes_of(base: TargetModel) -> dict[str, Any]:
 
 
 def need_config(source: Source, why: str) -> None:
-    """Raises :class:`CheckpointCorrupt` without a ``config.json``."""
     if not source.config:
         raise CheckpointCorrupt(f"{source.folder / CONFIG} is missing; {why}")
 

@@ -40,7 +40,6 @@ def is_medusa(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def is_vllm_medusa(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """The layout of vLLM."""
     return any(re.fullmatch(rf"({re.escape(_OF_VLLM)})?blocks\.\d+\.layers\.\d+\.weight", name) for name in shapes)
 
 

@@ -80,7 +80,6 @@ class Source:
         return value
 
     def tensor(self, name: str) -> Tensor:
-        """On the CPU."""
         file = self._places[name]
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:

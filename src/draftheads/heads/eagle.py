@@ -41,7 +41,6 @@ class OneLayerHead(PathHead):
     layer: TransformerLayer
 
     def ordered_layers(self) -> Sequence[TransformerLayer]:
-        """The one."""
         return [self.layer]
 
     def states(self, hidden: Tensor) -> Tensor:
@@ -66,7 +65,6 @@ class OneLayerHead(PathHead):
         return self.outputs(torch.stack(features))
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
-        """f_{t+1}, (rows, D)."""
         x = self.inputs(next_tokens(context), self.states(context.hidden))
         return last_of(self.layer.step(x, history, 0, rows), context.num_accepted)
 

@@ -63,7 +63,6 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
 
     @property
     def state_size(self) -> int:
-        """M."""
         return self.inner_size or self.hidden_size
 
     @property
@@ -73,7 +72,6 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Those of ``layers``."""
         return tuple(self.layers)
 
 

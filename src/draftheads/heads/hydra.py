@@ -42,7 +42,6 @@ class FusionBlock(Block):
         return fused
 
     def fuse(self) -> None:
-        """One product for both layers."""
         self.both = stacked([self.residual, self.linear])
         self.both.halves = True
         del self.residual, self.linear

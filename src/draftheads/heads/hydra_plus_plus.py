@@ -46,7 +46,6 @@ class HydraPlusPlusHead(StatefulHead, HydraHead):
         return super().forward(self.prefix_norm(self.prefix(hidden)), token_ids)
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
-        """s_t, (rows, D)."""
         states = self.prefix.step(context.hidden, history, 0, rows)
         normed: Tensor = self.prefix_norm(last_of(states, context.num_accepted))
         return normed

@@ -34,7 +34,6 @@ class HeadKVCache:
 
     @property
     def num_rows(self) -> int:
-        """B."""
         return len(self.lengths)
 
     @property

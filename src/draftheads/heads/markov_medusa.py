@@ -71,11 +71,9 @@ class MarkovMedusaHead(MedusaHead):
         return base + bias
 
     def logit_parameters(self) -> list[nn.Parameter]:
-        """The lm_heads' and the U_i."""
         return [*super().logit_parameters(), *self.up.parameters()]
 
     def lm_head_inputs(self, features: Tensor) -> Tensor:
-        """The first D numbers."""
         return features[..., : self.config.hidden_size]
 
     def layers_of_depths(self) -> None:
@@ -99,7 +97,6 @@ class MarkovMedusaHead(MedusaHead):
         return state.logits[depth][:, None] + bias
 
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
-        """Only the token above matters."""
         return state._replace(token_ids=token_ids)
 
     def _gate(self, head_index: int, hidden: Tensor) -> Tensor:

@@ -38,7 +38,6 @@ class MedusaHead(DraftHead):
         return torch.stack([blocks(hidden) for blocks in self.blocks])
 
     def layers_of_depths(self) -> list[list[Any]] | None:
-        """The layers of each head."""
         return [[block.linear for block in blocks] for blocks in self.blocks]  # type: ignore[attr-defined]
 
     def begin(self, root: Root, depth: int) -> Tensor:

@@ -47,12 +47,10 @@ class MlpSpeculatorConfig(EmbeddingConfig):
 
     @property
     def state_size(self) -> int:
-        """Numbers in a state."""
         return self.inner_size or self.hidden_size
 
     @property
     def num_lm_heads(self) -> int:
-        """One where they are tied."""
         return 1 if self.tie_weights else self.num_heads
 
     @property

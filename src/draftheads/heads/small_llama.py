@@ -49,7 +49,6 @@ class SmallLlamaHead(PathHead):
         self.norm.weight.data.fill_(self.hidden_scale(weights))
 
     def ordered_layers(self) -> Sequence[TransformerLayer]:
-        """All of them."""
         return [layer for layer in self.layers if isinstance(layer, TransformerLayer)]
 
     def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:

@@ -70,7 +70,6 @@ class RequestChains:
             text.length += len(states)
 
     def forget(self, going: Collection[str]) -> None:
-        """All other requests have ended."""
         ended = self._texts.keys() - set(going)
         self._leave(ended)
         for request in ended:

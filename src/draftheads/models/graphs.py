@@ -191,7 +191,6 @@ class StaticOnly(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Called for each operator."""
         kwargs = kwargs or {}
         if _needs_host(func, args, kwargs):
             raise NeedsHost(f"{func} needs the host: it cannot be captured")

@@ -37,7 +37,6 @@ class RowEntries:
 
     @property
     def num_slots(self) -> int:
-        """T."""
         return self.layers[0][0].shape[1]
 
     @property
@@ -131,7 +130,6 @@ class SlotLayer(CacheLayerMixin):
         return self.window.span
 
     def get_max_length(self) -> int:
-        """No maximum."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.10

@@ -65,7 +65,6 @@ class Target:
 
     @property
     def num_rows(self) -> int:
-        """B."""
         return len(self.lengths)
 
     @torch.inference_mode()
@@ -271,7 +270,6 @@ class Target:
     def _read_natively(
         self, first_row: int, starts: Sequence[int], token_ids: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`_read`, without padding."""
         rows = range(first_row, first_row + len(token_ids))
         ends = [start + len(ids) for start, ids in zip(starts, token_ids, strict=True)]
         self.cache.reserve(rows.stop, max(ends))

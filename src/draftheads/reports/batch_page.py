@@ -26,7 +26,6 @@ class PlannedBatch:
 
     @property
     def text_indices(self) -> Sequence[int]:
-        """The batch itself."""
         return self.batches[self.index]
 
     @property
@@ -62,7 +61,6 @@ class PlannedBatch:
         ]
 
     def title(self, text_index: int) -> str:
-        """The line above a text."""
         text = self.texts[text_index]
         cut = f", cut off at {self.max_length}" if text.is_cut else ""
         return f"text {text_index}: {counted(len(text.token_ids), 'token')}, {sum(text.loss_mask)} learned{cut}"

@@ -98,7 +98,6 @@ def _plain(value: Any) -> str:
 
 
 def unbroken(words: str) -> str:
-    """The words on one line."""
     return words.replace(" ", "\N{NO-BREAK SPACE}")
 
 

@@ -41,7 +41,6 @@ class Style:
 
     @property
     def hatch(self) -> str:
-        """Of a bar."""
         return "////" if self.is_dashed else ""
 
 

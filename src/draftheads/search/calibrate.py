@@ -49,7 +49,6 @@ class Observation:
         return torch.arange(length) < length - heads
 
     def first(self, depth: int) -> Self:
-        """The first heads' part."""
         return replace(self, **{name: part[:, :depth] for name, part in vars(self).items()})
 
 

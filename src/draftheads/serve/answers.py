@@ -142,7 +142,6 @@ class EventStream(Response):
         self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream."""
         try:
             await unless_gone(receive, self._send_all(send))
         except ClientDisconnect:

@@ -59,7 +59,6 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(math.ceil(self.retry_after))
@@ -80,7 +79,6 @@ class ApiError(Exception):
         return ErrorBody(error=fields).model_dump()
 
     def response(self) -> JSONResponse:
-        """The whole HTTP response."""
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 

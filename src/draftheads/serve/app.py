@@ -197,7 +197,6 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     path = ascii(request.url.path[:100])[1:-1]
     words = {404: f"there is no {path} here", 405: f"{request.method} is not a method of {path}"}

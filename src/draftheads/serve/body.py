@@ -104,7 +104,6 @@ def depth_of(value: Any) -> int:
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """The names of all fields."""
     return (name for level in _levels_of(value) for inner in level if isinstance(inner, dict) for name in inner)
 
 

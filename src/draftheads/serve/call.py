@@ -49,11 +49,9 @@ class Call(ABC):
 
     @cached_property
     def names(self) -> TokenNames:
-        """Of the model's tokens."""
         return TokenNames(self.params.engine.model.tokenizer)
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A whole response."""
         return {**self._head(self.object_name), "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[dict[str, Any]], num_sent: int = 0) -> dict[str, Any]:
@@ -148,7 +146,6 @@ class DraftPieces:
         self._waiting: list[tuple[str, bool]] = []
 
     def add(self, event: StreamEvent) -> None:
-        """The tokens of an event."""
         for place, token in enumerate(event.token_ids):
             self._waiting.append((self._stream.push([token]), place < event.num_drafted))
 

@@ -34,7 +34,6 @@ class ChatCall(Call):
         return AnswerText(self.tools, self.thinking)
 
     def response(self) -> dict[str, Any]:
-        """Messages."""
         return self.whole([self._choice(index, request) for index, request in enumerate(self.requests)])
 
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
@@ -109,7 +108,6 @@ class _ChoiceStream:
         self._text = call.answer_text()
 
     def choice(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        """The choice of one chunk."""
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
     def choices(self, event: StreamEvent) -> list[dict[str, Any]]:

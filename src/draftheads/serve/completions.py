@@ -50,7 +50,6 @@ class CompletionCall(Call):
         return self.params.settings.logprobs if self.echo else None
 
     def response(self) -> dict[str, Any]:
-        """Texts."""
         return self.whole([self._choice(index) for index in range(len(self.prompts) * self.params.fields.n)])
 
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:

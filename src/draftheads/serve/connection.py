@@ -96,7 +96,6 @@ class Connection(H11Protocol):
             self._header_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Also drops the timers."""
         _stop(self._header_timer)
         _stop(self._write_timer)
         super().connection_lost(exc)
@@ -108,7 +107,6 @@ class Connection(H11Protocol):
         self._expect_reader()
 
     def resume_writing(self) -> None:
-        """The client has read something."""
         super().resume_writing()
         _stop(self._write_timer)
 
@@ -118,12 +116,10 @@ class Connection(H11Protocol):
         self._expect_reader_of_last_bytes()
 
     def shutdown(self) -> None:
-        """The server shuts down."""
         super().shutdown()
         self._expect_reader_of_last_bytes()
 
     def timeout_keep_alive_handler(self) -> None:
-        """No further request came."""
         super().timeout_keep_alive_handler()
         self._expect_reader_of_last_bytes()
 

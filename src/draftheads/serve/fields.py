@@ -115,7 +115,6 @@ def read_fields(model: type[Model], values: Mapping[str, Any], place: str = "") 
 
 
 def wrong(field: str, problem: str) -> ApiError:
-    """The error of a field."""
     return ApiError(400, f"{field} {problem}", param=field)
 
 

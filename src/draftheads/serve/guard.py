@@ -102,7 +102,6 @@ class Guard:
     log_requests: bool  # a line for each, except health checks that succeed or come while the model is loaded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -33,7 +33,6 @@ class Served:
 
     @property
     def target(self) -> TargetModel:
-        """The model itself."""
         return next(iter(self.engines.values())).model
 
 

@@ -71,7 +71,6 @@ class Metrics:
         self._requests.labels(route, str(status)).inc()
 
     def prompt(self, num_tokens: int) -> None:
-        """A prompt was accepted."""
         self._tokens.labels("prompt").inc(num_tokens)
 
     def first_token(self, event: StreamEvent, seconds: float) -> None:
@@ -109,7 +108,6 @@ class _Counts(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        """One value of each."""
         counts = self._counts()
         if counts is not None:
             for field, (family, name, text) in self._metrics.items():

@@ -28,7 +28,6 @@ class ResponseEvents:
         self._waiting: dict[str, list[Any]] = {}  # what belongs to text that comes with a later event
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The response was accepted."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
@@ -60,7 +59,6 @@ class ResponseEvents:
         yield self._event(f"response.{status}", response=self._response(status, **more))
 
     def fail(self, error: ApiError) -> Iterator[dict[str, Any]]:
-        """The answer failed."""
         yield self._event("error", code=error.code, message=error.message, param=error.param)
         problem = {"code": "server_error", "message": error.message}
         yield self._event("response.failed", response=self._response("failed", error=problem))

@@ -125,13 +125,11 @@ class Scheduler:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """By served name."""
         return self.core.engines
 
     # --- other threads ---
 
     def start(self) -> None:
-        """Starts the model thread."""
         assert self._thread is None, "a scheduler is started once"
         self._thread = Thread(target=self._run, name="draftheads-model", daemon=True)
         self._thread.start()
@@ -284,7 +282,6 @@ class Scheduler:
                     future.set_exception(error)
 
     def _end_late_jobs(self) -> None:
-        """Jobs beyond their deadline fail."""
         now = self._clock()
         with self._changed:
             for job in [job for job in self._live.values() if job.deadline is not None and job.deadline <= now]:
@@ -338,7 +335,6 @@ class Scheduler:
             )
 
     def _forget(self) -> None:
-        """All requests and texts."""
         if self.lost is not None:  # it cannot even free memory
             return
         self.core.clear()

@@ -31,7 +31,6 @@ async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], 
 
     @torch.inference_mode()
     def read(start: int, end: int) -> None:
-        """On the model thread."""
         [(hidden, _)] = target.read([list(token_ids[start:end])])  # (t, D)
         following = torch.tensor(token_ids[start + 1 : end + 1], device=hidden.device)
         scores = token_logprobs(engine.model.logits(hidden), following, num_top)

@@ -202,7 +202,6 @@ class ToolCallText:
         return content, calls
 
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """The text has ended."""
         return self.push("", is_end=True)
 
     def _end_call(self, calls: list[ToolCall]) -> str:

@@ -25,7 +25,6 @@ class Labels:
     known: Tensor | None = None  # (n,) bool: the text's token is in the draft vocabulary
 
     def rows(self, index: Tensor) -> Self:
-        """The labels of some predictions."""
         return type(self)(*(None if field is None else field[index] for field in vars(self).values()))
 
 

@@ -26,12 +26,10 @@ def number() -> int:
 
 
 def count() -> int:
-    """Number of processes."""
     return int(_state().num_processes)
 
 
 def device() -> torch.device:
-    """Device of this process."""
     return torch.device(_state().device)
 
 

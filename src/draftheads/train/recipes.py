@@ -24,12 +24,10 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings."""
         return {name: value for part in self.parts.values() for name, value in part.items()}
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each setting is from."""
         return {name: place for place, part in self.parts.items() for name in part}
 
 

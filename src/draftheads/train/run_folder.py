@@ -59,17 +59,14 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """``--out``."""
         return self.options.out
 
     @property
     def head(self) -> Path:
-        """The head's folder."""
         return self.path / self.head_name
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of all checkpoints."""
         return self.path / "checkpoints"
 
     def lock(self) -> contextlib.AbstractContextManager[None]:

@@ -61,7 +61,6 @@ class JointSchedule:
     final: float = 0.0  # where a learning rate ends, as a part of its highest
 
     def only_heads(self, step: int) -> bool:
-        """Whether the model is frozen."""
         return step < self.num_head_steps
 
     def head_weight(self, step: int) -> float:

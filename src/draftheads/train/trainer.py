@@ -137,7 +137,6 @@ class StepLog:
         write_atomic(path, "".join(line + "\n" for line in kept).encode())
 
     def add(self, record: dict[str, Any]) -> None:
-        """Appends a line."""
         if not processes.is_first():
             return
         with self.path.open("a", encoding="utf-8") as file:
@@ -174,7 +173,6 @@ class HeadTrainer(Trainer):
         self._reported: dict[str, list[Tensor]] = {}  # by name, since they were last taken
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Each group's own rates."""
         if self.lr_scheduler is None:
             self.lr_scheduler = LambdaLR(optimizer or self.create_optimizer(), self.rates)
             self._created_lr_scheduler = True

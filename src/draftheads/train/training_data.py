@@ -38,7 +38,6 @@ class TrainingData:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the optimizer."""
         return len(self.plan) // self.batches_per_step
 
     @property

@@ -19,7 +19,6 @@ class Range:
 
 
 def at_least(least: int) -> Range:
-    """From ``least``."""
     return Range(f"must be at least {least}", lambda value: value >= least)
 
 

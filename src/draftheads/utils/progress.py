@@ -38,7 +38,6 @@ class Bars:
         self._what = what
 
     def progress(self, done: int, total: int, note: str = "") -> None:
-        """Moves the bar."""
         if self._bar is None:
             from tqdm.auto import tqdm  # noqa: PLC0415 - most imports of this module need no bars
 

@@ -70,12 +70,10 @@ class AuditOptions(OptionGroup):
 
     @property
     def server_values(self) -> dict[str, Any]:
-        """``fields`` as a dictionary."""
         return _object("--fields", self.fields)
 
     @property
     def baseline_values(self) -> dict[str, Any]:
-        """``baseline_fields`` as a dictionary."""
         if self.baseline_fields is None:
             return self.server_values
         return _object("--baseline-fields", self.baseline_fields)

@@ -126,7 +126,6 @@ class GenerateOptions:
         _ = self.settings(), self.draft.shape()  # raise what is impossible
 
     def settings(self) -> SamplingSettings:
-        """The settings of each request."""
         return SamplingSettings(**vars(self.sampling), grammar=self.grammar.grammar())
 
 

@@ -70,7 +70,6 @@ class Server:
         self._settings, self.url = settings, self.base + _ROUTES[settings.route]
 
     def close(self) -> None:
-        """Ends all connections."""
         self._client.close()
 
     def connect(self) -> None:

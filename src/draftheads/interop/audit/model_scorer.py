@@ -120,7 +120,6 @@ class _Unread:
             self.rest = b" " + self.rest  # the first space of a text is left out by some tokenizers
 
     def start_at(self, place: int) -> None:
-        """Skips its first tokens."""
         if place < len(self.ids):
             self._next = self.ids[place]
         self.rest = self.rest[sum(map(len, self._pieces[:place])) :]

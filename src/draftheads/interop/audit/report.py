@@ -42,7 +42,6 @@ class GreedyRow:
     failure: str = ""  # the first problem of a request
 
     def count(self, *kinds: Kind) -> int:
-        """Comparisons of these kinds."""
         counts = Counter(comparison.kind for comparison in self.comparisons)
         return sum(counts[kind] for kind in kinds)
 
@@ -58,7 +57,6 @@ class GreedyRow:
 
     @property
     def num_wrong(self) -> int:
-        """Wrong texts."""
         return self.count("wrong")
 
     @property
@@ -148,7 +146,6 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Of the command."""
         return EXIT_CODES[self.verdict]
 
     def sentences(self) -> list[str]:
@@ -177,7 +174,6 @@ class Report:
         return list(reversed(distinct.values()))[:number]
 
     def record(self) -> dict[str, Any]:
-        """Everything, as plain JSON values."""
         return {
             "verdict": self.verdict,
             "sentences": self.sentences(),
@@ -209,7 +205,6 @@ class Report:
         return words
 
     def _reasons(self, own: Sequence[GreedyRow]) -> list[str]:
-        """Why there is no verdict."""
         reasons = {one.reason: None for row in own for one in row.comparisons if one.kind == "unscored"}
         lines = [f"Not scored: {reason}." for reason in reasons]
         if any(row.count("reference-wrong") for row in own):

@@ -225,7 +225,6 @@ class Audit:
         return SeededRow(check, *sides)
 
     def _sampled_side(self, check: CheckName, server: Server) -> SampledSide:
-        """Asks everything twice."""
         if is_parallel(check):
             both = [self._at_once(check, server), self._at_once(check, server)]
         else:
@@ -360,7 +359,6 @@ class _Unusable:
         self._reason = reason
 
     def score(self, index: int, answer: Answer, reference: Answer) -> Score:
-        """No gap."""
         return Score(None, reason=self._reason)
 
 

@@ -70,7 +70,6 @@ def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: 
 
 
 def _adapter_in(run: Path) -> Path:
-    """The folder of the adapter."""
     if (found := find_adapter(run)) is not None:
         return found
     kind = kind_of_folder(run)

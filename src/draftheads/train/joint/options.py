@@ -32,7 +32,6 @@ class TuningOptions(OptionGroup):
 
     @property
     def peak_head_weight(self) -> float:
-        """λ0."""
         return HEAD_WEIGHTS[self.backbone_loss] if self.head_weight is None else self.head_weight
 
 

@@ -71,7 +71,6 @@ class JointRun(Run):
     learner: JointLearner
 
     def check_packages(self) -> None:
-        """Also peft."""
         super().check_packages()
         require_peft()
 
@@ -116,7 +115,6 @@ class JointRun(Run):
             return load_head(path, self.target, dtype=torch.float32).requires_grad_(requires_grad=True)
 
     def module(self) -> JointLearner:
-        """Heads and adapter."""
         options, target, lora = self.options, self.target, self.options.adapter
         torch.manual_seed(options.schedule.seed)
         self.adapter = Adapter.attach(
@@ -145,7 +143,6 @@ class JointRun(Run):
         return partial(JointTrainer, schedule=schedule, head_rate_factor=tuning.head_rate_factor)
 
     def batches(self) -> PlannedTexts:
-        """Tokens only."""
         return PlannedTexts(self.data.store, self.data.plan)
 
     def validate(self) -> dict[str, Any]:
@@ -164,7 +161,6 @@ class JointRun(Run):
 
     @property
     def decoding_model(self) -> TargetModel:
-        """The tuned model."""
         return self.tuned
 
     def save(self, report: Report, profile: AcceptanceProfile) -> JointReport:

@@ -45,7 +45,6 @@ class TunedModel(TargetModel):
 
     @property
     def layers_fingerprint(self) -> str | None:
-        """That of the merged model."""
         return sampled_layers(self.layer_matrices())
 
     def layer_matrices(self) -> list[Tensor]:
