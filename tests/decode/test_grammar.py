@@ -326,3 +326,13 @@ def test_a_compiled_grammar_serves_several_answers_at_once():
         torch.tensor(tokens_of(states[0].masks[0])),
         SlowGrammar(GRAMMARS["choice"]).allowed(first[:1]).nonzero()[:, 0],
     )
+
+
+def test_a_growing_text_is_whole_where_it_would_be_alone():
+    compiler = compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset({EOS}))
+    text, grammar = '{"a": [1, 22], "b": "x}y"}', Grammar.json_schema({"type": "object"})
+    growing, found = compiler.start(grammar), []
+    for end in (0, 1, 5, 5, 6, 13, 14, 22, len(text) - 1, len(text), len(text)):
+        assert growing.is_whole(text[:end]) == compiler.start(grammar).is_whole(text[:end])
+        found.append(compiler.start(grammar).is_whole(text[:end]))
+    assert found == [False] * 9 + [True] * 2

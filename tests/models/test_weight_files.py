@@ -159,6 +159,51 @@ def test_names_without_the_models_prefix_and_other_float_types_are_read(tmp_path
         ask(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.bool, torch.float8_e5m2])
+def test_integers_in_experts_which_are_joined_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", "mixtral")
+    key = next(key for key in load_file(folder / WEIGHTS) if ".layers.1." in key and "experts" in key)
+    change(folder, lambda tensors: tensors.update({key: tensors[key].to(dtype)}))
+    with pytest.raises(UnsupportedModel, match=r"of another type .*experts"):
+        ask(folder)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, that FP8 is for GPUs
+@pytest.mark.parametrize("damaged", [None, "norm.weight", "1.self_attn.q_proj.weight_scale_inv", "_scale_inv"])
+def test_what_is_not_undone_in_a_quantised_file_is_named(damaged: str | None, tmp_path: Path) -> None:
+    """FP8 without a scale, and a norm in 8 bits."""
+    folder = tmp_path / "model"
+    tiny_model("llama", hidden_size=128, intermediate_size=128, num_key_value_heads=4).model.save_pretrained(folder)
+    letters_tokenizer().save_pretrained(str(folder))
+
+    def quantise(tensors: Tensors) -> None:
+        for key in [key for key in tensors if key.endswith("_proj.weight")]:
+            scale = tensors[key].abs().max() / 448
+            tensors |= {key: (tensors[key] / scale).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale.view(1, 1)}
+        for key in [key for key in tensors if damaged is not None and key.endswith(damaged)]:
+            tensor = tensors.pop(key)
+            if not key.endswith("_inv"):
+                tensors[key] = tensor.to(torch.int8)
+
+    change(folder, quantise)
+    config = json.loads((folder / "config.json").read_text())
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    if damaged is None:
+        load_pretrained(folder, device="cpu")
+        return
+    with pytest.raises(UnsupportedModel, match=r"of another type .*\.weight \(torch\."):
+        load_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"quantization": null}', '{"quantization": []}', "{"])
+def test_a_damaged_description_of_a_quantisation_is_named(text: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    (folder / "hf_quant_config.json").write_text(text)
+    with pytest.raises(UnsupportedModel, match=r"hf_quant_config\.json does not say how"):
+        load_pretrained(folder, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("file", "settings", "named"),
     [

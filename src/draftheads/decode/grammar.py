@@ -48,7 +48,8 @@ class GrammarState:
     """
 
     def __init__(self, matcher: Any, table: Any, *, end_ids: frozenset[int]) -> None:
-        self._start, self._table, self._end_ids = matcher, table, end_ids
+        self._table, self._end_ids = table, end_ids
+        self._whole, self._num_whole = matcher.deep_copy(), 0  # after so many characters: see is_whole()
         self._matcher = matcher.deep_copy()  # after the accepted tokens
         self._ends: Mask = np.zeros(-(-table.vocab_size // 32), np.int32)
         for token in end_ids:
@@ -56,9 +57,10 @@ class GrammarState:
         self._restart()
 
     def is_whole(self, text: str) -> bool:
-        """Whether the grammar has this text as a whole."""
-        matcher = self._start.deep_copy()
-        return bool(matcher.consume_tokens(self._table.greedy_tokenize(text)) and matcher.is_accepting())
+        """Whether the grammar has this text as a whole. It begins with the text of the call before."""
+        new = self._table.greedy_tokenize(text[self._num_whole :])
+        self._num_whole = len(text)
+        return bool((not new or self._whole.consume_tokens(new)) and self._whole.is_accepting())
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Adds accepted tokens, which the grammar allows, and forgets all draft tokens.

@@ -71,13 +71,13 @@ class Target:
     def prefill(self, prompts: Sequence[Sequence[int]], most_tokens: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Adds a row per prompt and computes its cache entries.
 
-        ``most_tokens`` of each text decide on its factors of LongRoPE; those of the prompt where left out.
+        ``most_tokens`` of each text decide on its factors of LongRoPE; those of the prompt and one more where left out.
 
         Returns:
             The logits after the last token of each prompt (b, V), and the hidden states of all tokens (b, T, D or n·D),
             right-padded.
         """
-        self.are_long += map(self.model.is_long, most_tokens or map(len, prompts))
+        self.are_long += map(self.model.is_long, most_tokens or [len(prompt) + 1 for prompt in prompts])
         return self._prefill(prompts)
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -328,8 +328,8 @@ class TargetModel:
         return rotary if isinstance(rotary, LongRope) else None
 
     def is_long(self, num_tokens: int) -> bool:
-        """Whether a text of that many tokens at most has the long factors of LongRoPE."""
-        return self.long_rope is not None and num_tokens > self.long_rope.original
+        """Whether a text of that many tokens at most has the long factors of LongRoPE. Its last token is not read."""
+        return self.long_rope is not None and num_tokens - 1 > self.long_rope.original
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

@@ -38,8 +38,11 @@ def check_quantisation(name: str, config: Any, given: Any = None, *, source: Pat
         )
     )
     if not stored and source is not None and (path := _file(source, "hf_quant_config.json")):  # of ModelOpt
-        written = json.loads(path.read_text(encoding="utf-8")).get("quantization", {})
-        stored = {"quant_method": "modelopt", **written} if written.get("quant_algo") else {}
+        try:
+            written = json.loads(path.read_text(encoding="utf-8"))["quantization"]
+            stored = {"quant_method": "modelopt", **written} if written.get("quant_algo") else {}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UnsupportedModel(f"{name}: {path.name} does not say how the weights are quantised") from None
     if any(each.get("load_in_8bit") and each.get("llm_int8_threshold") != 0 for each in (stored, wanted)):
         raise UnsupportedModel(
             f"{name}: the 8 bits of bitsandbytes (LLM.int8()) keep columns whole where any row of a pass has a large "
@@ -73,6 +76,12 @@ def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | 
         key = prefix + short if prefix + short in own else short
         if not fits(tensor.dtype, own.get(key)) and (key in own or not ignorable.search(key)):
             others.add(f"{key} ({tensor.dtype})")
+    for key, weight in model.named_parameters() if is_quantised else ():
+        module = model.get_submodule(key.rpartition(".")[0])
+        if weight.dtype not in _FLOATS and (
+            type(module).__module__.startswith("torch.") or "Norm" in type(module).__name__
+        ):
+            others.add(f"{key} ({weight.dtype})")
     shapes = {f"{key} ({tuple(shape)}, not {tuple(wanted)})" for key, shape, wanted in report["mismatched_keys"]}
     surplus = {key for key in report["unexpected_keys"] if not ignorable.search(key)}
     _refuse(name, report["missing_keys"], surplus, shapes, others)
@@ -100,7 +109,7 @@ def check_series(name: str, source: Path | str) -> None:
 def fits(stored: torch.dtype, own: torch.dtype | None) -> bool:
     """Whether a tensor of a file is a value of the model's type; of a tensor with another name there, if it can be."""
     if own is None:
-        return stored in _FLOATS or stored.itemsize > 1 or stored == torch.bool
+        return stored in _FLOATS
     return own.is_floating_point == (stored in _FLOATS)
 
 
