@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import draftheads
+from cli_world import letters_tokenizer
+from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cpu import attention, native_step
 from draftheads.cpu.fused_modules import FusedAttention, FusedNorm
 from draftheads.cpu.native_library import load_library
@@ -21,7 +24,7 @@ from draftheads.loading import checked, load_target
 from draftheads.models import kv_target
 from draftheads.models.model import TargetModel
 from draftheads.models.structure import check_numbers, check_trees, own_numbers, probe_of
-from families import ALL_FAMILIES, FAMILIES, IntegerTokenizer, needs_library, tiny_model
+from families import ALL_FAMILIES, FAMILIES, IntegerTokenizer, needs_library, tiny_head, tiny_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
 SIZES = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
@@ -74,6 +77,17 @@ def test_models_with_real_statistics_load(family: str, precision: str, seed: int
     expected = model(text).logits
     gap = (target.logits(target.hidden_states(text)) - expected).abs().max() / expected.abs().max()
     assert gap < 1e-3
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_a_head_of_such_a_model_is_exported_and_imported_again(family: str, tmp_path: Path):
+    """Both load the model in bf16."""
+    with_real_statistics(family).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    letters_tokenizer().save_pretrained(str(tmp_path / "model"))
+    base = TargetModel.load(tmp_path / "model", dtype="bf16", device="cpu")
+    save_head(tiny_head("medusa", base, lm_head="own"), tmp_path / "head", base=base, dtype="bf16")
+    draftheads.export_head(tmp_path / "head", tmp_path / "exported", model=tmp_path / "model")
+    draftheads.import_head(tmp_path / "exported", tmp_path / "again", model=tmp_path / "model")
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma2"])
