@@ -26,8 +26,9 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             was trained for a model of another size.
     """
     pairs = [(name, each) for name, value in given for each in (value if isinstance(value, tuple) else (value,))]
+    is_remote = dict(pairs).get("endpoint") is not None  # then no model is loaded here
     for name, value in pairs:
-        if name in _MODELS and value is not None:
+        if name in _MODELS and value is not None and not is_remote:
             check_model(value)
         elif name == "chat_template":
             read_template(value)

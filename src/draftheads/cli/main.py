@@ -144,7 +144,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
     from draftheads.cli.early_checks import check_names, flat  # noqa: PLC0415 - `--help` does not need it
 
-    check_names(flat(options))
+    if name != "info":  # which loads nothing: a head may be of any model
+        check_names(flat(options))
     _show_notes()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
     return import_quickly(name).run(options) or 0

@@ -221,7 +221,9 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
             if wrong := [f"{key} ({dtype})" for key, dtype in types.items() if not fits(dtype, None)]:
                 raise ValueError(f"quantised tensors: {first_names(wrong)}")  # noqa: TRY301
             yield peft, config
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning, SafetensorError) as error:
+        except SafetensorError as error:
+            raise CheckpointCorrupt(f"{folder} cannot be read: {first_line(error)}") from None
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning) as error:
             raise CheckpointCorrupt(f"{folder} does not fit the model: {' '.join(str(error).split())[:300]}") from error
 
 
