@@ -157,7 +157,7 @@ def continuing_ids(tokenizer: Any, text: str) -> list[int]:
 
 def special_ids(tokenizer: Any) -> set[int]:
     """Token ids of a ``transformers`` tokenizer that are not text, such as the end of a turn."""
-    return {*tokenizer.all_special_ids, *special_texts(tokenizer)}
+    return {*getattr(tokenizer, "all_special_ids", ()), *special_texts(tokenizer)}
 
 
 def special_texts(tokenizer: Any) -> Mapping[int, str]:
