@@ -5,6 +5,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from draftheads.bench.table_paths import table_path
 from draftheads.checkpoints.registry import check_head
 from draftheads.errors import DataError
 from draftheads.models.chat_template import read_template
@@ -22,8 +23,8 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
     """Checks names and files among options (names and values), as far as that needs no torch and no network.
 
     Raises:
-        DraftHeadsError: a model, head, chat template or file is not here or is something else; or a head is damaged or
-            was trained for a model of another size.
+        DraftHeadsError: a model, head, chat template, table or file is not here or is something else; or a head
+            is damaged or was trained for a model of another size.
     """
     pairs = [(name, each) for name, value in given for each in (value if isinstance(value, tuple) else (value,))]
     for name, value in pairs:
@@ -31,6 +32,8 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             check_model(value)
         elif name == "chat_template":
             read_template(value)
+        elif name == "table" and value is not None:
+            table_path(value)
         elif name in _INPUTS and isinstance(value, Path) and not user_path(value).exists():
             raise DataError("cannot be read: there is no such file or folder", path=value)
     model = dict(pairs).get("model") or SMOLLM2_135M.name
