@@ -27,6 +27,11 @@ from draftheads.utils.provenance import machine_in_words
 BUILT_IN = "tasks"
 _FEW = 4  # of our own questions of each category
 _QUICK = 6  # questions of a short comparison, at least
+# options that only one measure uses
+_MEASURES = {
+    **dict.fromkeys(("judge", "judge_model", "judge_prompts", "api_key_env"), "judge"),
+    "original_model": "perplexity",
+}
 _MOST_PROBLEMS = 5  # that are printed; all are in the files
 
 
@@ -96,11 +101,15 @@ def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", 
     """The measures that the options name.
 
     Raises:
-        InvalidSettings: a judge without an endpoint.
+        InvalidSettings: a judge without an endpoint, or an option of a measure that is not asked for.
         MissingDependency: a measure needs a package.
     """
     kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k}
     found: list[Any] = []
+    for option, measure in _MEASURES.items():
+        if (value := getattr(options, option)) is not None and measure not in options.quality:
+            flag = f"--{option.replace('_', '-')}"
+            raise InvalidSettings(f"{flag} is {str(value)!r}, which only {measure} uses: add --quality {measure}")
     for name in options.quality:
         if name == "judge" and options.judge is None:
             raise InvalidSettings("--quality judge needs an endpoint: --judge URL")
