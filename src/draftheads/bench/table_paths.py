@@ -9,16 +9,11 @@ _FOLDER = Path(__file__).parent.parent / "assets" / "tables"
 
 
 def table_names() -> list[str]:
-    """All tables that the package has."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def table_path(name: str) -> Path:
-    """The file of a table by its name, or one's own.
-
-    Raises:
-        InvalidSettings: no such table.
-    """
+    """The file of a table by its name, or one's own; InvalidSettings if there is none."""
     path = _FOLDER / f"{name}.toml" if name in table_names() else user_path(name)
     if not path.is_file():
         close = close_name(name, table_names())

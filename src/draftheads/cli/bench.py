@@ -27,11 +27,6 @@ from draftheads.utils.provenance import machine_in_words
 BUILT_IN = "tasks"
 _FEW = 4  # of our own questions of each category
 _QUICK = 6  # questions of a short comparison, at least
-# options that only one measure uses
-_MEASURES = {
-    **dict.fromkeys(("judge", "judge_model", "judge_prompts", "api_key_env"), "judge"),
-    "original_model": "perplexity",
-}
 _MOST_PROBLEMS = 5  # that are printed; all are in the files
 
 
@@ -106,8 +101,9 @@ def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", 
     """
     kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k}
     found: list[Any] = []
-    for option, measure in _MEASURES.items():
-        if (value := getattr(options, option)) is not None and measure not in options.quality:
+    for option, value in vars(options).items():
+        measure = "perplexity" if option == "original_model" else "judge"
+        if option != "quality" and value is not None and measure not in options.quality:
             flag = f"--{option.replace('_', '-')}"
             raise InvalidSettings(f"{flag} is {str(value)!r}, which only {measure} uses: add --quality {measure}")
     for name in options.quality:

@@ -82,8 +82,8 @@ def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | 
         is_own = type(module).__module__.startswith("bitsandbytes.") and key.endswith(".weight")
         if is_own and type(weight) is torch.nn.Parameter:  # what bitsandbytes quantised has another type
             raise UnsupportedModel(
-                f"{name}: config.json has a quantization_config of bitsandbytes, but the files hold whole weights, such "
-                f"as {key} ({weight.dtype}): delete it there, and give four_bit=True (--four-bit)"
+                f"{name}: config.json has a quantization_config of bitsandbytes, but the files hold whole weights, "
+                f"such as {key} ({weight.dtype}): delete it there, and give four_bit=True"
             )
         if weight.dtype not in _FLOATS and (
             type(module).__module__.startswith("torch.") or "Norm" in type(module).__name__
