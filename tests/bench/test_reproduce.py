@@ -18,12 +18,12 @@ from draftheads.bench.paper_tables import (
     intervals_of,
     markdown_of,
     read_table,
-    table_names,
 )
 from draftheads.bench.reproduce import _top, _with_our_category, losses_of, questions_of, quick_settings, reproduce
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import Budget, Variant, options_of
 from draftheads.bench.table import Row
+from draftheads.bench.table_paths import table_names
 from draftheads.data.plain_text import read_texts
 from draftheads.data.records import Record
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound

@@ -17,13 +17,13 @@ from draftheads.bench.paper_tables import (
     cells_of,
     drafting_cells,
     read_table,
-    table_names,
 )
 from draftheads.bench.quality import Agreement, Perplexity, Rouge
 from draftheads.bench.reproduce import _MT_BENCH, _with_our_category
 from draftheads.bench.settings import Point, Variant
 from draftheads.bench.studies import Budget, folder_name, options_of
 from draftheads.bench.table import ALL, Row
+from draftheads.bench.table_paths import table_names
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.registry import zoo_heads
 from draftheads.data.records import Record

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli_world import Run
-from draftheads.bench.paper_tables import table_names
+from draftheads.bench.table_paths import table_names
 
 TABLE = """
 title = "Mine"

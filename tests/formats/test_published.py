@@ -34,11 +34,12 @@ from draftheads.errors import (
     StorageError,
     UnsupportedModel,
 )
+from draftheads.formats import ExportFormat
 from draftheads.formats.medusa import write_medusa
 from draftheads.formats.reading import convert, imported_once, is_published
 from draftheads.heads.base import DraftHead
 from draftheads.heads.eagle import EagleConfig, EagleHead
-from draftheads.interop.export import ExportFormat, export_head
+from draftheads.interop.export import export_head
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.tree import Tree

@@ -917,10 +917,12 @@ def test_a_wrong_address(world: World, audit: Audit, path: str):
     assert "is URL" in record["errors"]
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:y/v1"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:y/v1", "http://[::1"])
 def test_what_is_no_address(world: World, audit: Audit, url: str):
     record = audit(url, *of_model(world), code=2)
     assert f"URL is {url!r}; give an address such as http://127.0.0.1:8000/v1" in record["errors"]
+    record = audit("http://127.0.0.1:1", "--baseline", url, code=2)
+    assert f"--baseline is {url!r}; give an address such as http://127.0.0.1:8000/v1" in record["errors"]
 
 
 def test_names_of_models(world: World, audit: Audit):

@@ -362,6 +362,8 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     save_head(tiny_head("medusa", target), tmp_path / "medusa", base=target, profile=tiny_profile(Tree.chain(3)))
     with pytest.raises(InvalidSettings, match=r"plug-in .*; --to medusa is read by .*train --method eagle3`"):
         export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagle3")
+    with pytest.raises(InvalidSettings, match="no layout 'eagel-sglang'; did you mean eagle-sglang"):
+        export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagel-sglang")  # type: ignore[arg-type]
     save_head(tiny_head("amphista", target), tmp_path / "amphista", base=target, profile=tiny_profile(Tree.chain(3)))
     with pytest.raises(InvalidSettings, match="no other project has heads of the method amphista"):
         export_head(tmp_path / "amphista", tmp_path / "other", model=name)

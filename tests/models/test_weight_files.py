@@ -247,6 +247,20 @@ def test_stored_4_bits_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "bits", [{"load_in_4bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}]
+)
+def test_whole_weights_that_are_called_quantised_are_refused(bits: dict[str, Any], family: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", family)
+    config = json.loads((folder / "config.json").read_text())
+    quantisation = {"quant_method": "bitsandbytes", "llm_int8_threshold": 0.0, **bits}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    with pytest.raises(UnsupportedModel, match=r"hold whole weights, such as .*\.weight \(.*four_bit=True"):
+        ask(folder)
+
+
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
 @pytest.mark.parametrize("place", ["argument", "dictionary", "config.json", "loaded"])
 def test_8_bits_of_bitsandbytes_are_refused_with_their_reason(place: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "model")

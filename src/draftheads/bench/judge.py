@@ -15,7 +15,7 @@ from draftheads.bench.quality import Item, Measure, Outcome, Scores
 from draftheads.data.json_lines import at_line, read_json_lines
 from draftheads.errors import DataError, EndpointError, MissingDependency
 from draftheads.interop.audit.answer import Failure
-from draftheads.interop.audit.client import Server, ServerAddress, api_base
+from draftheads.interop.audit.client import Server, ServerAddress
 from draftheads.interop.audit.settings import AuditSettings
 from draftheads.utils.api_keys import OPENAI, api_key, origin
 from draftheads.utils.files import user_path
@@ -93,9 +93,8 @@ class Judge(Measure):
         if find_spec("httpx2") is None:
             raise MissingDependency("--judge needs httpx2", pip_install="'draftheads[bench]'")
         self._prompts = DEFAULT_PROMPTS if self.prompts is None else read_judge_prompts(self.prompts)
-        api_base(self.url, "--judge")  # raises
-        variable = self.api_key_env
-        if variable is None and origin(self.url) == OPENAI and _OPENAI_VARIABLE in os.environ:
+        variable, at_openai = self.api_key_env, origin(self.url, "--judge") == OPENAI
+        if variable is None and at_openai and _OPENAI_VARIABLE in os.environ:
             variable = _OPENAI_VARIABLE
         self._address = ServerAddress(self.url, "--judge", self.model, api_key=api_key(variable))
 

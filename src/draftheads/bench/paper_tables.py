@@ -8,17 +8,16 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from draftheads.bench.quality import Agreement
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import ALL, Interval, Row, markdown_table, setting_in_words
+from draftheads.bench.table_paths import table_path
 from draftheads.bench.timing import PLAIN
-from draftheads.errors import DataError, InvalidSettings, close_name
+from draftheads.errors import DataError
 from draftheads.heads import head_methods
 from draftheads.train.recipes import RECIPES
-from draftheads.utils.files import user_path
 
 Measured = Literal["rows", "drafting", "accuracy", "losses"]
 Cells = dict[str, dict[str, Any]]  # numbers by row and column
@@ -81,11 +80,6 @@ class PaperTable:
         return ", ".join(filter(None, (words.get(part, part) for part in label.split(", "))))
 
 
-def table_names() -> list[str]:
-    """All tables that the package has."""
-    return sorted(path.stem for path in _folder().glob("*.toml"))
-
-
 def read_table(name: str) -> PaperTable:
     """A table by its name, or of a file.
 
@@ -93,13 +87,7 @@ def read_table(name: str) -> PaperTable:
         InvalidSettings: no such table.
         DataError: the file is not one.
     """
-    path = _folder() / f"{name}.toml"
-    if name not in table_names():
-        path = user_path(name)
-        if not path.is_file():
-            close = close_name(name, table_names())
-            hint = f"did you mean {close}?" if close else "`draftheads reproduce` lists them"
-            raise InvalidSettings(f"no table {name!r}; {hint}")
+    path = table_path(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         known = {each.name: each.type for each in fields(PaperTable)}
@@ -122,10 +110,6 @@ def read_table(name: str) -> PaperTable:
     if table.measured not in get_args(Measured):
         raise DataError(f"measured is {table.measured!r}; choose among {', '.join(get_args(Measured))}", path=path)
     return table
-
-
-def _folder() -> Path:
-    return Path(__file__).parent.parent / "assets" / "tables"
 
 
 def cells_of(table: PaperTable, rows: Sequence[Row], number: Callable[[Row, str], Any] = Row.number) -> Cells:

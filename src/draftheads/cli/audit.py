@@ -38,7 +38,7 @@ def run(options: AuditOptions) -> int:
     if options.baseline is not None:
         name, values = options.baseline_name, options.baseline_values
         key_option = "--baseline-key-env"
-        if options.baseline_key_env is not None or origin(options.baseline) != origin(options.url):
+        if options.baseline_key_env is not None or origin(options.baseline, "--baseline") != origin(options.url):
             key = api_key(options.baseline_key_env, key_option)  # the other key is for the other server
         addresses.append(ServerAddress(options.baseline, "--baseline", name, values, key, key_option))
     servers = [Server(address, options.settings, schema) for address in addresses]

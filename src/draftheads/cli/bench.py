@@ -96,11 +96,16 @@ def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", 
     """The measures that the options name.
 
     Raises:
-        InvalidSettings: a judge without an endpoint.
+        InvalidSettings: a judge without an endpoint, or an option of a measure that is not asked for.
         MissingDependency: a measure needs a package.
     """
     kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k}
     found: list[Any] = []
+    for option, value in vars(options).items():
+        measure = "perplexity" if option == "original_model" else "judge"
+        if option != "quality" and value is not None and measure not in options.quality:
+            flag = f"--{option.replace('_', '-')}"
+            raise InvalidSettings(f"{flag} is {str(value)!r}, which only {measure} uses: add --quality {measure}")
     for name in options.quality:
         if name == "judge" and options.judge is None:
             raise InvalidSettings("--quality judge needs an endpoint: --judge URL")

@@ -5,8 +5,10 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from draftheads.bench.table_paths import table_path
 from draftheads.checkpoints.registry import check_head
 from draftheads.errors import DataError
+from draftheads.formats import check_layout
 from draftheads.models.chat_template import read_template
 from draftheads.models.embedded import SMOLLM2_135M
 from draftheads.models.model_names import check_model
@@ -22,8 +24,8 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
     """Checks names and files among options (names and values), as far as that needs no torch and no network.
 
     Raises:
-        DraftHeadsError: a model, head, chat template or file is not here or is something else; or a head is damaged or
-            was trained for a model of another size.
+        DraftHeadsError: a model, head, chat template, table, layout or file is not here or is something else; or a head
+            is damaged or was trained for a model of another size.
     """
     pairs = [(name, each) for name, value in given for each in (value if isinstance(value, tuple) else (value,))]
     is_remote = dict(pairs).get("endpoint") is not None  # then no model is loaded here
@@ -32,6 +34,10 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             check_model(value)
         elif name == "chat_template":
             read_template(value)
+        elif name == "table" and value is not None:
+            table_path(value)
+        elif name == "to":
+            check_layout(value)
         elif name in _INPUTS and isinstance(value, Path) and not user_path(value).exists():
             raise DataError("cannot be read: there is no such file or folder", path=value)
     model = dict(pairs).get("model") or SMOLLM2_135M.name

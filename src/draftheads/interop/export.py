@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +17,7 @@ from draftheads.checkpoints.checkpoint import load_head
 from draftheads.checkpoints.head_files import CONFIG_FILE, TENSORS_FILE, read_head_files
 from draftheads.checkpoints.registry import find_head
 from draftheads.errors import InvalidSettings, SpeedWarning
+from draftheads.formats import ExportFormat, check_layout
 from draftheads.formats.eagle import write_eagle, write_eagle3, write_speculators
 from draftheads.formats.hydra import write_hydra
 from draftheads.formats.medusa import write_medusa, write_vllm
@@ -29,18 +30,6 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of, model_id_of
 from draftheads.utils.files import atomic_directory, user_path
 
-ExportFormat = Literal[
-    "eagle3",
-    "speculators",
-    "eagle",
-    "eagle-sglang",
-    "small-llama",
-    "medusa",
-    "vllm-medusa",
-    "hydra",
-    "mlp-speculator",
-    "arctic",
-]
 _STEPS = 4  # draft tokens of a step that commands suggest
 _TOKEN_MAP, _OWN_HEADS = "token_map.pt", "medusa_lm_head.pt"
 _ARCTIC = {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}
@@ -205,13 +194,14 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> tuple
     Raises:
         InvalidSettings: there is none, or another one is asked for.
     """
+    check_layout(to)
     fitting = [name for name, form in _FORMATS.items() if method in form.methods]
     serves = "serve the head with `draftheads serve`, or in vLLM by the plug-in of draftheads"
     if not fitting:
         raise InvalidSettings(f"no other project has heads of the method {method}; {serves}")
     if to is not None and to not in fitting:
         readers = "; ".join(f"--to {name} is read by {' and '.join(_COMMANDS[name])}" for name in fitting)
-        form = next((form for name, form in _FORMATS.items() if name == to), _FORMATS["eagle3"])
+        form = next(form for name, form in _FORMATS.items() if name == to)
         raise InvalidSettings(
             f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For vLLM, SGLang or llama.cpp "
             f"train another head: `draftheads train --method {form.methods[0]}`"

@@ -64,7 +64,8 @@ def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | 
     """Compares a model with its files, by the loading info of ``transformers`` and by the types in the files.
 
     Raises:
-        UnsupportedModel: tensors are missing or left over, or have another shape or type than the model's.
+        UnsupportedModel: tensors are missing or left over, or have another shape or type than the model's, or are
+            whole where they should be quantised.
     """
     ignorable = re.compile("|".join((_IGNORABLE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
     # quantised here: the model has other types than its files
@@ -78,6 +79,12 @@ def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | 
             others.add(f"{key} ({tensor.dtype})")
     for key, weight in model.named_parameters() if is_quantised else ():
         module = model.get_submodule(key.rpartition(".")[0])
+        is_own = type(module).__module__.startswith("bitsandbytes.") and key.endswith(".weight")
+        if is_own and type(weight) is torch.nn.Parameter:  # what bitsandbytes quantised has another type
+            raise UnsupportedModel(
+                f"{name}: config.json has a quantization_config of bitsandbytes, but the files hold whole weights, "
+                f"such as {key} ({weight.dtype}): delete it there, and give four_bit=True"
+            )
         if weight.dtype not in _FLOATS and (
             type(module).__module__.startswith("torch.") or "Norm" in type(module).__name__
         ):

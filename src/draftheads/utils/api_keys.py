@@ -1,5 +1,6 @@
 """Keys of servers: environment variables that the user names, one for each address."""
 
+import contextlib
 import os
 from urllib.parse import urlsplit
 
@@ -21,11 +22,19 @@ def api_key(variable: str | None, option: str = "--api-key-env") -> str | None:
     raise InvalidSettings(f"{option} is {variable!r}, but this environment variable is not set: export it")
 
 
-def origin(url: str) -> tuple[str, str | None, int | None]:
+def origin(url: str, option: str = "URL") -> tuple[str, str, int]:
     """Scheme, host and port: a key for one origin is sent to no other.
+
+    Raises:
+        InvalidSettings: not an address of HTTP.
 
     >>> origin("https://API.openai.com/v1") == OPENAI, origin("http://127.0.0.1:8000/v1")
     (True, ('http', '127.0.0.1', 8000))
     """
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"https": 443, "http": 80}.get(parts.scheme)
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        usual = {"https": 443, "http": 80}.get(parts.scheme)
+        port = usual if parts.port is None else parts.port
+        if usual and parts.hostname and port:
+            return parts.scheme, parts.hostname, port
+    raise InvalidSettings(f"{option} is {url!r}; give an address such as http://127.0.0.1:8000/v1")

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+
+from draftheads.formats import ExportFormat
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,8 @@ class ExportOptions:
     """A head. A name, a folder or a Hugging Face id."""
     out: Path
     """Folder to make."""
-    to: str | None = None
-    """The layout; that of the head's own project when left out. For eagle3 heads eagle3 (vLLM, SGLang, llama.cpp,
+    to: Annotated[ExportFormat | None, tyro.conf.arg(constructor=str)] = None
+    """The layout, by default that of the head's own project. For eagle3 heads eagle3 (vLLM, SGLang, llama.cpp,
     OpenVINO) or speculators; for eagle heads eagle (vLLM), or eagle-sglang, which those with a bias of fc get; for
     medusa heads medusa, vllm-medusa (up to 0.32) or hydra; for Hydra's hydra; for MLP speculators mlp-speculator
     (IBM's) or arctic; for small-llama heads small-llama, an ordinary Llama."""

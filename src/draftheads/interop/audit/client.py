@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from draftheads.data.records import TextPrompt
-from draftheads.errors import EndpointError, InvalidSettings, MissingDependency, close_name
+from draftheads.errors import EndpointError, MissingDependency, close_name
 from draftheads.interop.audit.answer import Answer, Failure, Outcome, Place
 from draftheads.interop.audit.drafting import counts_of, read_metrics
 from draftheads.interop.audit.settings import AuditSettings, CheckName, is_json, is_seeded
+from draftheads.utils.api_keys import origin
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import short
 
@@ -219,14 +220,8 @@ def api_base(url: str, option: str = "URL") -> str:
     base = url.rstrip("/")
     for route in (*_ROUTES.values(), "/models"):
         base = base.removesuffix(route)
-    try:
-        parts = urlsplit(base)
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise InvalidSettings(f"{option} is {url!r}; give an address such as http://127.0.0.1:8000/v1")
-    return base if parts.path else f"{base}/v1"
+    origin(url, option)  # raises
+    return base if urlsplit(base).path else f"{base}/v1"
 
 
 def _json_forms(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
