@@ -28,6 +28,9 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             is damaged or was trained for a model of another size.
     """
     pairs = [(name, each) for name, value in given for each in (value if isinstance(value, tuple) else (value,))]
+    for name, value in pairs:
+        if name in _INPUTS and isinstance(value, Path) and not user_path(value).exists():
+            raise DataError("cannot be read: there is no such file or folder", path=value)
     is_remote = dict(pairs).get("endpoint") is not None  # then no model is loaded here
     for name, value in pairs:
         if name in _MODELS and value is not None and not is_remote:
@@ -38,8 +41,6 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             table_path(value)
         elif name == "to":
             check_layout(value)
-        elif name in _INPUTS and isinstance(value, Path) and not user_path(value).exists():
-            raise DataError("cannot be read: there is no such file or folder", path=value)
     model = dict(pairs).get("model") or SMOLLM2_135M.name
     for name, value in [] if ("resume", True) in pairs else pairs:  # its head may be gone
         if name in _HEADS and value is not None:
