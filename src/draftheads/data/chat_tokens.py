@@ -158,6 +158,8 @@ class _Template:
         prompt, whole = self._written(before, add_generation_prompt=True), self._written(messages)
         least = min(len(prompt), len(whole))
         shared = next((i for i in range(least) if prompt[i] != whole[i]), least)
+        if (tag_at := prompt.rfind(self.opening)) < shared < tag_at + len(self.opening):
+            shared = tag_at  # the chat goes on with another tag
         continues = shared == len(prompt)  # else the generation prompt has a thought that the chat has not
         end = max((whole.rfind(text, shared) for text in self.ends), default=-1)
         body, closing = (whole[shared:], "") if end < 0 else (whole[shared:end], whole[end:])
@@ -169,26 +171,38 @@ class _Template:
             content = content.lstrip().removeprefix(self.opening).lstrip()
         if not calls and "reasoning_content" not in message and (is_generated or not finished or is_cut_thought):
             return _Turn(prompt, _with_space_of(body, content), closing)
-        if calls and not all(call["function"]["name"] in body for call in calls):
-            raise UnlearnableChat("the chat template does not write calls of tools: use another --chat-template")
-        if closed or calls:  # a model that does not think here, or a template that leaves a thought before calls out
-            thought = thought if thought in body else ""
-        added = body[: body.find(said)].strip()
-        is_written = continues or (self.opening in prompt[shared:] and (calls or not added))
-        if is_written and said in body and thought in body:
-            if not finished or (end < 0 and not calls):
-                last = said or thought
-                place = body.rfind(last) if added else body.find(last)
-                stop = place + len(last)
-                trailing = content[len(content.rstrip()) :] if said else ""
-                body = body[:stop] + (trailing if body.startswith(trailing, stop) else "")
-            return _Turn(prompt if continues or closed else prompt[:shared], body, closing)
+        for i, call in enumerate(calls):
+            other = {**call, "function": {**call["function"], "name": call["function"]["name"] + "2"}}
+            if self._written([*before, {**message, "tool_calls": [*calls[:i], other, *calls[i + 1 :]]}]) == whole:
+                raise UnlearnableChat("the chat template does not write calls of tools: use another --chat-template")
+        rest = self._behind(thought, body)
+        if closed or (calls and rest is None):  # a model that does not think here, or a thought before calls left out
+            thought, rest = "", self._behind("", body)
+        if rest is not None and said in rest:
+            start = body.removesuffix(rest)
+            begins = not (start + rest[: rest.find(said)]).strip()
+            if continues or (self.opening in prompt[shared:] and (calls or begins)):
+                if not finished or (end < 0 and not calls):
+                    kept = (
+                        start + rest[: rest.rfind(said)] + said if said else start.removesuffix(self.closing).rstrip()
+                    )
+                    trailing = content[len(content.rstrip()) :] if said else ""
+                    body = kept + (trailing if body.startswith(kept + trailing) else "")
+                return _Turn(prompt if continues or closed else prompt[:shared], body, closing)
         if calls:
             raise UnlearnableChat("the chat template writes a call after another text than its generation prompt")
         if thought and "reasoning_content" in message:
             begun = thought if opened else f"{self.opening}\n{thought}"
             content = f"{begun}\n{self.closing}\n\n{said}" if said or finished else begun
         return _Turn(prompt, content, closing)
+
+    def _behind(self, thought: str, body: str) -> str | None:
+        """What the template writes behind a thought; None if the thought is not there."""
+        begun = body.lstrip().removeprefix(self.opening)
+        before, tag, rest = begun.partition(self.closing)
+        if not tag:  # a template of channels, or one that writes no thoughts
+            before, rest = (begun, begun.partition(thought)[2]) if thought else ("", body)
+        return rest if thought in before else None
 
     def _thought_and_words(self, message: Message) -> tuple[str, str]:
         content: str = message["content"]
