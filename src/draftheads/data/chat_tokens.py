@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix  # noqa: RUF071 - of texts, not of paths
 from typing import Any, NamedTuple
 
 from draftheads.data.records import NO_ANSWER
@@ -156,10 +157,7 @@ class _Template:
         *before, message = messages
         content, calls = message["content"], message.get("tool_calls", ())
         prompt, whole = self._written(before, add_generation_prompt=True), self._written(messages)
-        least = min(len(prompt), len(whole))
-        shared = next((i for i in range(least) if prompt[i] != whole[i]), least)
-        if (tag_at := prompt.rfind(self.opening)) < shared < tag_at + len(self.opening):
-            shared = tag_at  # the chat goes on with another tag
+        shared = self._num_shared(prompt, whole)
         continues = shared == len(prompt)  # else the generation prompt has a thought that the chat has not
         end = max((whole.rfind(text, shared) for text in self.ends), default=-1)
         body, closing = (whole[shared:], "") if end < 0 else (whole[shared:end], whole[end:])
@@ -171,23 +169,18 @@ class _Template:
             content = content.lstrip().removeprefix(self.opening).lstrip()
         if not calls and "reasoning_content" not in message and (is_generated or not finished or is_cut_thought):
             return _Turn(prompt, _with_space_of(body, content), closing)
-        for i, call in enumerate(calls):
-            other = {**call, "function": {**call["function"], "name": call["function"]["name"] + "2"}}
-            if self._written([*before, {**message, "tool_calls": [*calls[:i], other, *calls[i + 1 :]]}]) == whole:
-                raise UnlearnableChat("the chat template does not write calls of tools: use another --chat-template")
+        if any(self._written([*before, other]) == whole for other in _with_another_name(message)):
+            raise UnlearnableChat("the chat template does not write calls of tools: use another --chat-template")
         rest = self._behind(thought, body)
         if closed or (calls and rest is None):  # a model that does not think here, or a thought before calls left out
             thought, rest = "", self._behind("", body)
         if rest is not None and said in rest:
             start = body.removesuffix(rest)
-            begins = not (start + rest[: rest.find(said)]).strip()
-            if continues or (self.opening in prompt[shared:] and (calls or begins)):
-                if not finished or (end < 0 and not calls):
-                    kept = (
-                        start + rest[: rest.rfind(said)] + said if said else start.removesuffix(self.closing).rstrip()
-                    )
-                    trailing = content[len(content.rstrip()) :] if said else ""
-                    body = kept + (trailing if body.startswith(kept + trailing) else "")
+            is_next = not (start + rest[: rest.find(said)]).strip()
+            if continues or (self.opening in prompt[shared:] and (calls or is_next)):
+                if not finished or (end < 0 and not calls):  # up to the words, else to the thought
+                    kept = start.removesuffix(self.closing).rstrip() if thought else ""
+                    body = _cut_behind(body, start + rest[: rest.rfind(said)] + said, content) if said else kept
                 return _Turn(prompt if continues or closed else prompt[:shared], body, closing)
         if calls:
             raise UnlearnableChat("the chat template writes a call after another text than its generation prompt")
@@ -195,6 +188,11 @@ class _Template:
             begun = thought if opened else f"{self.opening}\n{thought}"
             content = f"{begun}\n{self.closing}\n\n{said}" if said or finished else begun
         return _Turn(prompt, content, closing)
+
+    def _num_shared(self, prompt: str, whole: str) -> int:
+        """How long the chat goes on as its generation prompt; a tag is whole or not shared at all."""
+        shared, tag = len(commonprefix((prompt, whole))), prompt.rfind(self.opening)
+        return tag if tag < shared < tag + len(self.opening) else shared
 
     def _behind(self, thought: str, body: str) -> str | None:
         """What the template writes behind a thought; None if the thought is not there."""
@@ -221,6 +219,20 @@ class _Template:
         if problem := half_character(text):
             raise UnlearnableChat(f"the text {problem}")
         return text
+
+
+def _with_another_name(message: Message) -> Iterator[Message]:
+    """The message with another name of the function, for each of its calls; a template that writes them differs."""
+    calls = message.get("tool_calls", ())
+    for i, call in enumerate(calls):
+        function = {**call["function"], "name": f"{call['function']['name']}_2"}
+        yield {**message, "tool_calls": [*calls[:i], {**call, "function": function}, *calls[i + 1 :]]}
+
+
+def _cut_behind(body: str, kept: str, content: str) -> str:
+    """The text up to its words, and the white space that ends the content, if the template writes it."""
+    whole = kept + content[len(content.rstrip()) :]
+    return whole if body.startswith(whole) else kept
 
 
 def _with_space_of(body: str, content: str) -> str:
