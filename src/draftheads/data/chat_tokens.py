@@ -2,17 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix  # noqa: RUF071 - of texts, not of paths
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from draftheads.data.records import NO_ANSWER
-from draftheads.errors import DataError, first_line
+from draftheads.errors import DataError, UnlearnableChat, first_line
 from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, template_of, thinking_tags
 from draftheads.utils.messages import Message, half_character
-
-
-class UnlearnableChat(DataError):
-    """Nothing can be learned from this chat; others may do."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +187,8 @@ class _Template:
 
     def _num_shared(self, prompt: str, whole: str) -> int:
         """How long the chat goes on as its generation prompt; a tag is whole or not shared at all."""
-        shared, tag = len(commonprefix((prompt, whole))), prompt.rfind(self.opening)
+        shared = len(commonprefix((prompt, whole)))  # noqa: RUF071 - of texts, not of paths
+        tag = prompt.rfind(self.opening)
         return tag if tag < shared < tag + len(self.opening) else shared
 
     def _behind(self, thought: str, body: str) -> str | None:
