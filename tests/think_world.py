@@ -6,7 +6,7 @@ from draftheads.models.model import TargetModel
 from training_world import VOCAB, chat_model, chat_tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
-WORDS = [*VOCAB, OPEN, CLOSE, *(f"v{i}" for i in range(6))]
+WORDS = [*VOCAB, OPEN, CLOSE, "<tool>", *(f"v{i}" for i in range(5))]
 
 # thoughts before the last question are left out; an answer without a thought gets an empty one
 _LATER = (
@@ -28,17 +28,25 @@ _NO_THOUGHTS = (
     "{{- '<s> ' + m.role + ' \\n ' + m.content.split('</think>')[-1].lstrip() + ' <e> \\n ' -}}"
     "{%- endfor -%}"
 )
+# no thought is ever written, calls are, and what follows the beginning of an answer may begin as the tag of a thought
+_CALLS_ONLY = (
+    "{%- for m in messages -%}{{- '<s> ' + m.role -}}{%- set said = m.content.split('</think>')[-1].lstrip() -%}"
+    "{%- if said or not m.tool_calls -%}{{- ' \\n ' + said -}}{%- endif -%}"
+    "{%- for c in m.tool_calls or [] -%}{{- ' \\n <tool> ' + c.function.name + ' ' + c.function.arguments.at -}}"
+    "{%- endfor -%}{{- '<e> \\n ' -}}{%- endfor -%}"
+)
 _BEGIN = "{%%- if add_generation_prompt -%%}{{- '<s> assistant \\n %s' -}}{%%- endif -%%}"
 TEMPLATES = {
     "optional": _LATER + _BEGIN % "",  # Qwen3
     "always": _LATER + _BEGIN % "<think> \\n ",  # Qwen3-Thinking
     "dropping": _NO_THOUGHTS + _BEGIN % "<think> \\n ",  # DeepSeek-R1
+    "calling": _CALLS_ONLY + _BEGIN % "<think> \\n ",  # QwQ
     "never": _NO_THOUGHTS + _BEGIN % "<think> \\n </think> \\n ",  # Qwen3 that was told not to think
 }
 
 
 def think_tokenizer(name: str) -> Any:
-    """One of the four templates."""
+    """One of the templates."""
     tokenizer = chat_tokenizer(TEMPLATES[name])
     tokenizer.add_tokens(WORDS[len(VOCAB) :])
     return tokenizer

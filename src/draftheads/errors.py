@@ -77,6 +77,10 @@ class DataError(DraftHeadsError):
         super().__init__(f"{place}: {message}" if place else message)
 
 
+class UnlearnableChat(DataError):
+    """Nothing can be learned from this chat; others may do."""
+
+
 class TrainingError(DraftHeadsError):
     """Training cannot continue."""
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from draftheads.data.chat_tokens import EncodedChat, UnlearnableChat, encode_chat
-from draftheads.errors import DataError
+from draftheads.data.chat_tokens import EncodedChat, encode_chat
+from draftheads.errors import DataError, UnlearnableChat
 from draftheads.models.chat_template import read_template, render
 from draftheads.models.pretrained import ModelTokenizer
 from spaced_tokenizer import spaced_tokenizer

@@ -104,6 +104,51 @@ def test_a_conversation_of_share_gpt_begins_with_a_question_and_ends_before_an_e
         assert record.labels == {"id": "x_1"}
 
 
+@pytest.mark.parametrize(
+    ("given", "role"),
+    [
+        *(("User", "user"), ("HUMAN", "user"), ("Assistant", "assistant"), ("GPT", "assistant"), ("System", "system")),
+        *(("tool_response", "tool"), ("Observation", "tool"), ("function_response", "tool")),
+    ],
+)
+@pytest.mark.parametrize("name", ["from", "role"])
+def test_names_of_roles_in_capitals_or_of_other_projects(tmp_path: Path, name: str, given: str, role: str):
+    turns = [{"role": "user", "content": "q"}, {name: given, "value": "w"}, {"role": "assistant", "content": "a"}]
+    (record,) = read_chats(written(tmp_path / "a.jsonl", [{"messages": turns}]))
+    assert record.messages[1] == {"role": role, "content": "w"}
+
+
+NO_TEXT = [  # messages that hold something else than texts, and the reason
+    ({"role": "assistant", "content": None}, "a message has null as its content"),
+    ({"from": "human", "value": None}, "a message has null as its content"),
+    ({"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {}}]}, "image_url"),
+    ({"from": "human", "value": [{"type": "image"}, {"type": "audio"}]}, "parts that are not text: audio, image"),
+    ({"role": "function_call", "content": "now(at=UTC)"}, "a call is not JSON"),
+    ({"role": "assistant", "content": "", "tool_calls": "{'name': 'now'}"}, "a call is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("message", "reason"), NO_TEXT)
+@pytest.mark.parametrize("field", ["messages", "conversations", "prompt"])
+def test_chats_with_more_than_texts_are_counted_and_skipped(
+    tmp_path: Path, field: str, message: dict[str, Any], reason: str
+):
+    said = [{"role": "user", "content": "w1"}, message, {"role": "assistant", "content": "w2"}]
+    line = {"prompt": said[:-1], "completion": said[-1:]} if field == "prompt" else {field: said}
+    path = written(tmp_path / "a.jsonl", [line, FORMS["alpaca"][0], line])
+    left_out: dict[str, list[str]] = {}
+    assert len(load_texts(chat_model(), [path], max_length=64, left_out=left_out)) == 1
+    ((found, places),) = left_out.items()
+    assert reason in found
+    assert places == [f"{path}:1", f"{path}:3"]
+    alone = written(tmp_path / "alone.jsonl", [line])
+    with pytest.raises(DataError, match=reason):
+        train_for(chat_model(), train_options(tmp_path / "head", None, data=(alone,), epochs=1))
+    if field == "messages":
+        with pytest.raises(DataError, match=f"a.jsonl, line 1: .*{reason}"):
+            list(read_prompts(path))
+
+
 def turn(side: str, words: str, form: str) -> dict[str, Any]:
     """A turn in one of the forms; every part of a form may be missing or null."""
     names = {"user": "human", "assistant": "gpt"}
@@ -149,6 +194,8 @@ SAID = [
         ({"role": "assistant", "tool_calls": [NOW]}, [{"name": "now"}]),
         ({"role": "assistant", "content": "", "tool_calls": [NOW["function"]]}, json.dumps([{"name": "now"}])),
         ({"from": "function_call", "value": '{"name": "now", "arguments": {"at": "UTC"}}'}, json.dumps([TOOL])),
+        ({"from": "tool_call", "value": '{"name": "now", "arguments": {"at": "UTC"}}'}, TOOL),
+        ({"role": "Tool_Call", "content": '{"name": "now", "arguments": {"at": "UTC"}}'}, json.dumps({"name": "now"})),
         ({"from": "gpt", "value": None, "function_call": {"name": "now", "arguments": '{"at": "UTC"}'}}, [TOOL]),
     ],
 )
@@ -211,7 +258,7 @@ KNOWN = "or the fields of HumanEval, GSM8K, Alpaca, CNN/DM, XSUM, ShareGPT or LM
         ({"conversations": [{"from": "human", "value": 5}]}, "message 0: content is 5"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "cat", "value": "a"}]}, "role is 'cat'"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": ["x"], "value": "a"}]}, r"role is \['x'\]"),
-        ({"conversations": [{"role": "User", "content": "q"}, {"role": "Bot", "content": "a"}]}, "role is 'User'"),
+        ({"conversations": [{"role": "User", "content": "q"}, {"role": "Bot", "content": "a"}]}, "role is 'Bot'"),
         ({"conversations": [{"speaker": "human", "text": "q"}]}, "message 0: role is None"),
         ({"conversation": "x"}, "conversation is 'x'; it must be a list of objects"),
     ],

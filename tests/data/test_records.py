@@ -73,8 +73,6 @@ BOTH = [
     ("[" * 100_000, r"nested too deeply to be read: '\[{57}…'"),
     ('{"messages": ["w1"]}', "message 0 is 'w1'"),
     ('{"messages": [{"role": "user"}]}', "message 0: content is None"),
-    ('{"messages": [{"role": "assistant", "content": null}]}', "message 0: content is None"),
-    ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "message 0: content is "),
     ('{"messages": [{"role": "assistant", "tool_calls": [{"name": 5}]}]}', "a call is {'name': 5}; it must be"),
     ('{"messages": [{"role": "user", "content": "w1"}], "tools": [5]}', r"tools is \[5\]; it must be a list"),
     ('{"messages": [{"role": "user", "content": "w1 \\ud800"}]}', r"message 0: content holds half a character"),

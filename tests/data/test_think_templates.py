@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from draftheads.data.chat_tokens import EncodedChat, UnlearnableChat, encode_chat
+from draftheads.data.chat_tokens import EncodedChat, _Template, encode_chat
+from draftheads.errors import UnlearnableChat
 from draftheads.models.chat_template import render
 from draftheads.models.pretrained import ModelTokenizer
 from think_world import TEMPLATES, WORDS, think_tokenizer
@@ -41,6 +42,11 @@ CASES = [
     ("dropping", chat("w1", THOUGHT), [f"w8 w9 \n </think> \n w2 {E}"]),
     ("dropping", chat("w1", "w8 \n </think> \n w2"), [f"w8 \n </think> \n w2 {E}"]),
     ("never", chat("w1", THOUGHT), [f"w2 {E}"]),
+    # the turn begins with the same letter as the tag of a thought, which the template leaves out
+    ("calling", chat("w1", "w2"), [f"w2 {E}"]),
+    ("calling", chat("w1", "<tool> w2"), [f"<tool> w2 {E}"]),
+    ("calling", chat("w1", THOUGHT, "w5", "<tool>"), [f"w8 w9 \n </think> \n w2 {E}", f"<tool> {E}"]),
+    ("calling", chat("w1", "", "w5", ""), [f"{E} {E}"]),
     # the words of the answer are in the thought, too
     ("optional", chat("w1", "<think> \n w2 w3 \n </think> \n w2"), [f"<think> \n w2 w3 \n </think> \n w2 {E}"]),
     # another layout than the template's
@@ -105,6 +111,13 @@ def test_what_the_model_wrote_is_learned_as_it_is(name: str, words: str) -> None
         ("dropping", False, "", "w8 w9"),
         ("optional", False, "w2", "<think> \n w8 w9 \n </think> \n w2"),
         ("dropping", False, "w2", "w8 w9 \n </think> \n \n w2"),
+        # the words are those of the thought, or begin it, or end it
+        *(
+            (name, finished, words, f"{tag}w8 w9 \n </think> \n {more}{words}{end}")
+            for name, tag, more in (("optional", "<think> \n ", ""), ("always", "", ""), ("dropping", "", "\n "))
+            for finished, end in ((True, f" {E}"), (False, ""))
+            for words in ("w8 w9", "w8", "w9", "w9 \n w8 w9 w8")
+        ),
     ],
 )
 def test_a_thought_of_its_own_field_is_written_by_the_template(
@@ -127,18 +140,34 @@ def test_a_template_that_reads_thoughts_by_another_name_and_begins_with_a_channe
     assert learned([encode_chat(reader, messages, finished=True, max_length=99)]) == [f"w51 w2 {E}"]
     messages[1]["reasoning_content"] = "w8"
     assert learned([encode_chat(reader, messages, finished=True, max_length=99)]) == [f"w50 w8 \n w51 w2 {E}"]
+    messages[1]["content"] = "w5"  # a part of another word that the template writes before it
+    assert learned([encode_chat(reader, messages, finished=False, max_length=99)]) == ["w50 w8 \n w51 w5"]
 
 
-def calling(thought: str = "") -> list[dict[str, Any]]:
-    call = {"type": "function", "function": {"name": "w30", "arguments": {"at": "w31"}}}
+@pytest.mark.parametrize("name", ["optional", "always"])
+@pytest.mark.parametrize("thought", ["hi", "think", "th", ">"])
+@pytest.mark.parametrize("words", ["hi", "k", "</"])
+def test_short_words_are_not_taken_for_those_in_a_tag(name: str, thought: str, words: str) -> None:
+    """Cut off behind the words, in the text itself: no such words are tokens of the tiny tokenizer."""
+    reader = ModelTokenizer(think_tokenizer(name), frozenset({EOS}))
+    messages = chat("w1", words)["messages"]
+    messages[1]["reasoning_content"] = thought
+    turn = _Template(reader, ()).turn(messages, finished=False, is_generated=False)
+    begun = "" if name == "always" else "<think> \n "
+    assert turn.words == f"{begun}{thought} \n </think> \n {words}"
+    messages[1]["content"] = ""
+    assert _Template(reader, ()).turn(messages, finished=False, is_generated=False).words == begun + thought
+
+
+def call_of(name: str, at: str = "w31") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": {"at": at}}}
+
+
+def calling(thought: str = "", words: str = "", calls: tuple[dict[str, Any], ...] = (call_of("w30"),)) -> list[Any]:
+    said = {"role": "assistant", "content": words, "tool_calls": list(calls)}
     return [
         {"role": "user", "content": "w1"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [call],
-            **({"reasoning_content": thought} if thought else {}),
-        },
+        {**said, **({"reasoning_content": thought} if thought else {})},
         {"role": "tool", "content": "w40"},
         {"role": "assistant", "content": "w2"},
     ]
@@ -151,7 +180,28 @@ def test_calls_are_learned_with_their_thoughts() -> None:
     assert learned(encode("always", calling("w8")))[0] == f"w8 \n </think> \n w30 w31 {E} \n </think> \n w2 {E}"
 
 
+@pytest.mark.parametrize("thought", ["", "w8", "w30", "tool"])
+@pytest.mark.parametrize("words", ["", "w3", "w30 w31"])
+@pytest.mark.parametrize("names", [("w30",), ("w33", "w30"), ("w30", "w30")])
+def test_calls_are_learned_where_the_template_leaves_the_thought_before_them_out(
+    thought: str, words: str, names: tuple[str, ...]
+) -> None:
+    texts = learned(encode("calling", calling(thought, words, tuple(map(call_of, names)))))
+    calls = " \n ".join(f"<tool> {name} w31" for name in names)
+    assert texts == [f"{words} \n {calls} {E} w2 {E}" if words else f"{calls} {E} w2 {E}"]
+
+
 @pytest.mark.parametrize("name", ["never", "dropping"])
-def test_a_template_that_hides_calls_is_no_text_to_learn(name: str) -> None:
+@pytest.mark.parametrize(("thought", "words"), [("", ""), ("", "w30 w8"), ("w8 w30", ""), ("w30", "w30")])
+def test_a_template_that_hides_calls_is_no_text_to_learn(name: str, thought: str, words: str) -> None:
     with pytest.raises(UnlearnableChat, match="does not write calls"):
-        encode(name, calling())
+        encode(name, calling(thought, words))
+
+
+@pytest.mark.parametrize("calls", [(call_of("w30"), call_of("w30")), (call_of("w30"), call_of("w30", "w32"))])
+def test_a_template_that_hides_the_second_call_is_no_text_to_learn(calls: tuple[dict[str, Any], ...]) -> None:
+    template = TEMPLATES["calling"].replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")
+    reader = ModelTokenizer(think_tokenizer("calling"), frozenset({EOS}), template)
+    with pytest.raises(UnlearnableChat, match="does not write calls"):
+        encode_chat(reader, calling(calls=calls), finished=True, max_length=99)
+    assert encode_chat(reader, calling(calls=calls[:1]), finished=True, max_length=99)

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from draftheads.data.records import NO_ANSWER
-from draftheads.errors import DataError, first_line
+from draftheads.errors import DataError, UnlearnableChat, first_line
 from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, template_of, thinking_tags
 from draftheads.utils.messages import Message, half_character
-
-
-class UnlearnableChat(DataError):
-    """Nothing can be learned from this chat; others may do."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +153,7 @@ class _Template:
         *before, message = messages
         content, calls = message["content"], message.get("tool_calls", ())
         prompt, whole = self._written(before, add_generation_prompt=True), self._written(messages)
-        least = min(len(prompt), len(whole))
-        shared = next((i for i in range(least) if prompt[i] != whole[i]), least)
+        shared = self._num_shared(prompt, whole)
         continues = shared == len(prompt)  # else the generation prompt has a thought that the chat has not
         end = max((whole.rfind(text, shared) for text in self.ends), default=-1)
         body, closing = (whole[shared:], "") if end < 0 else (whole[shared:end], whole[end:])
@@ -169,26 +165,39 @@ class _Template:
             content = content.lstrip().removeprefix(self.opening).lstrip()
         if not calls and "reasoning_content" not in message and (is_generated or not finished or is_cut_thought):
             return _Turn(prompt, _with_space_of(body, content), closing)
-        if calls and not all(call["function"]["name"] in body for call in calls):
+        if any(self._written([*before, other]) == whole for other in _with_another_name(message)):
             raise UnlearnableChat("the chat template does not write calls of tools: use another --chat-template")
-        if closed or calls:  # a model that does not think here, or a template that leaves a thought before calls out
-            thought = thought if thought in body else ""
-        added = body[: body.find(said)].strip()
-        is_written = continues or (self.opening in prompt[shared:] and (calls or not added))
-        if is_written and said in body and thought in body:
-            if not finished or (end < 0 and not calls):
-                last = said or thought
-                place = body.rfind(last) if added else body.find(last)
-                stop = place + len(last)
-                trailing = content[len(content.rstrip()) :] if said else ""
-                body = body[:stop] + (trailing if body.startswith(trailing, stop) else "")
-            return _Turn(prompt if continues or closed else prompt[:shared], body, closing)
+        rest = self._behind(thought, body)
+        if closed or (calls and rest is None):  # a model that does not think here, or a thought before calls left out
+            thought, rest = "", self._behind("", body)
+        if rest is not None and said in rest:
+            start = body.removesuffix(rest)
+            is_next = not (start + rest[: rest.find(said)]).strip()
+            if continues or (self.opening in prompt[shared:] and (calls or is_next)):
+                if not finished or (end < 0 and not calls):  # up to the words, else to the thought
+                    kept = start.removesuffix(self.closing).rstrip() if thought else ""
+                    body = _cut_behind(body, start + rest[: rest.rfind(said)] + said, content) if said else kept
+                return _Turn(prompt if continues or closed else prompt[:shared], body, closing)
         if calls:
             raise UnlearnableChat("the chat template writes a call after another text than its generation prompt")
         if thought and "reasoning_content" in message:
             begun = thought if opened else f"{self.opening}\n{thought}"
             content = f"{begun}\n{self.closing}\n\n{said}" if said or finished else begun
         return _Turn(prompt, content, closing)
+
+    def _num_shared(self, prompt: str, whole: str) -> int:
+        """How long the chat goes on as its generation prompt; a tag is whole or not shared at all."""
+        shared = len(commonprefix((prompt, whole)))  # noqa: RUF071 - of texts, not of paths
+        tag = prompt.rfind(self.opening)
+        return tag if tag < shared < tag + len(self.opening) else shared
+
+    def _behind(self, thought: str, body: str) -> str | None:
+        """What the template writes behind a thought; None if the thought is not there."""
+        begun = body.lstrip().removeprefix(self.opening)
+        before, tag, rest = begun.partition(self.closing)
+        if not tag:  # a template of channels, or one that writes no thoughts
+            before, rest = (begun, begun.partition(thought)[2]) if thought else ("", body)
+        return rest if thought in before else None
 
     def _thought_and_words(self, message: Message) -> tuple[str, str]:
         content: str = message["content"]
@@ -207,6 +216,20 @@ class _Template:
         if problem := half_character(text):
             raise UnlearnableChat(f"the text {problem}")
         return text
+
+
+def _with_another_name(message: Message) -> Iterator[Message]:
+    """The message with another name of the function, for each of its calls; a template that writes them differs."""
+    calls = message.get("tool_calls", ())
+    for i, call in enumerate(calls):
+        function = {**call["function"], "name": f"{call['function']['name']}_2"}
+        yield {**message, "tool_calls": [*calls[:i], {**call, "function": function}, *calls[i + 1 :]]}
+
+
+def _cut_behind(body: str, kept: str, content: str) -> str:
+    """The text up to its words, and the white space that ends the content, if the template writes it."""
+    whole = kept + content[len(content.rstrip()) :]
+    return whole if body.startswith(whole) else kept
 
 
 def _with_space_of(body: str, content: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from draftheads.data.chat_tokens import EncodedChat, UnlearnableChat, encode_answer, encode_chat, encode_completion
+from draftheads.data.chat_tokens import EncodedChat, encode_answer, encode_chat, encode_completion
 from draftheads.data.features import (
     Document,
     StoreMeta,
@@ -22,8 +22,8 @@ from draftheads.data.features import (
 )
 from draftheads.data.json_lines import at_line
 from draftheads.data.live_features import fingerprint_of, read_alone
-from draftheads.data.records import NO_ANSWER, Record, read_chats
-from draftheads.errors import DataError, StorageError
+from draftheads.data.records import Record, read_chats
+from draftheads.errors import DataError, StorageError, UnlearnableChat
 from draftheads.models.chat_template import ChatReader
 from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.model import TargetModel
@@ -101,8 +101,8 @@ def _encoded(model: ChatReader, chat: Record, max_length: int, own_fingerprint: 
     if chat.tokens is not None:
         chat.tokens.check_tokenizer(own_fingerprint())
         return encode_answer(chat.tokens.prompt_ids, chat.tokens.answer_ids, max_length=max_length)
-    if not chat.messages:
-        raise UnlearnableChat(NO_ANSWER)
+    if chat.problem:
+        raise UnlearnableChat(chat.problem)
     if not chat.is_completion:
         return encode_chat(
             model,

@@ -9,15 +9,16 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from draftheads.errors import DataError
-from draftheads.utils.messages import Message, message_problem, short
+from draftheads.errors import DataError, UnlearnableChat
+from draftheads.utils.messages import ROLES, Message, message_problem, short
 
 Line = Mapping[str, Any]
 
 _NAMES = (("role", "from"), ("content", "value"))  # ours, and those of ShareGPT
 _OUR_FIELDS = ("prompt", "messages", "turns", "prompt_ids", "completion")
-_ROLES = {"human": "user", "observation": "tool"}
-_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant")
+_CALLS = ("function_call", "tool_call")  # roles whose content is a call
+_ROLES = {"human": "user", **dict.fromkeys(("observation", "tool_response", "function_response"), "tool")}
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", *_CALLS), "assistant")
 
 
 def own_form(value: Any) -> Any:
@@ -65,6 +66,7 @@ def messages_of(turns: Sequence[Any]) -> list[Message]:
     [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]
 
     Raises:
+        UnlearnableChat: a turn has something else than texts, or nothing.
         DataError: a turn is not a message.
     """
     messages = [_message(turn) for turn in turns]
@@ -78,18 +80,24 @@ def _message(turn: Any) -> Any:
     if not isinstance(turn, Mapping):
         return turn
     role, content = (turn[new] if turn.get(new) is not None else turn.get(old) for new, old in _NAMES)
-    calls = turn.get("tool_calls") or turn.get("function_call") or (content if role == "function_call" else None)
+    role = role.lower() if isinstance(role, str) and role.lower() in {*_ROLES, *ROLES} else role
+    calls = turn.get("tool_calls") or turn.get("function_call") or (content if role in _CALLS else None)
     message = {name: turn[name] for name in ("name", "tool_call_id") if isinstance(turn.get(name), str)}
     thoughts = [turn.get(name) for name in ("reasoning_content", "reasoning", "thinking")]
     if thought := next((text for text in thoughts if isinstance(text, str) and text.strip()), ""):
         message["reasoning_content"] = thought
     if calls:
-        calls = json_value(calls)
+        if isinstance(calls := json_value(calls), str):
+            raise UnlearnableChat("a call is not JSON")
         message["tool_calls"] = [tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-    if role == "function_call" or (content is None and message.keys() & {"tool_calls", "reasoning_content"}):
+    if role in _CALLS or (content is None and message.keys() & {"tool_calls", "reasoning_content"}):
         content = ""
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        if kinds := sorted({str(part.get("type")) for part in content} - {"text"}):
+            raise UnlearnableChat(f"a message has parts that are not text: {', '.join(kinds)}")
         content = "\n".join(str(part.get("text") or "") for part in content)
+    if content is None and turn.keys() & {"content", "value"}:
+        raise UnlearnableChat("a message has null as its content")
     return {"role": _ROLES.get(str(role), role), "content": content, **message}
 
 

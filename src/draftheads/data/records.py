@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from draftheads.data.forms import KNOWN_FORMS, json_value, messages_of, own_form
 from draftheads.data.json_lines import at_line, read_json_lines
-from draftheads.errors import DataError, close_name
+from draftheads.errors import DataError, UnlearnableChat, close_name
 from draftheads.utils.messages import Message, short
 
 OwnPrompts = Literal["calibration", "demo", "tasks"]
@@ -70,6 +70,7 @@ class Record:
     tokens: RecordedTokens | None = None  # there are no messages if they are given
     reference: Any = None  # the right answer, where the line has one: its form is that of the data set
     tools: tuple[Mapping[str, Any], ...] = ()  # functions that the model may call, as JSON schemas
+    problem: str = ""  # why nothing can be learned from the line; then there are no messages
     is_generated: bool = False  # the answers are what a model wrote after its generation prompt, word for word
 
     @property
@@ -128,7 +129,7 @@ def read_chats(*paths: Path) -> Iterator[Record]:
 
     ``"finished": false`` in a record says that its last assistant turn, or its completion, was cut off. Empty lines are
     skipped. A folder stands for its files, where an incomplete last line is skipped, too: a server may be writing it.
-    A line without an answer gives a record without messages.
+    A line without an answer, or with an image or null for a text, gives a record with its ``problem``.
 
     Raises:
         DataError: a file cannot be read, or a line is not a chat.
@@ -142,7 +143,11 @@ def read_chats(*paths: Path) -> Iterator[Record]:
 def chat_of(value: Any, path: Path, line_number: int) -> Record:
     """What can be learned from in the JSON value of a line; errors as of :func:`read_chats`."""
     with at_line(path, line_number):
-        return replace(_chat(value), path=path, line_number=line_number)
+        try:
+            record = _chat(value)
+        except UnlearnableChat as error:
+            record = Record((), problem=str(error))
+        return replace(record, path=path, line_number=line_number)
 
 
 def prompts_in(path: Path) -> list[TextPrompt]:
@@ -199,15 +204,16 @@ def _chat(value: Any) -> Record:
     has_completion = "completion" in fields and fields.get("messages") is None
     record = _completion(fields) if has_completion else _conversation(fields, ("messages",))
     if record is None and ours is not value:
-        return Record(())
+        raise UnlearnableChat(NO_ANSWER)
     if record is None:
         fix = "; `draftheads distill` answers prompts" if "prompt" in fields or "turns" in fields else ""
         misspelt = _misspelt(value, ("messages", "prompt", "completion"))
         raise DataError(f"{misspelt}{_NO_CHAT}, not {short(repr(value))}{fix}")
     if not isinstance(record.finished, bool):
         raise DataError(f"finished is {record.finished!r}; it must be true or false")
-    is_answered = any(message["role"] == "assistant" for message in record.messages)
-    return record if is_answered else Record(())
+    if not any(message["role"] == "assistant" for message in record.messages):
+        raise UnlearnableChat(NO_ANSWER)
+    return record
 
 
 def _recorded(fields: Mapping[str, Any]) -> Record:
@@ -259,8 +265,9 @@ def _conversation(value: Any, forms: Sequence[str]) -> Record | None:
 
 
 def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The functions in ``tools``, a list or its JSON text; some files have them without ``{"type": "function"}``."""
+    """The functions in ``tools``: a list, one alone, or JSON text; some lack ``{"type": "function"}``."""
     tools = json_value(fields.get("tools") or [])
+    tools = [tools] if isinstance(tools, dict) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"tools is {short(repr(tools))}; it must be a list of JSON schemas of functions")
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)

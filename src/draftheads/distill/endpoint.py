@@ -11,6 +11,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.errors import DataError, EndpointError, InvalidPrompt, MissingDependency, PromptTooLong
 from draftheads.utils.api_keys import api_key
 from draftheads.utils.counts import counted
+from draftheads.utils.messages import short
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -177,4 +178,9 @@ def _answer_in(response: "Response", url: str) -> tuple[dict[str, Any], int, boo
         raise InvalidPrompt("a content filter stopped the answer")
     is_whole = reason in _FINISHED and (content is not None or "tool_calls" in message)
     kept = ("content", "reasoning_content", *(["tool_calls"] if is_whole else []))  # no part of a call
-    return {name: message[name] for name in kept if name in message}, num_tokens, is_whole
+    answer = {name: message[name] for name in kept if name in message}
+    refusal = choice["message"].get("refusal")
+    if refusal or (answer == {"content": ""} and not is_whole):
+        why = f"refusal: {short(str(refusal))}" if refusal else f"content is {content!r}, ended by {reason!r}"
+        raise InvalidPrompt(why)
+    return answer, num_tokens, is_whole

@@ -172,8 +172,12 @@ class Run:
         """
         check_readable(self.options.chats.data)
         for path in self.options.chats.data:
-            if not any(chat.messages or chat.tokens for chat in read_chats(path)):  # reads up to the first one
-                raise DataError(NO_ANSWER, path=path)
+            problem = NO_ANSWER
+            for chat in read_chats(path):
+                if not (problem := chat.problem):  # up to the first one
+                    break
+            if problem:
+                raise DataError(problem, path=path)
 
     def load_target(self) -> TargetModel:
         """The model of ``--model``."""
