@@ -63,15 +63,16 @@ def plain(family: str, offset: int) -> list[GenerationResult]:
 def by_hand(model: TargetModel, prompt: list[int], own: SamplingSettings) -> list[int]:
     """Greedy decoding, token by token, with vLLM's formulas."""
     answer: list[int] = []
+    penalty = own.repetition_penalty or 1.0
     while len(answer) < own.max_new_tokens:
         logits = model.model(torch.tensor([[*prompt, *answer]])).logits[0, -1].float()
         for token in {*prompt, *answer}:
             value = logits[token]
-            logits[token] = value * own.repetition_penalty if value < 0 else value / own.repetition_penalty
+            logits[token] = value * penalty if value < 0 else value / penalty
         for token in set(answer):
             logits[token] -= own.frequency_penalty * answer.count(token) + own.presence_penalty
         ends = {*own.stop_token_ids, *(() if own.ignore_eos else model.eos_ids)}
-        if len(answer) < own.min_new_tokens:
+        if len(answer) < (own.min_new_tokens or 0):
             logits[list(ends)] = -torch.inf
         answer.append(int(logits.argmax()))
         if answer[-1] in ends:

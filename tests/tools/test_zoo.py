@@ -110,7 +110,7 @@ def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: Any):
     layer = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_size": 64, "intermediate_size": 1536}
     found = []
     for name, settings in tool.HEADS.items():
-        arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}"), "--data", "x", "--out", "y"]
+        arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}"), "--data", __file__, "--out", "y"]
         options = tyro.cli(TrainOptions, args=arguments, default=defaults(arguments)).heads
         config_class, head_class = head_classes(name)
         more = {
