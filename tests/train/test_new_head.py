@@ -296,7 +296,7 @@ def test_head_and_start_from_together_are_refused(chats: Path, hydra: Path, tmp_
 
 
 def read(*arguments: str) -> TrainOptions:
-    files = ("--out", "out", "--data", "chats.jsonl")
+    files = ("--out", "out", "--data", __file__)
     given = [*arguments, *files]
     return tyro.cli(TrainOptions, args=given, default=command.defaults(given))
 
@@ -317,7 +317,7 @@ def test_other_settings_of_the_start_are_the_defaults(target: TargetModel, featu
     heads = {"method": "eagle", "head_options": ("fusion_bias=false",), "lm_head": "low_rank", "lm_head_rank": 7}
     first = options(tmp_path / "first", features, draft_vocab_size=0, epochs=1, **heads)
     train_for(target, first)
-    found = read("--method=eagle", "--start-from", str(first.out), "--model", str(tmp_path / "any"))
+    found = read("--method=eagle", "--start-from", str(first.out), "--model", "owner/any")
     assert (found.heads.head_options, found.heads.draft_vocab_size) == (("fusion_bias=false",), 0)
     assert (found.heads.lm_head, found.heads.lm_head_rank) == ("low_rank", 7)
     again = found.changed(out=tmp_path / "again", data=(), features=features, max_length=64, epochs=1)
@@ -326,7 +326,7 @@ def test_other_settings_of_the_start_are_the_defaults(target: TargetModel, featu
 
 
 def test_a_missing_start_fails_before_training(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["train", "--method", "hydra", "--start-from", "nowhere", "--out", "out", "--data", "chats.jsonl"]
+    arguments = ["train", "--method", "hydra", "--start-from", "nowhere", "--out", "out", "--data", __file__]
     assert main(arguments) == 1
     assert "no head 'nowhere'" in capsys.readouterr().err
     resumed = read("--method", "hydra", "--start-from", "nowhere", "--resume", "--num-layers", "3").heads

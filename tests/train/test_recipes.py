@@ -27,7 +27,7 @@ def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions | JointOp
     return tyro.cli(TrainOptions, args=arguments, default=command.defaults(arguments))
 
 
-BASICS = ("--out", "out", "--data", "chats.jsonl", "--method", "medusa")
+BASICS = ("--out", "out", "--data", __file__, "--method", "medusa")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -103,7 +103,9 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, on_progre
         refused = [{"source": one.prompt.source, "reason": one.refusal} for one in dialogues if one.refusal]
         if len(refused) == len(dialogues) > 1 and not journal.counts.num_answers:  # it is not for the prompts' sake
             first = "{source}: {reason}".format_map(refused[0])
-            raise EndpointError(f"the server refused all of {len(refused)} prompts ({first}): correct the options")
+            raise EndpointError(
+                f"the server refused all of {counted(len(refused), 'prompt')} ({first}): correct the options"
+            )
         lines, counts = _lines(dialogues, seen)
         journal.add(lines, counts + Counts(seconds=time.monotonic() - started), refused)
 

@@ -395,7 +395,7 @@ def _shortened(name: str) -> str:
     """The end of a long name: paths and dates differ there.
 
     >>> _shortened("hydra"), _shortened("/home/user/heads/hydra-2026-11-23")
-    ('hydra', '…/hydra-2026-11-23')
+    ('hydra', '…/heads/hydra-2026-11-23')
     """
     return name if len(name) <= _NAME_CHARACTERS else f"…{name[1 - _NAME_CHARACTERS :]}"
 
