@@ -173,14 +173,15 @@ class Target:
         nodes = draft.num_nodes
         filling = padded_nodes(nodes) - nodes
         self.cache.reserve(self.num_rows, _rounded_up(max(self.lengths) + nodes + filling, STATIC_SLOTS))
-        inputs = (
+        inputs: tuple[Tensor, ...] = (
             F.pad(draft.token_ids, (0, filling)),
             F.pad(draft.depths.expand_as(draft.token_ids), (0, filling)),
             # padding nodes attend to the text only, and no node attends to them
             F.pad(draft.ancestors.expand(self.num_rows, nodes, nodes), (0, filling, 0, filling)),
             to_device(self.lengths, draft.token_ids.device),
-            to_device(self.are_long, draft.token_ids.device, torch.bool),
         )
+        if (are_long := self._long_rows(slice(None), draft.token_ids.device)) is not None:
+            inputs = (*inputs, are_long)
         logits, hidden = self._run_static("verify", self.verify_static, *inputs)
         return logits[:, :nodes], hidden[:, :nodes]
 
@@ -231,7 +232,7 @@ class Target:
         start = starts[0] if len(set(starts)) == 1 else None
         span = self._span(starts, len(tokens), tokens.shape[1])
         self._set_window(rows, lengths, tokens.shape[1], span=span, start=start)
-        are_long = to_device(self.are_long[rows], tokens.device, torch.bool)
+        are_long = self._long_rows(rows, tokens.device)
         return self._pass(tokens, self._positions(lengths, depths, are_long), self._masks(lengths, depths, ancestors))
 
     def _verify_flat(self, draft: Draft, row_nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -345,6 +346,10 @@ class Target:
             use_cache=True,
             **{self.model.cache_name: self.cache},
         )
+
+    def _long_rows(self, rows: slice, device: torch.device) -> Tensor | None:
+        """Which rows have the long factors of LongRoPE, (b,); None for models without it."""
+        return None if self.model.long_rope is None else to_device(self.are_long[rows], device, torch.bool)
 
     def _positions(self, lengths: Tensor, depths: Tensor, are_long: Tensor | None) -> Tensor:
         """Positions (b, N). Nodes beyond the last position are never accepted, so any value is valid for them."""
