@@ -34,7 +34,7 @@ def slow_distribution(
 
     The first ``prompt`` tokens of the text are no tokens of the answer.
     """
-    penalty, answer = own.repetition_penalty, list(text[prompt:])
+    penalty, answer = (own.repetition_penalty or 1.0), list(text[prompt:])
     scores = [(x * penalty if x < 0 else x / penalty) if token in text else x for token, x in enumerate(logits)]
     scores = [x - own.frequency_penalty * answer.count(token) for token, x in enumerate(scores)]
     scores = [x - own.presence_penalty * (token in answer) for token, x in enumerate(scores)]
