@@ -78,7 +78,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_process(folder: Path):
 def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving, "_log_to_stderr", lambda: None)  # it would change the loggers of other tests
     monkeypatch.delenv("DRAFTHEADS_API_KEY", raising=False)
-    assert main(["serve", "owner/none", "--port", "0", "--host", "0.0.0.0"]) == 1  # noqa: S104
+    assert main(["serve", "./none", "--port", "0", "--host", "0.0.0.0"]) == 1  # noqa: S104
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: http://0.0.0.0")
     assert last.startswith("error: ")
