@@ -62,7 +62,8 @@ def test_a_signal_while_the_model_is_loaded_ends_the_process(folder: Path):
     """The port is open before; loading waits here for a model that comes from a pipe that nobody writes."""
     slow = folder / "slow"
     slow.mkdir()
-    os.mkfifo(slow / "config.json")
+    (slow / "config.json").write_text('{"model_type": "llama"}')
+    os.mkfifo(slow / "tokenizer_config.json")
     command = [sys.executable, "-m", "draftheads", "serve", "slow", "--port", "0"]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -75,10 +76,13 @@ def test_a_signal_while_the_model_is_loaded_ends_the_process(folder: Path):
         assert process.wait(600) == 0
 
 
-def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_cannot_be_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text('{"model_type": "none"}')
     monkeypatch.setattr(serving, "_log_to_stderr", lambda: None)  # it would change the loggers of other tests
     monkeypatch.delenv("DRAFTHEADS_API_KEY", raising=False)
-    assert main(["serve", "./none", "--port", "0", "--host", "0.0.0.0"]) == 1  # noqa: S104
+    assert main(["serve", str(tmp_path), "--port", "0", "--host", "0.0.0.0"]) == 1  # noqa: S104
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: http://0.0.0.0")
     assert last.startswith("error: ")
