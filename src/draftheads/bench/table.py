@@ -77,7 +77,7 @@ class Row:
 
     @property
     def median_seconds(self) -> float | None:
-        """Of an answer."""
+        """The median time of an answer."""
         return self.latency_seconds.get("50")
 
     def number(self, name: str) -> Any:
@@ -85,7 +85,7 @@ class Row:
         return self.quality[name] if name in self.quality else getattr(self, name, None)
 
     def interval(self, name: str) -> Interval | None:
-        """Of a number."""
+        """The interval of the number with that name; None where it has none."""
         if name in self.quality:
             return self.quality_intervals.get(name)
         found: Interval | None = getattr(self, f"{name}_interval", None)

@@ -97,7 +97,7 @@ class SizePolicy(WrappedDrafter):
         drafter: fills the chosen shapes.
         profile: tokens per step by tree.
         cost: milliseconds by rows and nodes.
-        check: is told what the drafter gained in each text, and what the profile expects.
+        check: receives the accepted draft tokens of each text, and those that the profile expects.
         trees_differ: whether the rows' trees may have different sizes without padding.
         clock: corrects the costs; None: they stay as they are.
     """
