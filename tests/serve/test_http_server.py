@@ -1,7 +1,6 @@
 """The command in a process of its own: its start, its end by a signal, and its restart after a kill."""
 
 import importlib
-import os
 import signal
 import socket
 import subprocess
@@ -59,12 +58,12 @@ def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
 
 
 def test_a_signal_while_the_model_is_loaded_ends_the_process(folder: Path):
-    """The port is open before; loading waits here for a model that comes from a pipe that nobody writes."""
+    """The port is open before; loading waits here in the model's own code."""
     slow = folder / "slow"
     slow.mkdir()
-    (slow / "config.json").write_text('{"model_type": "llama"}')
-    os.mkfifo(slow / "tokenizer_config.json")
-    command = [sys.executable, "-m", "draftheads", "serve", "slow", "--port", "0"]
+    (slow / "config.json").write_text('{"model_type": "slow", "auto_map": {"AutoConfig": "slow.SlowConfig"}}')
+    (slow / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    command = [sys.executable, "-m", "draftheads", "serve", "slow", "--port", "0", "--trust-remote-code"]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
