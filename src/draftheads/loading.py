@@ -43,7 +43,7 @@ from draftheads.models.chat_template import read_template
 from draftheads.models.model import TargetModel, name_of_loaded
 from draftheads.models.model_names import kind_of_folder, model_name
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, load_tokenizer
-from draftheads.models.structure import check_numbers, check_trees, own_numbers, probe_of
+from draftheads.runners.structure import check_numbers, check_trees, own_numbers, probe_of
 from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import Drafter

@@ -20,10 +20,9 @@ from draftheads.cli.generate import load_engine, no_draft_sentence
 from draftheads.cli.options.chat import ChatOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
-from draftheads.decode.core import CoreLimits, EngineCore
+from draftheads.decode.core import CoreLimits, EngineCore, Lane
 from draftheads.decode.engine import Engine
 from draftheads.decode.text import TaggedText
-from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
 from draftheads.models.chat_template import effort_variables, thinking_tags

@@ -33,7 +33,7 @@ class Texts:
     """The tokens of a pass: those of a text are neighbours.
 
     Args:
-        rows: (b,) of the cache.
+        memory: of each of b texts keys and values, (layers, 2, groups, slots, d) in the step's ``cache_dtype``.
         lengths: (b,) tokens that each text has before the pass.
         counts: (b,) tokens of each text in the pass.
         depths: (M,) int32, levels below the first token of the same text.
@@ -41,7 +41,7 @@ class Texts:
         are_long: (b,) texts with the long factors of LongRoPE, for models that have it.
     """
 
-    rows: Sequence[int]
+    memory: Sequence[Tensor]
     lengths: Sequence[int]
     counts: Sequence[int]
     depths: Tensor
@@ -116,30 +116,24 @@ class NativeStep:
             self._embedding.data_ptr(),
         )
 
-    def cache_shape(self) -> tuple[int, int]:
-        """Groups and d of the keys and values."""
-        return self._model.groups, self._model.head_size
+    def memory(self, slots: int) -> Tensor:
+        """Memory for the keys and values of so many tokens of a text, zeros (layers, 2, groups, slots, d)."""
+        model = self._model
+        return torch.zeros(model.layers, 2, model.groups, slots, model.head_size, dtype=self.cache_dtype)
 
-    def open(self, cache: Sequence[Any]) -> "OpenCache":
-        """The keys and values that passes write, as long as their memory is the same.
-
-        Args:
-            cache: of each layer keys and values (rows, groups, slots, d) in :attr:`cache_dtype`.
-
-        Raises:
-            ValueError: they are otherwise.
-        """
-        return OpenCache(cache, self.cache_dtype)
+    @property
+    def bytes_per_token(self) -> int:
+        model = self._model
+        return 2 * model.layers * model.groups * model.head_size * self.cache_dtype.itemsize
 
     def run(
-        self, token_ids: Tensor, texts: Texts, cache: "OpenCache", layers: Sequence[int] = (), *, last_position: int
+        self, token_ids: Tensor, texts: Texts, layers: Sequence[int] = (), *, last_position: int
     ) -> tuple[Tensor, Tensor]:
         """One pass, which writes keys and values.
 
         Args:
             token_ids: (M,) int64.
-            texts: whose tokens they are.
-            cache: with room for them.
+            texts: whose tokens they are, with memory for them.
             layers: whose inputs are returned.
             last_position: at which longer texts stay.
 
@@ -147,15 +141,16 @@ class NativeStep:
             h_t (M, D), and what a drafter reads: the inputs of n layers side by side (M, n·D); without any, h_t.
 
         Raises:
-            ValueError: the tokens do not fit into the cache.
+            ValueError: the tokens do not fit into the memory.
             IndexError: a token is not in the vocabulary.
         """
-        count = cache.check(texts, len(token_ids))
+        count, slots = len(token_ids), self._checked_slots(texts, len(token_ids))
         last = torch.empty(count, self.size, dtype=self.dtype)
         inputs = torch.empty(count, len(layers) * self.size, dtype=self.dtype) if layers else last
         cos, sin, of_tokens = self._turns.of(texts, last_position)
-        held = [np.array(values, dtype=np.int32) for values in (texts.rows, texts.lengths, texts.counts, layers)]
-        rows, lengths, counts, kept = (array.ctypes.data for array in held)
+        held = [np.array(values, dtype=np.int32) for values in (slots, texts.lengths, texts.counts, layers)]
+        slots_at, lengths, counts, kept = (array.ctypes.data for array in held)
+        memory = (ctypes.c_void_p * len(texts.memory))(*(part.data_ptr() for part in texts.memory))
         ancestors = texts.ancestors
         self._native.draftheads_threads(native_threads())
         has_failed = self._native.draftheads_pass(
@@ -166,7 +161,8 @@ class NativeStep:
                 words=0 if ancestors is None else ancestors.shape[1],
                 kept=len(layers),
                 ids=token_ids.data_ptr(),
-                rows=rows,
+                memory=ctypes.addressof(memory),
+                slots=slots_at,
                 lengths=lengths,
                 counts=counts,
                 depths=texts.depths.data_ptr(),
@@ -175,10 +171,6 @@ class NativeStep:
                 sin=sin.data_ptr(),
                 of_tokens=of_tokens,
                 last_position=last_position,
-                keys=cache.keys,
-                values=cache.values,
-                row_stride=cache.row_stride,
-                group_stride=cache.group_stride,
                 kept_layers=kept,
                 kept_states=inputs.data_ptr(),
                 states=last.data_ptr(),
@@ -187,6 +179,23 @@ class NativeStep:
         if has_failed:
             raise IndexError(f"a token is outside the vocabulary, 0 to {self._model.vocab - 1}")
         return last, inputs
+
+    def _checked_slots(self, texts: Texts, count: int) -> list[int]:
+        """An error in place of reading or writing other memory."""
+        model, slots = self._model, [part.shape[3] for part in texts.memory]
+        shape = model.layers, 2, model.groups, model.head_size
+        are_ours = all(
+            (*part.shape[:3], part.shape[4]) == shape and part.dtype == self.cache_dtype and part.is_contiguous()
+            for part in texts.memory
+        )
+        fit = all(0 <= n <= most - old for n, old, most in zip(texts.counts, texts.lengths, slots, strict=True))
+        if not (are_ours and fit and sum(texts.counts) == count):
+            shapes = [(tuple(part.shape), part.dtype) for part in texts.memory]
+            raise ValueError(
+                f"{count} tokens, of texts {texts.counts} after {texts.lengths}, do not fit into memory of {shapes}; "
+                f"this model's is {shape[:3]}, slots, {shape[3]} of {self.cache_dtype}"
+            )
+        return slots
 
     def _layer(self, layer: Any, window: int) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -210,40 +219,6 @@ class NativeStep:
     def _numbers(self, values: Tensor) -> int:
         self._held.append(values.detach().float().contiguous())
         return self._held[-1].data_ptr()
-
-
-class OpenCache:
-    """Pointers to the keys and values of all layers."""
-
-    def __init__(self, cache: Sequence[Any], dtype: torch.dtype) -> None:
-        first = cache[0].keys
-        self._held = [(layer.keys, layer.values) for layer in cache]
-        for part in (part for pair in self._held for part in pair):
-            if part.shape != first.shape or part.dtype != dtype or not part.is_contiguous():
-                raise ValueError(
-                    f"keys or values {tuple(part.shape)} of {part.dtype} are not as the first ones, of {dtype}"
-                )
-        self.rows, groups, self.slots, size = first.shape
-        self.group_stride = self.slots * size
-        self.row_stride = groups * self.group_stride
-        self._pointers = [
-            (ctypes.c_void_p * len(cache))(*(part.data_ptr() for part in side))
-            for side in zip(*self._held, strict=True)
-        ]
-        self.keys, self.values = map(ctypes.addressof, self._pointers)
-
-    def check(self, texts: Texts, count: int) -> int:
-        """The number of tokens; an error in place of reading or writing other memory.
-
-        Raises:
-            ValueError: they are not ``count``, or do not fit.
-        """
-        fit = all(0 <= n <= self.slots - length for length, n in zip(texts.lengths, texts.counts, strict=True))
-        if sum(texts.counts) != count or not fit or not all(0 <= row < self.rows for row in texts.rows):
-            raise ValueError(
-                f"{count} tokens of {texts} do not fit into a cache of {self.rows} rows and {self.slots} slots"
-            )
-        return count
 
 
 class _Turns:

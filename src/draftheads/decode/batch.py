@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.decode.prompt_reader import ReadPrompt, ReadText
+from draftheads.decode.prefix_cache import ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.token_rules import BatchRules, has_rules
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
+from draftheads.runners.runner import Row
 from draftheads.speculation.accept import accept, num_rejection_uniforms
 from draftheads.speculation.draft import AcceptResult, Context, Draft, Places
 from draftheads.speculation.drafter import Drafter
@@ -34,8 +35,8 @@ class Batch:
             "verify", "on_verify" (what the drafter takes from the target's logits) and "rest".
 
     Attributes:
-        on_leave: if set, called before a row leaves with its request and with what was read of it, in memory of the
-            batch. The batch then keeps the hidden states of all tokens.
+        on_leave: if set, called before a row leaves with its request and with what was read of it. The batch then
+            keeps the hidden states of all tokens.
         none_waits: whether no request takes the place of a row that ends, and all answers are wanted together.
     """
 
@@ -50,14 +51,15 @@ class Batch:
         shape: Shape | None = None,
         on_phase: Callable[[str], object] = str,
     ) -> None:
-        self.target = Target(model, drafter.hidden_layers)
+        self.runner = runner_for(model, drafter.hidden_layers)
         self.drafter = drafter
         self.session = drafter.start()
         self.shape = shape or drafter.default_shape or ROOT_ONLY
         self.on_phase = on_phase
         self.requests: list[Request] = []
+        self.rows: list[Row] = []  # of the requests
         self._context: Context | None = None
-        self._rows: RowSettings | None = None
+        self._settings: RowSettings | None = None
         self._seen: SeenTokens | None = None  # (B, V); only where a row has a penalty
         self._are_free: list[bool] = []  # rows that take the most likely token whatever it is
         self._rules: BatchRules | None = None  # only where a row has some
@@ -66,17 +68,21 @@ class Batch:
         self._hidden: list[list[Tensor]] = []
 
     @torch.inference_mode()
-    def adopt(self, prompts: Sequence[ReadPrompt]) -> list[StreamEvent]:
-        """New rows with prompts that were read, which are copied. Each row gets its first token.
+    def join(
+        self, requests: Sequence[Request], rows: Sequence[Row], logits: Tensor, hidden: Sequence[Tensor]
+    ) -> list[StreamEvent]:
+        """New rows, whose texts the runner has read. Each gets its first token.
 
         A request that has tokens was interrupted: it goes on with the last of them, without an event.
+
+        Args:
+            requests: b new ones.
+            rows: theirs.
+            logits: (b, V) after the last token that was read.
+            hidden: of each, (T, D or n·D).
         """
-        requests = [prompt.request for prompt in prompts]
-        texts = [prompt.text.token_ids for prompt in prompts]
-        self.target.adopt([prompt.text.entries for prompt in prompts], [request.most_tokens for request in requests])
-        logits = torch.stack([prompt.logits for prompt in prompts])  # (b, V)
-        hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
-        rows, seen, rules = self._settings_of(requests)
+        texts = [request.ids_to_read for request in requests]
+        settings, seen, rules = self._settings_of(requests)
         uniforms = self._uniforms(requests, 1)
         allowed = logits
         if rules is not None:
@@ -84,7 +90,7 @@ class Batch:
             allowed = rules.verified(logits[:, None], rules.roots(), depths)[:, 0]
             if (processed := rules.processed(Draft.on_tree(ROOT_ONLY, depths))) is not None:
                 allowed = processed(allowed, depths[:, 0])
-        roots = choose(allowed, rows, seen, uniforms[:, 0])
+        roots = choose(allowed, settings, seen, uniforms[:, 0])
         new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
         context = self._prompt_context(texts, hidden, to_device(new_ids, roots.device)[:, 0], new_ids)
         logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
@@ -95,8 +101,8 @@ class Batch:
         ]
         self._context = _merged(self._context, context)
         self.requests += requests
-        if self.on_leave is not None:
-            self._hidden += [[states[: len(ids)]] for ids, states in zip(texts, hidden, strict=True)]
+        self.rows += rows
+        self._hidden += [[states] if self.on_leave is not None else [] for states in hidden]
         if not self._drop_ended():
             self._read_settings()
         self.on_phase("prompt")
@@ -106,12 +112,12 @@ class Batch:
     def step(self) -> list[StreamEvent]:
         """Draft, verify, accept, commit: at least one new token for every row."""
         assert self._context is not None, "a step needs rows"
-        assert self._rows is not None
+        assert self._settings is not None
         context = replace(
             self._context,
-            rows=self._rows,
+            rows=self._settings,
             draws=partial(self._numbers, stream="drafts"),
-            text_tokens=max(self.target.lengths),
+            text_tokens=max(row.length for row in self.rows),
             rules=self._rules if self._rules and self._rules.concern_drafts else None,
             room=[request.room for request in self.requests] if self.none_waits else None,
         )
@@ -123,23 +129,23 @@ class Batch:
             draft, places = self._rules.pruned(draft)
         self._stepped_rows = len(self.requests)
         self.on_phase("draft")
-        logits, hidden = self.target.verify(draft)
+        logits, hidden = self.runner.verify(self.rows, draft)
         self.on_phase("verify")
         asked = self.session.on_verify(draft, logits)
         self.on_phase("on_verify")
         uniforms = self._uniforms(self.requests, draft.max_depth + 1)
         rejection_uniforms = None
-        if draft.sampled and self._rows.any_rejection:
+        if draft.sampled and self._settings.any_rejection:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
         scores = logits if self._rules is None else self._rules.verified(logits, places, draft.depths)
         processed = None if self._rules is None else self._rules.processed(draft)
         result = accept(
-            draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms, processed=processed
+            draft, scores, self._settings, uniforms, self._seen, rejection_uniforms=rejection_uniforms, processed=processed
         )
         new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, asked)  # the step's one read
         if asked is not None:
             self.session.on_read(watched)
-        self.target.commit(result, counts)
+        self.runner.commit(self.rows, result, counts)
         # the first accepted token is the root of before
         known = [[old[-1], *ids[:n]] for old, ids, n in zip(context.ids, new_ids, counts, strict=True)]
         self._context = _advanced(draft, result, hidden, known)
@@ -167,9 +173,8 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of keys and values, and of the hidden states that are kept for :attr:`on_leave`."""
-        hidden = sum(self.target.lengths) * self.target.state_bytes
-        return self.target.cache.num_bytes + (hidden if self.on_leave is not None else 0)
+        """Memory of keys and values, also of texts that are being read, and of hidden states that are kept."""
+        return self.runner.num_bytes + sum(part.nbytes for parts in self._hidden for part in parts)
 
     @torch.inference_mode()
     def drop(self, requests: Collection[Request]) -> None:
@@ -190,23 +195,32 @@ class Batch:
         return self._keep([row for row, is_ended in enumerate(ended) if not is_ended])
 
     def _keep(self, going: Sequence[int]) -> bool:
-        """The other rows leave, and the last ones take their places; whether any row left."""
+        """The other rows leave; whether any did."""
         if len(going) == len(self.requests):
             return False
-        self._report_leaving(set(range(len(self.requests))) - set(going))
-        # the session has not seen rows that joined after the last step: they stay behind those that it knows
-        known = without_holes([row for row in going if row < self._stepped_rows])
-        kept = [*known, *(row for row in going if row >= self._stepped_rows)]
-        self.requests = [self.requests[row] for row in kept]
+        gone = sorted(set(range(len(self.requests))) - set(going))
+        if self.on_leave is not None:
+            for row in gone:
+                self.on_leave(self.requests[row], self._read_text(row))
+        self.runner.drop([self.rows[row] for row in gone])
+        self.requests = [self.requests[row] for row in going]
+        self.rows = [self.rows[row] for row in going]
+        self._hidden = [self._hidden[row] for row in going]
         assert self._context is not None
-        self._context = self._context.keep(kept)
-        self._hidden = [self._hidden[row] for row in kept] if self.on_leave is not None else []
-        self.target.keep(kept)
+        self._context = self._context.keep(going)
+        known = [row for row in going if row < self._stepped_rows]
         if len(known) < self._stepped_rows:
             self.session.keep(torch.tensor(known, dtype=torch.long))
             self._stepped_rows = len(known)
         self._read_settings()
         return True
+
+    def _read_text(self, row: int) -> ReadText:
+        """What was read of a row: the cache may go on beyond the end of an answer."""
+        request = self.requests[row]
+        token_ids = [*request.prompt_ids, *request.token_ids][: self.rows[row].length]
+        entries = self.runner.entries(self.rows[row], len(token_ids))
+        return ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)])
 
     def _note_hidden(self, counts: Sequence[int]) -> None:
         if self.on_leave is not None:
@@ -214,22 +228,13 @@ class Batch:
             for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
                 parts.append(states[:count].clone())
 
-    def _report_leaving(self, rows: Collection[int]) -> None:
-        """Tells what was read of rows that leave: the cache may go on beyond the end of an answer."""
-        if self.on_leave is not None:
-            for row in rows:
-                request = self.requests[row]
-                token_ids = [*request.prompt_ids, *request.token_ids][: self.target.lengths[row]]
-                entries = self.target.cache.entries(row, len(token_ids))
-                self.on_leave(request, ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)]))
-
     def _read_settings(self) -> None:
-        self._rows, self._seen, self._rules = self._settings_of(self.requests)
+        self._settings, self._seen, self._rules = self._settings_of(self.requests)
         self._are_free = [_is_free(request) for request in self.requests]
 
     def _settings_of(self, requests: Sequence[Request]) -> tuple[RowSettings, SeenTokens | None, BatchRules | None]:
         """Their settings, the tokens of their texts (B, V) where one has a penalty, and their rules."""
-        vocab_size, device = self.target.model.vocab_size, self.target.model.device
+        vocab_size, device = self.runner.model.vocab_size, self.runner.model.device
         rows = RowSettings.of([request.row_settings for request in requests], vocab_size=vocab_size, device=device)
         seen = None
         if rows.any_penalty:
@@ -245,14 +250,14 @@ class Batch:
     def _uniforms(self, requests: Sequence[Request], count: int) -> Tensor:
         """(B, count) float64."""
         if not any(request.settings.temperature > 0 for request in requests):
-            return torch.zeros(len(requests), count, dtype=torch.float64, device=self.target.model.device)
+            return torch.zeros(len(requests), count, dtype=torch.float64, device=self.runner.model.device)
         numbers = [request.uniforms(count) for request in requests]
-        return to_device(numbers, self.target.model.device, torch.float64)
+        return to_device(numbers, self.runner.model.device, torch.float64)
 
     def _numbers(self, count: int, stream: Literal["rejection", "drafts"]) -> Tensor:
         """(B, count) float64, which choose no token of an answer."""
         numbers = [request.draws(count, stream) for request in self.requests]
-        return to_device(numbers, self.target.model.device, torch.float64)
+        return to_device(numbers, self.runner.model.device, torch.float64)
 
     def _note_seen(self) -> None:
         """The tokens that the step accepted, and the new roots."""
@@ -266,28 +271,16 @@ class Batch:
             self._seen.in_answer.scatter_add_(1, tokens, is_new.int())
 
     def _prompt_context(
-        self, texts: Sequence[list[int]], hidden: Tensor, roots: Tensor, root_ids: Sequence[Sequence[int]]
+        self, texts: Sequence[list[int]], hidden: Sequence[Tensor], roots: Tensor, root_ids: Sequence[Sequence[int]]
     ) -> Context:
         """What a drafter sees of new rows: all that was read if it keeps a history, else the last token."""
-        prompts = [ids if self.drafter.needs_history else ids[-1:] for ids in texts]
-        tokens = to_device(pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True), hidden.device)
-        lengths = to_device([len(ids) for ids in prompts], hidden.device)
-        if not self.drafter.needs_history:
-            ends = to_device([len(ids) - 1 for ids in texts], hidden.device)
-            hidden = hidden[torch.arange(len(ends), device=ends.device), ends][:, None]
+        start = 0 if self.drafter.needs_history else -1
+        prompts = [ids[start:] for ids in texts]
+        states = pad_sequence([part[start:] for part in hidden], batch_first=True)
+        tokens = to_device(pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True), roots.device)
+        lengths = to_device([len(ids) for ids in prompts], roots.device)
         known = [[*ids, *root] for ids, root in zip(prompts, root_ids, strict=True)]
-        return Context(hidden, tokens, lengths, roots, known_ids=known)
-
-
-def without_holes(rows: Sequence[int]) -> list[int]:
-    """Those rows (ascending) in an order in which as many as possible keep their number.
-
-    >>> without_holes([0, 2, 3, 4])
-    [0, 4, 2, 3]
-    """
-    staying = {row for row in rows if row < len(rows)}
-    movers = iter(sorted(set(rows) - staying, reverse=True))
-    return [row if row in staying else next(movers) for row in range(len(rows))]
+        return Context(states, tokens, lengths, roots, known_ids=known)
 
 
 def _is_free(request: Request) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead, HeadSession
-from draftheads.models.kv_target import Target
+from draftheads.runners import bytes_per_slot, runner_for
+from draftheads.runners.runner import Row, Runner
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
@@ -45,7 +46,7 @@ class StepTimer:
         self.long_text_tokens = min(LONG_TEXT_TOKENS, (target.max_positions or 2 * LONG_TEXT_TOKENS) // 2)
         self.bytes_per_token = 0  # of keys and values, known after the first verification
         self.generator = torch.Generator().manual_seed(0)
-        self._targets: dict[tuple[int, int], Target] = {}  # by rows and their length; one at a time
+        self._targets: dict[tuple[int, int], tuple[Runner, list[Row]]] = {}  # by rows and their length; one at a time
         self._drafters: dict[int, HeadSession] = {}
         self.depth = drafter.depth_limit or max(drafter.config.num_heads, _DEPTH)  # of the deepest trees
         self._captured: set[int] = set()  # nodes of steps that have been captured
@@ -76,7 +77,7 @@ class StepTimer:
         return self._verify_once(rows, nodes, text_tokens)
 
     def _verify_once(self, rows: int, nodes: int, text_tokens: int) -> float:
-        target = self._target(rows, text_tokens)
+        runner, texts = self._target(rows, text_tokens)
         settings = self._settings(rows)
         # where trees may have sizes of their own, they do: some are half as large, and others half as large again
         spread = nodes // 2 if rows > 1 and self.target.takes_flat_tokens else 0
@@ -86,7 +87,7 @@ class StepTimer:
             draft = draft.cut([nodes - spread, tree.num_nodes] * (rows // 2) + [nodes] * (rows % 2))
         uniforms = torch.zeros(rows, draft.max_depth + 1, dtype=torch.float64, device=self.target.device)
         start = self.now
-        logits, _ = target.verify(draft)
+        logits, _ = runner.verify(texts, draft)
         seconds = self.now - start
         for path in ((0,), (0, 0)):
             if path in tree.paths:
@@ -94,9 +95,10 @@ class StepTimer:
                 draft.token_ids[:, tree.paths.index(path)] = most_likely(logits[:, above])
         start = self.now
         verdict = accept(draft, logits, settings, uniforms, None)
-        target.commit(verdict, verdict.num_accepted.tolist())
+        runner.commit(texts, verdict, verdict.num_accepted.tolist())
         seconds += self.now - start
-        target.lengths = [text_tokens] * rows
+        for row in texts:
+            row.length = text_tokens
         return seconds
 
     def _draft(self, part: str, rows: int, nodes: int) -> float:
@@ -135,17 +137,17 @@ class StepTimer:
         top_k = min(self.drafter.config.num_draft_tokens, 4)
         return typical_tree(nodes, depth=min(self.depth, _DEPTH), top_k=top_k)
 
-    def _target(self, rows: int, text_tokens: int) -> Target:
+    def _target(self, rows: int, text_tokens: int) -> tuple[Runner, list[Row]]:
         """Rows with a text of that length, whose keys and values are zeros."""
         if (rows, text_tokens) not in self._targets:
             self._targets.clear()
             self._captured.clear()
-            target = Target(self.target, self.drafter.hidden_layers)
-            target.prefill(self._tokens(rows, 1).tolist())
-            target.cache.reserve(rows, text_tokens)
-            target.lengths = [text_tokens] * rows
-            self.bytes_per_token = target.cache.num_bytes // (rows * target.cache.capacity)
-            self._targets[rows, text_tokens] = target
+            runner = runner_for(self.target, self.drafter.hidden_layers)
+            texts, _, _ = runner.prefill(self._tokens(rows, 1).tolist())
+            for row in texts:
+                row.length = text_tokens
+            self.bytes_per_token = bytes_per_slot(self.target)
+            self._targets[rows, text_tokens] = runner, texts
         return self._targets[rows, text_tokens]
 
     def _drafter(self, rows: int) -> HeadSession:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from draftheads.errors import InvalidSettings
-from draftheads.models.kv_target import Target, bytes_per_slot
 from draftheads.models.model import TargetModel
+from draftheads.runners import bytes_per_slot, runner_for
+from draftheads.runners.runner import Row
 from draftheads.speculation.candidates import ancestors_of
 from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
@@ -100,7 +101,8 @@ class DraftModelSession(DraftSession):
 
     def __init__(self, drafter: DraftModel) -> None:
         self.drafter = drafter
-        self._target = Target(drafter.model)
+        self._runner = runner_for(drafter.model)
+        self._rows: list[Row] = []
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """Draft tokens for every row.
@@ -116,8 +118,9 @@ class DraftModelSession(DraftSession):
         self._catch_up(context)
 
     def keep(self, rows: Tensor) -> None:
-        """Their caches move with the rows."""
-        self._target.keep(rows.tolist())
+        kept = [self._rows[row] for row in rows.tolist()]
+        self._runner.drop([row for row in self._rows if row not in kept])
+        self._rows = kept
 
     def begin(self, context: Context, depth: int) -> _State:
         """The root, once the accepted tokens before it are read; both in one pass."""
@@ -145,7 +148,7 @@ class DraftModelSession(DraftSession):
             ancestors=ancestors_of(parents, depth + 1),
             max_depth=depth + 1,
         )
-        logits, _ = self._target.verify(tree)
+        logits, _ = self._runner.verify(self._rows, tree)
         at = new.expand(batch, -1)
         return _State(tree.token_ids, parents, tree.depths[0], at, logits[:, old:])
 
@@ -158,12 +161,13 @@ class DraftModelSession(DraftSession):
 
     def _catch_up(self, context: Context) -> Tensor:
         """Reads what was accepted, prompts of new rows included, and the roots, of which nothing is kept: (B, V)."""
-        target, known = self._target, self._target.num_rows
+        known = len(self._rows)
         batch = known + context.num_new_rows(known)
         counts = [*context.counts[:known], *[0] * (batch - known)]
         if batch > known:
             last = self.drafter.model.vocab_size - 1
-            target.prefill([[min(token, last) for token in ids[:-1]] for ids in context.ids[known:]])
+            new = [[min(token, last) for token in ids[:-1]] for ids in context.ids[known:]]
+            self._rows += self._runner.prefill(new)[0]
         width = max(counts) + 1
         device = context.root_ids.device
         num_read = to_device(counts, device) if batch > known else context.num_accepted
@@ -172,6 +176,7 @@ class DraftModelSession(DraftSession):
         if before.shape[1] < width:
             before = torch.cat([before, context.root_ids[:, None]], 1)
         chain = torch.where(steps < num_read[:, None], before, context.root_ids[:, None])  # (B, width)
-        logits, _ = target.verify(Draft.on_tree(Tree.chain(width - 1), self._known(chain)))
-        target.commit(AcceptResult(steps.expand(batch, -1), num_read, context.root_ids), counts)
+        logits, _ = self._runner.verify(self._rows, Draft.on_tree(Tree.chain(width - 1), self._known(chain)))
+        read = AcceptResult(steps.expand(batch, -1), num_read, context.root_ids)
+        self._runner.commit(self._rows, read, counts)
         return logits[torch.arange(batch, device=device), num_read]

@@ -36,12 +36,6 @@ class HeadKVCache:
     def num_rows(self) -> int:
         return len(self.lengths)
 
-    @property
-    def bytes_per_slot(self) -> int:
-        """Memory of one token of one row."""
-        kept = [part for layer in self.layers if layer is not None for part in layer]
-        return sum(part[0, 0].nbytes for part in kept)
-
     def join(self, batch: int, device: torch.device) -> None:
         """New rows stand behind the old ones, with nothing kept."""
         if batch == self.num_rows:

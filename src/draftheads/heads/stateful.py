@@ -36,14 +36,11 @@ class StatefulHead(DraftHead):
         return StatefulSession(self)
 
     @property
-    @torch.inference_mode()
     def bytes_per_slot(self) -> int:
-        """Memory of what a session keeps of a token, from a text of one token; after ``bind``."""
-        size, device = max(1, len(self.hidden_layers)) * self.config.hidden_size, self.target_embedding.device
-        token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        session = self.start()
-        session.advance(Context(torch.zeros(1, 1, size, device=device), token, token[0] + 1, token[0]))
-        return session.history.bytes_per_slot
+        """Memory of the keys and values of one token."""
+        config: LayerConfig = self.config  # type: ignore[assignment]
+        numbers = 2 * self.num_history_layers * config.num_key_value_heads * config.head_size
+        return numbers * self.dtype.itemsize
 
     @abstractmethod
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:

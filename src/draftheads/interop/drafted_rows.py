@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.decode.batch import without_holes
 from draftheads.decode.engine import Engine
 from draftheads.errors import PromptTooLong
 from draftheads.interop.generate_texts import Texts
@@ -66,7 +65,8 @@ class DraftedRows:
         most = self._most_tokens or max(self._texts.lengths)
         new = [most - length for length in self._texts.lengths]
         most_tokens = [len(prompt) + count for prompt, count in zip(self._prompts, new, strict=True)]
-        logits, hidden = self._batch.target.prefill(self._prompts, most_tokens)
+        self._batch.rows, logits, states = self._batch.runner.prefill(self._prompts, most_tokens)
+        hidden = pad_sequence(states, batch_first=True)
         self._rows = list(range(len(self._prompts)))
         roots = self._texts.extend(self._rows, logits)
         self._texts.stream()
@@ -110,7 +110,7 @@ class DraftedRows:
     def _verify(self) -> tuple[Draft, float, Tensor, Tensor, Tensor | None]:
         """A draft, when it was there, logits (B, N, V), hidden states, and what the session wants to read."""
         assert self._context is not None
-        lengths, limit = self._batch.target.lengths, self._engine.model.max_positions
+        lengths, limit = [row.length for row in self._batch.rows], self._engine.model.max_positions
         if limit is not None and max(lengths) >= limit:
             raise PromptTooLong(
                 f"a text has {max(lengths) + 1:,} tokens and {self._engine.model.model_id} takes at most {limit:,}: "
@@ -121,7 +121,7 @@ class DraftedRows:
         context = replace(self._context, text_tokens=max(lengths), room=room)
         draft = self._batch.session.propose(context, self._batch.shape)
         drafted = time.perf_counter()
-        logits, hidden = self._batch.target.verify(draft)
+        logits, hidden = self._batch.runner.verify(self._batch.rows, draft)
         self.num_steps += 1
         return draft, drafted, logits, hidden, self._batch.session.on_verify(draft, logits)
 
@@ -161,7 +161,7 @@ class DraftedRows:
     def _room(self) -> list[float]:
         """How many nodes of each row's path have positions that the model takes."""
         limit = self._engine.model.max_positions or float("inf")
-        return [limit - length for length in self._batch.target.lengths]
+        return [limit - row.length for row in self._batch.rows]
 
     @torch.inference_mode()
     def _commit(self, draft: Draft, hidden: Tensor, paths: Sequence[list[int]], new_ids: Sequence[list[int]]) -> None:
@@ -171,7 +171,7 @@ class DraftedRows:
         path = to_device([[*nodes, *[0] * (draft.max_depth + 1 - len(nodes))] for nodes in paths], device)
         roots = to_device([ids[-1] for ids in new_ids], device)
         result = AcceptResult(path, to_device(counts, device), roots)
-        self._batch.target.commit(result, counts)
+        self._batch.runner.commit(self._batch.rows, result, counts)
         batch = torch.arange(len(paths), device=device)[:, None]
         known = [[old[-1], *ids] for old, ids in zip(self._context.ids, new_ids, strict=True)]
         self._context = Context(
@@ -181,13 +181,14 @@ class DraftedRows:
     @torch.inference_mode()
     def _drop_ended(self) -> None:
         unfinished = set(self._texts.unfinished)
-        kept = without_holes([place for place, row in enumerate(self._rows) if row in unfinished])
+        kept = [place for place, row in enumerate(self._rows) if row in unfinished]
         if len(kept) == len(self._rows):
             return
         assert self._context is not None
         self._rows = [self._rows[place] for place in kept]
         self._context = self._context.keep(kept)
-        self._batch.target.keep(kept)
+        self._batch.runner.drop([row for place, row in enumerate(self._batch.rows) if place not in kept])
+        self._batch.rows = [self._batch.rows[place] for place in kept]
         if self.num_steps:  # else the session has seen no row
             self._batch.session.keep(torch.tensor(kept, dtype=torch.long))
 

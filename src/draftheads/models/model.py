@@ -1,6 +1,6 @@
 """A frozen causal language model: from token ids to last hidden states and logits.
 
-What a pass needs beside tokens (caches, masks, positions) is in ``kv_target.py``.
+What a pass needs beside tokens (caches, masks, positions) is in ``runners``.
 """
 
 import copy

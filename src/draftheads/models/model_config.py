@@ -36,6 +36,17 @@ def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     }
 
 
+def kv_numbers(config: Any) -> int:
+    """How many numbers a layer's KV cache has of one token: keys and values of all groups."""
+    heads = int(config.num_attention_heads)
+    groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    if not groups or (getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", True)):
+        groups = 1 if getattr(config, "multi_query", False) else heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key = getattr(config, "qk_head_dim", None) or size  # latent attention has other sizes of keys and values
+    return int(groups) * (int(key) + int(getattr(config, "v_head_dim", None) or size))
+
+
 def head_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     """Options of heads that follow from the model: :func:`layer_sizes`, and :func:`three_layers` that heads read."""
     return {**layer_sizes(config, hidden_size), "layers": three_layers(int(config.num_hidden_layers))}

@@ -26,7 +26,7 @@ from draftheads.data.json_lines import read_json_lines
 from draftheads.data.records import RecordedTokens, own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
-from draftheads.decode.waiting import Lane
+from draftheads.decode.core import Lane
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_fingerprint
@@ -159,8 +159,6 @@ class HeadReplacement:
         """Adds, replaces or removes an engine between two steps."""
 
         def change() -> None:
-            if engine is not None:
-                self.scheduler.core.sizes.per_slot(engine)  # measured now: the other threads compute nothing
             # a new dictionary: other threads may be looking at the old one
             engines = {**self.scheduler.engines, name: engine}
             self.scheduler.core.engines = {key: value for key, value in engines.items() if value is not None}

@@ -13,10 +13,9 @@ from threading import Condition, Thread, current_thread
 from typing import Any, Literal, TypeVar
 
 from draftheads.cpu.optimise import return_freed_memory
-from draftheads.decode.core import CoreLimits, EngineCore
+from draftheads.decode.core import CoreLimits, EngineCore, Lane
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.decode.waiting import Lane
 from draftheads.errors import DeviceLost, InvalidSettings, QueueFull, ShuttingDown, first_line
 from draftheads.utils.counts import counted
 from draftheads.utils.transfer import device_works
@@ -110,8 +109,6 @@ class Scheduler:
         self.limits = limits
         self._clock = clock
         self.core = EngineCore(engines, limits, keeps_answers=True)
-        for engine in engines.values():
-            self.core.sizes.per_slot(engine)  # measured now: the other threads compute nothing
         # an RLock: events are delivered while it is held, so that none comes after cancel() returned
         self._changed = Condition()
         self._live: dict[Request, Job] = {}  # accepted and not ended
@@ -321,8 +318,8 @@ class Scheduler:
         with self._changed:
             self._counts = replace(
                 self._counts,
-                reading=core.num_reading,
-                running=core.num_running - core.num_reading,
+                reading=len(core.reading),
+                running=core.num_running - len(core.reading),
                 lanes=len(core.lanes),
                 kv_bytes=core.kv_bytes,
                 prefix_bytes=core.prefixes.num_bytes,

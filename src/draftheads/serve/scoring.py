@@ -9,7 +9,7 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import TopLogprobs
-from draftheads.models.kv_target import Target, slots_for
+from draftheads.runners import runner_for
 from draftheads.serve.scheduler import Scheduler
 from draftheads.speculation.sampling import token_logprobs
 
@@ -24,14 +24,14 @@ class PromptScores:
 
 async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], num_top: int) -> PromptScores:
     """Scores a prompt, with the ``num_top`` most likely tokens at each place."""
-    target = Target(engine.model)
-    target.adopt([None], [len(token_ids)])
+    runner = runner_for(engine.model)
+    row = runner.open(len(token_ids))
     logprobs: list[float | None] = [None]
     tops: list[TopLogprobs | None] = [None]
 
     @torch.inference_mode()
     def read(start: int, end: int) -> None:
-        [(hidden, _)] = target.read([list(token_ids[start:end])])  # (t, D)
+        [(hidden, _)] = runner.read([row], [token_ids[start:end]])  # (t, D)
         following = torch.tensor(token_ids[start + 1 : end + 1], device=hidden.device)
         scores = token_logprobs(engine.model.logits(hidden), following, num_top)
         new_logprobs, top_logprobs, top_ids = (part.tolist() for part in scores)
@@ -40,11 +40,10 @@ async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], 
 
     num_read = len(token_ids) - 1  # what follows the last token was not asked for
     chunk, core = scheduler.limits.chunk_tokens, scheduler.core
-    num_bytes = slots_for(engine.model, num_read) * core.sizes.per_slot(engine)
-    await asyncio.wrap_future(scheduler.call(partial(core.hold, num_bytes)))
+    await asyncio.wrap_future(scheduler.call(partial(core.hold, num_read, engine)))
     try:
         for start in range(0, num_read, chunk):
             await asyncio.wrap_future(scheduler.call(partial(read, start, min(start + chunk, num_read))))
     finally:
-        scheduler.call(partial(core.hold, -num_bytes))
+        scheduler.call(partial(core.hold, -num_read, engine))
     return PromptScores(logprobs, tops if num_top else [])

@@ -223,7 +223,8 @@ struct Model {
 struct Pass {
     int32_t tokens, texts, words, kept;
     const int64_t *ids;         // (tokens,)
-    const int32_t *rows;        // (texts,) of the cache
+    void *const *memory;        // (texts,) keys and values: (layers, 2, groups, slots, head_size)
+    const int32_t *slots;       // (texts,) for which there is memory
     const int32_t *lengths;     // (texts,) how many tokens each text has before the pass
     const int32_t *counts;      // (texts,) tokens of each text in the pass
     const int32_t *depths;      // (tokens,) levels below the first token of the same text
@@ -231,19 +232,16 @@ struct Pass {
     const float *cos, *sin;     // (positions, head_size), of positions 0, 1, ..., or of the tokens
     int32_t of_tokens;          // whether of the tokens
     int32_t last_position;      // texts that are longer stay at it
-    void *const *keys;          // for each layer (rows, groups, slots, head_size)
-    void *const *values;
-    int64_t row_stride, group_stride;  // in numbers; neighbouring slots are neighbours
-    const int32_t *kept_layers;        // (kept,) whose inputs are kept
-    void *kept_states;                 // (tokens, kept, size)
-    void *states;                      // (tokens, size): after the last layer's norm
+    const int32_t *kept_layers;  // (kept,) whose inputs are kept
+    void *kept_states;           // (tokens, kept, size)
+    void *states;                // (tokens, size): after the last layer's norm
 };
 
 namespace {
 
 // What a token needs to know of its text.
 struct Token {
-    int32_t row, first, length, position;  // first: the first token of the text in the pass
+    int32_t text, first, length, position;  // first: the first token of the text in the pass
 };
 
 // Memory of the passes, one after the other. It only grows, because a late thread may look at it.
@@ -297,6 +295,12 @@ bool multiply(int part, uint32_t number, int out, int halves, const OfWeight &of
     });
 }
 
+// The keys of a group of a text, or its values: those of group m.groups + group.
+char *keys_at(const Model &m, const Pass &p, int text, int layer, int group) {
+    const int64_t slots = (int64_t(layer) * 2 * m.groups + group) * p.slots[text];
+    return static_cast<char *>(p.memory[text]) + slots * m.head_size * bytes_of(m.cache_kind);
+}
+
 // Attention of some neighbouring tokens of a text, and some heads of a group.
 void attend(const Work &work, const Layer &layer, int index, int first_token, int count, int group, int first_head, int heads) {
     const Model &m = work.model;
@@ -330,9 +334,9 @@ void attend(const Work &work, const Layer &layer, int index, int first_token, in
                                work.attended + (int64_t(token) * m.heads + head) * m.head_size, start, end, list, listed});
     }
     scratch.resize(kMostTogether * ((most + 15) / 16 * 16));
-    const int64_t at = (work.tokens[first_token].row * p.row_stride + group * p.group_stride) * bytes_of(m.cache_kind);
-    kernels->attend(m.cache_kind, queries.data(), int(queries.size()), m.head_size, static_cast<const char *>(p.keys[index]) + at,
-                    static_cast<const char *>(p.values[index]) + at, m.head_size, m.scaling, scratch.data());
+    const int row = work.tokens[first_token].text;
+    kernels->attend(m.cache_kind, queries.data(), int(queries.size()), m.head_size, keys_at(m, p, row, index, group),
+                    keys_at(m, p, row, index, m.groups + group), m.head_size, m.scaling, scratch.data());
 }
 
 // Queries and keys turn by their position; keys and values go to their slots.
@@ -349,12 +353,11 @@ void turn_and_store(const Work &work, const Layer &layer, int index, int token) 
         if (scale) kernels->norm(of, scale, m.head_epsilon, size, of);
         kernels->turn(of, p.cos + turn, p.sin + turn, size);
     }
-    const int64_t bytes = m.cache_kind == kFloat32 ? 4 : 2, slot = t.length + token - t.first;
+    const int64_t at = (t.length + token - t.first) * int64_t(size) * bytes_of(m.cache_kind);
     for (int group = 0; group < m.groups; group++) {
-        const int64_t at = (t.row * p.row_stride + group * p.group_stride + slot * size) * bytes;
         const float *key = heads + int64_t(m.heads + group) * size;
-        kernels->store(m.cache_kind, key, size, static_cast<char *>(p.keys[index]) + at);
-        kernels->store(m.cache_kind, key + int64_t(m.groups) * size, size, static_cast<char *>(p.values[index]) + at);
+        kernels->store(m.cache_kind, key, size, keys_at(m, p, t.text, index, group) + at);
+        kernels->store(m.cache_kind, key + int64_t(m.groups) * size, size, keys_at(m, p, t.text, index, m.groups + group) + at);
     }
 }
 
@@ -888,7 +891,7 @@ int draftheads_pass(const Model *model, const Pass *pass) {
         const int32_t first = token;
         for (; token < first + p.counts[text]; token++) {
             if (p.ids[token] < 0 || p.ids[token] >= m.vocab) return 1;
-            tokens[token] = {p.rows[text], first, p.lengths[text], std::min(p.lengths[text] + p.depths[token], p.last_position)};
+            tokens[token] = {text, first, p.lengths[text], std::min(p.lengths[text] + p.depths[token], p.last_position)};
             if ((token - first) % together == 0) groups[num_groups++] = token;
         }
     }

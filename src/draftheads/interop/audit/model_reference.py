@@ -13,7 +13,7 @@ from draftheads.decode.request import GenerationResult
 from draftheads.errors import InvalidSettings
 from draftheads.interop.audit.answer import Answer
 from draftheads.interop.audit.settings import AuditSettings, CheckName, is_json
-from draftheads.models.kv_target import Target
+from draftheads.runners import runner_for
 from draftheads.models.prompt_text import token_ids_of
 from draftheads.settings import Grammar, SamplingSettings
 from draftheads.utils.progress import Progress
@@ -96,9 +96,9 @@ class ModelReference:
         ids, prompt = self.token_ids(answer), self.prompt_ids[index]
         if answer.is_cut and not ids:
             return None
-        target = Target(self.engine.model)
-        target.adopt([None], [len(prompt) + self.settings.max_new_tokens])
-        [(hidden, _)] = target.read([[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
+        runner = runner_for(self.engine.model)
+        row = runner.open(len(prompt) + self.settings.max_new_tokens)
+        [(hidden, _)] = runner.read([row], [[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
         logits = self.engine.model.logits(hidden[len(prompt) - 1 :]).float()
         for place in range(len(logits)):
             logits[place] = self._ruled(prompt, [*prompt, *ids[:place]], logits[place])
@@ -109,7 +109,7 @@ class ModelReference:
     @torch.inference_mode()
     def next_scores(self, context: Sequence[int]) -> Tensor:
         """(V,) log-probabilities after some tokens, of which the first are those of a prompt."""
-        logits, _ = Target(self.engine.model).prefill([context])
+        _, logits, _ = runner_for(self.engine.model).prefill([context])
         prompt = max((ids for ids in self.prompt_ids if list(context[: len(ids)]) == ids), key=len)
         return self._ruled(prompt, context, logits[0].float()).log_softmax(-1)
 

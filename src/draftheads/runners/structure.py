@@ -11,16 +11,14 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftheads.cpu.attention import has_own_attention
 from draftheads.errors import RoundingWarning, UnsupportedModel
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
 
@@ -50,7 +48,7 @@ def probe_of(target: TargetModel) -> TargetModel | None:
             with torch.random.fork_rng(devices=[]), _quietly():
                 model = _built(target, _probe_config(target, few=few, narrow=narrow))
             probe = TargetModel(model, target.tokenizer, target.model_id)
-            Target(probe).prefill([[1, 2]])
+            runner_for(probe).prefill([[1, 2]])
         except _MISFITS:
             continue
         return probe
@@ -129,7 +127,6 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None, num_tokens: 
     """Checks that logits in a tree equal those of its paths as plain text, after texts of ``num_tokens`` and of one.
 
     Returns the logits of all nodes (2·N, V). Given those of the model with its ``stock`` modules, they must equal them.
-    It also finds out whether the model takes flat tokens (:attr:`TargetModel.takes_flat_tokens`).
 
     Raises:
         UnsupportedModel: they differ, so decoding with drafts would not be lossless.
@@ -143,17 +140,16 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None, num_tokens: 
         for text, nodes in zip(texts, tokens, strict=True)
         for path in _TREE.paths
     ]
-    target = Target(model)
+    runner = runner_for(model)
     try:
-        target.prefill(texts)
+        rows, _, _ = runner.prefill(texts)
         draft = Draft.on_tree(_TREE, tokens)
-        in_tree = target.verify(draft)[0].flatten(0, 1)  # (2·N, V)
-        in_text = Target(model).prefill(paths)[0] if model.native is not None else _logits_after(paths, model)
+        in_tree = runner.verify(rows, draft)[0].flatten(0, 1)  # (2·N, V)
+        in_text = runner_for(model).prefill(paths)[1] if model.native is not None else _logits_after(paths, model)
     except _MISFITS as error:
         raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
     is_exact = model.precision == "fp32"
     most = _EXACT if is_exact or model.native is not None else _ROUNDED
-    model.step_mode.flat = has_own_attention(model.config) and _flat_gap(target, draft, in_tree) <= most
     if (gap := _gap(in_tree, in_text)) > most:
         raise UnsupportedModel(
             f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
@@ -169,19 +165,6 @@ def _logits_after(paths: Sequence[Sequence[int]], model: TargetModel) -> Tensor:
     last = torch.tensor([len(path) - 1 for path in paths], device=model.device)
     ids = torch.tensor([[*path, *[0] * (int(last.max()) + 1 - len(path))] for path in paths], device=model.device)
     return model.logits(model.hidden_states(ids)[torch.arange(len(paths), device=model.device), last])
-
-
-def _flat_gap(target: Target, draft: Draft, in_tree: Tensor) -> float:
-    """How much the logits (2·N, V) change where the second of two rows has only three nodes, and no padding."""
-    smaller = replace(draft, parents=draft.parents.expand(2, -1), depths=draft.depths.expand(2, -1))
-    smaller = smaller.cut([draft.num_nodes, 3])
-    target.model.step_mode.flat = True
-    try:
-        flat = target.verify(smaller)[0]
-    except _MISFITS:
-        return math.inf
-    expected = in_tree.view_as(flat)
-    return max(_gap(flat[0], expected[0]), _gap(flat[1, :3], expected[1, :3]))
 
 
 def _gap(logits: Tensor, expected: Tensor) -> float:
@@ -234,11 +217,11 @@ def check_numbers(target: TargetModel, own: OwnNumbers) -> None:
         RoundingWarning: the same in another precision, or a hidden state is not finite.
     """
     text = [token % target.vocab_size for token in _TEXT]
-    state = Target(target)
-    state.prefill([text[:-2]])
+    runner = runner_for(target)
+    rows, _, _ = runner.prefill([text[:-2]])
     tokens = torch.tensor([[text[-2], *text[: _TREE.num_nodes - 1]]], device=target.device)
     tokens[0, _TREE.paths.index((1,))] = text[-1]
-    hidden = state.verify(Draft.on_tree(_TREE, tokens))[1][0, [0, _TREE.paths.index((1,))]].float()
+    hidden = runner.verify(rows, Draft.on_tree(_TREE, tokens))[1][0, [0, _TREE.paths.index((1,))]].float()
     is_exact = target.precision == "fp32"
     gap, limit = _share(hidden, own.hidden), _MORE_THAN_NOISE * own.noise + (10 * _EXACT if is_exact else 0.1)
     is_finite = bool(hidden.isfinite().all() and own.hidden.isfinite().all())

@@ -1,0 +1,29 @@
+"""Passes of the target: the native library's, or those of the model's own modules."""
+
+from collections.abc import Sequence
+
+from draftheads.models.model import TargetModel
+from draftheads.models.model_config import kv_numbers
+from draftheads.runners.native_runner import NativeRunner
+from draftheads.runners.runner import Runner, whole_blocks
+from draftheads.runners.transformers_runner import TransformersRunner, held_rows, slots_for
+
+
+def runner_for(model: TargetModel, layers: Sequence[int] = ()) -> Runner:
+    """What makes the passes of a model; a drafter reads the inputs of ``layers``. Errors as of :class:`Runner`."""
+    return (TransformersRunner if model.native is None else NativeRunner)(model, layers)
+
+
+def num_slots(model: TargetModel, lengths: Sequence[int], num_nodes: int = 0) -> int:
+    """How many tokens' keys and values a runner has memory for, with texts of so many tokens and a tree after each."""
+    if model.native is not None:
+        return sum(whole_blocks(length + num_nodes) for length in lengths)
+    longest = slots_for(max(lengths, default=0), num_nodes, is_static=model.has_static_steps)
+    return held_rows(len(lengths)) * longest
+
+
+def bytes_per_slot(model: TargetModel) -> int:
+    """Memory of the keys and values of one token."""
+    if model.native is not None:
+        return model.native.bytes_per_token
+    return len(model.layer_kinds) * kv_numbers(model.config) * model.dtype.itemsize

@@ -1,0 +1,124 @@
+"""Passes by the native library: the tokens of all texts side by side, and memory for each text alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftheads.cpu.native_step import Texts, ancestor_bits
+from draftheads.models.model import TargetModel
+from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, whole_blocks
+from draftheads.speculation.draft import AcceptResult, Draft
+
+
+class NativeRunner(Runner):
+    """A row's memory are its keys and values, (layers, 2, groups, slots, d)."""
+
+    def __init__(self, model: TargetModel, layers: Sequence[int] = ()) -> None:
+        super().__init__(model, layers)
+        assert model.native is not None, "the model has a native pass"
+        self.native = model.native
+        self._rows: set[Row] = set()
+
+    @torch.inference_mode()
+    def open(self, most_tokens: int, known: Entries | None = None) -> Row:
+        row = Row(is_long=self.model.is_long(most_tokens), memory=self.native.memory(0))
+        if known is not None:
+            [old] = known
+            row.length = old.shape[3]
+            row.memory = self.native.memory(whole_blocks(row.length + 1))
+            row.memory[..., : row.length, :] = old
+        self._rows.add(row)
+        return row
+
+    @torch.inference_mode()
+    def read(self, rows: Sequence[Row], token_ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+        lengths = [row.length for row in rows]
+        for row, ids in zip(rows, token_ids, strict=True):
+            _reserve(row, row.length + len(ids))
+        parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
+        done = [0] * len(rows)
+        while (counts := _next_counts([len(ids) - read for ids, read in zip(token_ids, done, strict=True)])) != {}:
+            tokens = [token for place, count in counts.items() for token in token_ids[place][done[place] :][:count]]
+            texts = Texts(
+                [rows[place].memory for place in counts],
+                [lengths[place] + done[place] for place in counts],
+                list(counts.values()),
+                torch.cat([torch.arange(count) for count in counts.values()]).int(),
+            )
+            last, hidden = self._pass([rows[place] for place in counts], torch.tensor(tokens), texts)
+            sizes = list(counts.values())
+            for place, *states in zip(counts, last.split(sizes), hidden.split(sizes), strict=True):
+                parts[place].append((states[0], states[1]))
+                done[place] += counts[place]
+        for row, length, ids in zip(rows, lengths, token_ids, strict=True):
+            row.length = length + len(ids)
+        return [tuple(torch.cat(states) for states in zip(*of_text, strict=True)) for of_text in parts]  # type: ignore[misc]
+
+    @torch.inference_mode()
+    def verify(self, rows: Sequence[Row], draft: Draft) -> tuple[Tensor, Tensor]:
+        """Nodes that fill up their row are not computed: their results are those of others."""
+        batch, nodes = len(rows), draft.num_nodes
+        row_nodes = draft.row_nodes or (nodes,) * batch
+        places, counts = torch.arange(nodes), torch.tensor(row_nodes)
+        texts, numbers = (places < counts[:, None]).nonzero(as_tuple=True)  # (M,)
+        for row in rows:
+            _reserve(row, row.length + nodes)
+        of_rows = Texts(
+            [row.memory for row in rows],
+            [row.length for row in rows],
+            row_nodes,
+            draft.depths.expand(batch, nodes)[texts, numbers].int(),
+            ancestor_bits(draft.ancestors, texts, numbers),
+        )
+        last, hidden = self._pass(rows, draft.token_ids[texts, numbers], of_rows)
+        logits = self.model.logits(last)
+        if min(row_nodes) == nodes:
+            return logits.view(batch, nodes, -1), hidden.view(batch, nodes, -1)
+        index = (counts.cumsum(0) - counts)[:, None] + places.minimum(counts[:, None] - 1)  # (B, N) into M
+        return logits[index], hidden[index]
+
+    @torch.inference_mode()
+    def commit(self, rows: Sequence[Row], result: AcceptResult, num_accepted: Sequence[int]) -> None:
+        for row, nodes, count in zip(rows, result.path.tolist(), num_accepted, strict=True):
+            source = nodes[:count]
+            if source != list(range(count)):
+                end = row.length + count
+                row.memory[..., row.length : end, :] = row.memory[..., [row.length + node for node in source], :]
+            row.length += count
+
+    def drop(self, rows: Sequence[Row]) -> None:
+        self._rows.difference_update(rows)
+
+    def entries(self, row: Row, num_tokens: int) -> Entries:
+        """They share the row's memory, whose first tokens never change."""
+        return (row.memory[..., :num_tokens, :],)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(row.memory.nbytes for row in self._rows)
+
+    def _pass(self, rows: Sequence[Row], tokens: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+        """h_t (M, D) and hidden states (M, D or n·D) of tokens (M,)."""
+        if self.model.long_rope is not None:
+            texts = replace(texts, are_long=[row.is_long for row in rows])
+        return self.native.run(tokens, texts, self.layers, last_position=self.positions())
+
+
+def _next_counts(left: Sequence[int]) -> dict[int, int]:
+    """How many tokens of each text the next pass reads, of those that have some left."""
+    counts: dict[int, int] = {}
+    room = PASS_TOKENS
+    for place, tokens in enumerate(left):
+        if count := min(tokens, CHUNK_TOKENS, room):
+            counts[place] = count
+            room -= count
+    return counts
+
+
+def _reserve(row: Row, num_tokens: int) -> None:
+    old = row.memory
+    if num_tokens > old.shape[3]:
+        row.memory = old.new_zeros(*old.shape[:3], whole_blocks(num_tokens), old.shape[4])
+        row.memory[..., : old.shape[3], :] = old
