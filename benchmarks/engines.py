@@ -24,8 +24,8 @@ from draftheads import export_head
 from draftheads.data.records import prompts_in
 from draftheads.loading import load_target
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
 
 # others do not go together with transformers of optimum-intel 2.2
 _NEEDED = ("diffusers==0.38.0", "einops", "huggingface-hub<1.22")
@@ -101,7 +101,7 @@ def first_gap(target: TargetModel, prompt: Ids, given: tuple[int, ...], expected
     same = next((i for i, pair in enumerate(zip(given, expected, strict=False)) if pair[0] != pair[1]), None)
     if same is None:
         return None
-    logits, _ = Target(target).prefill([[*prompt, *expected[:same]]])
+    _, logits, _ = runner_for(target).prefill([[*prompt, *expected[:same]]])
     scores = logits[0].float().log_softmax(-1)
     return abs(float(scores[expected[same]] - scores[given[same]]))
 

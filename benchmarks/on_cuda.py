@@ -43,9 +43,9 @@ from draftheads.errors import MissingDependency, ModelNotFound
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.loading import head_engine, load_drafter, load_target
-from draftheads.models.kv_target import Target
 from draftheads.models.model import StepMode, TargetModel
 from draftheads.models.pretrained import default_dtype
+from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.shapes import BestFirst, Shape
@@ -245,7 +245,7 @@ def texts(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]
     for request in requests[2:]:
         core.add(request)
     while core.has_work:
-        graphs = core.lanes[0].batch.target.graphs
+        graphs = core.lanes[0].batch.runner.graphs
         for _, event in core.step():
             if isinstance(event, Exception):
                 raise event
@@ -281,18 +281,17 @@ def same(
 def logits(options: Options, captured: TargetModel, ordinary: TargetModel) -> Iterator[Row]:
     """The largest difference of logits on the same drafts."""
     chance = torch.Generator().manual_seed(0)
-    targets = [Target(captured), Target(ordinary)]
+    runners = [TransformersRunner(captured), TransformersRunner(ordinary)]
     prompts = [torch.randint(ordinary.vocab_size, (length,), generator=chance).tolist() for length in (7, 190, 40)]
-    for target in targets:
-        target.prefill(prompts)
+    pairs = [(runner, runner.prefill(prompts)[0]) for runner in runners]
     for nodes in options.nodes:
         tokens = torch.randint(ordinary.vocab_size, (3, nodes), generator=chance).to(ordinary.device)
         draft = Draft.on_tree(Tree.from_paths([(rank,) for rank in range(nodes - 1)]), tokens)
         gaps = []
         for _ in range(3):  # as it is; captured; replayed
-            one, other = (target.verify(draft)[0].float() for target in targets)
+            one, other = (runner.verify(rows, draft)[0].float() for runner, rows in pairs)
             gaps.append(float((one - other).abs().max()))
-        yield {"nodes": nodes, "largest difference": max(gaps), "failure": targets[0].graphs.failure}
+        yield {"nodes": nodes, "largest difference": max(gaps), "failure": runners[0].graphs.failure}
 
 
 def decoding(options: Options, clock: Clock) -> Iterator[Row]:
@@ -329,8 +328,8 @@ def speed(engine: Engine, subject: Subject, options: Options) -> Row:
         "tokens/s": round(tokens / seconds, 1),
         "tokens/step": round(tokens / options.steps / size, 2),
         "ms/step": round(1e3 * seconds / options.steps, 2),
-        "graphs": len(batch.target.graphs),
-        "failure": batch.target.graphs.failure,
+        "graphs": len(batch.runner.graphs),
+        "failure": batch.runner.graphs.failure,
     }
 
 
@@ -359,11 +358,10 @@ def verification(options: Options, clock: Clock) -> Iterator[Row]:
             draft = Draft.on_tree(Tree.chain(nodes - 1), torch.full((1, nodes), 5, device=model.device))
             times = {}
             for name, on in (("ordinary", False), ("captured", True)):
-                target = Target(with_graphs(model, on=on))
-                target.prefill([[5]])
-                target.cache.reserve(1, length)
-                target.lengths = [length]  # the keys and values of a text that was not read are 0
-                times[name] = median_ms(partial(target.verify, draft), options.repeats, model.device)
+                runner = TransformersRunner(with_graphs(model, on=on))
+                rows, _, _ = runner.prefill([[5]])
+                rows[0].length = length  # the keys and values of a text that was not read are 0
+                times[name] = median_ms(partial(runner.verify, rows, draft), options.repeats, model.device)
             yield (
                 {"text": length, "nodes": nodes}
                 | {f"{name}, ms": round(value, 3) for name, value in times.items()}

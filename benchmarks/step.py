@@ -21,8 +21,8 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.cpu.kernels import Native, PackedLinear
 from draftheads.cpu.native_library import KINDS
 from draftheads.loading import load_target
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
 from draftheads.settings import Precision
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
@@ -62,11 +62,11 @@ def median_ms(action: Callable[[], object], repeats: int) -> float:
 
 def step_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Options) -> float:
     """Milliseconds of a step."""
-    target = Target(model)
-    target.prefill([list(range(100, 100 + length))] * rows)
+    runner = runner_for(model)
+    texts, _, _ = runner.prefill([list(range(100, 100 + length))] * rows)
     draft = Draft.on_tree(Tree.chain(nodes - 1), torch.randint(100, 1000, (rows, nodes)))
     with model.computing():
-        return median_ms(lambda: target.verify(draft), options.repeats)
+        return median_ms(lambda: runner.verify(texts, draft), options.repeats)
 
 
 def bytes_per_second() -> float:

@@ -12,7 +12,7 @@ import torch
 import draftheads
 from cli_world import PROMPTS
 from draftheads.decode.engine import Engine
-from draftheads.models.kv_target import Target
+from target_rows import Target
 
 NEW_TOKENS = 24
 Fields = dict[str, Any]

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draftheads.models import graphs
-from draftheads.models.graphs import Capture, capture_for
+from draftheads.runners import graphs
+from draftheads.runners.graphs import Capture, capture_for
 
 Place = Literal["begin", "operator", "end"]
 GPU = torch.device("cuda", 1)  # where the tensors seem to be; the current device is another one

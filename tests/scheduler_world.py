@@ -6,7 +6,6 @@ from typing import Any
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
 from draftheads.settings import SamplingSettings
@@ -74,9 +73,8 @@ def plain_answer(engine: Engine, prompt: Sequence[int], **settings: Any) -> tupl
 
 def join(batch: Batch, requests: Sequence[Request]) -> list[StreamEvent]:
     """New rows, whose prompts are read side by side."""
-    reader = PromptReader(batch.target.model, requests, layers=batch.target.layers)
-    reader.read(10_000)
-    return batch.adopt(reader.prompts)
+    texts, most = [request.ids_to_read for request in requests], [request.most_tokens for request in requests]
+    return batch.join(requests, *batch.runner.prefill(texts, most))
 
 
 def scheduler_of(engines: dict[str, Engine], *, clock: Any = None, **limits: Any) -> Scheduler:
@@ -123,4 +121,4 @@ def check_empty(scheduler: Scheduler) -> None:
     assert (found.waiting, found.reading, found.running, found.lanes, found.kv_bytes) == (0, 0, 0, 0, 0)
     assert not scheduler._live
     assert not scheduler.core.lanes
-    assert not scheduler.core._reading
+    assert not scheduler.core.reading

@@ -12,8 +12,8 @@ from distribution import NUM_ANSWERS, ODDS, SAMPLED, Answer, joint_distribution,
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
 from draftheads.heads import HEADS
-from draftheads.models.kv_target import Target
 from draftheads.models.model import StepMode, TargetModel
+from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
 from draftheads.speculation.draft import AcceptResult, Draft
@@ -122,8 +122,8 @@ def test_where_everything_is_typical_the_deepest_path_is_the_answer(
     if isinstance(shape, BestPaths) and method == "mlp-speculator":  # which needs a width for each stage
         shape = BestPaths((*shape.widths, *(1,) * (num_heads - len(shape.widths))), shape.num_paths)
     drafts: list[Draft] = []
-    verify = Target.verify
-    monkeypatch.setattr(Target, "verify", lambda target, draft: drafts.append(draft) or verify(target, draft))
+    verify = TransformersRunner.verify
+    monkeypatch.setattr(TransformersRunner, "verify", lambda *args: drafts.append(args[-1]) or verify(*args))
     own = replace(
         SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical-sampled", typical_epsilon=1e-200
     )

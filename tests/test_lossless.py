@@ -13,7 +13,7 @@ from draftheads.decode.request import GenerationResult
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.models.structure import check_trees
+from draftheads.runners.structure import check_trees
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import BestFirst, Shape
@@ -277,7 +277,7 @@ def test_a_long_prompt_is_read_in_chunks_without_a_difference(monkeypatch: pytes
     model = tiny_model("mistral")
     prompt = [3 + n * n % 20 for n in range(100)]
     whole = ids(decode(Engine(model), [prompt, [4, 5]]))
-    monkeypatch.setattr("draftheads.models.kv_target.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("draftheads.runners.transformers_runner.CHUNK_TOKENS", 16)
     assert ids(decode(Engine(model), [prompt, [4, 5]])) == whole
 
 

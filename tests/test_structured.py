@@ -16,8 +16,9 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.heads import HEADS
 from draftheads.loading import load_drafter, load_target
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
+from draftheads.runners.runner import Row
+from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import Grammar, SamplingSettings
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.drafter import Drafter
@@ -94,14 +95,14 @@ def test_plain_decoding_equals_a_slow_decoder(family: str, grammar: str):
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Draft, int]]:
     """The drafts that the model of the tests verifies, and how long the text of the first row is at that time."""
     drafts: list[tuple[Draft, int]] = []
-    verify = Target.verify
+    verify = TransformersRunner.verify
 
-    def watched(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
-        if target.model is json_model():
-            drafts.append((draft, target.lengths[0]))
-        return verify(target, draft)
+    def watched(runner: TransformersRunner, rows: list[Row], draft: Draft) -> tuple[Tensor, Tensor]:
+        if runner.model is json_model():
+            drafts.append((draft, rows[0].length))
+        return verify(runner, rows, draft)
 
-    monkeypatch.setattr(Target, "verify", watched)
+    monkeypatch.setattr(TransformersRunner, "verify", watched)
     return drafts
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import on_cuda
 
-from draftheads.models import kv_target
+from draftheads.runners import transformers_runner
 from fake_cuda import FakeCuda, Tape
 
 FOLDER = Path(on_cuda.__file__).parent
@@ -44,7 +44,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Steps are captured as on a GPU, and models are small."""
     fake = FakeCuda()
     fake.install(monkeypatch)
-    monkeypatch.setattr(kv_target, "capture_for", lambda _: fake.capture)
+    monkeypatch.setattr(transformers_runner, "capture_for", lambda _: fake.capture)
     monkeypatch.setattr(on_cuda, "SMOLLM", {**on_cuda.SMOLLM, **TINY, "vocab_size": 96})
     monkeypatch.setattr(on_cuda, "LLAMA_7B", {**on_cuda.LLAMA_7B, **TINY})
     return fake

@@ -23,8 +23,8 @@ from draftheads.cli.chat import Chat
 from draftheads.cli.main import main
 from draftheads.cli.options.chat import ChatOptions
 from draftheads.data.records import read_chats
+from draftheads.decode.core import EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.prompt_reader import PromptReader
 from draftheads.errors import InvalidSettings
 from draftheads.settings import SamplingOptions
 from serve_world import tiny_engines
@@ -98,14 +98,17 @@ def test_each_answer_follows_all_turns_before_it(typed: Typed, engine: Engine):
 
 def test_earlier_turns_are_not_read_again(typed: Typed, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     read: list[int] = []
-    whole = PromptReader.read
-    monkeypatch.setattr(PromptReader, "read", lambda reader, most: read.append(reader.num_left) or whole(reader, most))
+    passes = EngineCore._passes
+    monkeypatch.setattr(
+        EngineCore, "_passes", lambda core, lane, counts: read.extend(counts.values()) or passes(core, lane, counts)
+    )
     out, _ = typed("dead cab", "a dog", "/plain", "/retry", "/head ./hydra", "hello")
     in_chat = list(read)
     first, second, third = offline(engine, "dead cab", "a dog", "hello")
     assert out == printed(first, second, second, third)
-    # the model has not read the last token of an answer, and the end of its turn is new
-    assert in_chat == [len("dead cab\n"), len("x\na dog\n"), 1, len("x\nhello\n")]
+    # the model has not read the last token of an answer, and the end of its turn is new; blocks of eight are known
+    one, two = 9 + 12 - 1, 9 + 12 + 1 + 6 + 12 - 1
+    assert in_chat == [9, len("x\na dog\n") + one % 8, (two - 11) % 8, len("x\nhello\n") + two % 8]
 
 
 def test_system_clear_and_retry(typed: Typed, engine: Engine):

@@ -18,13 +18,13 @@ from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import Texts
 from draftheads.cpu.threads import ThreadChoice
 from draftheads.decode.engine import Engine
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
-from draftheads.models.structure import check_trees
+from draftheads.runners.structure import check_trees
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
 from draftheads.utils.machine import OtherPrograms
 from families import PROMPTS, TREES, needs_library, tiny_head, tiny_model
+from target_rows import Target
 
 pytestmark = needs_library
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # grouped heads; a sliding window; biases; norms of heads
@@ -187,7 +187,7 @@ def states_of(model: TargetModel, prompt: Sequence[int], layers: Sequence[int]) 
 
 
 def _read(target: Target, prompts: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
-    target.adopt([None] * len(prompts))
+    target.open(*[100] * len(prompts))
     return target.read(prompts)
 
 
@@ -199,7 +199,7 @@ def test_bits_are_those_of_one_token_at_a_time(instructions: str, threads: int, 
     prompt = [5 + n % 17 for n in range(40)]
     layers = (0, 1)
     target = Target(model, layers)
-    target.adopt([None])
+    target.open(100)
     one_by_one = torch.cat([torch.cat(target.read([[token]])[0], 1) for token in prompt])
     assert torch.equal(states_of(model, prompt, layers), one_by_one)
 
@@ -229,14 +229,20 @@ def test_drafted_texts_are_plain_texts(drafter: str, settings: dict[str, Any], p
 
 def test_tokens_that_do_not_fit_are_an_error() -> None:
     model, _ = sped_up("llama")
-    target = Target(model)
-    _read(target, [[3, 4]])
     assert model.native is not None
-    slots = target.cache.capacity
-    for rows, length, count in (([1], 0, 1), ([-1], 0, 1), ([0], slots, 1), ([0], 0, 2)):
-        texts = Texts(rows, [length], [count], torch.zeros(1, dtype=torch.int32))
-        with pytest.raises(ValueError, match="do not fit"):
-            model.native.run(torch.tensor([3]), texts, model.native.open(target.cache.layers), last_position=99)
+    memory, depths = model.native.memory(4), torch.zeros(1, dtype=torch.int32)
+    other = memory.new_zeros(*memory.shape[:4], 1)
+    for part, length, count in (
+        (memory, 4, 1),
+        (memory, 0, 2),
+        (memory[:1], 0, 1),
+        (other, 0, 1),
+        (memory.half(), 0, 1),
+    ):
+        with pytest.raises(ValueError, match="do not fit into memory"):
+            model.native.run(torch.tensor([3]), Texts([part], [length], [count], depths), last_position=99)
+    target = Target(model)
+    target.open(9)
     for token in (model.vocab_size, -1):
         with pytest.raises(IndexError, match=f"vocabulary, 0 to {model.vocab_size - 1}"):
             target.read([[token]])

@@ -25,14 +25,12 @@ from draftheads.cpu.native_library import VARIABLE, load_library
 from draftheads.cpu.optimise import kernels_of, speed_up
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target
-from draftheads.models import kv_target as target_module
-from draftheads.models.kv_cache import BLOCK_SLOTS
-from draftheads.models.kv_target import Target
-from draftheads.models.masks import as_float_mask
+from draftheads.runners.masks import as_float_mask
 from draftheads.settings import Precision
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
 from families import FAMILIES, INVARIANT, VOCAB, needs_library, tiny_model
+from target_rows import Target
 
 ROTARY = ["llama", "mistral", "qwen2", "qwen3"]  # families whose layers are fused whole
 
@@ -329,25 +327,6 @@ def test_boolean_masks_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_many_scores_in_bf16_read_whole_blocks(
-    monkeypatch: pytest.MonkeyPatch, by_products: list[tuple[int, int]]
-) -> None:
-    monkeypatch.setattr(attention_module, "_MANY_SCORES", 10_000)
-    model = tiny_model("llama", dtype=torch.bfloat16)
-    speed_up(model.model, batch_invariant=False)
-    target, prompts = Target(model), [[token % VOCAB for token in range(3 + row)] for row in range(20)]
-    target.prefill(prompts)
-    by_products.clear()
-    logits, _ = target.verify(Draft.on_tree(Tree.chain(1), torch.full((20, 2), 5)))
-    assert by_products == [(20, BLOCK_SLOTS)] * len(model.layer_kinds)
-    for row in (0, 7, 19):
-        alone = Target(model)
-        alone.prefill([prompts[row]])
-        expected, _ = alone.verify(Draft.on_tree(Tree.chain(1), torch.full((1, 2), 5)))
-        # the widest rounding of logits of 8 and more is 0.06, and CPUs without bf16 of their own round in other places
-        torch.testing.assert_close(logits[row], expected[0], rtol=0.05, atol=0.13)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_attention_does_not_depend_on_the_slots_of_the_keys(dtype: torch.dtype):
     """The same keys in other slots, among others that the mask hides, and other nodes beside: not a bit changes."""
@@ -393,7 +372,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_tree(family: str, int8: bool):
         one, state = alone.verify(Draft.on_tree(Tree.chain(0), tokens[:, node, None]))
         assert torch.equal(one[0, 0], logits[0, node])
         assert torch.equal(state[0, 0], hidden[0, node])
-        alone.lengths = [alone.lengths[0] + 1]
+        alone.rows[0].length += 1
 
 
 @pytest.mark.parametrize(("int8", "what"), [(False, "batch_invariant"), (True, "precision int8")])
@@ -434,42 +413,6 @@ def test_whole_texts_and_transformers_generation_stay_correct(family: str, batch
     padding[1, :4] = 0
     given = {"attention_mask": padding, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(target.model.generate(text, **given), stock.model.generate(text, **given))
-
-
-@pytest.mark.parametrize(
-    ("batch_invariant", "passes"),
-    [
-        (False, [(3, 20), (1, 21), (1, 70)]),  # neighbours share a pass until it is full; a longer prompt has its own
-        # results must not depend on the other prompts
-        pytest.param(True, [(1, 9), (1, 10), (1, 20), (1, 21), (1, 70)], marks=needs_library),
-    ],
-)
-def test_prompts_are_read_in_groups(
-    batch_invariant: bool, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(target_module, "PREFILL_TOKENS", 60)
-    model = tiny_model("llama")
-    if batch_invariant:
-        speed_up(model.model, batch_invariant=True)
-    prompts = [[(3 * token + row) % VOCAB for token in range(length)] for row, length in enumerate((9, 10, 20, 21, 70))]
-    alone = [Target(model).prefill([prompt]) for prompt in prompts]
-    read: list[tuple[int, ...]] = []
-    forward = Target._forward
-
-    def spying(target: Target, rows: slice, starts: Any, tokens: Tensor, *rest: Any) -> Tensor:
-        read.append(tuple(tokens.shape))
-        return forward(target, rows, starts, tokens, *rest)
-
-    monkeypatch.setattr(Target, "_forward", spying)
-    target = Target(model)
-    logits, hidden = target.prefill(prompts)
-    assert read == passes
-    assert target.lengths == [9, 10, 20, 21, 70]
-    assert hidden.shape[:2] == (5, 70)
-    bound = 0.0 if batch_invariant else 1e-4
-    for row, (expected, states) in enumerate(alone):
-        torch.testing.assert_close(logits[row], expected[0], rtol=bound, atol=bound)
-        torch.testing.assert_close(hidden[row, : states.shape[1]], states[0], rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,6 @@
 """The number of threads follows the cores that other programs leave free."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from draftheads.cpu import threads
 from draftheads.cpu.threads import ThreadChoice, num_threads
 from draftheads.decode.engine import Engine
-from draftheads.models import kv_target
-from families import PROMPTS, needs_library, tiny_model
+from families import PROMPTS, tiny_model
 
 
 class Others:
@@ -93,28 +91,6 @@ def test_a_number_from_the_environment_stays(monkeypatch: pytest.MonkeyPatch):
         torch.set_num_threads(4)
 
 
-@pytest.mark.parametrize(
-    ("batch_invariant", "expected"), [(False, {4, 2}), pytest.param(True, {4}, marks=needs_library)]
-)
-def test_decoding_uses_the_chosen_number_and_then_restores_it(
-    batch_invariant: bool, expected: set[int], monkeypatch: pytest.MonkeyPatch
-):
-    """Bits were compared with one number of threads, so exact bits keep it."""
-    others = Others()
-    others.busy = 2.0
-    choice = ThreadChoice(others, is_fixed=False)
-    monkeypatch.setattr(kv_target, "thread_choice", lambda: choice)
-    model = tiny_model("llama")
-    if batch_invariant:
-        model = replace(model.sped_up(batch_invariant=True), native=None)
-    seen = set()
-    own = type(model).run
-    monkeypatch.setattr(type(model), "run", lambda *a, **k: seen.add(torch.get_num_threads()) or own(*a, **k))
-    Engine(model).generate(PROMPTS, max_new_tokens=2 * threads._PASSES, ignore_eos=True)
-    assert seen == expected
-    assert torch.get_num_threads() == 4
-
-
 def test_as_many_threads_as_free_cores():
     assert [num_threads(8, free) for free in (0.0, 0.8, 1.8, 7.6, 8.0, 64.0)] == [1, 1, 2, 7, 8, 8]
 
@@ -123,7 +99,7 @@ def test_torch_has_one_thread_while_the_native_library_has_the_chosen_number(mon
     others = Others()
     others.busy = 2.0
     choice = ThreadChoice(others, is_fixed=False)
-    for module in ("models.kv_target", "models.model", "cpu.threads"):
+    for module in ("models.model", "cpu.threads"):
         monkeypatch.setattr(f"draftheads.{module}.thread_choice", lambda: choice)
     model = tiny_model("llama").sped_up()
     if model.native is None:
@@ -137,7 +113,7 @@ def test_torch_has_one_thread_while_the_native_library_has_the_chosen_number(mon
 
     monkeypatch.setattr(type(model.native), "run", run)
     Engine(model).generate(PROMPTS, max_new_tokens=2 * threads._PASSES, ignore_eos=True)
-    assert seen == {(1, 4), (1, 2)}
+    assert seen == {(1, 4)}
     assert (torch.get_num_threads(), threads.native_threads()) == (4, 4)
     with pytest.raises(RuntimeError), choice.natively():
         raise RuntimeError

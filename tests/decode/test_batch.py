@@ -10,13 +10,13 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, StreamEvent
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import Sampled, Shape
 from draftheads.speculation.tree import Tree
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedRandomTrees, needs_library, tiny_head, tiny_model
+from target_rows import Target
 from thorough import some
 
 FIVE = [*PROMPTS, [4, 5], [8, 8, 8, 8]]
@@ -99,7 +99,7 @@ def test_int8_has_those_of_the_int8_model():
     for prompt, plain, drafted in zip(FIVE, *results, strict=True):
         assert drafted.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
         target = Target(model)
-        target.adopt([None])
+        target.open(100)
         [(hidden, _)] = target.read([[*prompt, *plain.token_ids]])  # in one pass
         scores = model.logits(hidden)[len(prompt) - 1 : -1].log_softmax(-1)
         own = scores[torch.arange(20), torch.tensor(plain.token_ids)]

@@ -1,86 +1,99 @@
 """Which prompts the core reads in one pass, and who waits for whom."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from draftheads.decode.core import CoreLimits, EngineCore
+from draftheads.decode.core import CoreLimits, EngineCore, Lane, bytes_per_token
 from draftheads.decode.engine import Engine
-from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.decode.running import SlotBytes
-from draftheads.decode.waiting import Lane
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.errors import TooLarge
-from draftheads.models.model import TargetModel
+from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.drafter import NoDraft
-from families import TREES, needs_library, tiny_head, tiny_model
+from families import TREES, tiny_head, tiny_model
 from scheduler_world import plain_answer, request_of
 
 SHORT = [[3, 4, 5], [9, 8, 7, 6], [11, 5]]
 LONG = [5 + n % 13 for n in range(140)]  # two blocks of the cache
 
 
-def groups_of(model: TargetModel, prompts: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The lengths of the prompts of each reader; the answers are plain ones."""
-    groups: list[list[int]] = []
-    make = PromptReader.__init__
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of each reading, how many tokens of each prompt."""
+    found: list[list[int]] = []
+    read = TransformersRunner.read
 
-    def noted(reader: PromptReader, model: TargetModel, requests: Any, *arguments: Any) -> None:
-        groups.append([len(request.prompt_ids) for request in requests])
-        make(reader, model, requests, *arguments)
+    def noted(runner: TransformersRunner, rows: Any, token_ids: Any) -> Any:
+        found.append([len(ids) for ids in token_ids])
+        return read(runner, rows, token_ids)
 
-    engine = Engine(model)
-    expected = [plain_answer(engine, prompt) for prompt in prompts]
+    monkeypatch.setattr(TransformersRunner, "read", noted)
+    return found
+
+
+def test_prompts_are_read_together(passes: list[list[int]]) -> None:
+    engine = Engine(tiny_model("llama"))
+    prompts = [SHORT[0], LONG, *SHORT[1:]]
     requests = [request_of(engine, prompt) for prompt in prompts]
-    monkeypatch.setattr(PromptReader, "__init__", noted)
     list(engine.run(requests))
-    assert [request.result().token_ids for request in requests] == expected
-    return groups
-
-
-def test_short_prompts_are_read_together_and_those_of_other_blocks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader's rows are as long as its longest one, and each request reserves the blocks of its own prompt."""
-    model = tiny_model("llama")
-    assert groups_of(model, [SHORT[0], LONG, *SHORT[1:]], monkeypatch) == [[2, 3, 4], [140]]
-
-
-@needs_library
-def test_with_batch_invariance_each_prompt_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama").sped_up(batch_invariant=True)
-    assert groups_of(model, SHORT, monkeypatch) == [[2], [3], [4]]
+    assert passes == [[2, 3, 140, 4]]
+    assert [request.result().token_ids for request in requests] == [plain_answer(engine, prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
     ("salts", "groups", "tokens"),
     [
-        (("one", "one"), [[62], [63]], 62 + 3),  # the second one waits until the first one's beginning is there
+        (("one", "one"), [[62], [7]], 62 + 7),  # the second one waits until the first one's beginning is there
         (("one", "other"), [[62, 63]], 62 + 63),  # else the time would tell one of them what the other one asked
     ],
 )
 def test_only_prompts_of_one_salt_wait_for_their_common_beginning(
-    engine: Engine, salts: tuple[str, str], groups: list[list[int]], tokens: int, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, salts: tuple[str, str], groups: list[list[int]], tokens: int, passes: list[list[int]]
 ) -> None:
-    found: list[list[int]] = []
-    make = PromptReader.__init__
-
-    def noted(reader: PromptReader, model: TargetModel, requests: Any, *arguments: Any) -> None:
-        found.append([len(request.prompt_ids) for request in requests])
-        make(reader, model, requests, *arguments)
-
-    monkeypatch.setattr(PromptReader, "__init__", noted)
     core = core_of(engine, chunk_tokens=1024)
     requests = [request_of(engine, [*LONG[:60], *[3 + n] * (2 + n)]) for n in range(2)]
     for request, salt in zip(requests, salts, strict=True):
         core.add(request, client=salt, cache_salt=salt)
     core.step()
-    assert (found, core.tokens_read) == (groups, tokens)
+    assert (passes, core.tokens_read) == (groups, tokens)
     assert [request.num_cached for request in requests] == [0, 125 - tokens]
     run(core, *requests)
     for request in requests:
         assert request.result().token_ids == plain_answer(engine, request.prompt_ids)
+
+
+def test_a_common_beginning_is_read_once_by_many(engine: Engine) -> None:
+    core = core_of(engine, chunk_tokens=4096)
+    requests = [add(core, engine, [*LONG, 3 + n], max_new_tokens=4) for n in range(8)]
+    core.step()
+    assert core.tokens_read == 141 + 7 * (141 - 136)
+    run(core, *requests)
+    for request in requests:
+        assert request.result().token_ids == plain_answer(engine, request.prompt_ids, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("waiting", [10, 1000])
+def test_those_that_wait_cost_nothing_while_no_row_is_free(engine: Engine, waiting: int) -> None:
+    """Counted in looks at requests, not in seconds."""
+    core = core_of(engine, max_rows=2)
+    running = [add(core, engine, [3, 4, n], max_new_tokens=60) for n in range(2)]
+    core.step()
+    for n in range(waiting):
+        add(core, engine, [5, 6, n % 9])
+    calls: list[str] = []
+    sys.setprofile(
+        lambda frame, event, _: calls.append(event) if frame.f_code.co_filename.endswith("core.py") else None
+    )
+    try:
+        core._admit()
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 60
+    assert core.num_running == len(running)
 
 
 # --- fairness and memory ---
@@ -114,7 +127,7 @@ def engine() -> Engine:
 
 def test_a_long_answer_reserves_no_more_than_its_next_tokens(engine: Engine) -> None:
     """The memory is that of the longest answer alone, and yet fifteen others are decoded beside it."""
-    core = core_of(engine, kv_bytes=60_200 * SlotBytes().per_slot(engine))
+    core = core_of(engine, kv_bytes=60_200 * bytes_per_token(engine))
     add(core, engine, [3, 4], "one", max_new_tokens=59_000)
     core.step()
     others = [add(core, engine, [5, 6, n], f"client {n}", max_new_tokens=20) for n in range(3, 18)]
@@ -131,7 +144,7 @@ def test_interrupted_answers_are_plain_answers(drafter: str, settings: dict[str,
     model = tiny_model("llama")
     made = {"plain": NoDraft, "lookahead": Lookahead, "copying": lambda: Copying(tiny_head("hydra", model))}
     engine = Engine(model, made.get(drafter, lambda: tiny_head(drafter, model))())
-    core = core_of(engine, kv_bytes=128 * 5 * SlotBytes().per_slot(engine), headroom_tokens=4)
+    core = core_of(engine, kv_bytes=128 * 5 * bytes_per_token(engine), headroom_tokens=4)
     prompts = [[3 + n, 4, 5] for n in range(3)]
     requests = [add(core, engine, prompt, max_new_tokens=150, **settings) for prompt in prompts]
     run(core, *requests)
@@ -145,7 +158,7 @@ def test_a_request_that_fits_overtakes_one_that_does_not_but_not_for_ever(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftheads.decode.core._MOST_OVERTAKEN", 3)
-    core = core_of(engine, kv_bytes=1100 * SlotBytes().per_slot(engine), max_rows=4)
+    core = core_of(engine, kv_bytes=640 * bytes_per_token(engine), max_rows=4)
     first = add(core, engine, [3, 4], max_new_tokens=40)
     core.step()
     large = add(core, engine, [5] * 400, max_new_tokens=2)
@@ -165,7 +178,7 @@ def test_a_request_that_fits_overtakes_one_that_does_not_but_not_for_ever(
 
 def test_an_answer_that_could_not_go_on_is_not_interrupted(engine: Engine) -> None:
     """While a text is read again it takes its memory twice, and that of a long one is all that there is."""
-    core = core_of(engine, kv_bytes=768 * SlotBytes().per_slot(engine), headroom_tokens=4)
+    core = core_of(engine, kv_bytes=768 * bytes_per_token(engine), headroom_tokens=4)
     long = add(core, engine, [3, 4], "one", max_new_tokens=600)
     while len(long.token_ids) < 350:
         core.step()
@@ -185,7 +198,7 @@ def test_a_request_that_fits_no_more_fails_instead_of_waiting_for_ever() -> None
     """Its engine was replaced by one that takes more memory."""
     model = tiny_model("llama")
     small, large = Engine(model), Engine(model, tiny_head("eagle", model))
-    core = core_of(small, kv_bytes=256 * SlotBytes().per_slot(small))
+    core = core_of(small, kv_bytes=256 * bytes_per_token(small))
     requests = [add(core, small, [3, 4, n], max_new_tokens=20) for n in (5, 6)]
     core.engines[""] = large
     events = core.step()
@@ -232,23 +245,9 @@ def test_no_row_is_given_up_for_a_client_that_has_as_many(engine: Engine) -> Non
     assert core.interruptions == 0
 
 
-def test_a_long_row_among_short_ones_gets_a_lane_of_its_own(engine: Engine) -> None:
-    """Else each step would read as much of the short ones' empty slots as of its text."""
-    core = core_of(engine)
-    long = add(core, engine, [5 + n % 13 for n in range(3000)], max_new_tokens=30)
-    core.step()
-    short = [add(core, engine, [3, 4, n], max_new_tokens=20) for n in range(3)]
-    for _ in range(3):
-        core.step()
-    lanes = [set(lane.requests) for lane in core.lanes]
-    assert lanes == [{long}, set(short)]
-    run(core, long, *short)
-    assert long.result().token_ids == plain_answer(engine, long.prompt_ids, max_new_tokens=30)
-
-
 def test_an_interrupted_request_goes_on_however_little_memory_there_is(engine: Engine) -> None:
     """Its text is in memory twice while it is read again, more than when it was admitted first."""
-    limit = 1536 * SlotBytes().per_slot(engine)
+    limit = 1536 * bytes_per_token(engine)
     core = core_of(engine, kv_bytes=limit, headroom_tokens=8)
     long = add(core, engine, [3, 4], "one", max_new_tokens=1000)
     while long.num_tokens < 800:
@@ -265,32 +264,29 @@ def test_a_request_that_is_interrupted_while_it_is_cancelled_is_not_decoded(engi
     core.step()
     tokens = list(request.token_ids)
     core.cancel(request)  # it runs, so the next step drops it, unless it waits by then
-    core._interrupt(core.lanes[0], request)
+    core._interrupt(core.lanes[0], core.lanes[0].requests[request])
     run(core, add(core, engine, [5, 6], max_new_tokens=3))
     assert request.token_ids == tokens
     assert not core.has_work
 
 
-def test_prompts_are_read_alone_after_an_error_at_the_end_of_reading_them_together(
+def test_prompts_are_read_alone_after_an_error_in_reading_them_together(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = PromptReader.prompts
+    read = TransformersRunner.read
 
-    def of(reader: PromptReader) -> object:
-        if len(reader.requests) > 1:
-            raise MemoryError("no memory for the logits")
-        return prompts.__get__(reader)
+    def of(runner: TransformersRunner, rows: Any, token_ids: Any) -> Any:
+        if len(rows) > 1 or 11 in token_ids[0]:
+            raise MemoryError("no memory for the states")
+        return read(runner, rows, token_ids)
 
-    monkeypatch.setattr(PromptReader, "prompts", property(of))
+    monkeypatch.setattr(TransformersRunner, "read", of)
     core = core_of(engine)
     requests = [add(core, engine, prompt, max_new_tokens=4) for prompt in SHORT]
-    run(core, *requests)
-    assert [request.result().token_ids for request in requests] == [
-        plain_answer(engine, prompt, max_new_tokens=4) for prompt in SHORT
+    events = [pair for _ in range(9) for pair in core.step()]
+    assert [(request, str(error)) for request, error in events if isinstance(error, Exception)] == [
+        (requests[2], "no memory for the states")
     ]
-
-
-def test_the_weights_of_a_pass_are_all_products_however_they_are_stored() -> None:
-    model = tiny_model("llama")
-    before = SlotBytes().of_weights(Engine(model))
-    assert SlotBytes().of_weights(Engine(model.sped_up())) == before
+    for request, prompt in zip(requests[:2], SHORT, strict=False):
+        assert request.result().token_ids == plain_answer(engine, prompt, max_new_tokens=4)
+    assert not core.has_work

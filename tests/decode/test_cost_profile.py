@@ -20,7 +20,6 @@ from draftheads.decode.step_timer import StepTimer, typical_tree, wait_for
 from draftheads.errors import CacheWarning, CheckpointError, SpeedWarning
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Draft
 from draftheads.utils.machine import OtherPrograms
 from fake_cuda import GPU, FakeCuda
 from families import by_hand, tiny_head, tiny_model
@@ -297,13 +296,6 @@ def test_a_long_text_that_needs_too_much_memory_is_not_measured(
     assert {point.rows for point in found.points if point.text_tokens == 1024} == {1, 4}
 
 
-def test_a_real_long_text_costs_more(head: DraftHead) -> None:
-    timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
-    timer.milliseconds("verify", 1, 2, text_tokens=1024)
-    assert timer._target(1, 1024).lengths == [1024]
-    assert timer.bytes_per_token == timer._target(1, 1024).cache.num_bytes // timer._target(1, 1024).cache.capacity > 0
-
-
 def test_a_single_outlier_does_not_count(target: TargetModel, head: DraftHead) -> None:
     found = fake(target, head, lambda *place: linear(*place) * (20 if FakeTimer.asked.count(place) == 0 else 1))
     assert found.verify(1, 4) == pytest.approx(24.0)
@@ -330,24 +322,6 @@ def test_a_point_above_the_others_is_lowered() -> None:
     assert [cost.verify(1, nodes) for nodes in (1, 8, 16)] == [10.0, 14.0, 22.0]
     assert cost.verify(1, 4) == pytest.approx(10.0 + 3 * 4 / 7)
     assert by_hand([("verify", 1, 1, 12.0), ("verify", 1, 4, 10.0)]).verify(1, 1) == 10.0
-
-
-def test_rows_have_256_tokens_of_text(target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
-    assert timer.length == 256
-    assert StepTimer(target, head).length == 128, "it knows 256 positions"
-    seen: list[tuple[int, ...]] = []
-    verify = module.StepTimer._target(timer, 2, 256).verify
-
-    def watched(draft: Draft) -> Any:
-        found = verify(draft)
-        seen.append((*draft.token_ids.shape, timer._target(2, 256).cache.window.span))
-        return found
-
-    monkeypatch.setattr(timer._target(2, 256), "verify", watched)
-    for _ in range(2):
-        assert timer.milliseconds("verify", 2, 5) > 0
-    assert seen == [(2, 5, 261)] * 2
 
 
 def test_a_draft_is_timed_after_a_pass_of_the_model(

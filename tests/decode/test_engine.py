@@ -27,8 +27,8 @@ from draftheads.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from draftheads.models.kv_target import Target
 from draftheads.models.model import StepMode
+from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst, Shape
 from fake_progress import FakeProgress
@@ -399,7 +399,7 @@ BAD_INPUTS: list[tuple[str, Callable[[Engine], object], type[DraftHeadsError], s
 @pytest.fixture
 def no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bad input must show before any work is done."""
-    monkeypatch.setattr(Target, "prefill", lambda *_: pytest.fail("the model was asked"))
+    monkeypatch.setattr(TransformersRunner, "read", lambda *_: pytest.fail("the model was asked"))
 
 
 @pytest.mark.parametrize(("name", "give", "error", "words"), BAD_INPUTS, ids=[row[0] for row in BAD_INPUTS])

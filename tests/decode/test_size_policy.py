@@ -671,10 +671,10 @@ def test_equal_requests_take_equal_steps() -> None:
         join(batch, engine.requests([PROMPTS[1]], max_new_tokens=30))
         drafted.append([])
         while batch.requests:
-            before = batch.target.verify
-            batch.target.verify = lambda draft: (drafted[-1].append(draft.num_nodes), before(draft))[1]  # noqa: B023
+            before = batch.runner.verify
+            batch.runner.verify = lambda rows, draft: (drafted[-1].append(draft.num_nodes), before(rows, draft))[1]  # noqa: B023
             batch.step()
-            batch.target.verify = before
+            batch.runner.verify = before
     assert drafted[0] == drafted[1]
 
 

@@ -65,8 +65,9 @@ def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graph
     hidden, tokens = torch.zeros(3, 200, model.hidden_size), torch.ones(3, 200, dtype=torch.long)
     session.observe(Context(hidden, tokens, torch.tensor([200, 3, 9]), tokens[:, 0]))
     assert isinstance(session.session, DraftModelSession)
-    cache = session.session._target.cache
-    assert drafter.bytes_per_slot == cache.num_bytes / (3 * cache.capacity) == 2 * 4 * 8 * 4
+    runner: Any = session.session._runner
+    rows, slots = runner.cache.shape
+    assert drafter.bytes_per_slot == runner.num_bytes / (rows * slots) == 2 * 4 * 8 * 4
     assert Copying(tiny_head("medusa", model)).bytes_per_slot == 0
 
 

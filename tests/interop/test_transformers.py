@@ -37,10 +37,10 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.interop.transformers import CustomGenerate, custom_generate
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import resolve_model
-from draftheads.speculation.draft import AcceptResult
+from draftheads.runners.native_runner import NativeRunner
+from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.shapes import Sampled
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, VOCAB, PlantedDrafter, tiny_head, tiny_model, tiny_profile
@@ -382,13 +382,9 @@ def test_sampled_rows_have_the_distribution_of_the_model(world: World, monkeypat
     """Of rows that are ahead of each other: Pearson's test on the joint distribution of three tokens."""
     model, head = world()
     accepted: Counter[int] = Counter()
-    commit = Target.commit
-
-    def counting(self: Target, result: AcceptResult, counts: list[int]) -> None:
-        accepted.update(counts)
-        commit(self, result, counts)
-
-    monkeypatch.setattr(Target, "commit", counting)
+    for kind in (NativeRunner, TransformersRunner):
+        commit = kind.commit
+        monkeypatch.setattr(kind, "commit", lambda *args, own=commit: (accepted.update(args[-1]), own(*args))[1])
     loop = drafting(head, tree=TREES["cartesian"])
     output = generate(model, loop, [PROMPT] * 3000, **SAMPLED, max_new_tokens=LENGTH, eos_token_id=UNUSED)
     assert accepted[2] > 100, "drafts are accepted"
@@ -460,8 +456,9 @@ def test_tokens_are_streamed_at_each_step(world: World, monkeypatch: pytest.Monk
     loop = drafting(head, tree=TREES["cartesian"])
     loop.engine(model)
     passes: list[int] = []
-    verify = Target.verify
-    monkeypatch.setattr(Target, "verify", lambda self, draft: passes.append(1) or verify(self, draft))
+    for kind in (NativeRunner, TransformersRunner):
+        verify = kind.verify
+        monkeypatch.setattr(kind, "verify", lambda *args, own=verify: passes.append(1) or own(*args))
 
     class Clocked(Stream):
         def put(self, value: Tensor) -> None:

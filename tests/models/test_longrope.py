@@ -15,7 +15,6 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import PromptTooLong
 from draftheads.interop.transformers import custom_generate
 from draftheads.loading import load
-from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import ModelTokenizer
 from draftheads.settings import SamplingSettings
@@ -23,6 +22,7 @@ from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst
 from draftheads.train.training_data import read_texts
 from families import SMALL, IntegerTokenizer, PlantedRandomTrees, tiny_head
+from target_rows import Target
 from training_world import chat, chat_model, chat_options, chat_tokenizer, write_chats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,7 +128,7 @@ def test_custom_generate_counts_the_longest_answer_of_each_row() -> None:
 
 
 def test_prompts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftheads.models.kv_target.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("draftheads.runners.transformers_runner.CHUNK_TOKENS", 16)
     assert texts(longrope()) == expected()
 
 
@@ -158,7 +158,7 @@ def test_a_shorter_limit_by_hand_keeps_the_short_factors() -> None:
     model = TargetModel.of(stock("phi3"), IntegerTokenizer(), max_length=ORIGINAL)
     target = Target(model)
     target.prefill([[5], [6]], [ORIGINAL + 1, ORIGINAL + 2])
-    assert target.are_long == [False, True]
+    assert [row.is_long for row in target.rows] == [False, True]
     with pytest.raises(PromptTooLong, match=f"has {ORIGINAL} tokens; Phi3ForCausalLM takes at most {ORIGINAL - 1}"):
         Engine(model).generate([[3] * ORIGINAL])
     [result] = Engine(model).generate([PROMPTS[1]], max_new_tokens=1000, ignore_eos=True)

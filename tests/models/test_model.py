@@ -13,7 +13,7 @@ from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.optimise import speed_up
 from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
-from draftheads.models.structure import check_trees
+from draftheads.runners.structure import check_trees
 from families import FAMILIES, SMALL, VOCAB, IntegerTokenizer, tiny_model
 
 MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}

@@ -6,7 +6,7 @@ import pytest
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.prompt_reader import PromptReader
+from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.serve.scheduler import Lane
 from families import TREES, tiny_head, tiny_model
 from scheduler_world import Inbox, iterate, plain_answer, run_to_end, scheduler_of, submit
@@ -21,9 +21,11 @@ def test_no_stream_waits_longer_than_two_steps_and_a_chunk(method: str | None, m
     head = None if method is None else tiny_head(method, model)
     engine = Engine(model, head, shape=TREES["chain"] if head else None)
     passes: list[int] = []  # 0 for a step, else the prompt tokens of a pass
-    step, read = Batch.step, PromptReader.read
+    step, read = Batch.step, TransformersRunner.read
     monkeypatch.setattr(Batch, "step", lambda batch: (passes.append(0), step(batch))[1])
-    monkeypatch.setattr(PromptReader, "read", lambda reader, most: passes.append(read(reader, most)) or passes[-1])
+    monkeypatch.setattr(
+        TransformersRunner, "read", lambda *args: (passes.append(sum(map(len, args[2]))), read(*args))[1]
+    )
     scheduler = scheduler_of({"m": engine}, chunk_tokens=CHUNK, kv_bytes=1 << 26)
     streams: list[tuple[Inbox, list[int]]] = []  # and how many passes there were at each event
     for number in range(8):
@@ -39,7 +41,7 @@ def test_no_stream_waits_longer_than_two_steps_and_a_chunk(method: str | None, m
     for wait in waits:
         assert wait.count(0) <= 2
         assert sum(wait) <= CHUNK
-    assert max(map(len, waits)) == 3, "the long prompt gets a lane of its own"
+    assert max(map(len, waits)) == 2, "a chunk and a step"
     assert late.answer == plain_answer(engine, prompt, max_new_tokens=10)
     for number, (inbox, _) in enumerate(streams):
         assert inbox.token_ids == plain_answer(engine, [3 + number, 5, 6], max_new_tokens=80)

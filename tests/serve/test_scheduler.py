@@ -1,6 +1,5 @@
 """The scheduler driven iteration by iteration: turns, limits, deadlines, failures, memory and its end."""
 
-import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -8,18 +7,18 @@ from concurrent.futures import Future
 from threading import Event, get_ident
 from typing import Any
 from unittest.mock import Mock
-from weakref import ref
 
 import pytest
 
 from draftheads.decode.batch import Batch
-from draftheads.decode.core import RunningLane
+from draftheads.decode.core import RunningLane, bytes_per_token
 from draftheads.decode.engine import Engine
-from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import StreamEvent
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
 from draftheads.heads.stateful import StatefulSession
+from draftheads.runners.runner import Row
+from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler, Snapshot
 from families import GROWING, TREES, tiny_head, tiny_model
 from scheduler_world import (
@@ -41,7 +40,7 @@ ENGINES = {
     "plain": Engine(MODEL),
 }
 PLAIN = Lane("plain")
-PER_SLOT = scheduler_of(ENGINES).core.sizes.per_slot(ENGINES["m"])
+PER_SLOT = bytes_per_token(ENGINES["m"])
 
 
 def plain(prompt: list[int], **settings: Any) -> tuple[int, ...]:
@@ -116,7 +115,7 @@ def test_no_client_fills_the_queue_alone():
 
 
 def test_a_request_that_cannot_fit_is_refused_at_once():
-    exact = (128 + 128) * PER_SLOT  # the row and its prompt
+    exact = 128 * PER_SLOT
     fits = scheduler_of(ENGINES, kv_bytes=exact)
     submit(fits, [3] * 50, PLAIN, max_new_tokens=77)
     with pytest.raises(TooLarge, match=r"77 new tokens need 0 MiB .* ask for fewer tokens"):
@@ -245,14 +244,14 @@ def test_a_step_that_fails_fails_the_jobs_of_its_batch_only(
 def test_an_error_in_one_request_fails_it_alone(monkeypatch: pytest.MonkeyPatch):
     scheduler = scheduler_of(ENGINES)
     bad_text, other, bad_prompt = (submit(scheduler, [3, 4, number]) for number in (5, 6, 7))
-    read = PromptReader.read
+    read = TransformersRunner.read
 
-    def failing(reader: PromptReader, most: int) -> int:
-        if bad_prompt[0].request in reader.requests:
+    def failing(runner: TransformersRunner, rows: list[Row], token_ids: list[list[int]]) -> object:
+        if [3, 4, 7] in token_ids:
             raise ValueError("no such prompt")
-        return read(reader, most)
+        return read(runner, rows, token_ids)
 
-    monkeypatch.setattr(PromptReader, "read", failing)
+    monkeypatch.setattr(TransformersRunner, "read", failing)
     iterate(scheduler, 1)
     bad_text[0].request._stream.push = Mock(side_effect=ValueError("no such token"))  # type: ignore[method-assign]
     run_to_end(scheduler)
@@ -280,15 +279,14 @@ def test_a_callback_that_raises_is_logged_and_its_job_cancelled(caplog: pytest.L
 
 
 def test_a_token_takes_the_states_of_all_layers_that_a_head_reads():
-    sizes = scheduler_of(ENGINES).core.sizes
-    of_one, of_two = (sizes.per_slot(Engine(MODEL, tiny_head(method, MODEL))) for method in ("eagle", "eagle3"))
+    of_one, of_two = (bytes_per_token(Engine(MODEL, tiny_head(method, MODEL))) for method in ("eagle", "eagle3"))
     assert of_two - of_one == MODEL.hidden_size * MODEL.dtype.itemsize
 
 
 @pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "amphista", "small-llama"])
 def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(method: str):
     engine = Engine(MODEL, Copying(tiny_head(method, MODEL)), shape=TREES["chain"])
-    limit = 6 * 128 * scheduler_of({"m": engine}).core.sizes.per_slot(engine)
+    limit = 6 * 128 * bytes_per_token(engine)
     scheduler = scheduler_of({"m": engine}, kv_bytes=limit, max_rows=8)
     for n, length in enumerate((20, 110, 20, 3, 40, 100, 7)):
         submit(scheduler, [3 + n] * length, max_new_tokens=60)
@@ -308,19 +306,8 @@ def history_bytes(lane: RunningLane) -> int:
     return sum(part.untyped_storage().nbytes() for layer in kept for part in layer)
 
 
-def test_what_is_known_of_a_size_goes_with_its_engine():
-    """A head that was replaced is freed."""
-    engines = {"m": Engine(MODEL, tiny_head("eagle", MODEL))}
-    scheduler, old = scheduler_of(engines), ref(engines["m"].drafter)
-    scheduler.core.engines = {"m": Engine(MODEL)}
-    engines.clear()
-    gc.collect()
-    assert old() is None
-    assert scheduler.core.sizes.per_slot(scheduler.engines["m"]) > 0
-
-
 def test_requests_wait_for_memory_and_never_take_more():
-    limit = 5 * 128 * PER_SLOT  # two rows of a block, or one of two blocks, and prompts
+    limit = 5 * 128 * PER_SLOT  # five rows of a block, or fewer of two blocks
     scheduler = scheduler_of(ENGINES, kv_bytes=limit, max_rows=8)
     prompts = [[3 + n] * (110 if n == 2 else 20) for n in range(7)]
     inboxes = [submit(scheduler, prompt, PLAIN, max_new_tokens=60)[1] for prompt in prompts]
@@ -332,7 +319,7 @@ def test_requests_wait_for_memory_and_never_take_more():
 
 
 def test_cached_texts_make_room_for_requests():
-    scheduler = scheduler_of(ENGINES, kv_bytes=4 * 128 * PER_SLOT)
+    scheduler = scheduler_of(ENGINES, kv_bytes=3 * 128 * PER_SLOT)
     for n in range(6):
         submit(scheduler, [3 + n] * 60, PLAIN)
         run_to_end(scheduler)
@@ -341,23 +328,21 @@ def test_cached_texts_make_room_for_requests():
     _, inbox = submit(scheduler, [9] * 100, PLAIN, max_new_tokens=100)
     iterate(scheduler)
     assert scheduler.snapshot().running == 1, "it did not wait"
+    iterate(scheduler, 30)  # its row has two blocks
     assert scheduler.snapshot().prefix_bytes < full
     run_to_end(scheduler)
     assert len(inbox.answer) == 100
 
 
-def test_memory_that_a_long_row_left_is_freed_for_the_next_one():
-    """The cache of a batch shrinks only when half of it is unused; a request that waits for the rest has it freed."""
-    scheduler = scheduler_of(ENGINES, kv_bytes=4 * 128 * PER_SLOT)
+def test_memory_that_a_long_row_left_is_free_for_the_next_one():
+    scheduler = scheduler_of(ENGINES, kv_bytes=3 * 128 * PER_SLOT)
     for token, length in ((3, 100), (4, 100), (5, 2)):
         submit(scheduler, [token] * 5, PLAIN, max_new_tokens=length)
     iterate(scheduler, 2)
-    cache = scheduler.core.lanes[0].batch.target.cache
-    assert (cache.num_rows, cache.held_rows) == (2, 3)
-    submit(scheduler, [6] * 5, Lane("m"), max_new_tokens=100)  # a block for its row, and one for its prompt
+    assert scheduler.snapshot().running == 2
+    submit(scheduler, [6] * 5, Lane("m"), max_new_tokens=100)
     iterate(scheduler)
     assert scheduler.snapshot().running == 3
-    assert cache.held_rows == 2
     run_to_end(scheduler)
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from draftheads.decode.core import bytes_per_token
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import GrammarCompiler
 from draftheads.errors import InvalidSettings, TooLarge
-from draftheads.models.kv_target import slots_for
+from draftheads.runners import num_slots
 from draftheads.serve.scheduler import JobFailed
 from draftheads.serve.scoring import score
 from families import tiny_model
@@ -79,8 +80,8 @@ def scored(scheduler: Any, engine: Engine, prompt: list[int]) -> Any:
 def test_scored_prompts_are_part_of_the_memory_budget():
     engine = Engine(tiny_model("llama", max_position_embeddings=4096))
     prompt = [3 + number % 20 for number in range(900)]
-    size = scheduler_of({"m": engine}).core.sizes.per_slot(engine)
-    alone = slots_for(engine.model, 900) * size
+    size = bytes_per_token(engine)
+    alone = num_slots(engine.model, [900]) * size
     free = scored(scheduler_of({"m": engine}, kv_bytes=1 << 28), engine, prompt)
     scheduler = scheduler_of({"m": engine}, kv_bytes=alone + 64 * size)
     inboxes = [submit(scheduler, [5 + number] * 300, max_new_tokens=40)[1] for number in range(2)]

@@ -124,7 +124,7 @@ class NativeStep:
     @property
     def bytes_per_token(self) -> int:
         model = self._model
-        return 2 * model.layers * model.groups * model.head_size * self.cache_dtype.itemsize
+        return int(2 * model.layers * model.groups * model.head_size * self.cache_dtype.itemsize)
 
     def run(
         self, token_ids: Tensor, texts: Texts, layers: Sequence[int] = (), *, last_position: int

@@ -140,7 +140,13 @@ class Batch:
         scores = logits if self._rules is None else self._rules.verified(logits, places, draft.depths)
         processed = None if self._rules is None else self._rules.processed(draft)
         result = accept(
-            draft, scores, self._settings, uniforms, self._seen, rejection_uniforms=rejection_uniforms, processed=processed
+            draft,
+            scores,
+            self._settings,
+            uniforms,
+            self._seen,
+            rejection_uniforms=rejection_uniforms,
+            processed=processed,
         )
         new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, asked)  # the step's one read
         if asked is not None:

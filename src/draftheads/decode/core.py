@@ -9,7 +9,7 @@ the same. A client also gives up rows when it has more of them than another one 
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice, zip_longest
@@ -119,8 +119,9 @@ class QueuedRequest:
     hidden: list[Tensor] = field(default_factory=list)  # parts (t, D or n·D)
 
     @property
-    def is_begun(self) -> bool:
-        return self.row is not None
+    def begun_row(self) -> Row:
+        assert self.row is not None, "reading has begun"
+        return self.row
 
 
 class WaitingLine:
@@ -317,7 +318,7 @@ class EngineCore(Generic[AnyEngine]):
         Raises:
             TooLarge: there is less memory, even without requests.
         """
-        limit, num_bytes = self.limits.kv_bytes, num_slots(engine.model, [abs(num_tokens)]) * _per_slot(engine)
+        limit, num_bytes = self.limits.kv_bytes, num_slots(engine.model, [abs(num_tokens)]) * bytes_per_token(engine)
         num_bytes = num_bytes if num_tokens > 0 else -num_bytes
         if limit is not None and self.held_bytes + num_bytes > limit:
             words = f"{num_bytes >> 20} MiB for keys and values; the server has {limit >> 20} MiB"
@@ -358,43 +359,57 @@ class EngineCore(Generic[AnyEngine]):
     def _admit_one(self, events: list[CoreEvent]) -> bool:
         """Whether a request joined. The events are of those that no engine can take any more."""
         rows = Counter(queued.client for lane in self.lanes for queued in lane.requests.values())
-        owner, most = max(rows.items(), key=lambda item: item[1], default=("", 0))
         is_full = self.num_running >= self.limits.max_rows
-        # a client gives a place up if it still has as many as the other one then
-        if is_full and most < self.waiting.fewest_rows(rows) + 2:
+        if is_full and self._giving_to(self.waiting.fewest_rows(rows), rows) is None:
             return False
         overtaken: list[QueuedRequest] = []
         kept_free = 0
         for queued in self.waiting.in_turn(rows, _CANDIDATES):
+            engine = self._engine_for(queued, events)
+            if engine is None:
+                continue
             giving = None
-            if most >= rows[queued.client] + 2:
-                giving = max(self._interruptible(owner), key=lambda pair: pair[1].admission)
-            try:
-                engine = self._engine_of(queued.lane)
-                if not self.num_running:
-                    self.check(queued.request, queued.lane)  # the engine may be another one by now
-            except DraftHeadsError as error:
-                if self.waiting.pop(queued):
-                    events.append((queued.request, error))
+            if is_full or not self._fits(queued, engine, kept_free):
+                giving = self._giving_to(rows[queued.client], rows)
+                if giving is None or not self._fits(queued, engine, kept_free, without=giving[1]):
+                    if not is_full:  # there is no memory for it
+                        overtaken.append(queued)
+                        if queued.num_overtaken >= _MOST_OVERTAKEN:
+                            kept_free += _num_bytes(engine, queued.lane, [self._expected_tokens(queued)])
+                    continue
+            if not self.waiting.pop(queued):  # it was cancelled meanwhile
                 continue
-            if not is_full and self._fits(queued, engine, kept_free):
-                giving = None
-            elif giving is None or not self._fits(queued, engine, kept_free, without=giving[1]):
-                if not is_full:  # there is no memory for it
-                    overtaken.append(queued)
-                    if queued.num_overtaken >= _MOST_OVERTAKEN:
-                        kept_free += _num_bytes(engine, queued.lane, [self._expected_tokens(queued)])
-                continue
-            if self.waiting.pop(queued):  # else it was cancelled meanwhile
-                if giving is not None:
-                    self._interrupt(*giving)
-                self._join(queued, engine)
-                for each in overtaken:
-                    each.num_overtaken += 1
-                return True
+            self._join(queued, engine, giving)
+            for each in overtaken:
+                each.num_overtaken += 1
+            return True
         return False
 
-    def _join(self, queued: QueuedRequest, engine: AnyEngine) -> None:
+    def _giving_to(self, num_rows: int, rows: Counter[str]) -> tuple[RunningLane[AnyEngine], QueuedRequest] | None:
+        """The request that gives its place to a client with so many rows: the latest one of the client with most.
+
+        None if that one would then have fewer rows than this client.
+        """
+        owner = max(rows, key=rows.__getitem__, default="")
+        if rows[owner] < num_rows + 2:
+            return None
+        return max(self._interruptible(owner), key=lambda pair: pair[1].admission)
+
+    def _engine_for(self, queued: QueuedRequest, events: list[CoreEvent]) -> AnyEngine | None:
+        """None if it cannot take the request any more, which ends: the engine may be another one by now."""
+        try:
+            self.check(queued.request, queued.lane)
+        except DraftHeadsError as error:
+            if self.waiting.pop(queued):
+                events.append((queued.request, error))
+            return None
+        return self._engine_of(queued.lane)
+
+    def _join(
+        self, queued: QueuedRequest, engine: AnyEngine, giving: tuple[RunningLane[AnyEngine], QueuedRequest] | None
+    ) -> None:
+        if giving is not None:
+            self._interrupt(*giving)
         lane = next((each for each in self.lanes if each.lane == queued.lane and each.engine is engine), None)
         if lane is None:
             lane = RunningLane(queued.lane, engine, self._on_phase)
@@ -459,11 +474,15 @@ class EngineCore(Generic[AnyEngine]):
         if more is not None:
             lanes.setdefault((more[0], more[1].lane), []).append(more[1])
         return self.held_bytes + sum(
-            _num_bytes(engine, lane, [
-                self._expected_tokens(queued) if headroom else queued.request.num_tokens
-                for queued in members
-                if queued is not without
-            ])
+            _num_bytes(
+                engine,
+                lane,
+                [
+                    self._expected_tokens(queued) if headroom else queued.request.num_tokens
+                    for queued in members
+                    if queued is not without
+                ],
+            )
             for (engine, lane), members in lanes.items()
         )
 
@@ -486,7 +505,7 @@ class EngineCore(Generic[AnyEngine]):
             for queued in lane.requests.values()
             if client in (None, queued.client)
         ]
-        begun = {queued for _, queued in self.reading if queued.is_begun}
+        begun = {queued for _, queued in self.reading if queued.row is not None}
         return [pair for pair in pairs if pair[1] not in begun] or pairs
 
     def _interrupt(self, lane: RunningLane[AnyEngine], queued: QueuedRequest) -> None:
@@ -530,12 +549,12 @@ class EngineCore(Generic[AnyEngine]):
         left = {pair: self._num_left(pair[1]) for pair in self.reading}
         shortest = min(self.reading, key=left.__getitem__, default=None)
         chosen: Counter[tuple[RunningLane[AnyEngine], QueuedRequest]] = Counter()
-        coming = {digest for _, queued in self.reading if queued.is_begun for digest in queued.digests}
+        coming = {digest for _, queued in self.reading if queued.row is not None for digest in queued.digests}
         for pair, limit in [(shortest, most - most // 2), *((pair, most) for pair in self.reading)]:
             if pair is None:
                 continue
             queued = pair[1]
-            if not queued.is_begun and pair not in chosen:
+            if queued.row is None and pair not in chosen:
                 first_new = self.prefixes.num_known(queued.digests) // BLOCK_TOKENS
                 if any(digest in coming for digest in queued.digests[first_new + _WORTH_WAITING :][:1]):
                     continue  # another one reads the same beginning
@@ -560,14 +579,14 @@ class EngineCore(Generic[AnyEngine]):
             self._leave(lane, queued)
             return [(queued.request, error)]
         self.tokens_read += sum(counts.values())
-        ended = {queued: last for queued, last in read.items() if queued.row.length == len(queued.token_ids)}
+        ended = {queued: last for queued, last in read.items() if queued.begun_row.length == len(queued.token_ids)}
         if not ended:
             return []
         keep = self._keeps_answers or len(self.waiting) or len(self.reading) > len(ended)
         for queued in ended:
             queued.hidden = [torch.cat(queued.hidden)]
             if keep:
-                entries = lane.batch.runner.entries(queued.row, len(queued.token_ids))
+                entries = lane.batch.runner.entries(queued.begun_row, len(queued.token_ids))
                 self.prefixes.add(queued.digests, ReadText(queued.token_ids, entries, queued.hidden[0]))
         self.reading = [pair for pair in self.reading if pair[1] not in ended]
         new = [queued.request for queued in ended if not queued.request.token_ids]
@@ -580,8 +599,8 @@ class EngineCore(Generic[AnyEngine]):
         for queued in counts:
             if queued.row is None:
                 self._begin(lane, queued)
-        rows = [queued.row for queued in counts]
-        chunks = [queued.token_ids[queued.row.length :][:count] for queued, count in counts.items()]
+        rows = [queued.begun_row for queued in counts]
+        chunks = [queued.token_ids[queued.begun_row.length :][:count] for queued, count in counts.items()]
         last = {}
         for queued, (states, hidden) in zip(counts, runner.read(rows, chunks), strict=True):
             queued.hidden.append(hidden)
@@ -603,7 +622,9 @@ class EngineCore(Generic[AnyEngine]):
         hidden = [queued.hidden[0] for queued in ended]
         for queued in ended:
             queued.hidden = []
-        return lane.batch.join([queued.request for queued in ended], [queued.row for queued in ended], logits, hidden)
+        return lane.batch.join(
+            [queued.request for queued in ended], [queued.begun_row for queued in ended], logits, hidden
+        )
 
     def _advance(
         self, lane: RunningLane[AnyEngine], requests: list[Request], work: Callable[[], list[StreamEvent]]
@@ -629,7 +650,7 @@ def _but_last(queued: QueuedRequest) -> list[Hashable]:
     return queued.digests[: (len(queued.token_ids) - 1) // BLOCK_TOKENS]
 
 
-def _per_slot(engine: DecodingEngine) -> int:
+def bytes_per_token(engine: DecodingEngine) -> int:
     """Memory of one token: keys, values and hidden states, and what the drafter keeps of it."""
     model = engine.model
     states = max(1, len(engine.hidden_layers)) * model.hidden_size * model.dtype.itemsize
@@ -638,4 +659,4 @@ def _per_slot(engine: DecodingEngine) -> int:
 
 def _num_bytes(engine: DecodingEngine, lane: Lane, lengths: Sequence[int]) -> int:
     """Memory of the requests of a lane, whose texts have so many tokens."""
-    return num_slots(engine.model, lengths, engine.most_nodes(lane.draft_nodes)) * _per_slot(engine)
+    return num_slots(engine.model, lengths, engine.most_nodes(lane.draft_nodes)) * bytes_per_token(engine)

@@ -66,7 +66,9 @@ class PrefixCache:
 
     def num_known(self, digests: Sequence[Hashable]) -> int:
         """How many tokens of a prompt begin a text that is kept."""
-        return BLOCK_TOKENS * next((n for n, digest in enumerate(digests) if digest not in self._with_block), len(digests))
+        return BLOCK_TOKENS * next(
+            (n for n, digest in enumerate(digests) if digest not in self._with_block), len(digests)
+        )
 
     def find(self, digests: Sequence[Hashable]) -> ReadText | None:
         """The longest beginning of a prompt that a text has; it shares the memory of the cache."""

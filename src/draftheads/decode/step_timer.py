@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead, HeadSession
+from draftheads.models.model import TargetModel
 from draftheads.runners import bytes_per_slot, runner_for
 from draftheads.runners.runner import Row, Runner
-from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
 from draftheads.speculation.draft import Context, Draft

@@ -92,8 +92,7 @@ class NativeRunner(Runner):
         self._rows.difference_update(rows)
 
     def entries(self, row: Row, num_tokens: int) -> Entries:
-        """They share the row's memory, whose first tokens never change."""
-        return (row.memory[..., :num_tokens, :],)
+        return (row.memory[..., :num_tokens, :].clone(memory_format=torch.contiguous_format),)
 
     @property
     def num_bytes(self) -> int:

@@ -75,7 +75,7 @@ class Runner(ABC):
 
     @abstractmethod
     def entries(self, row: Row, num_tokens: int) -> Entries:
-        """What was computed of the first tokens of a row; it stays as it is after :meth:`drop`."""
+        """A copy of what was computed of the first tokens of a row."""
 
     @property
     @abstractmethod

@@ -24,9 +24,9 @@ from draftheads.checkpoints.registry import base_in_zoo, zoo_heads
 from draftheads.data.batches import split_held_out
 from draftheads.data.json_lines import read_json_lines
 from draftheads.data.records import RecordedTokens, own_prompts, prompts_in
+from draftheads.decode.core import Lane
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
-from draftheads.decode.core import Lane
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_fingerprint

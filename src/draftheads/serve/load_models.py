@@ -12,8 +12,8 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import compiler_for
 from draftheads.errors import DraftHeadsError, InvalidSettings
 from draftheads.loading import engine_on, find_template, load_target, name_of
-from draftheads.runners import bytes_per_slot
 from draftheads.models.model import TargetModel
+from draftheads.runners import bytes_per_slot
 from draftheads.serve.state import ServedModel
 from draftheads.settings import LoadSettings
 from draftheads.speculation.shapes import BestPaths

@@ -13,8 +13,8 @@ from draftheads.decode.request import GenerationResult
 from draftheads.errors import InvalidSettings
 from draftheads.interop.audit.answer import Answer
 from draftheads.interop.audit.settings import AuditSettings, CheckName, is_json
-from draftheads.runners import runner_for
 from draftheads.models.prompt_text import token_ids_of
+from draftheads.runners import runner_for
 from draftheads.settings import Grammar, SamplingSettings
 from draftheads.utils.progress import Progress
 

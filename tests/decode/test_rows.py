@@ -1,98 +1,19 @@
-"""Prompts that are read in chunks, from a known beginning on, and rows that a batch adopts or drops."""
+"""Rows that join a batch and leave it."""
 
 import pytest
 import torch
 
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.prompt_reader import PromptReader, ReadText
+from draftheads.decode.prefix_cache import ReadText
 from draftheads.decode.request import Request
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
 from draftheads.speculation.drafter import Drafter
-from families import FAMILIES, TREES, tiny_head, tiny_model
+from families import TREES, tiny_head, tiny_model
 from scheduler_world import join, plain_answer, request_of
-from thorough import some
-
-PROMPT = [3 + n * n % 20 for n in range(50)]
-
-
-def read_text(model: TargetModel, token_ids: list[int], *, chunk: int = 100) -> ReadText:
-    reader = PromptReader(model, [request_of(Engine(model), token_ids)])
-    while reader.num_left:
-        reader.read(chunk)
-    return reader.prompts[0].text
-
-
-def check_text(model: TargetModel, text: ReadText, token_ids: list[int]) -> None:
-    """Against one pass over the whole text."""
-    assert text.token_ids == token_ids
-    expected = model.hidden_states(torch.tensor([token_ids]))[0]
-    torch.testing.assert_close(text.hidden, expected, rtol=0, atol=1e-4)
-    whole = read_text(model, token_ids)
-    assert text.entries.num_slots == len(token_ids)
-    for found, wanted in zip(text.entries.layers, whole.entries.layers, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
-
-
-@pytest.mark.few(5)
-@pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gemma3_text", "gpt2"))
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_and_known_beginnings_change_nothing(name: str, chunk: int):
-    model = tiny_model(name)
-    for known in (None, 1, 20, 49):
-        request = request_of(Engine(model), PROMPT)
-        before = None if known is None else read_text(model, PROMPT[:known])
-        reader = PromptReader(model, [request], [before])
-        counts = []
-        while reader.num_left:
-            counts.append(reader.read(chunk))
-        assert sum(counts) == 50 - (known or 0)
-        assert max(counts) <= chunk
-        [prompt] = reader.prompts
-        logits = model.logits(model.hidden_states(torch.tensor([PROMPT]))[0, -1])
-        torch.testing.assert_close(prompt.logits, logits, rtol=0, atol=1e-4)
-        check_text(model, prompt.text, PROMPT)
-        batch = Batch(model, Engine(model).drafter)
-        assert batch.adopt([prompt])[0].token_ids == plain_answer(Engine(model), PROMPT)[:1]
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gemma3_text", "gpt2"))
-def test_prompts_side_by_side_are_read_as_alone(name: str):
-    """Of different lengths, and from beginnings of different lengths on."""
-    model = tiny_model(name)
-    prompts = [PROMPT, PROMPT[:1], [9, 9, 4], PROMPT[:30]]
-    known = [read_text(model, PROMPT[:20]), None, None, read_text(model, PROMPT[:29])]
-    requests = [request_of(Engine(model), prompt) for prompt in prompts]
-    reader = PromptReader(model, requests, known)
-    assert reader.read(100) == 30 + 1 + 3 + 1
-    for prompt, read in zip(prompts, reader.prompts, strict=True):
-        check_text(model, read.text, prompt)
-        logits = model.logits(model.hidden_states(torch.tensor([prompt]))[0, -1])
-        torch.testing.assert_close(read.logits, logits, rtol=0, atol=1e-4)
-
-
-def test_the_last_token_is_read_even_if_all_are_known():
-    model = tiny_model("llama")
-    reader = PromptReader(model, [request_of(Engine(model), PROMPT)], [read_text(model, PROMPT)])
-    assert reader.num_left == 1
-    reader = PromptReader(model, [request_of(Engine(model), PROMPT[:30])], [read_text(model, PROMPT).first(30)])
-    assert reader.num_left == 1
-
-
-def test_a_known_beginning_is_copied():
-    model = tiny_model("llama")
-    known = read_text(model, PROMPT[:20])
-    keys = known.entries.layers[0][0].clone()
-    reader = PromptReader(model, [request_of(Engine(model), PROMPT)], [known])
-    reader.read(100)
-    with torch.inference_mode():
-        reader.prompts[0].text.entries.layers[0][0].zero_()
-    assert torch.equal(known.entries.layers[0][0], keys)
-
 
 # --- rows that leave ---
 
@@ -139,7 +60,7 @@ def test_a_row_that_leaves_is_reported_with_all_that_was_read_of_it(name: str):
     engine = Engine(model, tiny_head("hydra", model), shape=TREES["cartesian"])
     batch = engine.batch()
     seen: dict[Request, ReadText] = {}
-    batch.on_leave = lambda request, text: seen.setdefault(request, text.copied()) and None
+    batch.on_leave = lambda request, text: seen.setdefault(request, text) and None
     requests = [request_of(engine, [4 + n, 5, 6, *[7] * n], max_new_tokens=9 + n) for n in range(4)]
     join(batch, requests[:3])
     batch.step()
@@ -147,12 +68,19 @@ def test_a_row_that_leaves_is_reported_with_all_that_was_read_of_it(name: str):
     batch.step()
     batch.drop([requests[1]])
     while batch.requests:
-        assert batch.num_bytes >= batch.target.cache.num_bytes + sum(batch.target.lengths) * 32 * 4
+        assert batch.num_bytes >= batch.runner.num_bytes + sum(row.length for row in batch.rows) * 32 * 4
         batch.step()
     for request in requests:
         whole = [*request.prompt_ids, *request.token_ids]
         assert len(seen[request].token_ids) in (len(whole), len(whole) - 1)
-        check_text(model, seen[request], whole[: len(seen[request].token_ids)])
+        text = seen[request]
+        assert text.token_ids == whole[: len(text.token_ids)]
+        expected = model.hidden_states(torch.tensor([text.token_ids]))[0]
+        torch.testing.assert_close(text.hidden, expected, rtol=0, atol=1e-4)
+        runner = runner_for(model)
+        [row], _, _ = runner.prefill([text.token_ids])
+        right = runner.entries(row, len(text.token_ids))
+        torch.testing.assert_close(text.entries, right, rtol=0, atol=1e-4)
     assert batch.num_bytes == 0
 
 

@@ -21,9 +21,9 @@ from draftheads.cpu.fused_modules import FusedAttention, FusedNorm
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import RoundingWarning, SpeedWarning, UnsupportedModel
 from draftheads.loading import checked, load_target
-from draftheads.models import kv_target
 from draftheads.models.model import TargetModel
-from draftheads.models.structure import check_numbers, check_trees, own_numbers, probe_of
+from draftheads.runners import transformers_runner
+from draftheads.runners.structure import check_numbers, check_trees, own_numbers, probe_of
 from families import ALL_FAMILIES, FAMILIES, IntegerTokenizer, needs_library, tiny_head, tiny_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
@@ -129,10 +129,14 @@ def broken(  # noqa: C901 - a list of parts
 
     def breaks(part: str) -> None:
         if part == "window":
-            monkeypatch.setattr(kv_target, "within_window", partial(_later, kv_target.within_window))
+            monkeypatch.setattr(
+                transformers_runner, "within_window", partial(_later, transformers_runner.within_window)
+            )
         elif part == "positions":
-            own = kv_target.Target._positions
-            monkeypatch.setattr(kv_target.Target, "_positions", lambda *args: own(*args) + (args[2] > 1).long())
+            own = transformers_runner.TransformersRunner._positions
+            monkeypatch.setattr(
+                transformers_runner.TransformersRunner, "_positions", lambda *args: own(*args) + (args[2] > 1).long()
+            )
         elif part == "final cap":
             monkeypatch.setattr(TargetModel, "_softcap", None)
         elif part == "logit scale":

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from draftheads.decode.engine import Engine
-from draftheads.models import kv_cache
-from draftheads.models import kv_target as target
-from draftheads.models.graphs import Outputs, StaticOnly, StepGraphs, capture_for
-from draftheads.models.kv_target import Target, padded_nodes
 from draftheads.models.model import StepMode, TargetModel
+from draftheads.runners import runner
+from draftheads.runners import transformers_runner as target
+from draftheads.runners.graphs import Outputs, StaticOnly, StepGraphs, capture_for
+from draftheads.runners.transformers_runner import padded_nodes
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
 from fake_cuda import GPU, FakeCuda, Place
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedDrafter, PlantedRandomTrees, tiny_head, tiny_model
 from scheduler_world import join
+from target_rows import Target
 from thorough import some
 
 EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
@@ -35,7 +36,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake.install(monkeypatch)
     monkeypatch.setattr(target, "capture_for", lambda _: fake.capture)
     monkeypatch.setattr(target, "STATIC_SLOTS", 32)
-    monkeypatch.setattr(kv_cache, "BLOCK_SLOTS", 16)
+    monkeypatch.setattr(runner, "BLOCK_SLOTS", 16)
     return fake
 
 
@@ -67,7 +68,7 @@ def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
         for each in (ordinary, fixed):
             each.commit(verdict, verdict.num_accepted.tolist())
     assert ordinary.lengths == fixed.lengths
-    assert fixed.cache.capacity % target.STATIC_SLOTS == 0
+    assert fixed.runner.cache.shape[1] % target.STATIC_SLOTS == 0
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, "llama", "gemma3_text"))
@@ -76,14 +77,14 @@ def test_dynamo_finds_one_graph_in_the_static_part(family: str) -> None:
     """It breaks at every read by the host, also where the value is of a tensor on the CPU."""
     at_work, tree = Target(static(tiny_model(family))), TREES["ragged"]
     at_work.prefill(PROMPTS)
-    at_work.cache.reserve(3, 32)
+    at_work.runner._reserve(32)
     tokens, lengths = torch.full((3, tree.num_nodes), 5), torch.tensor(at_work.lengths)
     step = tokens, torch.tensor([tree.depths]).repeat(3, 1), tree.ancestor_mask.repeat(3, 1, 1), lengths
     verify, move = (
         torch.compile(function, fullgraph=True, backend="eager")  # raises unless all of it is one graph
-        for function in (at_work.verify_static, at_work.move_static)
+        for function in (at_work.runner.verify_static, at_work.runner.move_static)
     )
-    for found, right in zip(verify(*step), at_work.verify_static(*step), strict=True):
+    for found, right in zip(verify(*step), at_work.runner.verify_static(*step), strict=True):
         torch.testing.assert_close(found, right)
     move(torch.tensor([[0, 2]] * 3), torch.tensor([2, 1, 2]), lengths)
 
@@ -297,12 +298,13 @@ def test_only_cuda_is_captured() -> None:
 def test_the_generation_changes_when_the_buffers_move() -> None:
     at_work = Target(tiny_model("llama"))
     at_work.prefill(PROMPTS)
-    before, keys = at_work.cache.generation, at_work.cache.layers[0].keys
-    at_work.cache.reserve(3, 100)
-    assert (at_work.cache.generation, at_work.cache.layers[0].keys) == (before, keys)
-    at_work.cache.reserve(3, 1000)
-    assert at_work.cache.generation != before
-    assert at_work.cache.layers[0].keys is not keys
+    cache = at_work.runner.cache
+    before, keys = cache.generation, cache.layers[0].keys
+    at_work.runner._reserve(100)
+    assert (cache.generation, cache.layers[0].keys) == (before, keys)
+    at_work.runner._reserve(1000)
+    assert cache.generation != before
+    assert cache.layers[0].keys is not keys
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -321,4 +323,4 @@ def test_cuda_graphs_give_the_results_of_the_function() -> None:
         path = torch.arange(8, device="cuda").repeat(3, 1)
         for each in (captured, plain):
             each.commit(AcceptResult(path, counts, counts), counts.tolist())
-    assert len(captured.graphs) == 2
+    assert len(captured.runner.graphs) == 2
