@@ -37,7 +37,7 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import Request
-from draftheads.decode.step_timer import StepTimer, wait_for
+from draftheads.decode.step_costs import StepTimer, typical_tree, wait_for
 from draftheads.drafters.copying import Copying
 from draftheads.errors import MissingDependency, ModelNotFound
 from draftheads.heads import head_classes
@@ -379,7 +379,8 @@ def drafting(options: Options, clock: Clock) -> Iterator[Row]:
         row: Row = {"head": method}
         for kind in ("static", "dynamic"):
             for rows in (1, 8):
-                times = [timer.milliseconds(kind, rows, 10) for _ in range(options.repeats + 3)][3:]
+                shape = typical_tree(10, depth=4, top_k=4) if kind == "static" else BestFirst(10)
+                times = [timer.draft(rows, shape) for _ in range(options.repeats + 3)][3:]
                 row[f"{kind}, {rows} rows, ms"] = round(statistics.median(times), 3)
         yield row
 

@@ -5,11 +5,11 @@ from typing import Any, Self
 
 import pytest
 import torch
+from draftheads.decode.cost_profile import CostPoint, CostProfile
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftheads.cpu.native_library import load_library
-from draftheads.decode.cost_profile import CostPoint, CostProfile
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from draftheads.decode.size_policy import SizePolicySession
+from draftheads.decode.step_timer import StepTimer
 from torch import Tensor
 
 from draftheads.data.batches import Batch as TrainingBatch
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicySession
-from draftheads.decode.step_timer import StepTimer
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from draftheads.decode.cost_profile import CostProfile
+from draftheads.decode.size_policy import SizePolicySession
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
@@ -13,9 +15,7 @@ from draftheads import loading
 from draftheads.checkpoints.checkpoint import read_head, save_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
 from draftheads.cli.main import main
-from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicySession
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.loading import find_template, load_target
 from draftheads.speculation.acceptance_profile import AcceptanceProfile

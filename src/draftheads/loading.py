@@ -21,8 +21,8 @@ from draftheads.checkpoints.registry import UNTRAINED_HEADS, find_head, find_pub
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.cpu.threads import thread_choice
 from draftheads.decode.acceptance_check import AcceptanceCheck
-from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
+from draftheads.decode.step_costs import costs_of
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
@@ -275,12 +275,12 @@ def head_engine(
         return Engine(target, whole, shape=calibrated(tree, known.temperatures), max_batch_size=max_batch_size)
     if acceptance is None:
         return Engine(target, whole, max_batch_size=max_batch_size)
-    cost = cost_of(target, drafter, extra_nodes=whole.extra_nodes, keep=keep_cost)
+    costs = costs_of(target, drafter, keep=keep_cost)
     return_freed_memory()
     check = None
     if acceptance.num_tokens and not acceptance.temperature:  # measured on greedy answers
         check = AcceptanceCheck(drafter.config.method, fspath(head), fspath(model))
-    return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, cost=cost, check=check)
+    return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, costs=costs, check=check)
 
 
 def copying(drafter: DraftHead, profile: AcceptanceProfile | None) -> Copying:
@@ -486,7 +486,6 @@ def _as_proved(target: TargetModel, probe: TargetModel, stock: Tensor, *, exact:
     except _MISFITS:  # a part of its layers, or of its embedding, is not known to the native library
         target, quick = replace(target, native=None), replace(quick, native=None)
         check_trees(quick, stock=stock)
-    target.step_mode.flat = quick.step_mode.flat
     return target
 
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from draftheads.decode.step_timer import STEP_TOKENS, StepTimer
 
 from draftheads.bench import drafting
 from draftheads.bench.drafting import DraftingCost, drafting_cost
-from draftheads.decode.step_timer import STEP_TOKENS, StepTimer
 from draftheads.speculation.tree import Tree
 from families import tiny_head, tiny_model
 

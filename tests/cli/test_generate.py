@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftheads.decode.size_policy import SizePolicy
 
 import draftheads
 from cli_world import Run, run_on_terminal, run_process
@@ -18,7 +19,6 @@ from draftheads.cli.options.generate import GenerateOptions
 from draftheads.cli.show import DRAFTED, drafted_text
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicy
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
 from draftheads.speculation.tree import Tree

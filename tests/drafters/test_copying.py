@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from draftheads.decode.size_policy import SizePolicy
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request
-from draftheads.decode.size_policy import SizePolicy
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from draftheads.decode.size_policy import SizePolicySession
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -34,7 +35,6 @@ from cli_world import letters_tokenizer
 from distribution import LENGTH, ODDS, PROMPT, joint_distribution, p_value
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicySession
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.interop.transformers import CustomGenerate, custom_generate
 from draftheads.models.model import TargetModel

@@ -5,7 +5,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from draftheads.decode.step_timer import StepTimer
+from draftheads.decode.step_costs import StepTimer
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
@@ -29,16 +29,15 @@ def drafting_cost(target: TargetModel, head: DraftHead) -> DraftingCost:
     """Times chains of 1, 2, … draft tokens in turn; a head's time is what its depth adds."""
     timer = StepTimer(target, head)
     chains = [Tree.chain(depth) for depth in range(1, head.max_depth + 1)]
-    parts = [partial(timer.draft_milliseconds, 1, chain) for chain in chains]
+    parts = [partial(timer.draft, 1, chain) for chain in chains]
     if head.needs_history:
-        parts.insert(0, partial(timer.read_milliseconds, 1))
+        parts.insert(0, partial(timer.read, 1))
     times: list[list[float]] = [[] for _ in parts]
-    with target.computing():
-        for repeat in range(_REPEATS + 2):
-            for own, part in zip(times, parts, strict=True):
-                milliseconds = part()
-                if repeat >= 2:  # after warming up
-                    own.append(milliseconds)
+    for repeat in range(_REPEATS + 2):
+        for own, part in zip(times, parts, strict=True):
+            milliseconds = part()
+            if repeat >= 2:  # after warming up
+                own.append(milliseconds)
     sums = [median(each) for each in times]
     prefix = sums.pop(0) if head.needs_history else 0.0
     before = [prefix, *sums[:-1]]

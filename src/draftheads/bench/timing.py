@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.step_timer import wait_for
+from draftheads.decode.step_costs import wait_for
 from draftheads.models.generation import ALL_TOKENS
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
@@ -152,8 +151,8 @@ def _print_count(results: Sequence[GenerationResult], seconds: float) -> None:
 
 def no_draft_sentence(engine: Engine, options: GenerateOptions | ChatOptions) -> str | None:
     """What to try where the head drafts nothing, because that would be slower than plain decoding."""
-    policy = engine.policy
-    if policy is None or policy.choose(np.ones(1))[0] is not None:
+    planner = engine.planner
+    if planner is None or planner.choose(1, follows=False)[0] is not None:
         return None
     trials = "Try --precision int8, or measure" if options.load.precision != "int8" else "Measure"
     copies = ", only copies from the text" if options.draft.copy else ""

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -13,8 +12,6 @@ from rich.text import Text
 from draftheads.bench.table import PARTS, Column, Row
 from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.decode.engine import Engine
-from draftheads.speculation.shapes import BestFirst
-from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 
 NEAR_TIES = """\
@@ -119,22 +116,22 @@ def explain_texts(table: Sequence[Row], console: Console, *, precision: str, sto
 
 def tree_sentence(name: str, engine: Engine) -> str:
     """Which tree is drafted for one request, and why."""
-    policy = engine.policy
-    if policy is None:
+    planner = engine.planner
+    if planner is None:
         return f"{name} always drafts the same tree."
-    shape, gain, rate = policy.choose(np.ones(1))
-    if shape is None:
-        copies = ", but copies from the text" if policy.extra_nodes else ""
+    way, nodes, rate = planner.choose(1, follows=False)
+    if way is None:
+        copies = ", but copies from the text" if planner.extra_nodes else ""
         return (
             f"With one request {name} drafts nothing{copies}: on this machine verifying draft tokens takes more time "
             "than it saves."
         )
-    assert isinstance(shape, Tree | BestFirst)
-    kind = "a fixed tree" if isinstance(shape, Tree) else "growing trees"
-    cost = (1 + gain) / rate / policy.cost.verify(1, 1)
+    kind = "a fixed tree" if way.kind == "static" else "growing trees"
+    tokens = 1 + way.gains[nodes - 1]
+    steps = tokens / rate / float(planner.costs.passes(1))
     return (
-        f"With one request {name} drafts {kind} of {counted(shape.num_nodes, 'node')}: a step then costs "
-        f"{cost:.1f} plain steps and gives about {1 + gain:.1f} tokens."
+        f"With one request {name} drafts {kind} of {counted(nodes, 'node')}: a step then costs "
+        f"{steps:.1f} plain steps and gives about {tokens:.1f} tokens."
     )
 
 

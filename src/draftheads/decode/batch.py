@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftheads.decode.planner import Planner
 from draftheads.decode.prefix_cache import ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.token_rules import BatchRules, has_rules
@@ -31,17 +32,16 @@ class Batch:
         model: the target.
         drafter: what drafts.
         shape: what it fills at each step; its default where left out.
+        planner: chooses the shape at each step, in place of that.
         on_phase: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
             "verify", "on_verify" (what the drafter takes from the target's logits) and "rest".
 
     Attributes:
         on_leave: if set, called before a row leaves with its request and with what was read of it. The batch then
             keeps the hidden states of all tokens.
-        none_waits: whether no request takes the place of a row that ends, and all answers are wanted together.
     """
 
     on_leave: Callable[[Request, ReadText], None] | None = None
-    none_waits = False
 
     def __init__(
         self,
@@ -49,12 +49,14 @@ class Batch:
         drafter: Drafter,
         *,
         shape: Shape | None = None,
+        planner: Planner | None = None,
         on_phase: Callable[[str], object] = str,
     ) -> None:
         self.runner = runner_for(model, drafter.hidden_layers)
         self.drafter = drafter
         self.session = drafter.start()
         self.shape = shape or drafter.default_shape or ROOT_ONLY
+        self.plan = None if planner is None else planner.start()
         self.on_phase = on_phase
         self.requests: list[Request] = []
         self.rows: list[Row] = []  # of the requests
@@ -117,12 +119,10 @@ class Batch:
             self._context,
             rows=self._settings,
             draws=partial(self._numbers, stream="drafts"),
-            text_tokens=max(row.length for row in self.rows),
             rules=self._rules if self._rules and self._rules.concern_drafts else None,
-            room=[request.room for request in self.requests] if self.none_waits else None,
         )
         begin = time.perf_counter()
-        draft = self.session.propose(context, self.shape)
+        draft = self.drafted(context)
         drafted = time.perf_counter()
         places: Places = []
         if self._rules is not None:
@@ -171,11 +171,24 @@ class Batch:
             )
             events += [] if event is None else [event]
         self._note_seen()
-        self.session.on_accept([count - 1 for count in counts], copied, self._are_free)
-        self.session.on_time(1e3 * (drafted - begin), 1e3 * (time.perf_counter() - drafted), sum(counts))
+        if self.plan is not None:
+            milliseconds = 1e3 * (drafted - begin), 1e3 * (time.perf_counter() - drafted)
+            self.plan.note(draft, [count - 1 for count in counts], copied, self._are_free, milliseconds)
         self._drop_ended()
         self.on_phase("rest")
         return events
+
+    def drafted(self, context: Context) -> Draft:
+        """What is verified in the next step of the rows of a context."""
+        if self.plan is None:
+            return self.session.propose(context, self.shape)
+        rows, extra_nodes = context.rows, self.drafter.extra_nodes
+        depends = rows is not None and (rows.any_typical or rows.any_rejection)
+        shape = self.plan.shape(len(context.root_ids), may_follow=not depends)
+        if shape == ROOT_ONLY and not extra_nodes:
+            self.session.observe(context)
+            return self.plan.cut(Draft.on_tree(ROOT_ONLY, context.root_ids[:, None]))
+        return self.plan.cut(self.session.propose(replace(context, extra_nodes=extra_nodes), shape))
 
     @property
     def num_bytes(self) -> int:
@@ -217,6 +230,8 @@ class Batch:
         known = [row for row in going if row < self._stepped_rows]
         if len(known) < self._stepped_rows:
             self.session.keep(torch.tensor(known, dtype=torch.long))
+            if self.plan is not None:
+                self.plan.keep(known)
             self._stepped_rows = len(known)
         self._read_settings()
         return True

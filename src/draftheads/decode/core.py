@@ -217,7 +217,6 @@ class EngineCore(Generic[AnyEngine]):
             running requests keep the old engine, and waiting ones get the new one.
         limits: rows, memory, and the tokens of a chunk.
         keeps_answers: whether answers, too, are kept for prompts that begin with them, as in a conversation.
-        answers_together: whether all answers are wanted at the same time, so that only the end of the last one counts.
         on_phase: called after each part of the work, as by :class:`Batch`.
     """
 
@@ -227,7 +226,6 @@ class EngineCore(Generic[AnyEngine]):
         limits: CoreLimits,
         *,
         keeps_answers: bool = False,
-        answers_together: bool = False,
         on_phase: Callable[[str], object] = str,
     ) -> None:
         self.engines = dict(engines)
@@ -240,7 +238,7 @@ class EngineCore(Generic[AnyEngine]):
         self.tokens_read = 0
         self.interruptions = 0
         self.held_bytes = 0  # memory of what is read outside of requests
-        self._keeps_answers, self._answers_together, self._on_phase = keeps_answers, answers_together, on_phase
+        self._keeps_answers, self._on_phase = keeps_answers, on_phase
         self._admissions = 0
         self._cancelled: set[Request] = set()
         self._lock = Lock()  # of _cancelled
@@ -303,7 +301,6 @@ class EngineCore(Generic[AnyEngine]):
         events = [*self._admit(), *self._read()]
         for lane in list(self.lanes):
             if lane.batch.requests:
-                lane.batch.none_waits = self._answers_together and not self.reading and not len(self.waiting)
                 with lane.engine.model.computing():
                     events += self._advance(lane, list(lane.batch.requests), lane.batch.step)
                 self.steps += 1

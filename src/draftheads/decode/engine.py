@@ -12,11 +12,10 @@ from typing import Any, cast
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
-from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.grammar import compiler_for
+from draftheads.decode.planner import Planner
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
-from draftheads.decode.size_policy import SizePolicy
-from draftheads.decode.step_clock import StepClock
+from draftheads.decode.step_costs import StepCosts
 from draftheads.errors import (
     ChatTemplateWarning,
     InvalidPrompt,
@@ -64,7 +63,7 @@ class Engine:
         max_batch_size: int = 16,
         shape: Shape | Sequence[Sequence[int]] | str | None = None,
         profile: AcceptanceProfile | None = None,
-        cost: CostProfile | None = None,
+        costs: StepCosts | None = None,
         check: AcceptanceCheck | None = None,
     ) -> None:
         """Puts the parts together.
@@ -75,13 +74,13 @@ class Engine:
             max_batch_size: requests that are decoded together.
             shape: what is drafted at each step; the drafter's default where left out. A static tree may be given as a
                 list of rank paths, or as the JSON text of one.
-            profile: what the drafter's trees gain. With ``cost`` it decides how much is drafted at each step.
-            cost: what steps cost on this machine.
+            profile: what the drafter's trees gain. With ``costs`` it decides how much is drafted at each step.
+            costs: of steps on this machine.
             check: warns if draft tokens are accepted far less often than the profile expects.
 
         Raises:
-            InvalidSettings: a model or drafter that is none, an impossible ``max_batch_size``, only one of the
-                profiles, a shape besides them, or a shape or profiles for a drafter that makes trees of its own.
+            InvalidSettings: a model or drafter that is none, an impossible ``max_batch_size``, a profile without
+                costs, a shape besides them, or a shape or profile for a drafter that makes trees of its own.
             InvalidTree: the shape is not one, or the drafter cannot fill it.
         """
         if not isinstance(model, TargetModel):
@@ -93,13 +92,13 @@ class Engine:
                 f"drafter is of type {type(drafter).__name__}; give a Drafter, such as the result of load_head"
             )
         require_at_least(1, max_batch_size=max_batch_size)
-        if (profile is None) != (cost is None):
-            raise InvalidSettings("an acceptance profile and a cost profile go together: give both or none")
+        if (profile is None) != (costs is None):
+            raise InvalidSettings("an acceptance profile and costs go together: give both or none")
         if profile is not None and shape is not None:
-            raise InvalidSettings("give a shape, or profiles that decide on one")
+            raise InvalidSettings("give a shape, or a profile that decides on one")
         fills_shapes = drafter is not None and drafter.default_shape is not None
         if profile is not None and not fills_shapes:
-            raise InvalidSettings("profiles are for a drafter that fills trees, such as a draft head")
+            raise InvalidSettings("a profile is for a drafter that fills trees, such as a draft head")
         if shape is not None and not fills_shapes:
             raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
         self.model = model
@@ -110,9 +109,13 @@ class Engine:
         if self.shape is not None:
             self.drafter.check_shape(self.shape)
         self.profile = profile
-        self.cost = cost
+        self.costs = costs
         self.check = check
-        self._policy: SizePolicy | None = None  # of the first batch: its tables serve the next ones
+        self.planner: Planner | None = None  # what it learns of the machine serves all batches
+        if profile is not None and costs is not None:
+            # then no text depends on what is drafted
+            follows = model.native is not None
+            self.planner = Planner(profile, costs, check, extra_nodes=self.drafter.extra_nodes, follows=follows)
         self._lock = Lock()  # threads take turns, step by step: two at once would only share the cores
 
     def generate(
@@ -206,7 +209,7 @@ class Engine:
     def core(self, *, on_phase: Callable[[str], object] = str) -> "EngineCore[Engine]":
         """A core without requests, for this engine alone. ``on_phase`` is called as by :class:`Batch`."""
         limits = CoreLimits(max_rows=self.max_batch_size, chunk_tokens=_CHUNK_TOKENS)
-        return EngineCore({"": self}, limits, answers_together=True, on_phase=on_phase)
+        return EngineCore({"": self}, limits, on_phase=on_phase)
 
     def events(self, core: "EngineCore[Engine]") -> Iterator[StreamEvent]:
         """What a core decodes, until it has no work. The caller may add requests between events.
@@ -243,14 +246,14 @@ class Engine:
             max_batch_size=self.max_batch_size,
             shape=self.shape,
             profile=self.profile,
-            cost=self.cost,
+            costs=self.costs,
             check=None if self.check is None else AcceptanceCheck(self.check.method, self.check.head, model.model_id),
         )
         adapted._lock = self._lock
         return adapted
 
     def batch(self, *, draft_nodes: int | None = None, on_phase: Callable[[str], object] = str) -> Batch:
-        """A batch without rows; with profiles, a size policy decides how much is drafted at each step.
+        """A batch without rows; with a profile, a planner decides how much is drafted at each step.
 
         Args:
             draft_nodes: 0 decodes plainly, and n drafts on growing trees of n nodes, whatever the engine's own rule.
@@ -266,24 +269,7 @@ class Engine:
             temperatures = () if self.profile is None else self.profile.temperatures
             shape = calibrated(BestFirst(draft_nodes), temperatures or getattr(self.shape, "temperatures", ()))
             return Batch(self.model, self.drafter, shape=shape, on_phase=on_phase)
-        return Batch(self.model, self.policy or self.drafter, shape=self.shape, on_phase=on_phase)
-
-    @property
-    def policy(self) -> SizePolicy | None:
-        """What decides how much is drafted at each step; None without profiles."""
-        if self.profile is None or self.cost is None:
-            return None
-        if self._policy is None or self._policy.drafter is not self.drafter:
-            is_native = self.model.native is not None  # then no text depends on what is drafted
-            self._policy = SizePolicy(
-                self.drafter,
-                self.profile,
-                self.cost,
-                self.check,
-                trees_differ=self.model.takes_flat_tokens,
-                clock=StepClock() if is_native else None,
-            )
-        return self._policy
+        return Batch(self.model, self.drafter, shape=self.shape, planner=self.planner, on_phase=on_phase)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:

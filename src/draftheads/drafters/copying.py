@@ -3,8 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, zip_longest
-from operator import sub
 
 import torch
 from torch import Tensor
@@ -14,8 +12,8 @@ from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
 from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.speculation.candidates import Candidates
-from draftheads.speculation.draft import Context, CopyLimits, Draft, TokenRules
-from draftheads.speculation.drafter import Drafter, WrappedDrafter, WrappedSession
+from draftheads.speculation.draft import Context, Draft, TokenRules
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.growing import likely_enough
 from draftheads.speculation.merging import merged
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
@@ -32,7 +30,7 @@ MOST_PLACES = 8  # of a text's last tokens that are looked at
 _SEVERAL, _LIKELY_MATCH = 4, 3  # rows; tokens before a copied one
 
 
-class Copying(WrappedDrafter):
+class Copying(Drafter):
     """Merges copies from the text so far into each tree of a drafter.
 
     Copies are what followed earlier places of the text's last tokens, see :func:`copy_tree`. The nodes with the highest
@@ -65,8 +63,10 @@ class Copying(WrappedDrafter):
                 f"{type(drafter).__name__} makes trees of its own: copies can be added only to trees of a given shape, "
                 "such as those of a draft head"
             )
-        super().__init__(drafter)
+        self.drafter = drafter
         self.needs_history = True
+        self.reads_whole_text, self.hidden_layers = drafter.reads_whole_text, drafter.hidden_layers
+        self.default_shape, self.max_depth = drafter.default_shape, drafter.max_depth
         self.extra_nodes = num_tokens
         self.odds, self.values, self.num_tokens = odds, values or {}, num_tokens
 
@@ -74,15 +74,22 @@ class Copying(WrappedDrafter):
     def name(self) -> str:
         return f"{self.drafter.name} with copies"
 
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.drafter.bytes_per_slot
+
+    def check_shape(self, shape: Shape) -> None:
+        self.drafter.check_shape(shape)
+
     def start(self) -> "CopyingSession":
         return CopyingSession(self)
 
 
-class CopyingSession(WrappedSession):
+class CopyingSession(DraftSession):
     """The texts of one batch, and the drafter's session."""
 
     def __init__(self, copying: Copying) -> None:
-        super().__init__(copying.drafter.start())
+        self.session = copying.drafter.start()
         self.values, self.num_tokens = copying.values, copying.num_tokens
         self._votes = votes_of(copying.odds)
         self._texts = RowTexts(max_ngram=MAX_NGRAM)
@@ -98,8 +105,7 @@ class CopyingSession(WrappedSession):
             draft = self.session.propose(context, shape)
         if not isinstance(shape, Tree | BestFirst):
             return draft
-        limits = context.copies or CopyLimits(0)
-        num_nodes = shape.num_nodes + limits.extra_nodes
+        num_nodes = shape.num_nodes + context.extra_nodes
         if num_nodes == 1 or (shape == ROOT_ONLY and not self._has_match):
             return draft
         copies = [copy_tree(self._voters(text), self.num_tokens) for text in self._texts.rows]
@@ -107,19 +113,6 @@ class CopyingSession(WrappedSession):
             copies = [_allowed(tree, row, context.rules) for row, tree in enumerate(copies)]
         if not any(copies):
             return draft
-        is_cpu = context.root_ids.device.type == "cpu"
-        if limits.min_gains and (shape == ROOT_ONLY or not is_cpu):
-            weighted = [
-                [weight * node.probability for node in tree]
-                for tree, weight in zip(copies, limits.weights or [1.0] * len(copies), strict=True)
-            ]
-            gains = accumulate(map(sum, zip_longest(*weighted, fillvalue=0.0)))
-            worth = [0.0, *map(sub, gains, limits.min_gains)]  # of 0, 1, … copied tokens
-            best = worth.index(max(worth))
-            if shape == ROOT_ONLY and not best:
-                return draft
-            if not is_cpu:  # there nobody cuts the tree: the host would wait for the probabilities
-                num_nodes = shape.num_nodes + min(best, limits.extra_nodes)
         candidates = self._candidates(copies, context.root_ids)
         if isinstance(shape, Tree):
             return merged(self._valued(draft, shape), candidates, num_nodes)
@@ -130,6 +123,12 @@ class CopyingSession(WrappedSession):
     def observe(self, context: Context) -> None:
         self._texts.read(context)
         self.session.observe(context)
+
+    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor | None:
+        return self.session.on_verify(draft, logits)
+
+    def on_read(self, values: Sequence[Sequence[int]]) -> None:
+        self.session.on_read(values)
 
     def keep(self, rows: Tensor) -> None:
         """Texts move with their rows, as what the drafter's session keeps does."""

@@ -17,8 +17,7 @@ from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.speculation.draft import Context
 
-_MOST_UNREAD = 1024  # tokens of a row that are put aside: they take memory, and reading them delays other rows
-_FEW_UNREAD = 16  # tokens of a row that are read with those of other rows: more would make these as long
+_MOST_PENDING = 512  # tokens of a row that are put aside: they take memory, and reading them delays other rows
 
 
 class StatefulHead(DraftHead):
@@ -129,7 +128,7 @@ class StatefulSession(HeadSession):
     def __init__(self, head: StatefulHead) -> None:
         super().__init__(head)
         self.history = HeadKVCache(head.num_history_layers)
-        self.unread: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden state (D,) and id () of each token
+        self.pending: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden state (D,) and id () of each token
 
     def root(self, context: Context) -> Root:
         """The roots, once the new tokens are read."""
@@ -144,9 +143,6 @@ class StatefulSession(HeadSession):
             ValueError: the context has fewer rows than the session: some left and ``keep`` was not called.
         """
         batch = self.num_rows + context.num_new_rows(self.num_rows)
-        for row, unread in enumerate(self.unread):
-            if len(unread) > _FEW_UNREAD:
-                self._read_row(row, context.token_ids[row, :1])
         context = self._with_unread(context)
         known = self.history.num_rows
         self.history.join(batch, context.root_ids.device)
@@ -170,18 +166,18 @@ class StatefulSession(HeadSession):
         if context.root_ids.device.type != "cpu":
             self.advance(context)
             return
-        self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
+        self.pending += [[] for _ in range(len(context.root_ids) - len(self.pending))]
         for row, count in enumerate(context.counts):
             hidden, tokens = context.hidden[row, :count].clone(), context.token_ids[row, :count].clone()
-            self.unread[row] += zip(hidden, tokens, strict=True)
-            if len(self.unread[row]) > _MOST_UNREAD:
+            self.pending[row] += zip(hidden, tokens, strict=True)
+            if len(self.pending[row]) > _MOST_PENDING:
                 self._read_row(row, context.root_ids[row : row + 1])
 
     def _read_row(self, row: int, root_id: Tensor) -> None:
         """Reads what was put aside of one row; ``root_id`` (1,) is the token after it."""
-        hidden, tokens = (torch.stack(parts)[None] for parts in zip(*self.unread[row], strict=True))
-        self.unread[row] = []
-        self.history.join(len(self.unread), root_id.device)
+        hidden, tokens = (torch.stack(parts)[None] for parts in zip(*self.pending[row], strict=True))
+        self.pending[row] = []
+        self.history.join(len(self.pending), root_id.device)
         count = tokens.shape[1]
         self._read(Context(hidden, tokens, torch.tensor([count]), root_id), slice(row, row + 1), [count])
 
@@ -194,21 +190,21 @@ class StatefulSession(HeadSession):
     @property
     def num_rows(self) -> int:
         """Rows at work, read or not."""
-        return max(self.history.num_rows, len(self.unread))
+        return max(self.history.num_rows, len(self.pending))
 
     def _with_unread(self, context: Context) -> Context:
         """The tokens that were put aside, and behind them those of the context."""
-        if not self.unread:
+        if not self.pending:
             return context
-        self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
+        self.pending += [[] for _ in range(len(context.root_ids) - len(self.pending))]
         hidden, tokens = (
             [
                 torch.stack([*(old[part] for old in row), *new[:count]])
-                for row, new, count in zip(self.unread, values, context.counts, strict=True)
+                for row, new, count in zip(self.pending, values, context.counts, strict=True)
             ]
             for part, values in enumerate((context.hidden, context.token_ids))
         )
-        self.unread = []
+        self.pending = []
         return replace(
             context,
             hidden=pad_sequence(hidden, batch_first=True),
@@ -222,8 +218,8 @@ class StatefulSession(HeadSession):
         if self.history.num_rows:
             self.history.join(self.num_rows, self.history.counts.device)
             self.history.keep(rows)
-        if self.unread:
-            self.unread = [self.unread[row] for row in rows.tolist()]
+        if self.pending:
+            self.pending = [self.pending[row] for row in rows.tolist()]
 
 
 def next_tokens(context: Context) -> Tensor:

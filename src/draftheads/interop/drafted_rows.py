@@ -9,7 +9,6 @@ B rows, N nodes of a tree, T tokens of a prompt, V vocabulary.
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,9 +100,10 @@ class DraftedRows:
         copied = [0] * len(paths) if draft.copied is None else _counts(draft.copied.tolist(), paths)
         self._commit(draft, hidden, paths, new_ids)
         counts = list(map(len, paths))
-        are_free = [self._are_free] * len(paths)
-        self._batch.session.on_accept([count - 1 for count in counts], copied, are_free)
-        self._batch.session.on_time(1e3 * (drafted - begin), 1e3 * (time.perf_counter() - drafted), sum(counts))
+        if self._batch.plan is not None:
+            are_free = [self._are_free] * len(paths)
+            milliseconds = 1e3 * (drafted - begin), 1e3 * (time.perf_counter() - drafted)
+            self._batch.plan.note(draft, [count - 1 for count in counts], copied, are_free, milliseconds)
         self._drop_ended()
 
     @torch.inference_mode()
@@ -116,10 +116,7 @@ class DraftedRows:
                 f"a text has {max(lengths) + 1:,} tokens and {self._engine.model.model_id} takes at most {limit:,}: "
                 "give generate a lower max_new_tokens"
             )
-        most = self._most_tokens
-        room = None if most is None else [most - self._texts.lengths[row] for row in self._rows]
-        context = replace(self._context, text_tokens=max(lengths), room=room)
-        draft = self._batch.session.propose(context, self._batch.shape)
+        draft = self._batch.drafted(self._context)
         drafted = time.perf_counter()
         logits, hidden = self._batch.runner.verify(self._batch.rows, draft)
         self.num_steps += 1
@@ -191,6 +188,8 @@ class DraftedRows:
         self._batch.rows = [self._batch.rows[place] for place in kept]
         if self.num_steps:  # else the session has seen no row
             self._batch.session.keep(torch.tensor(kept, dtype=torch.long))
+            if self._batch.plan is not None:
+                self._batch.plan.keep(kept)
 
 
 def _children(draft: Draft) -> list[dict[tuple[int, int], int]]:

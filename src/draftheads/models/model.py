@@ -78,10 +78,9 @@ class WeightFacts:
 
 @dataclass
 class StepMode:
-    """How steps are run. A capture that fails changes it, and so does the check of a loaded model."""
+    """How steps are run. A capture that fails changes it."""
 
     graphs: bool = False  # steps have static shapes, which on CUDA are captured as graphs
-    flat: bool = False  # a pass can take the tokens of several texts in one row, as many of each as there are
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,11 +285,6 @@ class TargetModel:
     def computing(self) -> AbstractContextManager[None]:
         """The context of steps of this model: native ones need the cores that torch's threads would keep."""
         return nullcontext() if self.native is None else thread_choice().natively()
-
-    @property
-    def takes_flat_tokens(self) -> bool:
-        """Whether trees of different sizes are verified without padding."""
-        return self.step_mode.flat and not self.has_static_steps
 
     @property
     def batch_invariant(self) -> bool:

@@ -12,8 +12,9 @@ from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.profile_store import folder_to_write
 from draftheads.checkpoints.registry import find_head, head_name
 from draftheads.data.records import own_prompts, prompts_in
-from draftheads.decode.cost_profile import CostProfile, cost_of
 from draftheads.decode.engine import Engine, Prompt, prompt_list
+from draftheads.decode.planner import Planner, rates
+from draftheads.decode.step_costs import StepCosts, costs_of
 from draftheads.errors import InvalidSettings
 from draftheads.loading import find_template, head_engine, load_drafter, load_target
 from draftheads.models.model_names import model_name
@@ -101,7 +102,7 @@ def tune_head(
             "temperature": settings.temperature,
             "num_texts": len(answers),
             **measured,
-            **predicted(profile, cost_of(target, drafter)),
+            **predicted(profile, costs_of(target, drafter)),
             "provenance": provenance(),
         }
         write_atomic(folder / RECORD, json.dumps(record).encode())
@@ -119,27 +120,27 @@ def answers_folder(folder: Path) -> Path:
         return folder / _ANSWERS_FOLDER
 
 
-def predicted(profile: AcceptanceProfile, cost: CostProfile) -> dict[str, Any]:
+def predicted(profile: AcceptanceProfile, costs: StepCosts) -> dict[str, Any]:
     """Tokens per second on this machine, for the record: of each kind and size of tree, and of the fastest."""
-    rates, batches = [], []
+    planner = Planner(profile, costs)
+    found, batches = [], []
     for rows in BATCH_SIZES:
-        plain = 1e3 * rows / (cost.verify(rows, 1) + cost.follow(rows))
+        passes, drafting = planner.costs_now(rows)
+        plain = 1e3 * rows / float(passes[0])
         ways: list[dict[str, Any]] = [{"kind": "none", "num_nodes": 1, "depth": 0, "tokens_per_second": plain}]
         for kind in KINDS:
             fastest: dict[int, tuple[float, int]] = {}  # by nodes: tokens per second, and the depth
-            for depth in profile.depths(kind):
-                tokens, levels = profile.tokens(kind, depth), profile.levels(kind, depth)
-                for n in range(2, len(tokens) + 1):
-                    milliseconds = cost.verify(rows, n) + cost.draft(kind, rows, n, levels[n - 1])
-                    speed = 1e3 * rows * tokens[n - 1] / milliseconds
-                    fastest[n] = max(fastest.get(n, (0.0, 0)), (speed, depth))
-            ways += [
-                {"kind": kind, "num_nodes": n, "depth": depth, "tokens_per_second": speed}
-                for n, (speed, depth) in fastest.items()
-            ]
+            own = [way for way in planner.ways if way.kind == kind]
+            for way, by_nodes in zip(own, rates(own, rows, passes, drafting), strict=True):
+                for nodes, rate in enumerate(1e3 * by_nodes[1:], 2):
+                    fastest[nodes] = max(fastest.get(nodes, (0.0, 0)), (float(rate), way.depth))
             speeds = [speed for speed, _ in fastest.values()]
-            rates.append({"batch_size": rows, "kind": kind, "num_nodes": list(fastest), "tokens_per_second": speeds})
+            ways += [
+                {"kind": kind, "num_nodes": nodes, "depth": depth, "tokens_per_second": speed}
+                for nodes, (speed, depth) in fastest.items()
+            ]
+            found.append({"batch_size": rows, "kind": kind, "num_nodes": list(fastest), "tokens_per_second": speeds})
         best = max(ways, key=itemgetter("tokens_per_second"))
         speedup = best["tokens_per_second"] / plain
         batches.append({"batch_size": rows, **best, "plain_tokens_per_second": plain, "speedup": speedup})
-    return {"rates": rates, "batches": batches}
+    return {"rates": found, "batches": batches}

@@ -60,15 +60,6 @@ class Draft:
         first["ancestors"] = self.ancestors[:, :num_nodes, :num_nodes]
         return replace(self, max_depth=min(self.max_depth, num_nodes - 1), row_nodes=None, **first)
 
-    def cut(self, row_nodes: Sequence[int]) -> Self:
-        """The trees of the first so many nodes of each row; they must form trees, as in :meth:`first`."""
-        draft = self.first(max(row_nodes))
-        if min(row_nodes) == draft.num_nodes:
-            return draft
-        places = torch.arange(draft.num_nodes, device=self.token_ids.device)
-        counts = to_device(list(row_nodes), places.device)
-        return replace(draft.filled_up(places >= counts[:, None]), row_nodes=tuple(row_nodes))
-
     def filled_up(self, filling: Tensor) -> Self:
         """The same draft where some nodes, (B, N) bool, and the nodes below them only fill up their row."""
         alone = torch.eye(self.num_nodes, dtype=torch.bool, device=filling.device)
@@ -158,11 +149,9 @@ class Context:
     root_ids: Tensor  # (B,) int64: x_{t+1}
     rows: RowSettings | None = None  # how the next tokens of the B rows are chosen
     draws: Callable[[int], Tensor] | None = None  # n -> (B, n) float64 random numbers in [0, 1), new ones at each call
-    text_tokens: int = 0  # tokens in the target's cache of the row that has most
     rules: TokenRules | None = None  # where a row has a grammar or logit biases
     known_ids: Sequence[Sequence[int]] | None = None  # :attr:`ids`, where the host has them already
-    room: Sequence[int] | None = None  # tokens that each row may still take, where no request waits for its place
-    copies: "CopyLimits | None" = None  # what copies from the text may add; None: nothing beyond the shape
+    extra_nodes: int = 0  # that copies from the text may add to the shape's own
 
     @cached_property
     def ids(self) -> Sequence[Sequence[int]]:
@@ -208,18 +197,6 @@ class Context:
             self.root_ids[index],
             known_ids=None if self.known_ids is None else [self.known_ids[row] for row in rows],
         )
-
-
-@dataclass(frozen=True)
-class CopyLimits:
-    """How many nodes copies from the text may add to a tree."""
-
-    extra_nodes: int  # beyond the shape's own
-    # Where nothing but copies is drafted, tokens are copied only if for some n the expected number of accepted ones
-    # among the first n of all rows is above min_gains[n-1]. On devices other than a CPU the best n is how many nodes
-    # are added to any shape. Empty: always.
-    min_gains: Sequence[float] = ()
-    weights: Sequence[float] = ()  # how much an accepted token of each row counts there; empty: 1
 
 
 @dataclass(frozen=True)

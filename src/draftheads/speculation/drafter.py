@@ -30,20 +30,6 @@ class DraftSession(ABC):
     def on_read(self, values: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Receives it, (B, n); the host reads it together with the step's tokens."""
 
-    def on_accept(  # noqa: B027
-        self, num_accepted: Sequence[int], num_copied: Sequence[int], are_free: Sequence[bool]
-    ) -> None:
-        """What the step accepted, for each row.
-
-        Args:
-            num_accepted: draft tokens.
-            num_copied: how many of them only a copy brought.
-            are_free: whether the row takes the most likely token whatever it is.
-        """
-
-    def on_time(self, drafting: float, rest: float, num_tokens: int) -> None:  # noqa: B027
-        """How many milliseconds the step took, :meth:`propose` and all else, and how many new tokens it gave."""
-
     def keep(self, rows: Tensor) -> None:  # noqa: B027
         """Rows left or moved: row ``rows[i]`` is row i from now on. The tensor is on the host, (n,) int64."""
 
@@ -104,67 +90,3 @@ class NoDraft(Drafter, DraftSession):
     def propose(self, context: Context, shape: Shape) -> Draft:
         """A tree of one node: the step gets one token."""
         return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
-
-
-class WrappedDrafter(Drafter):
-    """A drafter that changes what another one drafts. What it does not define is the other's.
-
-    Args:
-        drafter: the other one.
-    """
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.needs_history, self.reads_whole_text = drafter.needs_history, drafter.reads_whole_text
-        self.default_shape, self.hidden_layers = drafter.default_shape, drafter.hidden_layers
-        self.most_nodes, self.extra_nodes = drafter.most_nodes, drafter.extra_nodes
-        self.max_depth = drafter.max_depth
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Measured when it is asked for."""
-        return self.drafter.bytes_per_slot
-
-    @property
-    def name(self) -> str:
-        """For messages and tables."""
-        return self.drafter.name
-
-    def check_shape(self, shape: Shape) -> None:
-        """Can the drafter fill it?"""
-        self.drafter.check_shape(shape)
-
-
-class WrappedSession(DraftSession):
-    """A session of a :class:`WrappedDrafter`: events go to the other drafter's session.
-
-    Args:
-        session: the other one.
-    """
-
-    def __init__(self, session: DraftSession) -> None:
-        self.session = session
-
-    def observe(self, context: Context) -> None:
-        """Passed on."""
-        self.session.observe(context)
-
-    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor | None:
-        """Passed on."""
-        return self.session.on_verify(draft, logits)
-
-    def on_read(self, values: Sequence[Sequence[int]]) -> None:
-        """Passed on."""
-        self.session.on_read(values)
-
-    def on_accept(self, num_accepted: Sequence[int], num_copied: Sequence[int], are_free: Sequence[bool]) -> None:
-        """Passed on."""
-        self.session.on_accept(num_accepted, num_copied, are_free)
-
-    def on_time(self, drafting: float, rest: float, num_tokens: int) -> None:
-        """Passed on."""
-        self.session.on_time(drafting, rest, num_tokens)
-
-    def keep(self, rows: Tensor) -> None:
-        """Passed on."""
-        self.session.keep(rows)

@@ -1,0 +1,313 @@
+"""How much to draft at a step: what gives most tokens per millisecond.
+
+Tokens are those that the head's acceptance profile expects, times what the requests themselves accept of it;
+milliseconds are measured costs, which follow the steps where no text depends on what is drafted. Nothing is drafted
+where plain decoding is as fast. On a CPU a draft is then cut where a further node costs more than it gains.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from draftheads.decode.acceptance_check import AcceptanceCheck
+from draftheads.decode.step_costs import Floats, StepCosts
+from draftheads.speculation.acceptance_profile import KINDS, AcceptanceProfile, Kind
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
+
+_PRIOR = 4.0  # pseudo-count of the profile in a request's acceptance, in expected draft tokens
+_MEMORY, _FORGETTING = 0.99, 0.995  # weight of older draft tokens, per step with and without a draft
+_SMALLEST_GAIN = 1.03  # over plain decoding, or nothing is drafted
+# tokens that a further level gains, less what verifying them costs, per unit of the probability of the nodes that it
+# extends; measured, see "Growing trees stop early" in LOG.md
+LEVEL_GAIN = 0.3
+_NEW, _OLD = 0.5, 0.15  # weight of a step in the costs: of a number of tokens not seen for a while, and of others
+_SPEED, _DRIFT = 0.05, 0.995  # the same in the machine's speed; what is left per step of other numbers' corrections
+_LONG_AGO = 64  # steps
+_MOST_CHANGE = math.log(2.0)  # of one step: a pause of the machine is no cost
+_LOOKS, _LOOK_EVERY = (16, 32), 128  # steps at which the other way, plain or drafting, is taken to see its time
+
+
+@dataclass(frozen=True)
+class Way:
+    """Trees of one kind and greatest depth; entry n-1 of each array is of n nodes."""
+
+    kind: Kind
+    depth: int
+    gains: Floats  # expected draft tokens that are accepted, per row
+    levels: Sequence[int]
+
+
+def rates(ways: Sequence[Way], rows: int, passes: Floats, drafting: Floats, ratio: float = 1.0) -> list[Floats]:
+    """Expected tokens per millisecond of each way, by nodes; of one node, plain decoding's.
+
+    Args:
+        ways: of drafting.
+        rows: B.
+        passes: milliseconds of a pass with trees of 1, 2, … nodes.
+        drafting: milliseconds of drafting 0, 1, … levels.
+        ratio: accepted draft tokens for each expected one.
+    """
+    return [rows * (1.0 + ratio * way.gains) / (passes[: len(way.gains)] + drafting[way.levels]) for way in ways]
+
+
+class CostCorrection:
+    """Follows the time of steps: the machine's speed, and beyond it one factor for each bucket of tokens.
+
+    The speed alone changes no choice. A factor that is not seen for a while goes back to 1.
+    """
+
+    def __init__(self) -> None:
+        self._speed: float | None = None  # logarithms of measured / expected
+        self._buckets: dict[int, float] = {}
+        self._seen: dict[int, int] = {}  # at which step
+        self._drafting = 0.0
+        self.steps = 0
+
+    def note(self, tokens: int, of_pass: tuple[float, float], of_draft: tuple[float, float] | None) -> None:
+        """A step of so many tokens: expected and measured milliseconds of the pass, and of drafting."""
+        self.steps += 1
+        found, bucket = _logarithm(*of_pass), round(math.log2(tokens))
+        if self._speed is None:
+            self._speed = found
+        for other in self._buckets:
+            if other != bucket:
+                self._buckets[other] *= _DRIFT
+        old = self._buckets.get(bucket, 0.0)
+        change = max(-_MOST_CHANGE, min(_MOST_CHANGE, found - self._speed - old))
+        is_new = self.steps - self._seen.get(bucket, -_LONG_AGO) >= _LONG_AGO
+        self._buckets[bucket] = old + (_NEW if is_new else _OLD) * change
+        self._seen[bucket] = self.steps
+        self._speed += 0.0 if is_new else _SPEED * change
+        if of_draft is not None:
+            change = _logarithm(*of_draft) - self._speed - self._drafting
+            self._drafting += _OLD * max(-_MOST_CHANGE, min(_MOST_CHANGE, change))
+
+    def passes(self, tokens: Floats) -> Floats:
+        """Factors of the costs of passes, on lines between the buckets that were seen."""
+        if not self._buckets:
+            return np.ones_like(tokens)
+        buckets = sorted(self._buckets)
+        factors: Floats = np.exp(np.interp(np.log2(tokens), buckets, [self._buckets[each] for each in buckets]))
+        return factors
+
+    @property
+    def drafting(self) -> float:
+        """Factor of the costs of drafting."""
+        return math.exp(self._drafting)
+
+
+class Planner:
+    """Chooses shapes for one head, model and machine.
+
+    Args:
+        profile: tokens per step by tree.
+        costs: milliseconds by tokens and levels.
+        check: receives the accepted draft tokens of each text, and those that the profile expects.
+        extra_nodes: that copies from the text may add to a tree.
+        follows: whether costs follow the time of steps: for models whose texts do not depend on what is drafted.
+    """
+
+    def __init__(
+        self,
+        profile: AcceptanceProfile,
+        costs: StepCosts,
+        check: AcceptanceCheck | None = None,
+        *,
+        extra_nodes: int = 0,
+        follows: bool = False,
+    ) -> None:
+        self.profile, self.costs, self.check, self.extra_nodes = profile, costs, check, extra_nodes
+        self.correction = CostCorrection() if follows else None
+        self.ways = ways_of(profile)
+        most = max((len(way.gains) for way in self.ways), default=1)
+        self._nodes = np.arange(1.0, most + extra_nodes + 1)
+        self._levels = range(max((max(way.levels) for way in self.ways), default=0) + 1)
+        self._measured = lru_cache(maxsize=64)(self._of_rows)  # a method's cache would keep the planner
+        self._side: bool | None = None  # whether the last steps drafted
+        self._steps_on_side = 0
+
+    def start(self) -> "Plan":
+        """A plan of one batch, in which nothing is known of the requests."""
+        return Plan(self)
+
+    def costs_now(self, rows: int, *, follows: bool = True) -> tuple[Floats, Floats]:
+        """Milliseconds of passes with trees of 1, 2, … nodes, and of drafting 0, 1, … levels."""
+        passes, drafting = self._measured(rows)
+        if self.correction is None or not follows:
+            return passes, drafting
+        return passes * self.correction.passes(rows * self._nodes), drafting * self.correction.drafting
+
+    def _of_rows(self, rows: int) -> tuple[Floats, Floats]:
+        drafting = np.array([self.costs.draft(rows, levels) for levels in self._levels])
+        return self.costs.passes(rows * self._nodes), drafting
+
+    def choose(self, rows: int, ratio: float = 1.0, *, follows: bool = True) -> tuple[Way | None, int, float]:
+        """The fastest way, its nodes, and its tokens per millisecond; no way and one node where that is plain decoding.
+
+        Sometimes the other one of drafting and plain decoding, to see how long it takes now.
+        """
+        passes, drafting = self.costs_now(rows, follows=follows)
+        plain = rows / float(passes[0])
+        best: tuple[Way | None, int, float] = (None, 1, 0.0)
+        for way, by_nodes in zip(self.ways, rates(self.ways, rows, passes, drafting, ratio), strict=True):
+            at = int(by_nodes[1:].argmax()) + 1
+            if by_nodes[at] > best[2]:
+                best = way, at + 1, float(by_nodes[at])
+        is_drafting = best[2] > _SMALLEST_GAIN * plain
+        if follows and self.correction is not None and self._looks(is_drafting):
+            is_drafting = best[0] is not None and not is_drafting
+        return best if is_drafting else (None, 1, plain)
+
+    def _looks(self, is_drafting: bool) -> bool:  # noqa: FBT001 - a condition
+        self._steps_on_side = self._steps_on_side + 1 if is_drafting == self._side else 0
+        self._side = is_drafting
+        return self._steps_on_side in _LOOKS or (self._steps_on_side % _LOOK_EVERY == 0 and self._steps_on_side > 0)
+
+    def shape(self, way: Way, num_nodes: int, rows: int, rate: float) -> Shape:
+        """The best tree of a way and so many nodes; a level is left out where its likely tokens are not worth it."""
+        shape = self.profile.shape(way.kind, num_nodes, way.depth)
+        if not isinstance(shape, BestFirst):
+            return shape
+        level = self.costs.draft(rows, 2) - self.costs.draft(rows, 1)
+        return replace(shape, min_level_probability=round(rate * level / LEVEL_GAIN, 2))
+
+
+@dataclass
+class _Record:
+    """Draft tokens of one request; older ones have less weight."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        return (_PRIOR + self.accepted) / (_PRIOR + self.expected)
+
+    def note(self, accepted: float, expected: float) -> None:
+        memory = _MEMORY if expected else _FORGETTING
+        self.accepted = memory * self.accepted + accepted
+        self.expected = memory * self.expected + expected
+
+
+@dataclass
+class _RowRecord:
+    """What is known of a row."""
+
+    own: _Record
+    copies: _Record  # tokens that only copies brought
+    text: tuple[int, int, float] = (0, 0, 0.0)  # steps, accepted and expected draft tokens, for the check
+
+
+class Plan:
+    """What a planner knows of the rows of one batch, and what it has decided for this step."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self._rows: list[_RowRecord] = []
+        self._follows = False
+        self._rate = 0.0  # tokens per millisecond
+        self._shape: Shape = ROOT_ONLY
+        self._levels = 0  # of draft tokens of the head
+        self._gain = 0.0  # expected accepted draft tokens per row by the profile
+        self._expected: Sequence[Sequence[float]] = ()  # of each row, its own and copied draft tokens
+
+    def shape(self, rows: int, *, may_follow: bool = True) -> Shape:
+        """What is drafted for so many rows in the next step; ``ROOT_ONLY``: nothing.
+
+        ``may_follow`` is false where a row's text depends on what is drafted.
+        """
+        self._rows += [_RowRecord(_Record(), _Record()) for _ in range(rows - len(self._rows))]
+        planner, self._follows = self.planner, may_follow
+        ratio = sum(row.own.ratio for row in self._rows) / rows
+        way, nodes, self._rate = planner.choose(rows, ratio, follows=may_follow)
+        self._gain = 0.0 if way is None else float(way.gains[nodes - 1])
+        self._levels = 0 if way is None else way.levels[nodes - 1]
+        self._shape = ROOT_ONLY if way is None else planner.shape(way, nodes, rows, self._rate)
+        return self._shape
+
+    def cut(self, draft: Draft) -> Draft:
+        """The first nodes of all trees, as many as gain more tokens than their time is worth.
+
+        Only on a CPU, for drafts with probabilities: elsewhere the host would wait for them.
+        """
+        batch = len(draft.token_ids)
+        self._expected = [(self._gain, 0.0)] * batch
+        if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
+            return draft
+        likely = draft.path_log_probs.double().exp().numpy()  # (B, N)
+        likely[:, 0] = 0.0  # the root is no draft token
+        copied = np.zeros_like(likely) if draft.copied is None else likely * draft.copied.numpy()
+        own, of_copies = ([getattr(row, name).ratio for row in self._rows] for name in ("own", "copies"))
+        gains = np.array(own)[:, None] * (likely - copied) + np.array(of_copies)[:, None] * copied
+        passes, _ = self.planner.costs_now(batch, follows=self._follows)
+        worth = gains.sum(0).cumsum() - self._rate * passes[: draft.num_nodes]
+        count = int(worth.argmax()) + 1
+        own_tokens, copied = (part[:, :count].sum(1) for part in (likely - copied, copied))
+        self._expected = list(zip(own_tokens.tolist(), copied.tolist(), strict=True))
+        return draft.first(count)
+
+    def note(
+        self,
+        draft: Draft,
+        num_accepted: Sequence[int],
+        num_copied: Sequence[int],
+        are_free: Sequence[bool],
+        milliseconds: tuple[float, float],
+    ) -> None:
+        """A step was made.
+
+        Args:
+            draft: that was verified.
+            num_accepted: draft tokens of each row.
+            num_copied: how many of them only a copy brought.
+            are_free: whether the row takes the most likely token whatever it is, as in the profile.
+            milliseconds: of drafting, and of all else.
+        """
+        for row, accepted, copied, is_free, (own, of_copies) in zip(
+            self._rows, num_accepted, num_copied, are_free, self._expected, strict=True
+        ):
+            row.own.note(accepted - copied, own)
+            row.copies.note(copied, of_copies)
+            if is_free and self._gain:
+                steps, before, promised = row.text
+                expected = self._profile_gain(draft)
+                row.text = steps + 1, before + accepted - copied, promised + expected
+        correction, batch = self.planner.correction, len(num_accepted)
+        if correction is None or not self._follows:
+            return
+        passes, drafting = self.planner.costs_now(batch, follows=False)
+        of_draft = (float(drafting[self._levels]), milliseconds[0]) if self._levels else None
+        if draft.num_nodes <= len(passes):
+            rest = milliseconds[1] if self._levels else sum(milliseconds)
+            correction.note(batch * draft.num_nodes, (float(passes[draft.num_nodes - 1]), rest), of_draft)
+
+    def _profile_gain(self, draft: Draft) -> float:
+        """What the profile expects of a tree that was cut."""
+        kind: Kind = "dynamic" if isinstance(self._shape, BestFirst) else "static"
+        tokens = self.planner.profile.tokens(kind)
+        return min(self._gain, tokens[min(draft.num_nodes, len(tokens)) - 1] - 1.0)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """The other rows leave; their texts have ended."""
+        if self.planner.check is not None:
+            for row in set(range(len(self._rows))).difference(rows):
+                self.planner.check.note(*self._rows[row].text)
+        self._rows = [self._rows[row] for row in rows]
+
+
+def ways_of(profile: AcceptanceProfile) -> list[Way]:
+    """All ways of drafting that a profile knows."""
+    ways = [
+        Way(kind, depth, np.array(profile.tokens(kind, depth)) - 1.0, profile.levels(kind, depth))
+        for kind in KINDS
+        for depth in profile.depths(kind)
+    ]
+    return [way for way in ways if len(way.gains) > 1]
+
+
+def _logarithm(expected: float, measured: float) -> float:
+    return math.log(max(1e-3, measured) / max(1e-3, expected))

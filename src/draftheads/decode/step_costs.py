@@ -1,0 +1,322 @@
+"""What a step costs on this machine: milliseconds of a pass by its tokens, and of drafting by its levels.
+
+Costs belong to a machine, a model and a head's architecture; they do not depend on acceptance. They are measured once,
+in about a second, with the operations of the decoding loop, and kept in the user's cache.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from draftheads.cpu.kernels import PackedLinear
+from draftheads.cpu.optimise import kernels_of
+from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, StorageError
+from draftheads.heads.base import DraftHead, HeadSession
+from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
+from draftheads.runners.runner import Row, Runner
+from draftheads.settings import SamplingSettings
+from draftheads.speculation.accept import accept
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.sampling import RowSettings
+from draftheads.speculation.shapes import BestFirst, Shape
+from draftheads.speculation.tree import Tree
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.files import write_atomic
+from draftheads.utils.provenance import provenance
+from draftheads.utils.strict_json import checked, read_object
+
+logger = logging.getLogger(__name__)
+Floats = npt.NDArray[np.float64]
+_VERSION = 11
+_PASSES = ((1, 1), (1, 4), (4, 2), (1, 12), (4, 6), (4, 16))  # (rows, nodes), each another number of tokens
+_DRAFTS = ((1, 1), (1, 4), (4, 1), (4, 4))  # (rows, levels)
+_SWEEPS, _MOST_SECONDS = 6, 3.0  # how often all is timed, and when that stops; the least counts
+_SAME = 1.15  # stored costs hold while a pass of several tokens takes up to so many times as many plain passes as then
+TEXT_TOKENS = 256  # of each row, about as many as a short answer and its prompt have
+STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Straight lines between measured points; beyond the last one the line goes on.
+
+    Raises:
+        ValueError: no pass of one token, or a number that is not positive.
+
+    >>> costs = StepCosts(((1, 10.0), (11, 20.0)), ((1, 1, 1.0), (1, 3, 2.0)))
+    >>> costs.passes([1, 6, 21]).tolist(), costs.draft(1, 3), costs.draft(1, 5), costs.draft(8, 0)
+    ([10.0, 15.0, 30.0], 2.0, 3.0, 0.0)
+    """
+
+    of_passes: tuple[tuple[int, float], ...]
+    """(tokens of all rows, milliseconds) of verifying, accepting and committing."""
+    of_drafts: tuple[tuple[int, int, float], ...] = ()
+    """(rows, levels, milliseconds) of drafting."""
+
+    def __post_init__(self) -> None:
+        if not self.of_passes or self.of_passes[0][0] != 1:
+            raise ValueError("costs need the milliseconds of a pass of one token")
+        if any(not 0 < number < math.inf for point in (*self.of_passes, *self.of_drafts) for number in point):
+            raise ValueError("each number of costs must be above 0")
+
+    def passes(self, tokens: npt.ArrayLike) -> Floats:
+        """Milliseconds of passes of so many tokens."""
+        points = np.array(self.of_passes)
+        # fewer tokens cost no more: what disturbs a machine only adds
+        points[:, 1] = np.minimum.accumulate(points[::-1, 1])[::-1]
+        return _on_lines(np.asarray(tokens, dtype=np.float64), points)
+
+    def draft(self, rows: int, levels: int) -> float:
+        """Milliseconds of drafting so many levels; the first one may cost more than each further one."""
+        if not levels or not self.of_drafts:
+            return 0.0
+        lines = []
+        for number in sorted({of for of, _, _ in self.of_drafts}):
+            (first, one), *more = sorted((depth, ms) for of, depth, ms in self.of_drafts if of == number)
+            each = max(0.0, more[-1][1] - one) / (more[-1][0] - first) if more else 0.0
+            lines.append((number, one + (levels - first) * each))
+        return float(_on_lines(np.array(float(rows)), np.array(lines)))
+
+
+def _on_lines(at: Floats, points: Floats) -> Floats:
+    """The values at some places of the lines through points (n, 2); the last line goes on."""
+    x, y = points.T
+    slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 0.0
+    found: Floats = np.interp(at, x, y) + np.maximum(0.0, at - x[-1]) * slope
+    return found
+
+
+class StepTimer:
+    """Times passes and drafting of rows with about 256 tokens of arbitrary text.
+
+    The text is not read: its keys and values are zeros, which take as long as others.
+    """
+
+    def __init__(self, target: TargetModel, drafter: DraftHead) -> None:
+        self.target, self.drafter = target, drafter
+        self.length = min(TEXT_TOKENS, (target.max_positions or 4 * TEXT_TOKENS) // 2)
+        self.generator = torch.Generator().manual_seed(0)
+        self._rows: dict[int, tuple[Runner, list[Row]]] = {}
+        self._sessions: dict[int, HeadSession] = {}
+
+    @property
+    def now(self) -> float:
+        wait_for(self.target.device)
+        return time.perf_counter()
+
+    @torch.inference_mode()
+    def verify(self, rows: int, nodes: int) -> float:
+        """Milliseconds of a pass over trees of so many nodes, of accepting and of committing."""
+        runner, texts = self._texts(rows)
+        draft = Draft.on_tree(typical_tree(nodes, depth=4, top_k=4), self._tokens(rows, nodes))
+        uniforms = torch.zeros(rows, draft.max_depth + 1, dtype=torch.float64, device=self.target.device)
+        with self.target.computing():
+            start = self.now
+            logits, _ = runner.verify(texts, draft)
+            result = accept(draft, logits, self._settings(rows), uniforms, None)
+            runner.commit(texts, result, result.num_accepted.tolist())
+            milliseconds = 1e3 * (self.now - start)
+        for row in texts:
+            row.length = self.length
+        return milliseconds
+
+    @torch.inference_mode()
+    def draft(self, rows: int, shape: Shape) -> float:
+        """Milliseconds of drafting a shape."""
+        session = self._session(rows)
+        return self._milliseconds(rows, partial(session.propose, shape=shape))
+
+    @torch.inference_mode()
+    def read(self, rows: int) -> float:
+        """Milliseconds of what comes before the first draft token: layers that read the accepted tokens."""
+        return self._milliseconds(rows, self._session(rows).root)
+
+    def levels(self, rows: int, depth: int) -> float:
+        """Milliseconds of drafting a growing tree of so many levels."""
+        return self.draft(rows, BestFirst(2 * depth, max_depth=depth, min_level_probability=None))
+
+    def _milliseconds(self, rows: int, act: Callable[[Context], object]) -> float:
+        context = self._context(rows, STEP_TOKENS if self.drafter.needs_history else 1)
+        if self.target.device.type == "cpu":  # as in decoding, where the target fills the CPU caches
+            self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
+        with self.target.computing():
+            start = self.now
+            act(context)
+            return 1e3 * (self.now - start)
+
+    def _texts(self, rows: int) -> tuple[Runner, list[Row]]:
+        if rows not in self._rows:
+            runner = runner_for(self.target, self.drafter.hidden_layers)
+            texts, _, _ = runner.prefill(self._tokens(rows, 1).tolist())
+            for row in texts:
+                row.length = self.length
+            self._rows[rows] = runner, texts
+        return self._rows[rows]
+
+    def _session(self, rows: int) -> HeadSession:
+        """A session that has read the rows' text, where it reads it at all."""
+        if rows not in self._sessions:
+            self._sessions[rows] = self.drafter.start()
+            length = self.length if self.drafter.needs_history else 1
+            self._sessions[rows].propose(self._context(rows, length), Tree.chain(1))
+        return self._sessions[rows]
+
+    def _context(self, rows: int, length: int) -> Context:
+        device, size = self.target.device, max(1, len(self.drafter.hidden_layers)) * self.target.hidden_size
+        hidden = torch.randn(rows, length, size, generator=self.generator).to(device, self.target.dtype)
+        counts = torch.full((rows,), length, device=device)
+        return Context(hidden, self._tokens(rows, length), counts, self._tokens(rows, 1)[:, 0], self._settings(rows))
+
+    def _settings(self, rows: int) -> RowSettings:
+        target = self.target
+        return RowSettings.of([SamplingSettings()] * rows, vocab_size=target.vocab_size, device=target.device)
+
+    def _tokens(self, rows: int, nodes: int) -> Tensor:
+        return torch.randint(self.target.vocab_size, (rows, nodes), generator=self.generator).to(self.target.device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when an accelerator has done all work of this thread's stream.
+
+    Not that of the whole device: this would fail, and spoil its capture, while another thread captures a step.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def typical_tree(num_nodes: int, *, depth: int, top_k: int) -> Tree:
+    """Wide at the top and deep on the left, of at most that many nodes.
+
+    >>> typical_tree(6, depth=3, top_k=3).paths
+    ((), (0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+    """
+    paths = chain.from_iterable(product(range(top_k), repeat=level) for level in range(1, depth + 1))
+    return Tree.from_paths(sorted(paths, key=lambda path: (len(path) + sum(path), path))[: num_nodes - 1])
+
+
+def measure_costs(
+    target: TargetModel, drafter: DraftHead, *, timer: Any = None, sweeps: int = _SWEEPS, with_drafts: bool = True
+) -> StepCosts:
+    """Times passes and drafting in several sweeps, so that what disturbs the machine for a moment counts nowhere."""
+    timer = StepTimer(target, drafter) if timer is None else timer
+    depth = drafter.depth_limit or max(drafter.config.num_heads, 4)
+    places = [(timer.verify, *place) for place in _PASSES]
+    if with_drafts:
+        places += [(timer.levels, rows, min(levels, depth)) for rows, levels in _DRAFTS]
+    least: dict[tuple[Callable[[int, int], float], int, int], float] = {}
+    start = timer.now
+    for _ in range(sweeps):
+        for place in places:
+            measure, *numbers = place
+            if place not in least:
+                measure(*numbers)  # kernels are chosen, and memory is reserved
+            least[place] = min(least.get(place, math.inf), max(1e-4, measure(*numbers)))
+        if timer.now - start > _MOST_SECONDS:
+            break
+    passes = {
+        rows * nodes: round(value, 4) for (measure, rows, nodes), value in least.items() if measure == timer.verify
+    }
+    drafts = sorted(
+        (rows, levels, round(value, 4)) for (measure, rows, levels), value in least.items() if measure != timer.verify
+    )
+    return StepCosts(tuple(sorted(passes.items())), tuple(drafts))
+
+
+# --- the cache ---
+
+
+def machine_of(target: TargetModel) -> dict[str, str | int]:
+    """What speeds depend on besides the sizes of model and head."""
+    here = provenance()
+    is_gpu = target.device.type == "cuda"
+    return {
+        "processor": str(here["processor"]),
+        "device": torch.cuda.get_device_name(target.device) if is_gpu else str(target.device),
+        "threads": torch.get_num_threads(),
+        "precision": target.precision,
+        "kernels": kernels_of(target.model),
+        "torch": str(here["torch"]),
+        "transformers": str(here["transformers"]),
+        "draftheads": str(here["draftheads"]),
+    }
+
+
+def _key(target: TargetModel, drafter: DraftHead) -> str:
+    """A digest of what costs depend on; not of weights."""
+    products = [
+        sorted(
+            {
+                f"{layer.out_features}x{layer.in_features} {layer.product.name}"
+                for layer in module.modules()
+                if isinstance(layer, PackedLinear)
+            }
+        )
+        for module in (target.model, drafter)
+    ]
+    whole = {
+        "version": _VERSION,
+        "machine": machine_of(target),
+        "model": [target.config.model_type, target.hidden_size, target.vocab_size, target.layer_kinds],
+        "layers": [target.layer_sizes, getattr(target.config, "num_local_experts", None)],
+        "head": {"method": drafter.config.method, **drafter.config.options()},
+        "products": products,
+    }
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def costs_of(target: TargetModel, drafter: DraftHead, *, keep: bool = True) -> StepCosts:
+    """The costs in the user's cache; measured now, and kept, where there are none or where they are wrong by now.
+
+    A quick look at each load finds those of a busier or quieter machine: what counts is how many plain passes a pass of
+    several tokens takes. Without ``keep`` nothing is written, as other work of this process may slow it down.
+
+    Warns:
+        CacheWarning: the cache is damaged or cannot be written. Then they are measured anew.
+    """
+    path, problems = None, []
+    try:
+        path = cache_folder() / "costs" / f"{_key(target, drafter)}.json"
+        if path.exists() and _still_right(stored := _read(path), target, drafter):
+            return stored
+    except (CheckpointError, ValueError, OSError) as error:
+        problems.append(f"the costs of steps cannot be read: {error}")
+    except InvalidSettings as error:
+        problems.append(f"the costs of steps are not kept: {error}")
+    logger.info("measuring the costs of steps (once per machine, model and head)")
+    measured = measure_costs(target, drafter)
+    if keep and path is not None:
+        try:
+            write_atomic(path, (json.dumps({"format_version": _VERSION, **asdict(measured)}) + "\n").encode())
+        except StorageError as error:
+            problems.append(f"the costs of steps are not kept: {error}")
+    if problems:
+        warnings.warn("; ".join(problems), CacheWarning, stacklevel=3)
+    return measured
+
+
+def _read(path: Path) -> StepCosts:
+    fields = {"format_version": int, "of_passes": list, "of_drafts": list}
+    raw = checked(read_object(path, newest=_VERSION), fields, path)
+    return StepCosts(tuple(map(tuple, raw["of_passes"])), tuple(map(tuple, raw["of_drafts"])))
+
+
+def _still_right(stored: StepCosts, target: TargetModel, drafter: DraftHead) -> bool:
+    now = measure_costs(target, drafter, sweeps=2, with_drafts=False)
+    tokens = [count for count, _ in now.of_passes]
+    ratios = (now.passes(tokens) / now.passes(1)) / (stored.passes(tokens) / stored.passes(1))
+    return bool(np.all((ratios < _SAME) & (ratios > 1.0 / _SAME)))
