@@ -12,7 +12,7 @@ import transformers
 from cli_world import PROMPTS, write_model
 from draftheads import loading
 from draftheads.checkpoints import profile_store
-from draftheads.decode import cost_profile as cost
+from draftheads.decode import step_costs as cost
 from draftheads.utils.machine import OtherPrograms
 from families import by_hand
 
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 def no_clock() -> Iterator[None]:
     """How much is drafted does not depend on how busy the machine is, except where that is tested."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftheads.decode.engine.StepClock", lambda: None)
+        patch.setattr("draftheads.decode.planner.CostCorrection", lambda: None)
         yield
 
 
@@ -71,7 +71,7 @@ def _idle_machine() -> Iterator[None]:
     """Tests do not depend on what else the machine does: no other program runs, and steps take as long as before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OtherPrograms, "busy_cores", lambda _, **__: 0.0)
-        patch.setattr(cost, "slowdown", lambda *_: 1.0)
+        patch.setattr(cost, "_still_right", lambda *_: True)
         patch.setattr(cost.logger, "disabled", True)  # where nothing is measured yet differs from run to run
         yield
 
@@ -80,7 +80,7 @@ def _idle_machine() -> Iterator[None]:
 def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are loaded as if nodes cost next to nothing: on tiny models nothing else is faster than plain."""
     points = [("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.01)]
-    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: by_hand(points))
+    monkeypatch.setattr(loading, "costs_of", lambda *_, **__: by_hand(points))
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from typing import Any, Self
 
 import pytest
 import torch
-from draftheads.decode.cost_profile import CostPoint, CostProfile
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftheads.cpu.native_library import load_library
+from draftheads.decode.step_costs import StepCosts
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -231,9 +231,11 @@ def tiny_profile(tree: Tree, num_heads: int = 3, **changes: Any) -> AcceptancePr
     return AcceptanceProfile(**{**values, **changes})
 
 
-def by_hand(points: Iterable[tuple[Any, int, int, float]]) -> CostProfile:
-    """A cost profile of (part, rows, nodes, milliseconds)."""
-    return CostProfile(tuple(CostPoint(*point) for point in points))
+def by_hand(points: Iterable[tuple[str, int, int, float]]) -> StepCosts:
+    """Costs of ("verify", rows, nodes, milliseconds) and (any kind of tree, rows, levels, milliseconds)."""
+    passes = {rows * nodes: ms for part, rows, nodes, ms in points if part == "verify"}
+    drafts = sorted((rows, levels, ms) for part, rows, levels, ms in points if part != "verify")
+    return StepCosts(tuple(sorted(passes.items())), tuple(drafts))
 
 
 def propose(drafter: Drafter, context: Context, shape: Shape | None = None) -> Draft:

@@ -3,18 +3,17 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from draftheads.decode.size_policy import SizePolicySession
-from draftheads.decode.step_timer import StepTimer
 from torch import Tensor
 
 from draftheads.data.batches import Batch as TrainingBatch
 from draftheads.decode.engine import Engine
+from draftheads.decode.step_costs import StepTimer
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
@@ -27,9 +26,8 @@ from draftheads.search.replay import Replay
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
-from draftheads.speculation.draft import Context, CopyLimits
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import ROOT_ONLY, Sampled, Shape
+from draftheads.speculation.shapes import Sampled, Shape
 from draftheads.speculation.tree import Tree
 from draftheads.train.learner import Learner, with_noise
 from draftheads.train.losses import objective
@@ -38,7 +36,6 @@ from draftheads.utils.progress import NoProgress
 from draftheads.utils.transfer import to_device
 from fake_device import DEVICE, FakeDevice
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, by_hand, tiny_head, tiny_model, tiny_profile
-from scheduler_world import join
 from structured_world import GRAMMARS, json_model
 from thorough import some
 
@@ -145,7 +142,7 @@ def transfers(
     ]
     cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.1)])
     drafter = make(model)
-    options: dict[str, Any] = {"shape": shape, "max_batch_size": 3, "profile": profile, "cost": profile and cost}
+    options: dict[str, Any] = {"shape": shape, "max_batch_size": 3, "profile": profile, "costs": profile and cost}
     expected = Engine(model, drafter, **options).generate(TEXTS, all_settings)
     with FakeDevice() as device:
         there = moved(model, graphs=graphs)
@@ -288,44 +285,10 @@ def test_every_drafter(name: str, graphs: bool) -> None:
     [(head("medusa"), 2), (head("eagle"), 2), (copying("hydra"), 5)],
     ids=["medusa", "eagle", "copying"],
 )
-def test_the_size_policy(make: Make, copies: int) -> None:
+def test_the_planner(make: Make, copies: int) -> None:
     options: dict[str, Any] = {"profile": tiny_profile(TREES["ragged"]), "max_new_tokens": 24}
     check(transfers(some_model("llama"), make, graphs=True, **options), copies=copies)
     check(transfers(some_model("llama"), make, logprobs=1, **options), reads=2, copies=copies + 2)
-
-
-def test_the_size_policy_learns_how_many_tokens_were_expected(device: FakeDevice) -> None:
-    """On the device it reads with the step's tokens what the CPU reads before them."""
-    model, expected = some_model("llama"), {}
-    profile = tiny_profile(TREES["ragged"])
-    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 33, 10.0), ("static", 1, 2, 0.1)])
-    for place, target in (("cpu", model), ("device", moved(model))):
-        drafter = moved_drafter(tiny_head("medusa", model), target) if place == "device" else tiny_head("medusa", model)
-        engine = Engine(target, drafter, profile=profile, cost=cost)
-        batch = engine.batch()
-        join(batch, engine.requests(TEXTS, max_new_tokens=20, ignore_eos=True))
-        batch.step()
-        assert isinstance(batch.session, SizePolicySession)
-        expected[place] = batch.session._expected
-    assert len(set(expected["cpu"])) == len(TEXTS)
-    assert expected["device"] == pytest.approx(expected["cpu"], rel=1e-4)
-
-
-def test_as_many_copies_are_added_on_a_device_as_gain_most(device: FakeDevice) -> None:
-    """Nobody cuts the tree there. The first copied token is right with 0.9, both with 0.8."""
-    model = some_model("llama")
-    drafter = Copying(moved_drafter(tiny_head("medusa", model), moved(model)), odds=((0.5, 0.2), (0.9, 0.8)))
-    tokens = to_device([[5, 6, 7, 5]], DEVICE)
-    hidden = to_device(torch.zeros(1, 4, model.hidden_size), DEVICE)
-    context = Context(hidden, tokens, to_device([4], DEVICE), to_device([6], DEVICE), known_ids=[[5, 6, 7, 5, 6]])
-    device.clear()
-
-    def nodes(shape: Shape, *min_gains: float) -> int:
-        return drafter.start().propose(replace(context, copies=CopyLimits(2, min_gains)), shape).num_nodes
-
-    assert [nodes(Tree.chain(2), *least) for least in ((0.95, 1.75), (0.5, 1.5), (0.5, 1.0))] == [3, 4, 5]
-    assert [nodes(ROOT_ONLY, *least) for least in ((0.95, 1.75), (0.5, 1.5), (0.5, 1.0))] == [1, 2, 3]
-    assert not device.reads
 
 
 @pytest.mark.parametrize(
@@ -403,7 +366,8 @@ def test_measuring(device: FakeDevice, method: str) -> None:
     expected = Replay(model, untrained, settings, progress=NoProgress()).run(answers)
     assert Replay(there, own, settings, progress=NoProgress()).run(answers)["dynamic"] == expected["dynamic"]
     timer = StepTimer(there, own)
-    assert all(timer.milliseconds(part, 2, 6) > 0 for part in ("verify", "follow", "static", "dynamic"))
+    assert timer.verify(2, 6) > 0
+    assert timer.levels(2, 2) > 0
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from draftheads.decode.cost_profile import CostProfile
-from draftheads.decode.size_policy import SizePolicySession
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
@@ -16,6 +14,7 @@ from draftheads.checkpoints.checkpoint import read_head, save_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
 from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
+from draftheads.decode.step_costs import StepCosts
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.loading import find_template, load_target
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -49,10 +48,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def cost(monkeypatch: pytest.MonkeyPatch) -> CostProfile:
+def cost(monkeypatch: pytest.MonkeyPatch) -> StepCosts:
     """Nothing is measured."""
     found = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 9, 11.0), ("static", 1, 2, 0.1)])
-    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: found)
+    monkeypatch.setattr(loading, "costs_of", lambda *_, **__: found)
     return found
 
 
@@ -68,11 +67,11 @@ def temperatures(engine: Engine) -> tuple[float, ...]:
     return engine.shape.temperatures
 
 
-def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: Path, cost: CostProfile) -> None:
+def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: Path, cost: StepCosts) -> None:
     engine = load(world)
-    assert (engine.profile, engine.cost) == (OWN, cost)
+    assert (engine.profile, engine.costs) == (OWN, cost)
     assert temperatures(engine) == (1.5, 1.25, 1.0)
-    assert isinstance(engine.batch().session, SizePolicySession)
+    assert engine.batch().plan is not None
 
 
 def test_int8_is_refused_before_a_model_is_loaded_on_a_gpu(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +119,7 @@ def test_a_profile_may_be_given_by_file_or_folder(world: Path, tmp_path: Path) -
 
 
 def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: pytest.fail("costs were measured"))
+    monkeypatch.setattr(loading, "costs_of", lambda *_, **__: pytest.fail("costs were measured"))
     for options, shape in (
         ({"profile": None}, Tree.chain(3)),
         ({"tree": Tree.chain(1)}, Tree.chain(1)),
@@ -129,9 +128,9 @@ def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatc
         ({"tree": BestFirst(5, temperatures=(2.0, 2.0, 2.0))}, BestFirst(5, temperatures=(2.0, 2.0, 2.0))),
     ):
         engine = load(world, **options)
-        assert (engine.profile, engine.cost) == (None, None)
+        assert (engine.profile, engine.costs) == (None, None)
         assert engine.batch().shape == shape
-        assert not isinstance(engine.batch().session, SizePolicySession)
+        assert engine.batch().plan is None
 
 
 def test_the_command_line_warns_in_one_line(world: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +141,7 @@ def test_the_command_line_warns_in_one_line(world: Path, cache: Path, capsys: py
         assert main([*arguments, "--max-new-tokens", "3", "--precision", "fp32"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(said) == 1
-    assert said[0].startswith("warning: the cost profile is not kept")
+    assert said[0].startswith("warning: the costs of steps are not kept")
 
 
 @pytest.mark.usefixtures("cost")

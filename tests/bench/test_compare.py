@@ -127,23 +127,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1.0]
     monkeypatch.setattr(StepClock, "now", property(lambda _: now[0]))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    on_phase, adopt = StepClock.on_phase, Batch.adopt
+    on_phase, join = StepClock.on_phase, Batch.join
     propose = ScriptedSession.propose
 
     def later(self: StepClock, part: str) -> None:
         now[0] += {"verify": 2.0, "rest": 0.5}.get(part, 0.0)
         on_phase(self, part)
 
-    def reading(self: Batch, prompts: Any) -> Any:
+    def reading(self: Batch, *arguments: Any) -> Any:
         now[0] += 4.0
-        return adopt(self, prompts)
+        return join(self, *arguments)
 
     def drafting(self: ScriptedSession, context: Context, shape: Shape) -> Draft:
         now[0] += 1.0
         return propose(self, context, shape)
 
     monkeypatch.setattr(StepClock, "on_phase", later)
-    monkeypatch.setattr(Batch, "adopt", reading)
+    monkeypatch.setattr(Batch, "join", reading)
     monkeypatch.setattr(ScriptedSession, "propose", drafting)
 
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from draftheads.decode.step_timer import STEP_TOKENS, StepTimer
 
 from draftheads.bench import drafting
 from draftheads.bench.drafting import DraftingCost, drafting_cost
+from draftheads.decode.step_costs import STEP_TOKENS, StepTimer
 from draftheads.speculation.tree import Tree
 from families import tiny_head, tiny_model
 
@@ -28,10 +28,10 @@ def test_a_head_costs_what_its_depth_adds_to_a_chain(
 
         def __init__(self, *_: Any) -> None: ...
 
-        def read_milliseconds(self, rows: int) -> float:
-            return self.draft_milliseconds(rows, None)
+        def read(self, rows: int) -> float:
+            return self.draft(rows, None)
 
-        def draft_milliseconds(self, rows: int, shape: Tree | None) -> float:
+        def draft(self, rows: int, shape: Tree | None) -> float:
             assert rows == 1
             calls.append(shape)
             repeat = calls.count(shape)
@@ -51,9 +51,9 @@ def test_the_prefix_is_the_time_of_layers_that_read_the_text(monkeypatch: pytest
     counts = head.read
     monkeypatch.setattr(head, "read", lambda context, *args: read.append(max(context.counts)) or counts(context, *args))
     timer = StepTimer(target, head)
-    assert timer.read_milliseconds(1) > 0
+    assert timer.read(1) > 0
     before = len(read)
-    timer.read_milliseconds(1)
+    timer.read(1)
     assert read[before:] == [STEP_TOKENS]
-    timer.draft_milliseconds(1, Tree.chain(1))
+    timer.draft(1, Tree.chain(1))
     assert read[before:] == [STEP_TOKENS] * 2, "nothing was left to read"

@@ -249,18 +249,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that a test sets: verifying takes 2, the rest 0.5, reading a prompt 100."""
     now = [0.0]
     monkeypatch.setattr(timing.StepClock, "now", property(lambda _: now[0]))
-    on_phase, adopt = StepClock.on_phase, Batch.adopt
+    on_phase, join = StepClock.on_phase, Batch.join
 
     def later(self: StepClock, part: str) -> None:
         now[0] += {"verify": 2.0, "rest": 0.5}.get(part, 0.0)
         on_phase(self, part)
 
-    def reading(self: Batch, prompts: Any) -> Any:
+    def reading(self: Batch, *arguments: Any) -> Any:
         now[0] += 100.0
-        return adopt(self, prompts)
+        return join(self, *arguments)
 
     monkeypatch.setattr(StepClock, "on_phase", later)
-    monkeypatch.setattr(Batch, "adopt", reading)
+    monkeypatch.setattr(Batch, "join", reading)
     return now
 
 

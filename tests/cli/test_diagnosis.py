@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -419,16 +420,16 @@ def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_in_the_cache(here: Path) -> None:
     cache = here / "cache"
-    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 16, 1, 20.0)])
+    costs = {"format_version": 11, **asdict(by_hand([("verify", 1, 1, 10.0), ("verify", 16, 1, 20.0)]))}
     (cache / "costs").mkdir(parents=True)
-    (cache / "costs" / f"{'0' * 24}.json").write_text(cost.to_json(), encoding="utf-8")
+    (cache / "costs" / f"{'0' * 24}.json").write_text(json.dumps(costs), encoding="utf-8")
     tuned = cache / "profiles" / "markov-medusa-0123456789abcdef"
     tuned.mkdir(parents=True)
     (tuned / "acceptance.json").write_text("{}", encoding="utf-8")
     found = diagnosis.find_cache()
     num_bytes = sum(contents_of(part, cache).num_bytes for part in diagnosis.PARTS)
     assert one(found, "folder").facts == {"path": str(cache), "bytes": num_bytes, "files": 2, "writable": True}
-    assert one(found, "costs").text == "1 cost profile saved; batch sizes: 1, 16"
+    assert one(found, "costs").text == "1 cost profile saved; tokens of a pass: 1, 16"
     assert one(found, "tuned").facts == {"heads": ["markov-medusa"]}
     assert {finding.level for finding in found} == {"ok"}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftheads.decode.size_policy import SizePolicy
 
 import draftheads
 from cli_world import Run, run_on_terminal, run_process
@@ -19,6 +18,7 @@ from draftheads.cli.options.generate import GenerateOptions
 from draftheads.cli.show import DRAFTED, drafted_text
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine
+from draftheads.decode.planner import Planner
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
 from draftheads.speculation.tree import Tree
@@ -223,12 +223,12 @@ def test_draft_tokens_of_a_finished_answer_are_green(engine: Engine, folder: Pat
 def test_it_says_so_if_nothing_is_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch):
     options = GenerateOptions(model="model", head="medusa")
     engine = draftheads.load(str(folder / "model"), str(folder / "medusa"), precision="fp32")
-    monkeypatch.setattr(SizePolicy, "choose", lambda *_: (None, 0.0, 1.0))
+    monkeypatch.setattr(Planner, "choose", lambda *_, **__: (None, 1, 1.0))
     words = generate.no_draft_sentence(engine, options)
     assert words is not None
     assert "drafts no tokens of its own here, only copies" in words
     assert words.endswith(
         "Try --precision int8, or measure its trees on your prompts: draftheads tune model medusa --prompts FILE"
     )
-    monkeypatch.setattr(SizePolicy, "choose", lambda *_: (Tree.chain(2), 1.0, 1.0))
+    monkeypatch.setattr(Planner, "choose", lambda *_, **__: (object(), 3, 1.0))
     assert generate.no_draft_sentence(engine, options) is None

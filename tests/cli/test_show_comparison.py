@@ -9,8 +9,8 @@ from rich.console import Console
 from draftheads.bench.table import SPEED_COLUMNS, Row
 from draftheads.cli import show_comparison
 from draftheads.cli.bench import show
-from draftheads.decode import cost_profile as cost
 from draftheads.decode.engine import Engine
+from draftheads.decode.step_costs import StepCosts
 from draftheads.drafters.copying import Copying
 from draftheads.speculation.tree import Tree
 from families import by_hand, tiny_head, tiny_profile
@@ -27,17 +27,17 @@ def test_a_bar_shows_the_parts_in_proportion():
     assert coloured.file.getvalue().count("\x1b[0m") == 3, "each part has its colour"
 
 
-def costly(per_node: float) -> cost.CostProfile:
+def costly(per_node: float) -> StepCosts:
     """A plain step takes 10 ms, each further node so many, a draft 1."""
     points = [("verify", 1, nodes, 10.0 + per_node * (nodes - 1)) for nodes in (1, 33)]
-    return by_hand([*points, ("static", 1, 2, 1.0)])
+    return by_hand([*points, ("static", 1, 1, 1.0)])
 
 
 def told(engine: Engine, per_node: float, *, copies: bool = False, **profile: Any) -> str:
     head = tiny_head("hydra", engine.model)
     drafter = Copying(head) if copies else head
     found = tiny_profile(Tree.chain(3), static_tokens=[1.0, 1.5, 1.75, 1.8], **profile)
-    return show_comparison.tree_sentence("hydra", Engine(engine.model, drafter, profile=found, cost=costly(per_node)))
+    return show_comparison.tree_sentence("hydra", Engine(engine.model, drafter, profile=found, costs=costly(per_node)))
 
 
 def test_a_sentence_explains_the_tree(engine: Engine):

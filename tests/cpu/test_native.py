@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from threading import Thread
 from typing import Any
 
@@ -210,8 +211,8 @@ def test_bits_are_those_of_one_token_at_a_time(instructions: str, threads: int, 
     tokens = torch.tensor([[7, 7, 7, 7, 7, 7], [prompt[30], 9, prompt[31], 8, prompt[32], prompt[33]]])
     on_path = [tree.paths.index(path) for path in ((), (1,), (1, 0), (1, 0, 0))]
     draft = Draft.on_tree(tree, tokens)
-    for sizes in ([6, 6], [1, 6], [3, 6]):
-        _, hidden = target.verify(draft.cut(sizes))
+    for sizes in ((6, 6), (1, 6), (3, 6)):  # of rows of which a grammar forbids some nodes
+        _, hidden = target.verify(replace(draft, row_nodes=sizes))
         assert torch.equal(hidden[1, on_path], one_by_one[30:34, model.hidden_size :]), sizes
 
 

@@ -26,7 +26,7 @@ from families import TREES, PlantedDrafter, by_hand, tiny_model, tiny_profile
 pytestmark = pytest.mark.usefixtures("one_thread", "cheap_nodes")
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
 PROMISING = tiny_profile(TREES["ragged"], dynamic_tokens=[1.0, *[2.5] * 23])  # far more than an untrained head gains
-CHEAP = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.01)])
+CHEAP = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 1, 0.01)])
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("draftheads.decode.engine.StepClock", lambda: None)  # what is drafted depends on tokens only
+    monkeypatch.setattr(
+        "draftheads.decode.planner.CostCorrection", lambda: None
+    )  # what is drafted depends on tokens only
     with warnings.catch_warnings():
         warnings.simplefilter("error", BaseModelWarning)
         yield
@@ -201,7 +203,7 @@ def test_a_profile_that_is_kept_is_not_warned_of() -> None:
     drafter = PlantedDrafter(chain, dict(zip(prompts, (one.token_ids for one in answers), strict=True)))
     profile = tiny_profile(chain, static_tokens=[1.0, 1.5, 2.0, 2.5], dynamic_tokens=[])
     check = AcceptanceCheck("planted", "planted", "tiny")
-    engine = Engine(model, drafter, profile=profile, cost=CHEAP, check=check)
+    engine = Engine(model, drafter, profile=profile, costs=CHEAP, check=check)
     engine.generate(prompts, max_new_tokens=120, ignore_eos=True)
     assert check.num_steps + check.accepted >= 200
     assert check.expected == pytest.approx(1.5 * check.num_steps)

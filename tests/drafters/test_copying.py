@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from draftheads.decode.size_policy import SizePolicy
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request
@@ -18,12 +17,11 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.acceptance_profile import AcceptanceProfile
-from draftheads.speculation.draft import Context, CopyLimits, Draft
+from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.speculation.tree import Tree
-from families import TREES, IntegerTokenizer, PlantedDrafter, by_hand, propose, tiny_head, tiny_model
+from families import TREES, IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
 from thorough import some
 
 FAMILIES = ["llama", "mistral", "mixtral", "gpt2", "gemma3_text", "qwen3"]
@@ -129,7 +127,7 @@ class Varied(Copying):
 
         def propose(context: Context, shape: Shape, *, as_usual: Any = session.propose) -> Draft:
             shape, extra_nodes = self.vary(sum(len(text.ids) for text in session._texts.rows), shape)
-            return as_usual(replace(context, copies=CopyLimits(extra_nodes)), shape)
+            return as_usual(replace(context, extra_nodes=extra_nodes), shape)
 
         session.propose = propose  # type: ignore[method-assign]
         return session
@@ -157,19 +155,19 @@ def test_shapes_that_change_from_step_to_step(method: str) -> None:
 # --- what is drafted ---
 
 
-def context_of(texts: list[list[int]], limits: CopyLimits | None = None) -> Context:
+def context_of(texts: list[list[int]], extra_nodes: int = 0) -> Context:
     """Rows that have just joined; the last token of a text is its root."""
     width = max(map(len, texts)) - 1
     tokens = torch.tensor([[*text[:-1], *[0] * (width + 1 - len(text))] for text in texts])
     hidden = torch.randn(len(texts), width, 32, generator=torch.Generator().manual_seed(0))
     roots = torch.tensor([text[-1] for text in texts])
-    return Context(hidden, tokens, torch.tensor([len(text) - 1 for text in texts]), roots, copies=limits)
+    return Context(hidden, tokens, torch.tensor([len(text) - 1 for text in texts]), roots, extra_nodes=extra_nodes)
 
 
 def copied_below_a_root(text: list[int], num_nodes: int, **options: Any) -> Draft:
     """What is drafted for one text without a head."""
     copying = Copying(tiny_head("medusa", some_model("llama")), **options)
-    return propose(copying, context_of([text], CopyLimits(num_nodes)), ROOT_ONLY)
+    return propose(copying, context_of([text], num_nodes), ROOT_ONLY)
 
 
 TEXTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5], [9, 10, 11]]  # the first has something to copy
@@ -178,7 +176,7 @@ TEXTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5], [9, 10, 11]]  # the first has something to
 @pytest.mark.parametrize("extra_nodes", [0, 3])
 @pytest.mark.parametrize("shape", ["ragged", "best first"])
 def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
-    head, context = tiny_head("medusa", some_model("llama")), context_of(TEXTS, CopyLimits(extra_nodes))
+    head, context = tiny_head("medusa", some_model("llama")), context_of(TEXTS, extra_nodes)
     draft = propose(Copying(head, odds=[[0.99, 0.98, 0.97, 0.96, 0.95]]), context, SHAPES[shape])
     assert draft.num_nodes == propose(head, context, SHAPES[shape]).num_nodes + extra_nodes
     assert draft.copied is not None
@@ -194,7 +192,7 @@ def test_without_a_head_only_copies_are_drafted() -> None:
     """And the head takes note of the text."""
     head = tiny_head("eagle", some_model("llama"))
     session = Copying(head).start()
-    draft = session.propose(context_of(TEXTS, CopyLimits(3)), ROOT_ONLY)
+    draft = session.propose(context_of(TEXTS, 3), ROOT_ONLY)
     assert draft.token_ids[0].tolist() == [5, 6, 7, 8]
     assert draft.depths.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
     assert session.session.num_rows == 2  # type: ignore[attr-defined]
@@ -309,35 +307,3 @@ def test_copied_tokens_beyond_the_end_are_not_counted(room: int, drafted: int, c
 
 def test_nothing_is_copied_without_copies() -> None:
     assert copied(decode("llama", tiny_head("hydra", some_model("llama")))) == 0
-
-
-def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone() -> None:
-    drafter = Copying(tiny_head("medusa", some_model("llama")), odds=((0.5, 0.2), (0.9, 0.8)))
-
-    def nodes(*min_gains: float) -> int:
-        context = context_of([[5, 6, 7, 5, 6], [8, 9, 10, 11, 12]], CopyLimits(2, min_gains))
-        return propose(drafter, context, ROOT_ONLY).num_nodes
-
-    assert nodes() == 3, "without a least gain every match counts"
-    assert nodes(0.8, 9.0) == 3, "one token is worth 0.9"
-    assert nodes(0.95, 1.6) == 3, "two tokens are worth 0.9 + 0.8"
-    assert nodes(0.95, 1.75) == 1
-
-
-def test_the_policy_gives_copies_the_gain_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = tiny_head("medusa", some_model("llama"))
-    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 11, 110.0)])  # two rows cost as one with twice the nodes
-    drafter = Copying(head, odds=((0.5, 0.2), (0.9, 0.8)))
-    given: list[Sequence[float]] = []
-    propose_copies = CopyingSession.propose
-
-    def recording(self: CopyingSession, context: Context, shape: Shape) -> Draft:
-        assert context.copies is not None
-        given.append(context.copies.min_gains)
-        return propose_copies(self, context, shape)
-
-    monkeypatch.setattr(CopyingSession, "propose", recording)
-    policy = SizePolicy(drafter, AcceptanceProfile.assumed(head.config.num_heads), cost)
-    assert propose(policy, context_of(TEXTS), ROOT_ONLY).num_nodes == 1
-    # plain decoding makes two tokens in 20 ms; 40 and 60 ms must make a tenth more than 4 and 6
-    assert list(given[0][:2]) == pytest.approx([1.1 * 4 - 2, 1.1 * 6 - 2])

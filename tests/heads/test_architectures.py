@@ -183,7 +183,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
 ) -> None:
     """Rows join, take different numbers of tokens a step, sometimes without a draft, and leave."""
     if without_draft == "without room":
-        monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 6)
+        monkeypatch.setattr("draftheads.heads.stateful._MOST_PENDING", 6)
     head = variant(name, model)
     # heads without a limit of depth: beyond the depth that they are trained for
     shape = BestFirst(12, top_k=4, beam=3, max_depth=None if head.depth_limit else 6)
@@ -292,23 +292,10 @@ def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model
     session.observe(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
     assert not read
     assert isinstance(session, StatefulSession)
-    assert (session.num_rows, len(session.unread)) == (2, 2)
+    assert (session.num_rows, len(session.pending)) == (2, 2)
     session.propose(Context(hidden[:, :3], tokens[:, :3], torch.tensor([3, 2]), tokens[:, 4]), head.default_shape)
     assert [context.num_accepted.tolist() for _, context in read] == [[9, 12]]
-    assert session.unread == []
-
-
-def test_a_row_that_has_put_much_aside_is_read_alone(model: TargetModel) -> None:
-    """Read together, each row would be as long as the longest."""
-    head = tiny_head("eagle", model)
-    hidden, tokens = random_text(head, 3, 60)
-    read = recorded(head)
-    session = head.start()
-    session.observe(whole(hidden, tokens, [3, 50, 16]))
-    assert not read
-    session.propose(Context(hidden[:, :2], tokens[:, :2], torch.tensor([2, 1, 2]), tokens[:, 9]), head.default_shape)
-    shapes = [(rows, tuple(context.token_ids.shape)) for rows, context in read]
-    assert shapes == [(slice(1, 2), (1, 50)), (slice(0, 3), (3, 18))]
+    assert session.pending == []
 
 
 @pytest.mark.parametrize("method", STATEFUL)
@@ -329,7 +316,7 @@ def test_rows_of_which_nothing_is_read_yet_move_with_the_others(method: str, mod
 
 def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt is read at once: its hidden states take more memory than what the head keeps of it."""
-    monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 12)
+    monkeypatch.setattr("draftheads.heads.stateful._MOST_PENDING", 12)
     head = tiny_head("eagle", model)
     hidden, tokens = random_text(head, 1, 60)
     session = head.start()
@@ -337,7 +324,7 @@ def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.Monkey
     assert isinstance(session, StatefulSession)
     numbers = []
     for start in range(30, 60, 3):
-        numbers.append(sum(map(len, session.unread)))
+        numbers.append(sum(map(len, session.pending)))
         part = slice(start, start + 3)
         session.observe(Context(hidden[:, part], tokens[:, part], torch.tensor([3]), tokens[:, start]))
     assert numbers == [0, 3, 6, 9, 12, 0, 3, 6, 9, 12]

@@ -50,4 +50,4 @@ def slots(history: HeadKVCache) -> int:
     """Of all rows, by the memory that they take."""
     (kept,) = history.layers
     assert kept is not None
-    return sum(part.untyped_storage().nbytes() for part in kept) // history.bytes_per_slot
+    return sum(part.untyped_storage().nbytes() for part in kept) // sum(part[0, 0].nbytes for part in kept)

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from draftheads.decode.size_policy import SizePolicySession
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -35,6 +34,8 @@ from cli_world import letters_tokenizer
 from distribution import LENGTH, ODDS, PROMPT, joint_distribution, p_value
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.decode.engine import Engine
+from draftheads.decode.planner import Plan
+from draftheads.drafters.copying import CopyingSession
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.interop.transformers import CustomGenerate, custom_generate
 from draftheads.models.model import TargetModel
@@ -162,28 +163,24 @@ def without_ends(told: list[tuple[str, object]]) -> list[tuple[str, object]]:
 
 
 def test_a_drafter_sees_what_it_sees_in_the_engine(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts, and what is told of acceptance; with a size policy, copies, and a head that keeps a history."""
+    """Contexts, and what the planner is told; with copies, and a head that keeps a history."""
     model, head = world("llama", "eagle3")
     loop = drafting(head)
     engine = loop.engine(model)
     told: list[tuple[str, object]] = []
 
-    def noting(name: str, facts: Callable[..., object]) -> None:
-        method = getattr(SizePolicySession, name)
+    def noting(owner: type, name: str, facts: Callable[..., object]) -> None:
+        method = getattr(owner, name)
 
-        def noted(self: SizePolicySession, *arguments: Any) -> Any:
+        def noted(self: Any, *arguments: Any, **options: Any) -> Any:
             told.append((name, facts(*arguments)))
-            return method(self, *arguments)
+            return method(self, *arguments, **options)
 
-        monkeypatch.setattr(SizePolicySession, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
-    noting(
-        "propose", lambda context, _: (context.ids, context.text_tokens, context.room, context.num_accepted.tolist())
-    )
-    noting("on_accept", lambda *counts: [list(values) for values in counts])
-    noting("on_time", lambda _, __, num_tokens: num_tokens)
-    noting("on_read", lambda values: values)
-    noting("keep", lambda rows: rows.tolist())
+    noting(CopyingSession, "propose", lambda context, _: (context.ids, context.num_accepted.tolist()))
+    noting(Plan, "note", lambda draft, *counts: [draft.num_nodes, *map(list, counts[:3])])
+    noting(Plan, "keep", list)
     copying = [[20], [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 11, 12]]  # the engine reads the shortest first
     for end in ([], [10]):
         results = engine.generate(copying, max_new_tokens=NEW_TOKENS, ignore_eos=True, stop_token_ids=end)
@@ -194,7 +191,7 @@ def test_a_drafter_sees_what_it_sees_in_the_engine(world: World, monkeypatch: py
             assert tuple(row[10 : 10 + len(result.token_ids)].tolist()) == result.token_ids
         assert without_ends(told) == by_engine
         assert sum(result.num_copied for result in results) > 0
-        assert {name for name, _ in told} >= {"propose", "on_accept", "on_time"}
+        assert {name for name, _ in told} >= {"propose", "note"}
         told.clear()
 
 

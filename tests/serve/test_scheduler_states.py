@@ -34,7 +34,7 @@ READER = type(runner_for(MODEL))
 PROFILE = tiny_profile(Tree.chain(0), dynamic_tokens=[1.0, *(1.0 + 0.5 * n**0.7 for n in range(1, 24))])
 VERIFYING = [("verify", rows, nodes, 20.0 + 0.6 * rows * nodes) for rows in (1, 8) for nodes in (1, 16)]
 ENGINES = {
-    "m": Engine(MODEL, tiny_head("hydra", MODEL), profile=PROFILE, cost=by_hand([*VERIFYING, ("dynamic", 1, 2, 1.0)])),
+    "m": Engine(MODEL, tiny_head("hydra", MODEL), profile=PROFILE, costs=by_hand([*VERIFYING, ("dynamic", 1, 2, 1.0)])),
     "m:eagle": Engine(MODEL, tiny_head("eagle", MODEL, num_key_value_heads=1, head_size=8), shape=TREES["ragged"]),
 }
 LANES = [Lane("m"), Lane("m:eagle"), Lane("m", 0), Lane("m", 4)]

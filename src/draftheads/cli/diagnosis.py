@@ -450,7 +450,7 @@ def _cache_findings(folder: Path) -> Iterator[Finding]:
     advice = "free some, or set DRAFTHEADS_CACHE to another disk" if free < _LITTLE else ""
     yield _finding("disk", f"{byte_size(free)} free", advice, free=free)
     yield _measured(
-        folder, "costs", "cost profile", lambda cost: [point["rows"] for point in cost["points"]], "batch sizes"
+        folder, "costs", "cost profile", lambda costs: [tokens for tokens, _ in costs["of_passes"]], "tokens of a pass"
     )
     profiles = sorted((folder / "profiles").glob("*-*/acceptance.json"))
     if tuned := [path.parent.name.rpartition("-")[0] for path in profiles]:

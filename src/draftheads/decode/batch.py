@@ -182,9 +182,9 @@ class Batch:
         """What is verified in the next step of the rows of a context."""
         if self.plan is None:
             return self.session.propose(context, self.shape)
-        rows, extra_nodes = context.rows, self.drafter.extra_nodes
+        rows, cuts = context.rows, context.root_ids.device.type == "cpu"
         depends = rows is not None and (rows.any_typical or rows.any_rejection)
-        shape = self.plan.shape(len(context.root_ids), may_follow=not depends)
+        shape, extra_nodes = self.plan.shape(len(context.root_ids), may_follow=not depends, cuts=cuts)
         if shape == ROOT_ONLY and not extra_nodes:
             self.session.observe(context)
             return self.plan.cut(Draft.on_tree(ROOT_ONLY, context.root_ids[:, None]))

@@ -21,11 +21,12 @@ from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 _PRIOR = 4.0  # pseudo-count of the profile in a request's acceptance, in expected draft tokens
 _MEMORY, _FORGETTING = 0.99, 0.995  # weight of older draft tokens, per step with and without a draft
 _SMALLEST_GAIN = 1.03  # over plain decoding, or nothing is drafted
+_ALMOST_FREE = 1.05  # times the time of a pass without further nodes
 # tokens that a further level gains, less what verifying them costs, per unit of the probability of the nodes that it
 # extends; measured, see "Growing trees stop early" in LOG.md
 LEVEL_GAIN = 0.3
 _NEW, _OLD = 0.5, 0.15  # weight of a step in the costs: of a number of tokens not seen for a while, and of others
-_SPEED, _DRIFT = 0.05, 0.995  # the same in the machine's speed; what is left per step of other numbers' corrections
+_SPEED, _DRIFT = 0.05, 0.993  # the same in the machine's speed; what is left per step of other numbers' corrections
 _LONG_AGO = 64  # steps
 _MOST_CHANGE = math.log(2.0)  # of one step: a pause of the machine is no cost
 _LOOKS, _LOOK_EVERY = (16, 32), 128  # steps at which the other way, plain or drafting, is taken to see its time
@@ -81,7 +82,8 @@ class CostCorrection:
         is_new = self.steps - self._seen.get(bucket, -_LONG_AGO) >= _LONG_AGO
         self._buckets[bucket] = old + (_NEW if is_new else _OLD) * change
         self._seen[bucket] = self.steps
-        self._speed += 0.0 if is_new else _SPEED * change
+        if not is_new:
+            self._speed += _SPEED * max(-_MOST_CHANGE, min(_MOST_CHANGE, found - self._speed))
         if of_draft is not None:
             change = _logarithm(*of_draft) - self._speed - self._drafting
             self._drafting += _OLD * max(-_MOST_CHANGE, min(_MOST_CHANGE, change))
@@ -215,10 +217,15 @@ class Plan:
         self._gain = 0.0  # expected accepted draft tokens per row by the profile
         self._expected: Sequence[Sequence[float]] = ()  # of each row, its own and copied draft tokens
 
-    def shape(self, rows: int, *, may_follow: bool = True) -> Shape:
-        """What is drafted for so many rows in the next step; ``ROOT_ONLY``: nothing.
+    def shape(self, rows: int, *, may_follow: bool = True, cuts: bool = True) -> tuple[Shape, int]:
+        """What is drafted for so many rows in the next step, and how many copied tokens may be added.
 
-        ``may_follow`` is false where a row's text depends on what is drafted.
+        The shape is ``ROOT_ONLY`` where nothing is drafted.
+
+        Args:
+            rows: B.
+            may_follow: false where a row's text depends on what is drafted.
+            cuts: whether :meth:`cut` takes nodes away. Where it does not, copies may only use what is almost free.
         """
         self._rows += [_RowRecord(_Record(), _Record()) for _ in range(rows - len(self._rows))]
         planner, self._follows = self.planner, may_follow
@@ -227,7 +234,11 @@ class Plan:
         self._gain = 0.0 if way is None else float(way.gains[nodes - 1])
         self._levels = 0 if way is None else way.levels[nodes - 1]
         self._shape = ROOT_ONLY if way is None else planner.shape(way, nodes, rows, self._rate)
-        return self._shape
+        if cuts:
+            return self._shape, planner.extra_nodes
+        passes, _ = planner.costs_now(rows, follows=may_follow)
+        free = int(np.searchsorted(passes, _ALMOST_FREE * passes[nodes - 1], side="right")) - nodes
+        return self._shape, min(free, planner.extra_nodes)
 
     def cut(self, draft: Draft) -> Draft:
         """The first nodes of all trees, as many as gain more tokens than their time is worth.
