@@ -19,7 +19,6 @@ from draftheads.checkpoints.head_files import HEAD_FILES
 from draftheads.checkpoints.profile_store import find_profile
 from draftheads.checkpoints.registry import UNTRAINED_HEADS, find_head, find_published
 from draftheads.cpu.optimise import return_freed_memory
-from draftheads.cpu.threads import thread_choice
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import costs_of
@@ -360,8 +359,7 @@ def load_drafter(
     dtype = torch.float32 if fast and target.device.type == "cpu" else None
     drafter = load_head(find_head(fspath(head), fspath(model)), target, dtype=dtype, ignore_profile=ignore_profile)
     if fast:
-        with thread_choice().unchanged():
-            drafter.speed_up()
+        drafter.speed_up()
         return_freed_memory()
     return drafter
 
@@ -395,7 +393,6 @@ def load_target(
     _check_whole(
         precision, batch_invariant, "four_bit=True" if options.get("four_bit") else options.get("quantization_config")
     )
-    thread_choice()  # what other programs use is averaged from now on
     place = device_named(device)
     if cuda_graphs and place.type != "cuda":
         raise InvalidSettings(f"cuda_graphs is for CUDA; the model is on {place}")
@@ -425,8 +422,7 @@ def load_target(
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
     if (int8 or batch_invariant) and target.is_quantised:
         _check_whole(precision, batch_invariant, f"{target.model_id}, whose weights are quantised")
-    with thread_choice().unchanged():
-        target = checked(target, read, fast=fast or batch_invariant, batch_invariant=batch_invariant, int8=int8)
+    target = checked(target, read, fast=fast or batch_invariant, batch_invariant=batch_invariant, int8=int8)
     return_freed_memory()
     return target
 

@@ -17,13 +17,12 @@ from draftheads.cpu import native_library
 from draftheads.cpu.kernels import Native, NativeInt8, largest
 from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import Texts
-from draftheads.cpu.threads import ThreadChoice
+from draftheads.cpu.threads import native_threads, single_torch_thread
 from draftheads.decode.engine import Engine
 from draftheads.models.model import TargetModel
 from draftheads.runners.structure import check_trees
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
-from draftheads.utils.machine import OtherPrograms
 from families import PROMPTS, TREES, needs_library, tiny_head, tiny_model
 from target_rows import Target
 
@@ -311,21 +310,20 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_thread_that_begins_during_native_passes_has_all_threads_of_torch(threads: int) -> None:
-    choice = ThreadChoice(OtherPrograms(), is_fixed=False)
     seen: list[int] = []
 
     def other() -> None:
         torch.set_num_threads(1)  # as a new thread inherits it
-        with choice.natively():
-            seen.append(choice.native or 0)
+        with single_torch_thread():
+            seen.append(native_threads())
 
-    with choice.natively():
+    with single_torch_thread():
         thread = Thread(target=other)
         thread.start()
         thread.join()
-        assert choice.native == threads
+        assert native_threads() == threads
     assert seen == [threads]
-    assert (choice.native, choice.most, torch.get_num_threads()) == (None, threads, threads)
+    assert (native_threads(), torch.get_num_threads()) == (threads, threads)
 
 
 # --- the largest logits ---

@@ -142,7 +142,7 @@ def _load() -> Finding:
     average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     text = f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}"
     text += "" if average is None else f"; load average {average:.1f}"
-    advice = "close them: decoding uses fewer threads meanwhile" if busy > IDLE_CORES else ""
+    advice = "close them: they take time from decoding" if busy > IDLE_CORES else ""
     return _finding("load", text, advice, busy_cores=round(busy, 2), load_average=average)
 
 

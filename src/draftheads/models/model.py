@@ -23,7 +23,7 @@ from draftheads.cpu.attention import EXACT_ATTENTION
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.native_step import NativeStep, native_step
 from draftheads.cpu.optimise import speed_up
-from draftheads.cpu.threads import thread_choice
+from draftheads.cpu.threads import single_torch_thread
 from draftheads.errors import GenerationWarning, InvalidSettings, LengthWarning, UnsupportedModel, require_at_least
 from draftheads.models.adapter import check_base, read_lora
 from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
@@ -284,7 +284,7 @@ class TargetModel:
 
     def computing(self) -> AbstractContextManager[None]:
         """The context of steps of this model: native ones need the cores that torch's threads would keep."""
-        return nullcontext() if self.native is None else thread_choice().natively()
+        return nullcontext() if self.native is None else single_torch_thread()
 
     @property
     def batch_invariant(self) -> bool:

@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from draftheads.cpu.threads import thread_choice
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.models.pretrained import default_device, default_dtype
@@ -95,7 +94,6 @@ def fit(
         trainer.add_callback(
             _Callback(trainer, log, validations, validate, eval_steps, epoch_ends, progress, interrupted)
         )
-        thread_choice().restore()  # decoding may have left fewer
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         except (OSError, SafetensorError, RuntimeError) as error:
