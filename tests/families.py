@@ -22,7 +22,6 @@ from draftheads.speculation.tree import Tree
 needs_library = pytest.mark.skipif(
     load_library() is None, reason="the native library is off, or was not built: no C++ compiler"
 )
-INVARIANT = [False, pytest.param(True, marks=needs_library)]  # batch_invariant
 
 # few enough tokens that untrained heads are right now and then, so that paths of all lengths are accepted
 VOCAB = 24

@@ -20,7 +20,6 @@ from draftheads.checkpoints.registry import zoo_heads
 from draftheads.cli.main import main
 from draftheads.cpu.fused_modules import FusedAttention
 from draftheads.cpu.kernels import PackedLinear
-from draftheads.cpu.native_library import load_library
 from draftheads.cpu.optimise import kernels_of
 from draftheads.decode.engine import Engine
 from draftheads.errors import (
@@ -236,7 +235,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "four_bit is True and quantization_config is a Bi",
     ),
     ({"four_bit": True, "precision": "int8"}, "precision int8 and four_bit=True: give one of them"),
-    ({"four_bit": True, "batch_invariant": True}, "batch_invariant and four_bit=True: give one of them"),
     ({"quantization_config": 3}, "quantization_config is 3; give one of transformers"),
     ({"device": "cpu", "device_map": "auto"}, "device is 'cpu' and device_map is 'auto': give one of them"),
     ({"device_map": "nowhere"}, "device is 'nowhere'; give cpu, cuda"),
@@ -534,6 +532,3 @@ def test_without_any_faster_module_the_model_is_stock(world: Path, monkeypatch: 
         engine = draftheads.load(world / "model", **FP32)
     assert ids(engine) == expected
     assert kernels_of(engine.model.model) == "stock"
-    if load_library():
-        with pytest.raises(UnsupportedModel, match="differ from those of the stock modules by"):
-            draftheads.load(world / "model", **FP32, batch_invariant=True)

@@ -28,6 +28,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import (
+    NO_BATCH_INVARIANT,
     InvalidSettings,
     SpeedWarning,
     UnsupportedModel,
@@ -92,7 +93,6 @@ def load(
     max_length: int | None = None,
     fast: bool = True,
     cuda_graphs: bool = False,
-    batch_invariant: bool = False,
     four_bit: bool = False,
     quantization_config: Any = None,
     device_map: Any = None,
@@ -117,7 +117,7 @@ def load(
             whatever the profile. A static tree may be a list of rank paths, or its JSON text.
         profile: acceptance profile, from which and from the costs on this machine the size of each draft follows.
             ``auto``: what ``draftheads tune`` measured, else the head's own; an ``acceptance.json`` or a folder with
-            one; None drafts on a fixed tree of 10 nodes. The costs are measured in one to five seconds the first time
+            one; None drafts on a fixed tree of 10 nodes. The costs are measured in about a second the first time
             that model, head and machine are used together, and cached.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 where the machine computes in it, else
@@ -128,9 +128,6 @@ def load(
         max_length: most tokens of prompt and answer together. When left out, what the model's configuration says.
         fast: on a CPU, packed weights and grouped attention; off is the stock model.
         cuda_graphs: on CUDA, steps are captured as graphs. This was not yet run on a GPU.
-        batch_invariant: on a CPU with the native library, plain and speculative text are equal to the bit, also in
-            bf16. Without it that holds for models whose layers the library computes; others are equal in fp32, and in
-            bf16 up to near-ties.
         four_bit: 4-bit linear layers (NF4) by bitsandbytes. It changes the model.
         quantization_config: another quantisation of ``transformers``, such as ``BitsAndBytesConfig``.
         device_map: where ``transformers`` puts the weights, in place of ``device``. They must come to one device.
@@ -142,7 +139,7 @@ def load(
         ModelNotFound, UnsupportedModel, CheckpointError: the model, the head or an adapter cannot be loaded.
         InvalidTree: ``tree`` is deeper than the head.
         InvalidSettings: a wrong value, arguments that contradict each other or need another one, a draft model of
-            another tokenizer; or int8 or ``batch_invariant`` without the native library.
+            another tokenizer; or int8 without the native library.
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
@@ -155,8 +152,10 @@ def load(
             after an answer, far fewer draft tokens were accepted than the profile expects.
     """
     for argument in unknown:
+        if argument == "batch_invariant":
+            raise InvalidSettings(NO_BATCH_INVARIANT)
         raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
-    require_bool(copy=copy, fast=fast, cuda_graphs=cuda_graphs, batch_invariant=batch_invariant)
+    require_bool(copy=copy, fast=fast, cuda_graphs=cuda_graphs)
     require_bool(four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
     _check_paths(head=head, profile=profile, chat_template=chat_template)
@@ -174,7 +173,6 @@ def load(
         max_length=max_length,
         fast=fast,
         cuda_graphs=cuda_graphs,
-        batch_invariant=batch_invariant,
         four_bit=four_bit,
         quantization_config=quantization_config,
         device_map=device_map,
@@ -383,16 +381,13 @@ def load_target(
     max_length: int | None = None,
     fast: bool = True,
     cuda_graphs: bool = False,
-    batch_invariant: bool = False,
     **options: Unpack[LoadOptions],
 ) -> TargetModel:
     """The model alone; arguments and errors as for :func:`load`, but ``chat_template`` is a template's text."""
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise InvalidSettings(f"precision is {precision!r}; choose among {', '.join(PRECISIONS)}")
     int8 = precision == "int8"
-    _check_whole(
-        precision, batch_invariant, "four_bit=True" if options.get("four_bit") else options.get("quantization_config")
-    )
+    _check_whole(precision, "four_bit=True" if options.get("four_bit") else options.get("quantization_config"))
     place = device_named(device)
     if cuda_graphs and place.type != "cuda":
         raise InvalidSettings(f"cuda_graphs is for CUDA; the model is on {place}")
@@ -414,15 +409,13 @@ def load_target(
         return target
 
     target = read()
-    if batch_invariant and target.device.type != "cpu":
-        raise InvalidSettings(f"batch_invariant is for CPUs; the model is on {target.device}")
     if int8:
         _check_int8(target.device)
     if int8 and not fast:
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
-    if (int8 or batch_invariant) and target.is_quantised:
-        _check_whole(precision, batch_invariant, f"{target.model_id}, whose weights are quantised")
-    target = checked(target, read, fast=fast or batch_invariant, batch_invariant=batch_invariant, int8=int8)
+    if int8 and target.is_quantised:
+        _check_whole(precision, f"{target.model_id}, whose weights are quantised")
+    target = checked(target, read, fast=fast, int8=int8)
     return_freed_memory()
     return target
 
@@ -432,7 +425,6 @@ def checked(
     read: Callable[[], TargetModel],
     *,
     fast: bool,
-    batch_invariant: bool = False,
     int8: bool = False,
 ) -> TargetModel:
     """The target if its trees are lossless; ``fast``: with faster modules if they have the stock modules' logits.
@@ -446,15 +438,15 @@ def checked(
     problem = None
     for fused in (True, False) if fast else ():
         try:
-            target = target.sped_up(batch_invariant=batch_invariant, int8=int8, fused=fused)
+            target = target.sped_up(int8=int8, fused=fused)
             if probe is None:
                 check_trees(target, stock=None if int8 else stock, num_tokens=_SHORT_TEXT)
             else:
-                target = _as_proved(target, probe, stock, exact=batch_invariant or int8, fused=fused)
+                target = _as_proved(target, probe, stock, fused=fused)
             if own is not None:
                 check_numbers(target, own)
         except _MISFITS as error:
-            if not fused and (batch_invariant or int8):
+            if not fused and int8:
                 raise
             problem = problem or first_line(error)
         else:
@@ -472,9 +464,9 @@ def checked(
     return target
 
 
-def _as_proved(target: TargetModel, probe: TargetModel, stock: Tensor, *, exact: bool, fused: bool) -> TargetModel:
+def _as_proved(target: TargetModel, probe: TargetModel, stock: Tensor, *, fused: bool) -> TargetModel:
     """The target with those of its fast ways that have the stock logits in its probe."""
-    quick = probe.twin().sped_up(batch_invariant=exact, fused=fused)
+    quick = probe.twin().sped_up(fused=fused)
     try:
         if target.native is None or quick.native is None:
             raise UnsupportedModel
@@ -521,11 +513,12 @@ def _check_as_loaded(
         )
 
 
-def _check_whole(precision: str, batch_invariant: bool, quantised: object) -> None:  # noqa: FBT001 - as the user gave it
+def _check_whole(precision: str, quantised: object) -> None:
     """Quantised layers have kernels of their own."""
-    if quantised is not None and (precision == "int8" or batch_invariant):
-        what = "precision int8" if precision == "int8" else "batch_invariant"
-        raise InvalidSettings(f"{what} and {short(str(quantised))}: give one of them; {what} needs nn.Linear layers")
+    if quantised is not None and precision == "int8":
+        raise InvalidSettings(
+            f"precision int8 and {short(str(quantised))}: give one of them; precision int8 needs nn.Linear layers"
+        )
 
 
 def _check_int8(place: torch.device) -> None:

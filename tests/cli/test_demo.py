@@ -35,10 +35,10 @@ def test_the_demo_ends_with_one_json_object(shown: tuple[str, str]):
     lines = shown[0].splitlines()
     record = json.loads(lines[-1])
     assert list(record) == [
-        *("model", "precision", "threads", "batch_invariant", "copy", "num_prompts", "max_new_tokens", "seconds"),
+        *("model", "precision", "threads", "copy", "num_prompts", "max_new_tokens", "seconds"),
         *("rows", "step_milliseconds", "sentences", "provenance"),
     ]
-    assert (record["model"], record["precision"], record["batch_invariant"]) == ("model", "fp32", False)
+    assert (record["model"], record["precision"]) == ("model", "fp32")
     assert (record["num_prompts"], record["max_new_tokens"], record["copy"]) == (2, 24, True)
     assert isinstance(record["threads"], int)
     assert 0 < record["seconds"] < 100
@@ -107,7 +107,7 @@ def test_heads_draft_with_the_fast_kernels_in_the_demo(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("precision", "explained"),
     [
-        ("bf16", ["--batch-invariant"]),
+        ("bf16", ["--precision fp32 prevents"]),
         ("fp32", ["please report"]),
         pytest.param("int8", ["please report", "another model than int8"], marks=needs_library),
     ],
@@ -125,7 +125,7 @@ def test_the_demo_explains_texts_that_differ(
     for differing in (False, True):
         out = run([*DEMO, "--heads", "./hydra", "--limit", "1", "--precision", precision]).out
         said[differing] = [
-            words for words in ("--batch-invariant", "please report", "another model than int8") if words in out
+            words for words in ("--precision fp32 prevents", "please report", "another model than int8") if words in out
         ]
         assert all(len(line) <= 80 for line in out.splitlines())
     assert said == {False: [], True: explained}
@@ -153,7 +153,7 @@ def test_the_demo_in_int8_compares_with_plain_int8(run: Run):
     out = run([*arguments, "--precision", "int8", "--max-new-tokens", "24"]).out
     assert "margin" not in out.split("provenance")[0].split('{"model"')[0]
     record = json.loads(out.splitlines()[-1])
-    assert (record["precision"], record["batch_invariant"]) == ("int8", True)
+    assert record["precision"] == "int8"
     assert [row["worst_margin"] for row in record["rows"]] == [None] * 3
     rows = {row["method"]: row for row in record["rows"]}
     assert rows["plain"]["identical"]
@@ -161,30 +161,8 @@ def test_the_demo_in_int8_compares_with_plain_int8(run: Run):
     assert rows["hydra"]["tokens_per_step"] > 1.0
 
 
-@needs_library
-def test_the_demo_with_batch_invariant_compares_with_plain_of_the_same_kernels(
-    here: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-):
-    references: list[Any] = []
-    compared = Demo._plain_of_heads
-
-    def noted(self: Demo, *arguments: Any) -> Any:
-        references.append(compared(self, *arguments))
-        return references[-1]
-
-    monkeypatch.setattr(Demo, "_plain_of_heads", noted)
-    arguments = ["demo", "--model", "model", "--limit", "2", "--no-stream", "--max-new-tokens", "10", "--heads"]
-    arguments += ["hydra", "--precision", "fp32", "--json", "-"]
-    record = json.loads(run([*arguments, "--batch-invariant"]).out.splitlines()[-1])
-    assert record["batch_invariant"] is True
-    assert all(row["identical"] for row in record["rows"])
-    assert [len(answer) for answer in references[0]] == [10, 10]
-    assert json.loads(run(arguments).out.splitlines()[-1])["batch_invariant"] is False
-    assert references[1] is None
-
-
-@needs_library
-def test_batch_invariant_that_cannot_be_kept_are_an_error(here: Path, run: Run, monkeypatch: Any):
-    monkeypatch.setattr("draftheads.cpu.optimise.scores_keep_their_bits", lambda _: False)
-    err = run(["demo", "--model", "model", "--heads", "hydra", "--batch-invariant"], code=1).err
-    assert "error: batch_invariant: this CPU's kernels change a row's bits" in err
+@pytest.mark.parametrize("command", ["demo", "generate", "serve", "chat"])
+def test_batch_invariant_is_refused_with_the_reason(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main([command, "--batch-invariant"])
+    assert capsys.readouterr().err.startswith("error: there is no batch_invariant: with the native library")

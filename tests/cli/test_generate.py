@@ -30,7 +30,6 @@ DEFAULTS = {
     "profile": "auto",
     "copy": True,
     "max_batch_size": 16,
-    "batch_invariant": False,
 }  # arguments of load, besides the settings that differ from their defaults
 
 
@@ -140,8 +139,8 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     assert seen[-1] == (["abc", "def"], SamplingSettings())
     words = """--model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --no-copy --batch-invariant --out o --profile p"""
-    changed = {"tree": Tree.chain(2), "profile": "p", "copy": False, "max_batch_size": 2, "batch_invariant": True}
+        --no-copy --out o --profile p"""
+    changed = {"tree": Tree.chain(2), "profile": "p", "copy": False, "max_batch_size": 2}
     assert loaded(words) == {**DEFAULTS, **changed}
     assert seen[-2][0] == ("here", "there")
     settings = SamplingSettings(

@@ -13,10 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from draftheads.cpu import attention as attention_module
 from draftheads.cpu.attention import (
-    EXACT_ATTENTION,
     GROUPED_ATTENTION,
     MAX_TREE_ROWS,
-    exact_attention,
     grouped_attention,
 )
 from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
@@ -27,10 +25,7 @@ from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target
 from draftheads.runners.masks import as_float_mask
 from draftheads.settings import Precision
-from draftheads.speculation.draft import Draft
-from draftheads.speculation.tree import Tree
-from families import FAMILIES, INVARIANT, VOCAB, needs_library, tiny_model
-from target_rows import Target
+from families import FAMILIES, VOCAB, needs_library, tiny_model
 
 ROTARY = ["llama", "mistral", "qwen2", "qwen3"]  # families whose layers are fused whole
 
@@ -44,7 +39,7 @@ def kinds(model: nn.Module) -> set[type]:
 def test_the_cache_has_two_names_and_nothing_else_is_ignored(part: str, name: str) -> None:
     """transformers 5.24 renamed the argument; one that is overlooked would be a text without its beginning."""
     model = tiny_model("llama").model
-    speed_up(model, batch_invariant=False)
+    speed_up(model)
     layer = model.get_decoder().layers[0]
     assert isinstance(layer, FusedLayer)
     module = layer if part == "layer" else layer.self_attn
@@ -70,7 +65,7 @@ def test_the_cache_has_two_names_and_nothing_else_is_ignored(part: str, name: st
 @pytest.mark.parametrize("family", ROTARY)
 def test_layers_of_common_families_are_fused(family: str):
     model = tiny_model(family).model
-    speed_up(model, batch_invariant=False)
+    speed_up(model)
     assert {FusedLayer, FusedAttention, FusedMlp, FusedNorm, PackedLinear} <= kinds(model)
     assert nn.Linear not in kinds(model)
     assert not [kind for kind in kinds(model) if kind.__name__.endswith("RMSNorm")], "norms inside attention, too"
@@ -80,7 +75,7 @@ def test_layers_of_common_families_are_fused(family: str):
 def test_layers_with_another_computation_are_not_fused(family: str):
     """Granite scales what it adds, OLMo norms elsewhere, Gemma has more norms, Mixtral has experts."""
     model = tiny_model(family, **({"residual_multiplier": 0.5} if family == "granite" else {})).model
-    speed_up(model, batch_invariant=False)
+    speed_up(model)
     assert FusedLayer not in kinds(model)
     assert FusedNorm in kinds(model)
 
@@ -101,7 +96,7 @@ def test_a_module_with_the_same_names_but_another_result_is_not_replaced():
     target, stock = tiny_model("llama"), tiny_model("llama")
     for model in (target.model, stock.model):
         model.model.layers[0].mlp = Impostor(model.model.layers[0].mlp)
-    speed_up(target.model, batch_invariant=False)
+    speed_up(target.model)
     assert type(target.model.model.layers[0].mlp) is Impostor
     text = torch.arange(12)[None]
     torch.testing.assert_close(target.model(text).logits, stock.model(text).logits, rtol=1e-4, atol=1e-4)
@@ -113,7 +108,7 @@ def test_a_module_with_the_same_names_but_another_result_is_not_replaced():
 @torch.inference_mode()
 def test_the_fast_model_equals_the_stock_model(family: str, dtype: torch.dtype):
     target, stock = tiny_model(family, dtype=dtype), tiny_model(family)
-    speed_up(target.model, batch_invariant=False)
+    speed_up(target.model)
     text = torch.arange(40).view(2, 20) % VOCAB
     found, expected = target.model(text).logits.float(), stock.model(text).logits
     # bf16 weights are rounded, so its bound is coarse; fp32 differs in the order of sums only
@@ -176,13 +171,10 @@ def test_a_faster_model_has_the_lm_head_the_digest_and_the_sizes_of_the_stock_on
     assert (model.hidden_size, model.vocab_size, model.dtype) == (stock.hidden_size, stock.vocab_size, stock.dtype)
 
 
-def test_other_attention_is_not_replaced_and_has_no_batch_invariant():
+def test_other_attention_is_not_replaced():
     target = tiny_model("llama")
     target.model.set_attn_implementation("eager")
-    for options in ({"batch_invariant": True}, {"batch_invariant": False, "int8": True}):
-        with pytest.raises(InvalidSettings, match="needs attention of kind sdpa; this model was loaded with eager"):
-            speed_up(target.model, **options)
-    speed_up(target.model, batch_invariant=False)
+    speed_up(target.model)
     assert target.config._attn_implementation == "eager"
 
 
@@ -256,13 +248,10 @@ def by_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.few(12)
-@pytest.mark.parametrize("attention", [grouped_attention, exact_attention])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("scaling", [None, 0.7])
-def test_grouped_attention_equals_stock_attention(
-    attention: Any, heads: int, groups: int, masked: bool, scaling: float | None
-):
+def test_grouped_attention_equals_stock_attention(heads: int, groups: int, masked: bool, scaling: float | None):
     torch.manual_seed(0)
     for batch, nodes in ((1, 1), (2, 5), (1, MAX_TREE_ROWS + 2)):
         slots = nodes + 7 if masked else nodes
@@ -271,7 +260,7 @@ def test_grouped_attention_equals_stock_attention(
         visible = torch.rand(batch, nodes, slots) < 0.6
         visible[:, :, 0] = True
         mask = as_float_mask(visible, torch.float32) if masked else None
-        found, weights = attention(nn.Module(), query, key, value, mask, scaling=scaling)
+        found, weights = grouped_attention(nn.Module(), query, key, value, mask, scaling=scaling)
         assert weights is None
         assert found.shape == (batch, nodes, heads, 6)
         expected = eager(query, key, value, mask, 8**-0.5 if scaling is None else scaling)
@@ -327,86 +316,28 @@ def test_boolean_masks_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_attention_does_not_depend_on_the_slots_of_the_keys(dtype: torch.dtype):
-    """The same keys in other slots, among others that the mask hides, and other nodes beside: not a bit changes."""
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 9, 16).to(dtype) for heads in (4, 2, 2))
-    visible = torch.ones(1, 9, 9, dtype=torch.bool).tril()
-    whole, _ = exact_attention(nn.Module(), query, key, value, as_float_mask(visible, dtype))
-    for _ in range(20):
-        order = torch.randperm(30)[:9]  # slot of each key
-        scattered = [torch.randn(1, 2, 30, 16).to(dtype) for _ in range(2)]
-        for buffer, own in zip(scattered, (key, value), strict=True):
-            buffer[:, :, order] = own
-        seen = torch.zeros(1, 1, 30, dtype=torch.bool)
-        seen[:, :, order] = visible[:, -1:]
-        alone, _ = exact_attention(nn.Module(), query[:, :, -1:], *scattered, as_float_mask(seen, dtype))
-        assert torch.equal(alone[:, 0], whole[:, -1])
-
-
-# --- exact bits ---
-
-
-@needs_library
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_neox"])
-@torch.inference_mode()
-def test_a_token_has_the_same_bits_alone_and_in_a_tree(family: str, int8: bool):
-    """In a tree its ancestors stand in other slots, and other nodes are computed beside it."""
-    model = tiny_model(family, hidden_size=64, intermediate_size=128)
-    try:
-        speed_up(model.model, batch_invariant=True, int8=int8)
-    except InvalidSettings as error:
-        pytest.skip(str(error))
-    prompt = [3 + n % 20 for n in range(30)]
-    tree = Tree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)])
-    tokens = torch.tensor([[4, 5, 6, 7, 8, 9, 10, 11]])
-    drafted = Target(model)
-    drafted.prefill([prompt])
-    logits, hidden = drafted.verify(Draft.on_tree(tree, tokens))
-    alone = Target(model)
-    alone.prefill([prompt])
-    for depth in range(4):  # the path (1, 1, 0), one token a step
-        node = tree.paths.index((1, 1, 0)[:depth])
-        one, state = alone.verify(Draft.on_tree(Tree.chain(0), tokens[:, node, None]))
-        assert torch.equal(one[0, 0], logits[0, node])
-        assert torch.equal(state[0, 0], hidden[0, node])
-        alone.rows[0].length += 1
-
-
-@pytest.mark.parametrize(("int8", "what"), [(False, "batch_invariant"), (True, "precision int8")])
-def test_what_cannot_be_kept_is_an_error(int8: bool, what: str, monkeypatch: pytest.MonkeyPatch):
+def test_int8_needs_the_native_library(monkeypatch: pytest.MonkeyPatch):
     def error() -> str:
         model = tiny_model("llama").model
         with pytest.raises(InvalidSettings) as caught:
-            speed_up(model, batch_invariant=not int8, int8=int8)
+            speed_up(model, int8=True)
         assert kernels_of(model) == "stock", "nothing was changed"
         return str(caught.value)
 
     monkeypatch.setattr("draftheads.cpu.optimise.load_library", lambda: None)
     monkeypatch.setenv(VARIABLE, "off")
-    assert error() == f"{what} needs the native library: unset DRAFTHEADS_KERNELS, which is off"
+    assert error() == "precision int8 needs the native library: unset DRAFTHEADS_KERNELS, which is off"
     monkeypatch.delenv(VARIABLE)
-    assert error() == f"{what} needs the native library: install a C++ compiler, and draftheads again"
-    monkeypatch.setattr("draftheads.cpu.optimise.load_library", lambda: "a library")
-    monkeypatch.setattr("draftheads.cpu.optimise.scores_keep_their_bits", lambda _: False)
-    assert error() == f"{what}: this CPU's kernels change a row's bits with the number of rows"
+    assert error() == "precision int8 needs the native library: install a C++ compiler, and draftheads again"
 
 
 @pytest.mark.few(12)
-@pytest.mark.parametrize(
-    ("family", "batch_invariant"),
-    [
-        *((name, False) for name in FAMILIES),
-        *(pytest.param(name, True, marks=needs_library) for name in FAMILIES if name != "gemma2"),  # not sdpa
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_whole_texts_and_transformers_generation_stay_correct(family: str, batch_invariant: bool):
+def test_whole_texts_and_transformers_generation_stay_correct(family: str):
     """Passes without a mask of ours, past the sliding windows (8); padding on the left; a cache that is not ours."""
     stock, target = tiny_model(family), tiny_model(family)
-    speed_up(target.model, batch_invariant=batch_invariant)
+    speed_up(target.model)
     text = torch.arange(24).view(2, 12) % 20 + 3
     torch.testing.assert_close(target.hidden_states(text), stock.hidden_states(text), rtol=1e-5, atol=2e-5)
     padding = torch.ones_like(text)
@@ -416,10 +347,9 @@ def test_whole_texts_and_transformers_generation_stay_correct(family: str, batch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("batch_invariant", INVARIANT)
-def test_the_name_of_the_kernels_is_known(dtype: torch.dtype, *, batch_invariant: bool) -> None:
+def test_the_name_of_the_kernels_is_known(dtype: torch.dtype) -> None:
     model = tiny_model("llama", dtype=dtype).model
     assert kernels_of(model) == "stock"
-    speed_up(model, batch_invariant=batch_invariant)
-    assert kernels_of(model) == ("batch_invariant" if batch_invariant else "fast")
-    assert model.config._attn_implementation == (EXACT_ATTENTION if batch_invariant else GROUPED_ATTENTION)
+    speed_up(model)
+    assert kernels_of(model) == "fast"
+    assert model.config._attn_implementation == GROUPED_ATTENTION

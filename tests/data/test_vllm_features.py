@@ -107,7 +107,7 @@ def test_files_of_another_model_or_size_are_refused(tmp_path: Path):
 @pytest.mark.real
 def test_layers_of_the_real_model_are_told_apart(tmp_path: Path):
     """The stock model in fp32 writes, as vLLM in another type would; the packed one reads."""
-    stock = load_target("smollm2-135m", precision="fp32", fast=False, batch_invariant=False)
+    stock = load_target("smollm2-135m", precision="fp32", fast=False)
     ids = [tuple(stock.tokenizer(text)["input_ids"]) for text in (TYPICAL_TEXT, TYPICAL_TEXT[300:])]
     texts = [EncodedChat(one, (True,) * len(one)) for one in ids]
     extract_as_vllm(stock, texts, tmp_path / "states", [27, 2, 30, 15])

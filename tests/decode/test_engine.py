@@ -38,7 +38,6 @@ from families import (
     VOCAB,
     IntegerTokenizer,
     PlantedDrafter,
-    needs_library,
     tiny_head,
     tiny_model,
     tiny_profile,
@@ -578,33 +577,20 @@ def test_kernels_of_a_loaded_model():
     assert layers() == layers(precision="bf16") == {PackedLinear}
 
 
-@needs_library
-@pytest.mark.usefixtures("tiny_by_name")
-def test_a_loaded_model_is_batch_invariant_if_asked_for(monkeypatch: pytest.MonkeyPatch):
-    assert not draftheads.load("tiny").model.batch_invariant
-    for options in ({}, {"precision": "bf16"}, {"fast": False}, {"batch_invariant": False, "precision": "int8"}):
-        assert draftheads.load("tiny", **{"batch_invariant": True, **options}).model.batch_invariant
-    monkeypatch.setattr("draftheads.cpu.optimise.scores_keep_their_bits", lambda _: False)
-    with pytest.raises(InvalidSettings, match="batch_invariant: this CPU's kernels change a row's bits"):
+def test_batch_invariant_is_refused_with_the_reason():
+    with pytest.raises(InvalidSettings, match="with the native library plain and drafted texts are equal to the bit"):
         draftheads.load("tiny", batch_invariant=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"batch_invariant": True}, "batch_invariant is for CPUs; the model is on meta"),
-        ({"precision": "int8", "device_map": "auto"}, "precision int8 is for CPUs; the model is on meta: give device="),
-    ],
-)
-def test_batch_invariant_and_int8_are_for_cpus(options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch):
+def test_int8_is_for_cpus(monkeypatch: pytest.MonkeyPatch):
     elsewhere = TargetModel.__new__(TargetModel)
     elsewhere.__dict__["step_mode"] = StepMode()
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: elsewhere)
     monkeypatch.setattr(TargetModel, "device", torch.device("meta"))
     monkeypatch.setattr(TargetModel, "dtype", torch.float32)
     monkeypatch.setattr(loading, "check_trees", lambda _: None)
-    with pytest.raises(InvalidSettings, match=words):
-        draftheads.load("tiny", **options)
+    with pytest.raises(InvalidSettings, match="precision int8 is for CPUs; the model is on meta: give device="):
+        draftheads.load("tiny", precision="int8", device_map="auto")
 
 
 def test_a_model_that_cannot_read_trees_is_refused_on_loading(monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ def test_states_are_those_of_transformers(family: str, fast: bool) -> None:
     model = tiny_model(family)
     expected = model.model(TEXT, output_hidden_states=True).hidden_states
     if fast:
-        speed_up(model.model, batch_invariant=False)
+        speed_up(model.model)
     last, states = model.run((1, 0), input_ids=TEXT, use_cache=False)
     torch.testing.assert_close(states, torch.cat([expected[1], expected[0]], -1), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(last, expected[-1], rtol=1e-5, atol=2e-5)

@@ -22,7 +22,7 @@ from joint_world import on_disk
 from training_world import chat_model
 
 TEXT = torch.tensor([[5, 6, 7, 8, 9, 20, 11, 3]])
-KINDS = {"stock": None, "fast": {}, "exact bits": {"batch_invariant": True}, "int8": {"int8": True}}
+KINDS = {"stock": None, "fast": {}, "int8": {"int8": True}}
 
 
 def logits_of(target: TargetModel) -> torch.Tensor:
@@ -127,17 +127,6 @@ def test_adapters_of_some_layers_or_with_ranks_and_factors_of_single_layers(
     expected = logits_of(merged(base, folder))
     base = base.sped_up() if fast else base
     torch.testing.assert_close(logits_of(base.with_adapter(folder)), expected, rtol=1e-4, atol=1e-4)
-
-
-@needs_library
-def test_batch_invariant_do_not_depend_on_the_other_rows(tmp_path: Path) -> None:
-    base = tiny_model("llama", hidden_size=64, dtype=torch.bfloat16)
-    folder = saved_adapter(base, tmp_path / "a")
-    base = base.sped_up(batch_invariant=True)
-    adapted = base.with_adapter(folder)
-    alone = adapted.hidden_states(TEXT[:, :1])
-    for length in range(2, 9):
-        assert torch.equal(adapted.hidden_states(TEXT[:, :length])[:, :1], alone)
 
 
 def test_an_engine_with_an_adapter_equals_loading_the_adapter(tmp_path: Path) -> None:

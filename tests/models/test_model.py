@@ -231,7 +231,7 @@ def test_a_twin_shares_weights_and_nothing_else():
     assert [(name, id(tensor)) for name, tensor in ours] == [(name, id(tensor)) for name, tensor in theirs]
     assert not {*target.model.modules()} & {*twin.model.modules()}
     assert torch.equal(twin.model(text).logits, expected)
-    speed_up(twin.model, batch_invariant=False)
+    speed_up(twin.model)
     assert any(isinstance(module, PackedLinear) for module in twin.model.modules())
     assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
     assert twin.config._attn_implementation != target.config._attn_implementation == "sdpa"

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import draftheads
 from cli_world import letters_tokenizer
 from draftheads.checkpoints.checkpoint import save_head
-from draftheads.cpu import attention, native_step
+from draftheads.cpu import native_step
 from draftheads.cpu.fused_modules import FusedAttention, FusedNorm
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import RoundingWarning, SpeedWarning, UnsupportedModel
@@ -24,7 +24,7 @@ from draftheads.loading import checked, load_target
 from draftheads.models.model import TargetModel
 from draftheads.runners import transformers_runner
 from draftheads.runners.structure import check_numbers, check_trees, own_numbers, probe_of
-from families import ALL_FAMILIES, FAMILIES, IntegerTokenizer, needs_library, tiny_head, tiny_model
+from families import ALL_FAMILIES, FAMILIES, IntegerTokenizer, tiny_head, tiny_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
 SIZES = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
@@ -109,7 +109,7 @@ def _later(original: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.fixture
-def broken(  # noqa: C901 - a list of parts
+def broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[str], None]]:
     """Breaks a part of ours by its name."""
@@ -117,9 +117,6 @@ def broken(  # noqa: C901 - a list of parts
     def turned(self: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = own_turns(self, positions)
         return cos * 1.01, sin * 1.01
-
-    def uncapped(*args: Any, softcap: float | None = None, **options: Any) -> Any:
-        return attention.exact_attention(*args, **options)
 
     def without_norms(self: FusedAttention, *args: Any) -> None:
         own_init(self, *args)
@@ -141,8 +138,6 @@ def broken(  # noqa: C901 - a list of parts
             monkeypatch.setattr(TargetModel, "_softcap", None)
         elif part == "logit scale":
             monkeypatch.setattr(TargetModel, "_logit_scale", 1.0)
-        elif part == "cap of scores":
-            monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.EXACT_ATTENTION, uncapped)
         elif part == "native turns":
             monkeypatch.setattr(native_step._Turns, "_computed", turned)
         else:
@@ -173,15 +168,6 @@ def test_an_error_of_structure_is_refused(
     broken(part)
     with pytest.raises(UnsupportedModel, match="differ"):
         load_target(target.model, tokenizer=target.tokenizer)
-
-
-@needs_library
-def test_a_cap_of_scores_is_not_forgotten_in_int8(broken: Callable[[str], None]):
-    model = with_real_statistics("gemma2")
-    load_target(model, tokenizer=IntegerTokenizer(), precision="int8")
-    broken("cap of scores")
-    with pytest.raises(UnsupportedModel, match="differ"):
-        load_target(model, tokenizer=IntegerTokenizer(), precision="int8")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

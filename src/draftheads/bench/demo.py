@@ -90,7 +90,6 @@ def load_demo(
     chat_template: str | None = None,
     precision: Precision = "auto",
     copy: bool = True,
-    batch_invariant: bool = False,
     fast: bool = True,
     **load_options: Any,
 ) -> Demo:
@@ -102,14 +101,13 @@ def load_demo(
     named = names_of(heads, taken=(PLAIN, STOCK))
     template = find_template(chat_template, heads, model)
     if precision == "int8":
-        plain = drafted = load_target(model, chat_template=template, precision="int8", **load_options)
+        plain = load_target(model, chat_template=template, precision="int8", **load_options)
         stock = load_target(model, fast=False, **load_options)
     else:
         stock = load_target(model, chat_template=template, precision=precision, fast=False, **load_options)
         plain = checked(stock.twin(), stock.twin, fast=True) if fast else stock
-        drafted = checked(stock.twin(), stock.twin, fast=True, batch_invariant=True) if batch_invariant else plain
     engines = {
-        name: head_engine(drafted, load_drafter(head, model, drafted, fast=fast), head=head, model=model, copy=copy)
+        name: head_engine(plain, load_drafter(head, model, plain, fast=fast), head=head, model=model, copy=copy)
         for name, head in named.items()
     }
     return Demo(stock, Engine(plain), engines)

@@ -54,7 +54,6 @@ def run(options: DemoOptions) -> None:
             options.heads,
             **options.load.given(),
             copy=options.copy,
-            batch_invariant=options.batch_invariant,
         )
     encoded = [demo.plain.encode(prompt) for prompt in prompts]
     start = time.perf_counter()
@@ -64,7 +63,7 @@ def run(options: DemoOptions) -> None:
     rows = demo.rows(timings, encoded, None if int8 else Scorer(demo.stock))
     if heads := [row for row in rows if row.name in demo.heads]:
         best = max(heads, key=lambda row: row.speedup)
-        given = "the defaults" if options.copy and not options.batch_invariant else "these options"
+        given = "the defaults" if options.copy else "these options"
         first = speed_sentence(best.name, best.speedup, best.speedup_error, given=given)
         console.print(first, end="\n\n", markup=False)
     print_table(rows, SPEED_COLUMNS[:-1] if int8 else SPEED_COLUMNS, console)
@@ -72,8 +71,7 @@ def run(options: DemoOptions) -> None:
     console.print(
         f"{counted(timings.num_groups, 'prompt')}, answers of at most {longest}, {timings.seconds:.0f} s in all\n"
     )
-    if not options.batch_invariant:
-        explain_texts(rows, console, precision=demo.plain.model.precision, stock_precision=demo.stock.precision)
+    explain_texts(rows, console, precision=demo.plain.model.precision, stock_precision=demo.stock.precision)
     shown, sentences = _details(rows, demo)
     print_parts(shown, console)
     sentences += slower_sentences(rows, precision=options.load.precision, copy=options.copy, model=options.model)
@@ -129,7 +127,6 @@ def _record(
         "model": options.model,
         "precision": "int8" if int8 else demo.stock.precision,
         "threads": torch.get_num_threads(),
-        "batch_invariant": options.batch_invariant or int8,
         "copy": options.copy,
         "num_prompts": timings.num_groups,
         "max_new_tokens": timings.max_new_tokens,

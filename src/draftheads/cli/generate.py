@@ -72,7 +72,6 @@ def load_engine(options: GenerateOptions | ChatOptions, progress: Progress, *, m
         profile=None if draft.profile == "none" else draft.profile,
         copy=draft.copy,
         max_batch_size=max_batch_size,
-        batch_invariant=options.batch_invariant,
         **options.load.given(),
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from draftheads.errors import DraftHeadsError, DraftHeadsWarning, close_name
+from draftheads.errors import NO_BATCH_INVARIANT, DraftHeadsError, DraftHeadsWarning, close_name
 
 
 class Command(NamedTuple):
@@ -176,6 +176,7 @@ def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> lis
         elif flag.startswith("--") and flag not in known:
             close = close_name(flag, known)
             problem = f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}"
+            problem = NO_BATCH_INVARIANT if flag == "--batch-invariant" else problem
     for flag in places[: max(map(places.index, named), default=-1) + 1]:
         if flag not in named and (not rest or rest[0].startswith("-")):
             problem = problem or f"{' and '.join(named)} is given by name: give {flag}, too"

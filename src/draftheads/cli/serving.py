@@ -111,7 +111,6 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
         name=options.name,
         copy=options.copy,
         num_paths=options.num_paths,
-        batch_invariant=options.batch_invariant,
         max_rows=options.max_rows,
     )
     budget = options.kv_gib

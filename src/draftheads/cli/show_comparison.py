@@ -18,7 +18,7 @@ NEAR_TIES = """\
 In bf16, adding numbers in another order changes their last bits. Then one of
 two tokens that are nearly as likely can replace the other: with heads, and
 also between transformers and plain. "worst margin" is the largest such gap
-(in fp32 logits). --batch-invariant prevents this; it is a little slower."""
+(in fp32 logits). --precision fp32 prevents this."""
 INT8 = "transformers computes in {}, another model than int8: its texts may differ."
 DIFFERENT = "Texts differ. They should be equal in this precision: please report it."
 _BAR_CELLS = 32

@@ -1,14 +1,12 @@
-"""Attention functions for transformers' models, with fewer and faster operators on a CPU.
+"""An attention function for transformers' models, with fewer and faster operators on a CPU.
 
 Stock attention copies each key and value head once per query head of its group. Here the query heads of a group become
-rows of one product instead. With ``exact`` attention the bits of a token depend neither on the slots of its text nor on
-the other tokens of the pass.
+rows of one product instead.
 
 Alphabet: b texts, H query heads, G key and value heads, N tokens, S slots, d head size.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,52 +19,13 @@ from transformers.masking_utils import sdpa_mask
 from draftheads.cpu.kernels import native_bf16
 
 GROUPED_ATTENTION = "draftheads_grouped"
-EXACT_ATTENTION = "draftheads_exact"
 MAX_TREE_ROWS = 128  # a pass with more tokens of a text is no tree
-_LAYOUTS: Any = WeakTensorKeyDictionary()  # of flat passes, by their mask: see lay_out
 _REPEATED: Any = WeakTensorKeyDictionary()  # masks of several query heads by the mask of a pass
 # from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention (LOG.md)
 _MANY_SCORES = 32_000
 _MOST_SCORES = 256_000  # per product; the memory of larger results returns to the system after each use
-_EXACT_ROWS, _EXACT_SLOTS = 8, 32  # with fewer rows or keys, other kernels add in another order
 
 
-def has_own_attention(config: Any) -> bool:
-    """Whether a model's attention is one of these functions."""
-    return config._attn_implementation in (GROUPED_ATTENTION, EXACT_ATTENTION)  # noqa: SLF001 - no public name
-
-
-def lay_out(mask: Tensor, tokens: Tensor, places: Tensor) -> None:
-    """A pass has M tokens of several texts in one row.
-
-    Args:
-        mask: of the pass, (b, 1, N, S), as attention receives it.
-        tokens: (b·N,) the token, below M, at each place of the b texts; any token at places that are not used.
-        places: (M,) the place of each token.
-    """
-    _LAYOUTS[mask] = tokens, places
-
-
-def _takes_flat_tokens(attention: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function that also takes queries (1, H, M, d), see :func:`lay_out`."""
-
-    @wraps(attention)
-    def function(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, None]:
-        if query.shape[0] == key.shape[0]:
-            return attention(module, query, key, value, mask, **options)
-        assert mask is not None
-        tokens, places = _LAYOUTS[mask]
-        padded = query[0].transpose(0, 1).index_select(0, tokens)  # whole rows: much faster than other indices
-        padded = padded.unflatten(0, (len(key), -1)).transpose(1, 2)  # (b, H, N, d)
-        out, _ = attention(module, padded, key, value, mask, **options)  # (b, N, H, d)
-        return out.flatten(0, 1).index_select(0, places)[None], None
-
-    return function
-
-
-@_takes_flat_tokens
 def grouped_attention(
     module: nn.Module,
     query: Tensor,
@@ -95,62 +54,6 @@ def grouped_attention(
     else:
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-@_takes_flat_tokens
-def exact_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Like :func:`grouped_attention`, but summed in fp64 and rounded once: the order of the keys has no effect.
-
-    In fp32 a score is a sum of d products. With eight rows or more, kernels add them in the same order;
-    :func:`scores_keep_their_bits` checks this on the machine. In bf16 the scores are summed in fp64, too. Scores s
-    become softcap · tanh(s / softcap), as in Gemma-2.
-    """
-    if softcap is not None and attention_mask is None:
-        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        attention_mask = seen.tril(key.shape[2] - query.shape[2])[None, None]
-    if attention_mask is None or (query.shape[2] > MAX_TREE_ROWS and softcap is None):
-        return grouped_attention(module, query, key, value.to(key.dtype), attention_mask, scaling=scaling)
-    batch, heads, nodes, size = query.shape
-    groups = key.shape[1]
-    count = heads // groups * nodes
-    rows = query.reshape(batch, groups, count, size)
-    if query.dtype == torch.float32:
-        rows = F.pad(rows, (0, 0, 0, max(0, _EXACT_ROWS - count)))
-        key = F.pad(key, (0, 0, 0, max(0, _EXACT_SLOTS - key.shape[2])))
-    else:
-        rows, key = rows.double(), key.double()
-    scores = (rows @ key.transpose(-1, -2))[:, :, :count, : value.shape[2]].double()  # (b, G, H/G·N, S)
-    mask = _repeated(attention_mask, heads // groups)
-    if mask.dtype == torch.bool:  # transformers' own mask, in passes without ours: True where visible
-        lowest = torch.finfo(torch.float32).min  # not -inf: a padding row has no visible key and would become NaN
-        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, lowest)
-    scaling = size**-0.5 if scaling is None else scaling
-    scores = mask + (scores * scaling if softcap is None else (scores * (scaling / softcap)).tanh() * softcap)
-    out = (scores.softmax(-1) @ value.double()).to(query.dtype)
-    return out.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-@torch.inference_mode()
-def scores_keep_their_bits(size: int) -> bool:
-    """Whether fp32 products of d = ``size`` numbers have the same bits for all numbers of rows and keys here."""
-    generator = torch.Generator().manual_seed(0)
-    rows, keys = (torch.randn(1, 2, count, size, generator=generator) for count in (96, 600))
-    expected = rows @ keys.transpose(-1, -2)
-    return all(
-        torch.equal(rows[:, :, :count] @ keys[:, :, :slots].transpose(-1, -2), expected[:, :, :count, :slots])
-        for count in (8, 9, 12, 24, 30, 48)
-        for slots in (_EXACT_SLOTS, 33, 47, 100, 128, 203, 256, 511)
-    )
 
 
 def by_products(query: Sequence[int], slots: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -182,6 +85,5 @@ def _repeated(mask: Tensor, times: int) -> Tensor:
 
 
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
-AttentionInterface.register(EXACT_ATTENTION, exact_attention)
-for _name in (GROUPED_ATTENTION, EXACT_ATTENTION):  # otherwise a whole text would be read without its sliding window
-    AttentionMaskInterface.register(_name, sdpa_mask)
+# otherwise a whole text would be read without its sliding window
+AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)

@@ -1,8 +1,7 @@
 """The native library for CPUs: where it is, and its structures in C.
 
-It is built when the package is installed, if there is a C++ compiler (``hatch_build.py``). Without it all but int8 and
-``batch_invariant`` works, more slowly. It has a plain C interface, so one build serves all versions of Python and
-PyTorch.
+It is built when the package is installed, if there is a C++ compiler (``hatch_build.py``). Without it all but int8
+works, more slowly. It has a plain C interface, so one build serves all versions of Python and PyTorch.
 """
 
 import ctypes

@@ -1,10 +1,5 @@
 """Makes a model faster on a CPU, in place: native products, and fewer small operators.
 
-``batch_invariant`` makes the bits of a token independent of the other tokens of the pass. Otherwise plain decoding,
-with one token, and a tree, with many, may differ in the last bits, because kernels add in another order. It needs
-native products, and covers layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most
-128 nodes.
-
 ``int8`` quantises the linear layers. This is another model; lossless then means: equal to its own plain decoding.
 """
 
@@ -16,13 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.attention import (
-    EXACT_ATTENTION,
-    GROUPED_ATTENTION,
-    exact_attention,
-    grouped_attention,
-    scores_keep_their_bits,
-)
+from draftheads.cpu.attention import GROUPED_ATTENTION, grouped_attention
 from draftheads.cpu.fused_modules import fuse, halve_embedding
 from draftheads.cpu.kernels import PackedLinear, Plain, pack, replace_linears
 from draftheads.cpu.native_library import how_to_get, load_library
@@ -32,50 +21,36 @@ _SMALLEST_SHARE = 0.5  # int8 must cover this share of the weights, embeddings e
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def speed_up(
-    model: Any,
-    *,
-    batch_invariant: bool,
-    int8: bool = False,
-    fused: bool = True,
-    typical_ids: Tensor | None = None,
-) -> None:
+def speed_up(model: Any, *, int8: bool = False, fused: bool = True, typical_ids: Tensor | None = None) -> None:
     """Gives a stock model faster kernels and modules. Its results stay the same, up to rounding (or int8).
 
     Each weight is stored once, in the format of its kernel. ``layer.weight`` unpacks it.
 
     Args:
         model: a transformers causal LM in fp32 or bf16 on a CPU; other models are not changed.
-        batch_invariant: see the module's docstring.
-        int8: quantise the linear layers; this implies batch_invariant.
+        int8: quantise the linear layers.
         fused: replace modules by fused ones; False keeps the stock modules, with faster products in them.
         typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
 
     Raises:
-        InvalidSettings: ``int8``, but most weights are not in ``nn.Linear`` layers; or ``int8`` or
-            ``batch_invariant``, but the model's attention is not sdpa, there is no native library, or PyTorch's
-            products change a row's bits.
+        InvalidSettings: ``int8``, but most weights are not in ``nn.Linear`` layers, or there is no native library.
     """
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:
         return
-    kind = model.config.get_text_config()._attn_implementation
-    batch_invariant = batch_invariant or int8
     if int8:
         _check_quantisable(model)
-    if batch_invariant:
-        _check_invariant(model, kind, "precision int8" if int8 else "batch_invariant")
     attention = None
-    if kind == "sdpa" or (batch_invariant and _is_capped(model)):
-        model.set_attn_implementation(EXACT_ATTENTION if batch_invariant else GROUPED_ATTENTION)
-        attention = exact_attention if batch_invariant else grouped_attention
+    if model.config.get_text_config()._attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED_ATTENTION)
+        attention = grouped_attention
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
         if fused:
             fuse(model, attention)
         layers = replace_linears(model)
         if typical_ids is not None and int8:
             _observe_inputs(model, layers, typical_ids)
-        pack(layers, int8=int8, portable=batch_invariant)
+        pack(layers, int8=int8, portable=int8)
         halve_embedding(model)
         _let_go_of_file(model)
         lm_head = model.get_output_embeddings()
@@ -91,28 +66,13 @@ def return_freed_memory() -> None:
 
 
 def kernels_of(model: Any) -> str:
-    """``fast``, ``batch_invariant``, or ``stock`` if :func:`speed_up` changed nothing."""
-    attention = model.config.get_text_config()._attn_implementation
-    return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "batch_invariant"}.get(attention, "stock")
-
-
-def _is_capped(model: Any) -> bool:
-    """Whether scores have a soft cap, which transformers' sdpa has not: the model is loaded with eager attention."""
-    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-
-
-def _check_invariant(model: Any, attention: str, what: str) -> None:
-    if attention != "sdpa" and not _is_capped(model):
-        raise InvalidSettings(f"{what} needs attention of kind sdpa; this model was loaded with {attention}")
-    if load_library() is None:
-        raise InvalidSettings(f"{what} needs the native library: {how_to_get()}")
-    config = model.config.get_text_config()
-    size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    if not scores_keep_their_bits(size):
-        raise InvalidSettings(f"{what}: this CPU's kernels change a row's bits with the number of rows")
+    """``fast``, or ``stock`` if :func:`speed_up` changed nothing."""
+    return "fast" if model.config.get_text_config()._attn_implementation == GROUPED_ATTENTION else "stock"
 
 
 def _check_quantisable(model: Any) -> None:
+    if load_library() is None:
+        raise InvalidSettings(f"precision int8 needs the native library: {how_to_get()}")
     embeddings = {id(model.get_input_embeddings().weight)}
     everything = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings)
     linears = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and id(m.weight) not in embeddings)

@@ -52,7 +52,6 @@ def custom_generate(
     copy: bool = True,
     precision: Precision = "auto",
     fast: bool = True,
-    batch_invariant: bool = False,
     rows_together: bool | None = None,
 ) -> "CustomGenerate":
     """A decoding loop with a draft head for transformers: ``model.generate(**inputs, custom_generate=…)``.
@@ -71,7 +70,6 @@ def custom_generate(
         copy: whether drafts also hold copies from the text so far.
         precision: ``int8``, for CPUs, holds the linear layers in 8 bits: faster, but another model.
         fast: on a CPU, packed weights and the native library; off is the stock model.
-        batch_invariant: on a CPU, results do not depend on the number of rows.
         rows_together: whether all rows of a batch get their next tokens in one call of the processors and criteria, as
             in ``generate``. Then no row is ahead of another, and drafts gain less. None: only where a processor or
             criterion is not one of transformers' own that look at each row alone. Give False if yours look at each row
@@ -81,7 +79,7 @@ def custom_generate(
         InvalidSettings: a wrong value. What concerns the model is found by the first call: it raises the errors of
             :func:`draftheads.load`, and InvalidSettings by name for what ``generate`` is asked and drafts cannot do.
     """
-    require_bool(copy=copy, fast=fast, batch_invariant=batch_invariant)
+    require_bool(copy=copy, fast=fast)
     if rows_together is not None:
         require_bool(rows_together=rows_together)
     tree = None if tree is None else as_shape(tree)
@@ -98,7 +96,6 @@ def custom_generate(
         "copy": copy,
         "precision": precision,
         "fast": fast,
-        "batch_invariant": batch_invariant,
     }
     return CustomGenerate(options, rows_together=rows_together)
 

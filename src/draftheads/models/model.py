@@ -19,7 +19,6 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.attention import EXACT_ATTENTION
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.native_step import NativeStep, native_step
 from draftheads.cpu.optimise import speed_up
@@ -228,7 +227,7 @@ class TargetModel:
     def _with(self, model: Any, facts: WeightFacts, **changes: Any) -> Self:
         return replace(self, model=model, facts=facts, step_mode=replace(self.step_mode), **{"native": None, **changes})
 
-    def sped_up(self, *, batch_invariant: bool = False, int8: bool = False, fused: bool = True) -> Self:
+    def sped_up(self, *, int8: bool = False, fused: bool = True) -> Self:
         """This model with faster kernels on a CPU. It takes the modules of this one over.
 
         See :func:`draftheads.cpu.optimise.speed_up`.
@@ -237,7 +236,7 @@ class TargetModel:
         typical = None
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
-        speed_up(self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical)
+        speed_up(self.model, int8=int8, fused=fused, typical_ids=typical)
         native = native_step(self.model, self.windows)
         return self._with(self.model, replace(facts, precision="int8") if int8 else facts, native=native)
 
@@ -285,11 +284,6 @@ class TargetModel:
     def computing(self) -> AbstractContextManager[None]:
         """The context of steps of this model: native ones need the cores that torch's threads would keep."""
         return nullcontext() if self.native is None else single_torch_thread()
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether the results of its kernels are independent of the number of rows in a pass."""
-        return bool(self.config._attn_implementation == EXACT_ATTENTION)  # noqa: SLF001 - no public name
 
     @property
     def hidden_size(self) -> int:

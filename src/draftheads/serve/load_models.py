@@ -45,7 +45,6 @@ def load_served(
     name: str | None = None,
     copy: bool = True,
     num_paths: int | None = None,
-    batch_invariant: bool = False,
     max_rows: int = 16,
 ) -> Served:
     """Loads a model once, and its heads.
@@ -58,7 +57,6 @@ def load_served(
         name: under which it is served; the model's own name when left out.
         copy: drafts hold copies from the text, too.
         num_paths: every step verifies so many paths of a head, whatever its profile.
-        batch_invariant: drafted answers equal plain ones to the bit.
         max_rows: answers that are decoded together.
 
     Raises:
@@ -66,7 +64,7 @@ def load_served(
     """
     template = find_template(load.chat_template, heads, name_of(model))
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
-    target = load_target(model, chat_template=template, batch_invariant=batch_invariant, fast=load.fast, **given)
+    target = load_target(model, chat_template=template, fast=load.fast, **given)
     preparing = Thread(target=_prepare_grammars, args=(target,))
     preparing.start()
     base = name or _short_name(model)

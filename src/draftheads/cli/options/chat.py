@@ -30,8 +30,6 @@ class ChatOptions:
     )
     draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
-    batch_invariant: bool = False
-    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16; it needs the native library."""
     plain_text: bool = False
     """Do not colour draft tokens."""
 

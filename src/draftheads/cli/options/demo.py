@@ -31,8 +31,6 @@ class DemoOptions:
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
-    batch_invariant: bool = False
-    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16; it needs the native library."""
     transformers: bool = True
     """Measure transformers' own generate, too."""
     stream: bool = True

@@ -115,8 +115,6 @@ class GenerateOptions:
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     batch_size: int = 16
     """Prompts that are decoded together."""
-    batch_invariant: bool = False
-    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16; it needs the native library."""
     plain_text: bool = False
     """Do not colour draft tokens."""
 

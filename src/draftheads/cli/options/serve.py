@@ -86,8 +86,6 @@ class ServeOptions(OptionGroup):
     num_paths: Annotated[int | None, FROM_1] = None
     """Verify so many paths at every step. They are the most probable ones (MLP Speculator). When left out, the size of
     the tree is decided at each step."""
-    batch_invariant: bool = False
-    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16; it needs the native library."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
