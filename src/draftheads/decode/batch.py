@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,24 @@ from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
 
 
+class Verified(NamedTuple):
+    """A draft, and what the model says of it."""
+
+    draft: Draft
+    places: Places  # of its nodes, where rows have rules
+    logits: Tensor  # (B, N, V)
+    hidden: Tensor  # (B, N, D or n·D)
+    asked: Tensor | None  # what the session wants to read on the host
+    begun: float  # when, in seconds
+    drafted: float
+
+
 class Batch:
     """The rows that are being decoded. Row b of every tensor belongs to ``requests[b]``.
+
+    :meth:`join` and :meth:`step` choose tokens by the settings of requests. Another caller that chooses them itself,
+    such as transformers' ``generate``, has rows without requests: :meth:`begin`, :meth:`verify`, :meth:`advance` and
+    :meth:`keep` are what both do.
 
     Args:
         model: the target.
@@ -94,16 +110,14 @@ class Batch:
                 allowed = processed(allowed, depths[:, 0])
         roots = choose(allowed, settings, seen, uniforms[:, 0])
         new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
-        context = self._prompt_context(texts, hidden, to_device(new_ids, roots.device)[:, 0], new_ids)
         logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
         events = [
             self._append(request, ids, num_drafted=0, **scores)
             for request, ids, scores in zip(requests, new_ids, logprobs, strict=True)
             if not request.token_ids
         ]
-        self._context = _merged(self._context, context)
+        self.begin(rows, texts, hidden, [ids[0] for ids in new_ids])
         self.requests += requests
-        self.rows += rows
         self._hidden += [[states] if self.on_leave is not None else [] for states in hidden]
         if not self._drop_ended():
             self._read_settings()
@@ -113,31 +127,14 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
         """Draft, verify, accept, commit: at least one new token for every row."""
-        assert self._context is not None, "a step needs rows"
         assert self._settings is not None
-        context = replace(
-            self._context,
-            rows=self._settings,
-            draws=partial(self._numbers, stream="drafts"),
-            rules=self._rules if self._rules and self._rules.concern_drafts else None,
-        )
-        begin = time.perf_counter()
-        draft = self.drafted(context)
-        drafted = time.perf_counter()
-        places: Places = []
-        if self._rules is not None:
-            draft, places = self._rules.pruned(draft)
-        self._stepped_rows = len(self.requests)
-        self.on_phase("draft")
-        logits, hidden = self.runner.verify(self.rows, draft)
-        self.on_phase("verify")
-        asked = self.session.on_verify(draft, logits)
-        self.on_phase("on_verify")
+        found = self.verify()
+        draft, logits = found.draft, found.logits
         uniforms = self._uniforms(self.requests, draft.max_depth + 1)
         rejection_uniforms = None
         if draft.sampled and self._settings.any_rejection:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
-        scores = logits if self._rules is None else self._rules.verified(logits, places, draft.depths)
+        scores = logits if self._rules is None else self._rules.verified(logits, found.places, draft.depths)
         processed = None if self._rules is None else self._rules.processed(draft)
         result = accept(
             draft,
@@ -148,13 +145,8 @@ class Batch:
             rejection_uniforms=rejection_uniforms,
             processed=processed,
         )
-        new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, asked)  # the step's one read
-        if asked is not None:
-            self.session.on_read(watched)
-        self.runner.commit(self.rows, result, counts)
-        # the first accepted token is the root of before
-        known = [[old[-1], *ids[:n]] for old, ids, n in zip(context.ids, new_ids, counts, strict=True)]
-        self._context = _advanced(draft, result, hidden, known)
+        new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, found.asked)  # the step's one read
+        self.advance(found, result, [ids[:n] for ids, n in zip(new_ids, counts, strict=True)], watched)
         logprobs = _logprobs(self.requests, logits, result.path, new_ids, counts)
         self._note_hidden(counts)
         events = []
@@ -171,15 +163,95 @@ class Batch:
             )
             events += [] if event is None else [event]
         self._note_seen()
-        if self.plan is not None:
-            milliseconds = 1e3 * (drafted - begin), 1e3 * (time.perf_counter() - drafted)
-            self.plan.note(draft, [count - 1 for count in counts], copied, self._are_free, milliseconds)
+        self.note(found, counts, copied, self._are_free)
         self._drop_ended()
         self.on_phase("rest")
         return events
 
-    def drafted(self, context: Context) -> Draft:
-        """What is verified in the next step of the rows of a context."""
+    def begin(
+        self, rows: Sequence[Row], texts: Sequence[list[int]], hidden: Sequence[Tensor], roots: Sequence[int]
+    ) -> None:
+        """New rows, whose texts the runner has read, with their hidden states (T, D or n·D) and first new tokens."""
+        start = 0 if self.drafter.needs_history else -1  # what a drafter sees: all that was read, or the last token
+        prompts = [ids[start:] for ids in texts]
+        states = pad_sequence([part[start:] for part in hidden], batch_first=True)
+        tokens = pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True)
+        new = Context(
+            states,
+            to_device(tokens, states.device),
+            to_device([len(ids) for ids in prompts], states.device),
+            to_device(list(roots), states.device),
+            known_ids=[[*ids, root] for ids, root in zip(prompts, roots, strict=True)],
+        )
+        self._context = _merged(self._context, new)
+        self.rows += rows
+
+    @torch.inference_mode()
+    def verify(self) -> Verified:
+        """A draft for all rows, and one pass over it."""
+        assert self._context is not None, "a step needs rows"
+        context = replace(
+            self._context,
+            rows=self._settings,
+            draws=partial(self._numbers, stream="drafts"),
+            rules=self._rules if self._rules and self._rules.concern_drafts else None,
+        )
+        begun = time.perf_counter()
+        draft = self._drafted(context)
+        drafted = time.perf_counter()
+        places: Places = []
+        if self._rules is not None:
+            draft, places = self._rules.pruned(draft)
+        self._stepped_rows = len(self.rows)
+        self.on_phase("draft")
+        logits, hidden = self.runner.verify(self.rows, draft)
+        self.on_phase("verify")
+        asked = self.session.on_verify(draft, logits)
+        self.on_phase("on_verify")
+        return Verified(draft, places, logits, hidden, asked, begun, drafted)
+
+    @torch.inference_mode()
+    def advance(
+        self,
+        found: Verified,
+        result: AcceptResult,
+        new_ids: Sequence[list[int]],
+        asked: Sequence[Sequence[int]],
+    ) -> None:
+        """The accepted nodes become text: new tokens of each row, the last of them the next root.
+
+        ``asked`` is what the session wanted to read of each row.
+        """
+        assert self._context is not None
+        if found.asked is not None:
+            self.session.on_read(asked)
+        self.runner.commit(self.rows, result, list(map(len, new_ids)))
+        # the first accepted token is the root of before
+        known = [[old[-1], *ids] for old, ids in zip(self._context.ids, new_ids, strict=True)]
+        self._context = _advanced(found.draft, result, found.hidden, known)
+
+    def note(self, found: Verified, counts: Sequence[int], copied: Sequence[int], are_free: Sequence[bool]) -> None:
+        """Tells the planner how many new tokens each row got, how many of them a copy brought, and how long it took."""
+        if self.plan is not None:
+            milliseconds = 1e3 * (found.drafted - found.begun), 1e3 * (time.perf_counter() - found.drafted)
+            self.plan.note(found.draft, [count - 1 for count in counts], copied, are_free, milliseconds)
+
+    @torch.inference_mode()
+    def keep(self, going: Sequence[int]) -> None:
+        """The other rows leave."""
+        kept = set(going)
+        self.runner.drop([each for row, each in enumerate(self.rows) if row not in kept])
+        self.rows = [self.rows[row] for row in going]
+        assert self._context is not None
+        self._context = self._context.keep(going)
+        known = [row for row in going if row < self._stepped_rows]
+        if len(known) < self._stepped_rows:
+            self.session.keep(torch.tensor(known, dtype=torch.long))
+            if self.plan is not None:
+                self.plan.keep(known)
+            self._stepped_rows = len(known)
+
+    def _drafted(self, context: Context) -> Draft:
         if self.plan is None:
             return self.session.propose(context, self.shape)
         rows, cuts = context.rows, context.root_ids.device.type == "cpu"
@@ -217,22 +289,12 @@ class Batch:
         """The other rows leave; whether any did."""
         if len(going) == len(self.requests):
             return False
-        gone = sorted(set(range(len(self.requests))) - set(going))
         if self.on_leave is not None:
-            for row in gone:
+            for row in sorted(set(range(len(self.requests))) - set(going)):
                 self.on_leave(self.requests[row], self._read_text(row))
-        self.runner.drop([self.rows[row] for row in gone])
+        self.keep(going)
         self.requests = [self.requests[row] for row in going]
-        self.rows = [self.rows[row] for row in going]
         self._hidden = [self._hidden[row] for row in going]
-        assert self._context is not None
-        self._context = self._context.keep(going)
-        known = [row for row in going if row < self._stepped_rows]
-        if len(known) < self._stepped_rows:
-            self.session.keep(torch.tensor(known, dtype=torch.long))
-            if self.plan is not None:
-                self.plan.keep(known)
-            self._stepped_rows = len(known)
         self._read_settings()
         return True
 
@@ -290,18 +352,6 @@ class Batch:
             is_new = (places > 0) & (places < context.num_accepted[:, None])  # the first one is the root of before
             is_new[:, -1] = True
             self._seen.in_answer.scatter_add_(1, tokens, is_new.int())
-
-    def _prompt_context(
-        self, texts: Sequence[list[int]], hidden: Sequence[Tensor], roots: Tensor, root_ids: Sequence[Sequence[int]]
-    ) -> Context:
-        """What a drafter sees of new rows: all that was read if it keeps a history, else the last token."""
-        start = 0 if self.drafter.needs_history else -1
-        prompts = [ids[start:] for ids in texts]
-        states = pad_sequence([part[start:] for part in hidden], batch_first=True)
-        tokens = to_device(pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True), roots.device)
-        lengths = to_device([len(ids) for ids in prompts], roots.device)
-        known = [[*ids, *root] for ids, root in zip(prompts, root_ids, strict=True)]
-        return Context(states, tokens, lengths, roots, known_ids=known)
 
 
 def _is_free(request: Request) -> bool:

@@ -182,7 +182,7 @@ class StaticOnly(TorchDispatchMode):
     ...     torch.arange(3).nonzero()
     Traceback (most recent call last):
         ...
-    draftheads.models.graphs.NeedsHost: aten.nonzero.default needs the host: it cannot be captured
+    draftheads.runners.graphs.NeedsHost: aten.nonzero.default needs the host: it cannot be captured
     """
 
     def __init__(self) -> None:
