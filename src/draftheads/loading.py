@@ -103,9 +103,9 @@ def load(
     """An engine for a model, with a draft head or without.
 
     Args:
-        model: ``smollm2-135m``, a folder, or a Hugging Face id; also of a peft adapter (LoRA), which is merged into its
-            base model. Or a loaded ``transformers`` model, with ``tokenizer``: it shares its weights with the engine
-            and does not change. On a CPU, ``fast`` then holds packed weights besides them.
+        model: ``smollm2-135m``, a folder, a GGUF file, or a Hugging Face id; also of a peft adapter (LoRA), which is
+            merged into its base model. Or a loaded ``transformers`` model, with ``tokenizer``: it shares its weights
+            with the engine and does not change. On a CPU, ``fast`` then holds packed weights besides them.
         head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; also of a head that Medusa,
             Hydra, IBM, EAGLE or speculators have saved, which is then kept in the cache. Without training:
             ``prompt-lookup`` copies from the text so far, ``lookahead`` predicts n-grams with the model itself.

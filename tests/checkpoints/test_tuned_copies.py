@@ -19,7 +19,7 @@ from draftheads.checkpoints.registry import base_in_zoo, find_head
 from draftheads.cli.main import main
 from draftheads.errors import BaseModelWarning, CheckpointMismatch, ModelNotFound
 from draftheads.loading import find_template, load_target
-from draftheads.models.embedded import SMOLLM2_135M, converted_folder
+from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
 from draftheads.serve.head_replacement import HeadReplacement
 from draftheads.train.new_head import Start
 from draftheads.train.options import TrainOptions

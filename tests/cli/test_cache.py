@@ -46,7 +46,7 @@ def test_show_lists_the_parts_in_80_columns(cache: Path, run: Run):
     assert max(map(len, lines)) <= 80
     rows = [line.split(maxsplit=4)[:4] for line in lines if " B " in line or " kB " in line]
     assert rows == [["costs", "1", "500", "B"], ["bench", "1", "1.0", "kB"]]
-    assert "measured again in 5 s for each head" in out
+    assert "measured again in a second for each head" in out
 
 
 def test_show_of_one_part_and_of_an_empty_cache(cache: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +102,7 @@ def test_an_agreed_question_deletes(cache: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_unknown_part_names_the_parts(cache: Path, run: Run):
     err = run(["cache", "clear", "cost", "--yes"], code=1).err
-    assert "no part 'cost'; its parts are smollm2-135m, costs, profiles, answers, bench" in err
+    assert "no part 'cost'; its parts are smollm2-135m, gguf, costs, profiles, answers, bench" in err
     assert (cache / COST).exists()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftheads.cpu.threads import native_threads, single_torch_thread
+from draftheads.decode.core import CoreLimits, EngineCore, Lane
 from draftheads.decode.engine import Engine
 from families import PROMPTS, tiny_model
 
@@ -49,3 +50,27 @@ def test_the_number_comes_back_after_an_error_and_one_that_the_caller_sets_stays
     with single_torch_thread():
         assert native_threads() == 3
     assert torch.get_num_threads() == 3
+
+
+def test_an_adapter_beside_its_base_does_not_slow_it_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has one thread in the base's steps, whatever the adapter's layers are computed by."""
+    model = tiny_model("llama").sped_up()
+    if model.native is None:
+        pytest.skip("the native library was not built: no C++ compiler")
+    base, adapted = Engine(model), Engine(tiny_model("llama"))
+    seen: list[int] = []
+    own = type(model.native).run
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(type(model.native), "run", run)
+    core = EngineCore({"base": base, "adapter": adapted}, CoreLimits())
+    requests = [engine.requests([[3, 4, 5]], max_new_tokens=6, ignore_eos=True)[0] for engine in (base, adapted)]
+    for request, name in zip(requests, core.engines, strict=True):
+        core.add(request, Lane(name))
+    while core.has_work:
+        core.step()
+    assert {*seen} == {1}
+    assert requests[0].token_ids == requests[1].token_ids

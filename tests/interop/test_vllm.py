@@ -23,7 +23,7 @@ from draftheads.errors import CheckpointMismatch, InvalidSettings, InvalidTree, 
 from draftheads.heads.base import DraftHead
 from draftheads.interop import vllm as plug_in
 from draftheads.interop.vllm import HeadProposer, served_model
-from draftheads.models.embedded import SMOLLM2_135M, converted_folder
+from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree

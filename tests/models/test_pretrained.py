@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import huggingface_hub
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -31,8 +31,8 @@ from transformers import (
 from transformers.utils import logging
 
 from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
-from draftheads.models import embedded
-from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
+from draftheads.models import gguf_models
+from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.model_names import resolve_model
 from draftheads.models.pretrained import default_dtype, load_pretrained
 
@@ -72,6 +72,7 @@ def _write_gguf(
     architecture: str = "llama",
     more: Mapping[str, Tensor] = MappingProxyType({}),
     sizes: Mapping[str, int] = MappingProxyType({}),
+    packs: GGMLQuantizationType | None = None,
 ) -> None:
     config = copy.deepcopy(model.config)
     config.update(dict(sizes))
@@ -96,7 +97,10 @@ def _write_gguf(
     writer.add_pad_token_id(2)
     writer.add_chat_template(CHAT_TEMPLATE)
     for name, weight in {**_gguf_tensors(model), **more}.items():
-        writer.add_tensor(name, weight.numpy())
+        if packs is not None and weight.dim() == 2:
+            writer.add_tensor(name, quantize(weight.numpy(), packs), raw_dtype=packs)
+        else:
+            writer.add_tensor(name, weight.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,7 +110,9 @@ def _write_gguf(
 def _gguf_tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
     """With queries and keys in llama.cpp's own row order, as its converter makes it."""
     tensors, state = {}, model.state_dict()
-    for gguf_name, name in embedded._public_names(model.config).items():
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    for name in state:
+        gguf_name = str(names.get_name(name, try_suffixes=(".weight",)))
         weight, num_heads = state[name].clone(), 4 if "q_proj" in name else 2 if "k_proj" in name else 0
         if num_heads:
             weight = weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
@@ -252,14 +258,13 @@ def test_the_converted_tokenizer_splits_digits_and_gives_every_text_back() -> No
 
 @pytest.mark.usefixtures("cache")
 def test_quantised_tensors_are_unpacked(tmp_path: Path) -> None:
-    weight = torch.randn(8, 64)
-    packed = quantize(weight.numpy(), GGMLQuantizationType.Q8_0)
-    tensor = Mock(data=packed, tensor_type=GGMLQuantizationType.Q8_0)
-    tensor.name = "token_embd.weight"
-    unpacked = embedded._weight(tensor, _tiny_llama().config)
-    assert unpacked.dtype == torch.bfloat16
-    # half a step of 127 in the largest value of a block, and bf16's 8 bits
-    torch.testing.assert_close(unpacked.float(), weight, rtol=2**-8, atol=float(weight.abs().max()) / 250)
+    model = _tiny_llama()
+    _write_gguf(tmp_path / "packed.gguf", model, packs=GGMLQuantizationType.Q8_0)
+    found, _, _ = load_pretrained(str(tmp_path / "packed.gguf"), device="cpu", dtype=torch.bfloat16)
+    for name, weight in model.state_dict().items():
+        # half a step of 127 in the largest value of a block, and bf16's 8 bits
+        most = float(weight.abs().max()) / 250
+        torch.testing.assert_close(found.state_dict()[name].float(), weight, rtol=2**-8, atol=most)
 
 
 CONVERT = "from draftheads.models.model_names import resolve_model; print(resolve_model('smollm2-135m'))"
@@ -287,8 +292,8 @@ def test_without_gguf_the_conversion_names_the_extra(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("site")
 def test_a_second_start_converts_nothing_and_needs_no_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = converted_folder(SMOLLM2_135M)
-    monkeypatch.setattr(embedded, "find_gguf", Mock(side_effect=AssertionError))
-    monkeypatch.setattr(embedded, "convert_gguf", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(gguf_models, "find_gguf", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(gguf_models, "_convert", Mock(side_effect=AssertionError))
     assert resolve_model(NAME) == first
 
 

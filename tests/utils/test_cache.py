@@ -10,7 +10,7 @@ import pytest
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
 from draftheads.errors import InvalidSettings, StorageError
-from draftheads.models.embedded import SMOLLM2_135M, place_in_cache
+from draftheads.models.gguf_models import SMOLLM2_135M, place_in_cache
 from draftheads.utils.cache import PARTS, CachePart, cache_folder, clear, contents_of
 from draftheads.utils.files import locked
 from draftheads.utils.identity import identity_digest

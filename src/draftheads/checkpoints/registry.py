@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, read_head_files
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, ModelNotFound, UnsupportedModel, first_line
-from draftheads.models.embedded import SMOLLM2_135M
+from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.models.model_names import (
     base_of,
     check_model_can_exist,

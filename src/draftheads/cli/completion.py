@@ -15,7 +15,7 @@ from draftheads.cli.help import options_of as options_in
 from draftheads.cli.main import COMMANDS, options_of
 from draftheads.heads import head_methods
 from draftheads.models.chat_template import BUILT_IN
-from draftheads.models.embedded import SMOLLM2_135M
+from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.train.recipes import RECIPES
 
 # added to the Python code in tyro's script; it has no character that a shell would read

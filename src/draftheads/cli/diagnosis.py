@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 from draftheads.checkpoints.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, zoo_heads
 from draftheads.errors import DraftHeadsError, first_line
-from draftheads.models.embedded import SMOLLM2_135M, find_gguf, place_in_cache
+from draftheads.models.gguf_models import SMOLLM2_135M, find_gguf, place_in_cache
 from draftheads.utils.cache import PARTS, cache_folder, contents_of
 from draftheads.utils.counts import byte_size, counted
 from draftheads.utils.files import check_writable

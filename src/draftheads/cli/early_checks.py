@@ -10,7 +10,7 @@ from draftheads.checkpoints.registry import check_head
 from draftheads.errors import DataError
 from draftheads.formats import check_layout
 from draftheads.models.chat_template import read_template
-from draftheads.models.embedded import SMOLLM2_135M
+from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.models.model_names import check_model
 from draftheads.utils.files import user_path
 

@@ -20,7 +20,7 @@ from draftheads.cli.options.generate import read_tree
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_methods
-from draftheads.models.embedded import SMOLLM2_135M
+from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import byte_size, counted

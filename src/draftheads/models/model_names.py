@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, close_name, first_line
-from draftheads.models.embedded import SMOLLM2_135M, converted_folder, place_in_cache
+from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, folder_of_gguf, place_in_cache
 from draftheads.utils.file_set import current
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
@@ -25,7 +25,7 @@ _ADAPTER_FILES = ("*.json", "adapter_model.*", "*.jinja", "*.model", "*.txt")
 
 
 def resolve_model(name: str) -> Path | str:
-    """The folder or Hub id from which to load the model ``name``.
+    """The folder or Hub id from which to load the model ``name``; a GGUF file is converted into the user's cache.
 
     ``smollm2-135m`` is the embedded model (write ``./smollm2-135m`` for a folder of that name). If its package is
     installed, the model is converted into the user's cache at the first call. Otherwise its Hub id is used. A Hub model
@@ -37,12 +37,14 @@ def resolve_model(name: str) -> Path | str:
     Raises:
         ModelNotFound: none of these; the message lists what was tried and the fix.
         InvalidSettings: a path in an unknown home folder.
-        StorageError: the embedded model cannot be written to the cache.
-        MissingDependency: the embedded model cannot be converted without gguf.
+        StorageError: a converted model cannot be written to the cache.
+        MissingDependency: a model cannot be converted without gguf.
     """
     if name == SMOLLM2_135M.name:
         return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
     folder = user_path(model_name(name))
+    if folder.suffix == ".gguf" and folder.is_file():
+        return folder_of_gguf(folder)
     if folder.exists():
         adapter = find_adapter(folder)
         if adapter is None:
@@ -148,6 +150,8 @@ def _check_is_model(name: str, folder: Path) -> None:
         raise ModelNotFound(
             f"{name} is a draft head ({config['method']} for {base}), not a model: load({str(base)!r}, head={name!r})"
         )
+    if folder.suffix == ".gguf" and folder.is_file():
+        return
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
 

@@ -96,7 +96,10 @@ PARTS = (
         "converted again, or downloaded",
         rf"{_DEFAULT_MODEL}-v\d+",
     ),
-    CachePart("costs", "milliseconds of steps, by model and head", "measured again in 5 s for each head", _MEASURED),
+    CachePart("gguf", "models converted from GGUF files", "converted again", rf"[^/]+-{_DIGEST}-v\d+"),
+    CachePart(
+        "costs", "milliseconds of steps, by model and head", "measured again in a second for each head", _MEASURED
+    ),
     CachePart(
         "profiles",
         "acceptance profiles by `draftheads tune`",
