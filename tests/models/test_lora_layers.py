@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.engine import Engine
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnsupportedModel
 from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
 from families import FAMILIES, GROWING, PROMPTS, needs_library, tiny_head, tiny_model
 from joint_world import on_disk
 from training_world import chat_model
@@ -38,10 +39,7 @@ def answers(engine: Engine, prompts: Sequence[Any] = PROMPTS, **options: Any) ->
     ("family", "kind"),
     [
         *product(FAMILIES, ["stock", "fast"]),
-        *(
-            pytest.param(*kind, marks=needs_library)
-            for kind in (("llama", "exact bits"), ("phi3", "exact bits"), ("llama", "int8"))
-        ),
+        pytest.param("llama", "int8", marks=needs_library),
     ],
 )
 def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
@@ -55,6 +53,8 @@ def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
     expected = [merged(base, folder) for folder in folders]
     if KINDS[kind] is not None:
         base = base.sped_up(**KINDS[kind])
+        if family == "granite":  # as the check at loading finds: its parts are multiplied before they are added
+            base = replace(base, native=None)
     before = logits_of(base)
     adapted = [base.with_adapter(folder) for folder in folders]
     assert torch.equal(logits_of(base), before)
@@ -102,7 +102,7 @@ def test_the_weights_are_shared_and_adapters_differ(tmp_path: Path) -> None:
     packed = [m for m in adapted.model.modules() if isinstance(m, PackedLinear)]
     originals = [m for m in base.model.modules() if isinstance(m, PackedLinear)]
     assert packed
-    assert all(m.product._base is o.product for m, o in zip(packed, originals, strict=True))
+    assert all(m.product.base is o.product for m, o in zip(packed, originals, strict=True))
     assert len({base.weights_fingerprint, adapted.weights_fingerprint, other.weights_fingerprint}) == 3
     assert (adapted.dtype, adapted.precision) == (base.dtype, base.precision)
     # the adapter changes the lm_head, and not the embedding that it is tied to
@@ -187,3 +187,22 @@ def test_the_record_of_a_joint_run_decides_about_the_base(tmp_path: Path) -> Non
     assert base.with_adapter(folder).vocab_size == 64
     with pytest.raises(CheckpointMismatch, match="embedding and lm_head are those of another model"):
         chat_model(seed=1).with_adapter(folder)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_has_native_passes_whose_bits_depend_on_no_other_token(dtype: torch.dtype, tmp_path: Path) -> None:
+    base = tiny_model("qwen2", hidden_size=64, dtype=dtype)
+    folder = saved_adapter(base, tmp_path / "a", rank=20)
+    expected = merged(base, folder)
+    adapted = base.sped_up().with_adapter(folder)
+    assert adapted.native is not None
+    runner = runner_for(adapted)
+    texts = [TEXT[0, :length].tolist() for length in (8, 5, 1)]
+    together, _, hidden = runner.prefill(texts)
+    one_by_one = torch.cat([runner.read(together[2:], [[token]])[0][0] for token in texts[0][1:]])
+    assert torch.equal(one_by_one, hidden[0][1:])
+    assert torch.equal(hidden[1], hidden[0][:5])
+    whole = expected.hidden_states(TEXT)[0]
+    rounding = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(hidden[0], whole, rtol=rounding, atol=rounding)

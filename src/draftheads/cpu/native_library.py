@@ -33,6 +33,10 @@ class Weight(ctypes.Structure):
         ("packed", c_void_p),
         ("bias", c_void_p),
         ("smooth", c_void_p),
+        ("low_a", c_void_p),
+        ("low_b", c_void_p),
+        ("rank", c_int32),
+        ("low_kind", c_int32),
     )
 
 

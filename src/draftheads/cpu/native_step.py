@@ -207,10 +207,22 @@ class NativeStep:
         return Layer(*map(self._weight, products), *(self._numbers(norm.scale) for norm in norms), *heads, window)
 
     def _weight(self, layer: nn.Module) -> Weight:
-        if not isinstance(layer, PackedLinear) or not isinstance(layer.product, Native):
+        product = getattr(layer, "product", None)
+        low_rank: tuple[Tensor, Tensor] | None = getattr(product, "low_rank", None)  # of LoRA beside its base
+        if low_rank is not None:
+            product = product.base  # type: ignore[union-attr]
+        if not isinstance(layer, PackedLinear) or not isinstance(product, Native):
             raise TypeError("a product is not a native one")
-        self._products.append(layer.product)
-        return layer.product.given
+        self._products.append(product)
+        if low_rank is None:
+            return product.given
+        given = Weight.from_buffer_copy(product.given)
+        kind = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        pair = [matrix.detach().to(kind).contiguous() for matrix in low_rank]
+        self._held += pair
+        given.low_a, given.low_b = (matrix.data_ptr() for matrix in pair)
+        given.rank, given.low_kind = len(pair[0]), KINDS[kind]
+        return given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NativeStep":
         """The same one: nothing in it changes."""

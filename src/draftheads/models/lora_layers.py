@@ -23,18 +23,19 @@ class WithLora(Product):
     def __init__(self, base: Product, a: Tensor, b: Tensor) -> None:
         self.out_features, self.in_features, self.dtype = base.out_features, base.in_features, base.dtype
         self.bias = base.bias
-        self._base = base
+        self.base = base
+        self.low_rank = a, b  # (r, in) and (out, r) in fp32, which native passes read
         kind = Native if isinstance(base, Native) else Plain
         self._a, self._b = (kind(matrix.to(self.dtype), None) for matrix in (a, b))  # (r, in) and (out, r)
 
     @property
     def weight(self) -> Tensor:
         """(out, in): W + B A."""
-        return torch.addmm(self._base.weight, self._b.weight, self._a.weight)
+        return torch.addmm(self.base.weight, self._b.weight, self._a.weight)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
-        return self._base(rows).add_(self._b(self._a(rows)))
+        return self.base(rows).add_(self._b(self._a(rows)))
 
 
 def add_lora(model: Any, matrices: Mapping[str, LowRank]) -> None:

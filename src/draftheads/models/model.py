@@ -219,7 +219,8 @@ class TargetModel:
         for name, pair in sorted(matrices.items()):
             digest.update(name.encode() + pair.a.numpy().tobytes() + pair.b.numpy().tobytes())
         facts = WeightFacts(self.dtype, self.precision, digest.hexdigest()[:16], None)  # not the base's
-        return self._with(model, facts, tokenizer=tokenizer, model_id=str(place.resolve()))
+        native = None if self.native is None else native_step(model, self.windows)
+        return self._with(model, facts, native=native, tokenizer=tokenizer, model_id=str(place.resolve()))
 
     def _facts(self) -> WeightFacts:
         return WeightFacts(self.dtype, self.precision, self.weights_fingerprint, self.layers_fingerprint)

@@ -592,6 +592,27 @@ void norm(const float *x, const float *scale, float epsilon, int size, float *ou
     for (; i < size; i++) out[i] = x[i] * factor * scale[i];
 }
 
+template <int kind>
+void dots_of(const char *rows, const float *x, int count, int size, float *out) {
+    constexpr int bytes = bytes_of(kind);
+    for (int r = 0; r < count; r++, rows += int64_t(size) * bytes) {
+        Vec sums = {};
+        int i = 0;
+        for (; i + kLanes <= size; i += kLanes) sums += load_as(kind, rows + i * bytes) * load(x + i);
+        float sum = total(sums), number;
+        for (; i < size; i++) {
+            load_from(kind, rows + i * bytes, 1, &number);
+            sum += number * x[i];
+        }
+        out[r] = sum;
+    }
+}
+
+void dots(int kind, const void *rows, const float *x, int count, int size, float *out) {
+    auto *of = kind == kFloat32 ? dots_of<kFloat32> : dots_of<kBFloat16>;
+    of(static_cast<const char *>(rows), x, count, size, out);
+}
+
 void turn(float *head, const float *cos, const float *sin, int size) {
     const int half = size / 2;
     for (int i = 0; i < half; i++) {
@@ -872,6 +893,6 @@ constexpr Level kLevel = kLevelAvx2;
 #else
 constexpr Level kLevel = kLevelPortable;
 #endif
-const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, norm, turn, gate, add_silu, store_as, load_from, attend, top};
+const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, norm, turn, dots, gate, add_silu, store_as, load_from, attend, top};
 
 }  // namespace draftheads

@@ -25,6 +25,8 @@ struct Weight {
     const void *packed;
     const float *bias;    // (out,), or null
     const float *smooth;  // (in,) by which rows are multiplied before they are rounded to int8, or null
+    const void *low_a, *low_b;  // (rank, in) and (out, rank): B A x is added to the product; or null
+    int32_t rank, low_kind;
 };
 
 inline int blocks_of(int out, int halves) { return halves ? (out / 2 + kBlock / 2 - 1) / (kBlock / 2) : (out + kBlock - 1) / kBlock; }
@@ -63,6 +65,8 @@ struct Kernels {
     void (*norm)(const float *x, const float *scale, float epsilon, int size, float *out);
     // Turns a head by its position: x * cos + (x rotated by a half) * sin.
     void (*turn)(float *head, const float *cos, const float *sin, int size);
+    // The products of `count` rows (count, size) and x, summed in fp32.
+    void (*dots)(int kind, const void *rows, const float *x, int count, int size, float *out);
     // act(gate) * up.
     void (*gate)(int act, const float *gate, const float *up, int size, float *out);
     // base + SiLU(x).

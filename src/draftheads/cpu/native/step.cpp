@@ -247,7 +247,7 @@ struct Token {
 // Memory of the passes, one after the other. It only grows, because a late thread may look at it.
 struct Buffers {
     std::vector<char> inputs;  // (tokens,) prepared
-    std::vector<float> states, qkv, attended, inner;
+    std::vector<float> states, qkv, attended, inner, low;
     std::vector<Token> tokens;
     std::vector<int32_t> groups;
 };
@@ -266,6 +266,8 @@ struct Work {
     Pass pass;
     char *inputs;
     float *states, *qkv, *attended, *inner;
+    float *low;  // (tokens, most_rank) A x of what is prepared
+    int64_t most_rank;
     const Token *tokens;
     const int32_t *groups;  // of tokens that attend together: the first token of each, and the number of all
     int32_t num_groups, head_parts;
@@ -273,10 +275,11 @@ struct Work {
 static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
 
 // y = prepared rows times the weight, plus its bias: `done(first output, outputs, y (tokens, kBlock))` takes each block.
-// Of a weight of two halves, the outputs of the second one follow in the second half of the block.
+// Of a weight of two halves, the outputs of the second one follow in the second half of the block. `low` has A x of each
+// row, for weights with a low-rank addition.
 template <class OfWeight, class Done>
 bool multiply(int part, uint32_t number, int out, int halves, const OfWeight &of, const char *inputs, int tokens,
-              const Done &done) {
+              const Done &done, const float *low = nullptr, int64_t most_rank = 0) {
     const int blocks = blocks_of(out, halves);
     return pool->share(part, number, blocks, [&](int block) {
         static thread_local std::vector<float> y;
@@ -290,6 +293,15 @@ bool multiply(int part, uint32_t number, int out, int halves, const OfWeight &of
                 for (int o = 0; o < outputs; o++) {
                     y[t * kBlock + o] += weight.bias[first + o];
                     if (halves) y[t * kBlock + width + o] += weight.bias[whole + first + o];
+                }
+        if (weight.rank)
+            for (int t = 0; t < tokens; t++)
+                for (int half = 0; half <= halves; half++) {
+                    float added[kBlock], *to = y.data() + t * kBlock + half * width;
+                    const int64_t at = int64_t(half * whole + first) * weight.rank * bytes_of(weight.low_kind);
+                    kernels->dots(weight.low_kind, static_cast<const char *>(weight.low_b) + at, low + t * most_rank, outputs,
+                                  weight.rank, added);
+                    for (int o = 0; o < outputs; o++) to[o] += added[o];
                 }
         done(first, outputs, y.data());
     });
@@ -375,6 +387,8 @@ void pass_of(const Job &job, uint32_t number) {
     auto each = [&](auto task) { return pool->share(part++, number, tokens, task); };
     auto prepare = [&](const Weight &weight, const float *row, int token) {
         kernels->prepare(weight, row, work.inputs + token * kernels->input_bytes(weight));
+        if (weight.rank)
+            kernels->dots(weight.low_kind, weight.low_a, row, weight.rank, weight.in, work.low + token * work.most_rank);
     };
     auto prepare_normed = [&](const Weight &weight, const float *scale, int token) {
         static thread_local std::vector<float> normed;
@@ -409,7 +423,7 @@ void pass_of(const Job &job, uint32_t number) {
                      [&](int first, int outputs, const float *y) {
                          for (int t = 0; t < tokens; t++)
                              std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
-                     }) &&
+                     }, work.low, work.most_rank) &&
             each([&](int token) { turn_and_store(work, layer(), index, token); }) &&
             pool->share(part++, number, work.num_groups * m.groups * work.head_parts,
                         [&](int task) {
@@ -418,7 +432,8 @@ void pass_of(const Job &job, uint32_t number) {
                                    task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
                         }) &&
             each([&](int token) { prepare(layer().out, work.attended + int64_t(token) * joined, token); }) &&
-            multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add) &&
+            multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add, work.low,
+                     work.most_rank) &&
             each([&](int token) { prepare_normed(layer().gate_up, layer().middle_norm, token); }) &&
             // half of each block are gates, and the other half what they let through
             multiply(part++, number, 2 * m.inner, 1, [&]() -> const Weight & { return layer().gate_up; }, work.inputs, tokens,
@@ -426,9 +441,10 @@ void pass_of(const Job &job, uint32_t number) {
                          for (int t = 0; t < tokens; t++)
                              kernels->gate(m.act, y + t * kBlock, y + t * kBlock + kBlock / 2, outputs,
                                            work.inner + int64_t(t) * m.inner + first);
-                     }) &&
+                     }, work.low, work.most_rank) &&
             each([&](int token) { prepare(layer().down, work.inner + int64_t(token) * m.inner, token); }) &&
-            multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().down; }, work.inputs, tokens, add);
+            multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().down; }, work.inputs, tokens, add, work.low,
+                     work.most_rank);
         if (!goes_on) return;
     }
     each([&](int token) {
@@ -901,10 +917,15 @@ int draftheads_pass(const Model *model, const Pass *pass) {
     int64_t widest = 0;
     for (const Weight *w : {&m.of_layers->qkv, &m.of_layers->out, &m.of_layers->down})
         widest = std::max(widest, kernels->input_bytes(*w));
+    int64_t most_rank = 0;
+    for (int layer = 0; layer < m.layers; layer++) {
+        const Layer &l = m.of_layers[layer];
+        most_rank = std::max<int64_t>({most_rank, l.qkv.rank, l.out.rank, l.gate_up.rank, l.down.rank});
+    }
     const Work work{m, p, room(buffers.inputs, widest * count), room(buffers.states, count * m.size),
                     room(buffers.qkv, count * (m.heads + 2 * m.groups) * m.head_size),
                     room(buffers.attended, count * joined), room(buffers.inner, count * m.inner),
-                    tokens, groups, num_groups, head_parts};
+                    room(buffers.low, count * most_rank), most_rank, tokens, groups, num_groups, head_parts};
     pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 2);
     return 0;
 }
