@@ -61,9 +61,6 @@ def names_of(heads: Sequence[str], *, taken: Sequence[str] = (PLAIN,)) -> dict[s
 
     ``taken`` are names that other rows of the table have.
 
-    Raises:
-        InvalidSettings: two heads would have the same name, or one a name that is taken.
-
     >>> names_of(["medusa", "you/hydra", "me/eagle", "you/eagle"])
     {'medusa': 'medusa', 'hydra': 'you/hydra', 'me/eagle': 'me/eagle', 'you/eagle': 'you/eagle'}
     """

@@ -36,11 +36,7 @@ class Conversations:
         self.engine, self.prompt_tokens, self.longest = Engine(target), prompt_tokens, longest_prompt
 
     def ids(self, question: Question, answers: Sequence[str] = ()) -> list[int]:
-        """Token ids of the turn after these answers.
-
-        Raises:
-            InvalidPrompt: longer than the model takes, or refused by its chat template.
-        """
+        """Token ids of the turn after these answers."""
         if question.is_ids is not None:
             ids = list(question.is_ids)
         else:

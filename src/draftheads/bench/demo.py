@@ -93,11 +93,7 @@ def load_demo(
     fast: bool = True,
     **load_options: Any,
 ) -> Demo:
-    """Loads transformers' model (never int8), ours, and the heads; the arguments are those of :func:`draftheads.load`.
-
-    Raises:
-        InvalidSettings: two heads have the same name, or the machine has no such kernels.
-    """
+    """Loads transformers' model (never int8), ours, and the heads. Arguments are those of :func:`draftheads.load`."""
     named = names_of(heads, taken=(PLAIN, STOCK))
     template = find_template(chat_template, heads, model)
     if precision == "int8":

@@ -51,11 +51,7 @@ DEFAULT_PROMPTS = tuple(JudgePrompt(_SYSTEM, template) for template in _TEMPLATE
 
 
 def read_judge_prompts(path: str | PathLike[str]) -> tuple[JudgePrompt, ...]:
-    """The prompts of type "single" in a file in the form of FastChat's ``judge_prompts.jsonl``.
-
-    Raises:
-        DataError: the file cannot be read, or has no such prompt.
-    """
+    """The prompts of type "single" in a file in the form of FastChat's ``judge_prompts.jsonl``."""
     place, prompts = user_path(path), []
     for number, record in read_json_lines(place):
         with at_line(place, number):

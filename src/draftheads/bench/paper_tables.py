@@ -81,12 +81,7 @@ class PaperTable:
 
 
 def read_table(name: str) -> PaperTable:
-    """A table by its name, or of a file.
-
-    Raises:
-        InvalidSettings: no such table.
-        DataError: the file is not one.
-    """
+    """A table by its name, or of a file."""
     path = table_path(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -94,11 +94,6 @@ def reproduce(
         quality: measures of the answers.
         original_model: as for :func:`draftheads.compare_heads`.
         load_options: as for :func:`draftheads.load`.
-
-    Raises:
-        InvalidSettings: variants are to be trained, and there is no data.
-        ModelNotFound: the model has no such heads.
-        DraftHeadsError: as of training and of comparisons.
     """
     variants: list[Variant] = []
     if table.variants:

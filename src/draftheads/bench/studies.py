@@ -51,11 +51,7 @@ class Variant:
 def train_variants(
     table: PaperTable, model: str, out: Path, budget: Budget, progress: Progress, **more: Any
 ) -> list[Variant]:
-    """Trains all variants of a table; what was trained before is not trained again.
-
-    Raises:
-        DraftHeadsError: as of training.
-    """
+    """Trains all variants of a table; what was trained before is not trained again."""
     found: list[Variant] = []
     for number, (name, changes) in enumerate(table.variants.items(), 1):
         progress.stage(f"variant {number} of {len(table.variants)}: {name}")

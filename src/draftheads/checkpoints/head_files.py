@@ -91,13 +91,6 @@ def read_head_files(folder: str | PathLike[str], *, ignore_profile: bool = False
     """Reads a head's folder, written by :func:`draftheads.save_head`; ``read_head`` also checks its architecture.
 
     With ``ignore_profile``, ``acceptance.json`` is not read, and the profile is an assumed one, for one head.
-
-    Raises:
-        ModelNotFound: no such folder, or one that holds something else.
-        CheckpointCorrupt: a file or key is missing, surplus, or not what it should be.
-        CheckpointMismatch: made by a newer version of this package.
-        UnknownMethod: no such architecture here.
-        InvalidTree: its profile's paths are not a tree.
     """
     folder = Path(folder)
     return read_set(folder, HEAD_FILES, lambda: _read(folder, ignore_profile=ignore_profile))

@@ -19,12 +19,7 @@ from draftheads.utils.files import user_path
 def find_profile(
     head: str | PathLike[str], model: str | PathLike[str], *, profile: str | PathLike[str] = "auto"
 ) -> AcceptanceProfile:
-    """The acceptance profile of a head; arguments as for :func:`draftheads.load`.
-
-    Raises:
-        CheckpointCorrupt, CheckpointMismatch, InvalidTree: the profile is damaged, or is not one for this head.
-        ModelNotFound: there is no such file.
-    """
+    """The acceptance profile of a head; arguments as for :func:`draftheads.load`."""
     from draftheads.checkpoints.checkpoint import check_profile, read_head  # noqa: PLC0415 - slow to import
 
     saved = read_head(find_head(fspath(head), fspath(model)))
@@ -51,20 +46,12 @@ def cached_profile(saved: HeadFiles) -> Path | None:
 
 
 def cached_profile_folder(saved: HeadFiles) -> Path:
-    """The folder in the user's cache for the head's profile.
-
-    Raises:
-        InvalidSettings: the user has no cache folder.
-    """
+    """The folder in the user's cache for the head's profile."""
     return cache_folder() / "profiles" / f"{saved.method}-{saved.digest}"
 
 
 def folder_to_write(saved: HeadFiles) -> Path:
-    """Where a new profile belongs: the head's folder, or the user's cache for a bundled or downloaded head.
-
-    Raises:
-        InvalidSettings: the user has no cache folder.
-    """
+    """Where a new profile belongs: the head's folder, or the user's cache for a bundled or downloaded head."""
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
 
     folder = saved.folder.resolve()

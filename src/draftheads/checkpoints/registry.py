@@ -71,11 +71,7 @@ def zoo_heads() -> list[ZooHead]:
 
 
 def head_name(name: object) -> str:
-    """The name of a head as a text.
-
-    Raises:
-        InvalidSettings: it is not a name.
-    """
+    """The name of a head as a text."""
     return model_name(name, "head", fix="give a bundled head's name, a folder or a Hugging Face id")
 
 
@@ -84,10 +80,6 @@ def base_in_zoo(model: str, method: str | None = None) -> str:
 
     An adapter counts as its base model. A tuned copy is known by its sizes and its tokenizer. The model's own name is
     returned where no head (of that method) fits, or those of several bases do.
-
-    Raises:
-        ModelNotFound: no such model.
-        CheckpointError: an installed head cannot be read.
     """
     base = base_of(model)
     fitting = [name for name, differences in _compared(base, method).items() if not differences]
@@ -180,10 +172,6 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
             folder, or a Hub repository (``owner/name``, or ``owner/name/subfolder``). They are tried in this order.
         base_name: the model that the head drafts for, such as ``smollm2-135m`` or its Hub id. An adapter in a folder
             counts as its base model, and heads of a base are also those of its tuned copies.
-
-    Raises:
-        ModelNotFound: the name is none of these, or the download fails. The message lists the installed heads and in
-            what their bases differ, and names the package to install where that has the head.
     """
     name, base_name = head_name(name), base_of(base_name)
     if (installed := _installed(name, base_name)) is not None:
@@ -215,10 +203,6 @@ def check_head(name: str, base_name: str) -> None:
     """Refuses by names and configurations alone what is no head, is damaged, or does not fit its model.
 
     The Hub is not asked, and heads of other projects are not looked at.
-
-    Raises:
-        ModelNotFound, CheckpointError, UnknownMethod: as :func:`find_head` and :func:`read_head_files`, or trained for
-            a model of another size.
     """
     path = user_path(head_name(name))
     if name in UNTRAINED_HEADS or path.is_file() or (not path.exists() and _HUB_ID.fullmatch(name)):
@@ -237,11 +221,7 @@ def check_head(name: str, base_name: str) -> None:
 
 
 def find_published(name: str | PathLike[str], base_name: str) -> Path:
-    """The file or folder of a head of another project; one on the Hub is downloaded.
-
-    Raises:
-        ModelNotFound: there is none, the download fails, or the repository is one of a whole model.
-    """
+    """The file or folder of a head of another project; one on the Hub is downloaded."""
     name = head_name(name)
     if exists(path := user_path(name)):  # noqa: PTH110 - the method is an error for names that are too long
         return path

@@ -79,11 +79,7 @@ def quick(options: BenchOptions) -> BenchOptions:
 
 
 def questions_of(options: BenchOptions) -> list[Record]:
-    """The questions that the options choose.
-
-    Raises:
-        DataError: the file has none, or no such category.
-    """
+    """The questions that the options choose."""
     questions, limit = read_suite(options.prompts or BUILT_IN), options.limit
     if limit is None and options.quick:
         limit = -(-_QUICK // len(options.category or {question.category for question in questions}))
@@ -93,12 +89,7 @@ def questions_of(options: BenchOptions) -> list[Record]:
 
 
 def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", "perplexity"]]:
-    """The measures that the options name.
-
-    Raises:
-        InvalidSettings: a judge without an endpoint, or an option of a measure that is not asked for.
-        MissingDependency: a measure needs a package.
-    """
+    """The measures that the options name."""
     kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k}
     found: list[Any] = []
     for option, value in vars(options).items():

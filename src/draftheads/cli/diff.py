@@ -102,11 +102,7 @@ def _line(one: Difference, varied: Sequence[str]) -> list[str]:
 
 
 def read_result(path: Path) -> Result:
-    """The result in a folder, or of a ``bench.json`` with ``answers.jsonl`` beside it.
-
-    Raises:
-        DataError: there is none, or it is damaged.
-    """
+    """The result in a folder, or of a ``bench.json`` with ``answers.jsonl`` beside it."""
     file = path / "bench.json" if path.is_dir() else path
     try:
         record = json.loads(file.read_text(encoding="utf-8"))

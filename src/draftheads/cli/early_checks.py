@@ -21,12 +21,7 @@ _INPUTS = ("prompts", "data", "text", "documents", "json_schema", "judge_prompts
 
 
 def check_names(given: Iterable[tuple[str, Any]]) -> None:
-    """Checks names and files among options (names and values), as far as that needs no torch and no network.
-
-    Raises:
-        DraftHeadsError: a model, head, chat template, table, layout or file is not here or is something else; or a head
-            is damaged or was trained for a model of another size.
-    """
+    """Checks names and files among options (names and values), as far as that needs no torch and no network."""
     pairs = [(name, each) for name, value in given for each in (value if isinstance(value, tuple) else (value,))]
     for name, value in pairs:
         if name in _INPUTS and isinstance(value, Path) and not user_path(value).exists():

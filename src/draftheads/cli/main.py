@@ -152,11 +152,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> list[str]:
-    """The arguments with positional ones that are given by name, such as --model, in their places.
-
-    Raises:
-        SystemExit: there is no such option. The one that was probably meant is named; tyro would not always do so.
-    """
+    """The arguments with positional ones that are given by name, such as --model, in their places."""
     from draftheads.cli.help import options_of  # noqa: PLC0415 - slow to import
 
     options = {f"--{option.name.replace('_', '-')}": option for option in options_of(kind, default)}

@@ -127,11 +127,7 @@ class FusedAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """(b, N, D) -> (b, N, D), by the interface of transformers' attention modules.
-
-        Raises:
-            TypeError: an argument is unknown.
-        """
+        """(b, N, D) -> (b, N, D), by the interface of transformers' attention modules."""
         batch, nodes, size = hidden_states.shape
         rows = hidden_states.reshape(-1, size)
         given = Pass(batch, nodes, position_embeddings, attention_mask, _cache_in(others))
@@ -176,11 +172,7 @@ class FusedLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """(b, N, D) -> (b, N, D), by the interface of transformers' decoder layers.
-
-        Raises:
-            TypeError: an argument is unknown.
-        """
+        """(b, N, D) -> (b, N, D), by the interface of transformers' decoder layers."""
         assert position_embeddings is not None, "models with rotary positions pass them"
         norm, attention, middle_norm, mlp = self.steps
         batch, nodes, size = hidden_states.shape

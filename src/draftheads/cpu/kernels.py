@@ -93,11 +93,7 @@ class Native(Product):
         return self._held().to(self.dtype)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """(n, in) -> (n, out).
-
-        Raises:
-            RuntimeError: rows of another type or size.
-        """
+        """(n, in) -> (n, out)."""
         if rows.dtype != self.dtype or rows.shape[1:] != (self.in_features,) or rows.device.type != "cpu":
             shape = (*rows.shape, rows.dtype, rows.device.type)
             raise RuntimeError(f"rows are {shape}; this product takes (n, {self.in_features}) of {self.dtype} on a CPU")

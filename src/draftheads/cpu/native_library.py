@@ -151,11 +151,7 @@ class Growth(ctypes.Structure):
 
 @cache
 def load_library() -> Any:
-    """The library, with the fastest instructions of this machine; None if it was not built or is switched off.
-
-    Raises:
-        InvalidSettings: the environment names instructions that this machine, or the library, does not have.
-    """
+    """The library, with the fastest instructions of this machine; None if it was not built or is switched off."""
     wanted = os.environ.get(VARIABLE)
     if wanted == "off" or not FILE.exists():
         return None

@@ -58,9 +58,6 @@ class NativeStep:
         Args:
             model: with fused modules.
             windows: how many tokens a token of each layer sees; 0: all.
-
-        Raises:
-            TypeError, ValueError: it is built in another way.
         """
         decoder = model.get_decoder()
         self.dtype = decoder.norm.weight.dtype
@@ -139,10 +136,6 @@ class NativeStep:
 
         Returns:
             h_t (M, D), and what a drafter reads: the inputs of n layers side by side (M, n·D); without any, h_t.
-
-        Raises:
-            ValueError: the tokens do not fit into the memory.
-            IndexError: a token is not in the vocabulary.
         """
         count, slots = len(token_ids), self._checked_slots(texts, len(token_ids))
         last = torch.empty(count, self.size, dtype=self.dtype)

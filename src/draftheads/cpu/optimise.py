@@ -31,9 +31,6 @@ def speed_up(model: Any, *, int8: bool = False, fused: bool = True, typical_ids:
         int8: quantise the linear layers.
         fused: replace modules by fused ones; False keeps the stock modules, with faster products in them.
         typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
-
-    Raises:
-        InvalidSettings: ``int8``, but most weights are not in ``nn.Linear`` layers, or there is no native library.
     """
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:

@@ -71,11 +71,7 @@ def padded_length(length: int) -> int:
 def choose_texts(
     token_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], *, held_out: float, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Indices of the training texts and of the held-out texts of a run, split by :func:`split_held_out`.
-
-    Raises:
-        DataError: too few texts, or none that can train a draft head.
-    """
+    """Indices of the training texts and of the held-out texts of a run, split by :func:`split_held_out`."""
     training, evaluation = split_held_out(token_ids, loss_masks, fraction=held_out, seed=seed)
     if not training:
         raise DataError("only one text: training needs a second one to hold out")

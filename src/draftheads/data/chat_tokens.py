@@ -42,10 +42,6 @@ def encode_chat(
     Words that a model wrote after its generation prompt (``is_generated``, or cut off) are learned as they are, also
     where the template would write them in another way. If the template later changes a turn, such as by leaving out its
     thought, each turn has a text of its own: the result is that of the last turn, and ``earlier`` has the others.
-
-    Raises:
-        DataError: no chat template.
-        UnlearnableChat: no assistant turn, or the template refuses the chat or hides a call.
     """
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
@@ -145,11 +141,7 @@ class _Template:
         self.ends = [text for i in sorted(reader.eos_ids) if (text := reader.tokenizer.decode([i]))]
 
     def turn(self, messages: Sequence[Message], *, finished: bool, is_generated: bool) -> _Turn:
-        """The last turn of a chat.
-
-        Raises:
-            UnlearnableChat: the template refuses the chat or hides a call.
-        """
+        """The last turn of a chat."""
         *before, message = messages
         content, calls = message["content"], message.get("tool_calls", ())
         prompt, whole = self._written(before, add_generation_prompt=True), self._written(messages)

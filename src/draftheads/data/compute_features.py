@@ -47,9 +47,6 @@ def load_texts(
 
     Texts are cut after ``max_length`` tokens, or fewer if the model takes fewer. Chats that nothing can be learned from
     are left out, and added to ``left_out``.
-
-    Raises:
-        DataError: a bad line, with its file and line number; or no text at all.
     """
     texts: list[EncodedChat] = []
     num_tokens = 0
@@ -122,11 +119,7 @@ def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequ
 
 
 def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> None:
-    """Writes ``meta.json``, which describes the store of these texts, or checks the one that is there.
-
-    Raises:
-        DataError: the folder has features of other texts, of another model or of other layers.
-    """
+    """Writes ``meta.json``, which describes the store of these texts, or checks the one that is there."""
     meta = StoreMeta(
         model_id=target.model_id,
         hidden_size=target.hidden_size,
@@ -151,11 +144,7 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layer
 
 
 def check_stored_layers(folder: Path, meta: StoreMeta, layers: Sequence[int]) -> None:
-    """Does a store have what a head reads?
-
-    Raises:
-        DataError: it has the inputs of other layers.
-    """
+    """Does a store have what a head reads?"""
     if meta.layers != list(layers):
         there, wanted = (f"of layers {list(of)}" if of else "of the last layer alone" for of in (meta.layers, layers))
         raise DataError(
@@ -176,9 +165,6 @@ def build_shards(
     """Makes the missing shards of the store of these texts; ``progress`` receives the tokens after every text.
 
     ``layers`` are n layers whose inputs are stored before h_t. ``share`` is as for :func:`missing_shards`.
-
-    Raises:
-        StorageError: the disk has too little room, or a shard cannot be written; earlier shards are complete.
     """
     missing = missing_shards(texts, folder, share)
     total = sum(map(_num_tokens, _parts(texts)[share[0] :: share[1]]))

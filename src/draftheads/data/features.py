@@ -87,11 +87,7 @@ def write_meta(folder: Path, meta: StoreMeta) -> None:
 
 
 def read_meta(folder: Path) -> StoreMeta | None:
-    """The store's ``meta.json``, or None where there is none.
-
-    Raises:
-        DataError: the file is damaged or of another version.
-    """
+    """The store's ``meta.json``, or None where there is none."""
     path = folder / "meta.json"
     if not path.exists():
         return None

@@ -26,9 +26,6 @@ def own_form(value: Any) -> Any:
 
     >>> own_form({"question": "6 times 7?", "answer": "It is 42. #### 42"})["reference"]
     '42'
-
-    Raises:
-        DataError: a field of a known form is not a text.
     """
     given = {name for name in value if value[name] is not None} if isinstance(value, Mapping) else set()
     for fields, convert in _FORMS.values():
@@ -64,10 +61,6 @@ def messages_of(turns: Sequence[Any]) -> list[Message]:
 
     >>> messages_of([{"from": "human", "value": "hi"}, {"role": "assistant", "content": "yes"}])
     [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]
-
-    Raises:
-        UnlearnableChat: a turn has something else than texts, or nothing.
-        DataError: a turn is not a message.
     """
     messages = [_message(turn) for turn in turns]
     for number, message in enumerate(messages):
@@ -102,11 +95,7 @@ def _message(turn: Any) -> Any:
 
 
 def tool_call(call: Any) -> dict[str, Any]:
-    """A call as chat templates read it, with its arguments as values, which many files have as JSON text.
-
-    Raises:
-        DataError: it has no name.
-    """
+    """A call as chat templates read it, with its arguments as values, which many files have as JSON text."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"a call is {short(repr(call))}; it must be an object with name and arguments")

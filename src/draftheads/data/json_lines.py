@@ -28,10 +28,6 @@ def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[
     """Line number (from 1) and value of each line, or of each element of a JSON array; empty lines are skipped.
 
     ``may_be_torn`` also skips a last line without a line break: it may be incomplete.
-
-    Raises:
-        DataError: the file cannot be read; or a line, or an element of an array, is not JSON, nested too deeply, or
-            longer than :data:`MOST_CHARACTERS`.
     """
     line_number, is_first = 0, True
     try:

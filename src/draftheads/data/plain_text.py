@@ -16,11 +16,7 @@ from draftheads.utils.messages import half_character, short
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Texts and their ``FILE:LINE``. A ``.txt`` file is one text; each line of ``.jsonl`` (``.gz``) has a "text".
-
-    Raises:
-        DataError: a file cannot be read, or a line has no text; names file and line.
-    """
+    """Texts and their ``FILE:LINE``. A ``.txt`` file is one text; each line of ``.jsonl`` (``.gz``) has a "text"."""
     if path.suffix == ".txt":
         try:
             yield path.read_text(encoding="utf-8"), f"{path}:1"
@@ -44,11 +40,7 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
 def load_blocks(
     tokenizer: Any, paths: Sequence[Path], *, eos_ids: frozenset[int], length: int, max_tokens: int | None = None
 ) -> list[EncodedChat]:
-    """All texts as blocks of ``length`` tokens, at most about ``max_tokens``; a block's source is its first text.
-
-    Raises:
-        DataError: a bad line, or no text at all.
-    """
+    """All texts as blocks of ``length`` tokens, at most about ``max_tokens``; a block's source is its first text."""
     most = float("inf") if max_tokens is None else -(-max_tokens // length)  # blocks
     blocks: list[EncodedChat] = []
     rest: list[int] = []  # tokens that do not fill a block yet; ``source`` is the place of their first text

@@ -94,11 +94,7 @@ class Record:
 
 
 def read_prompts(*paths: Path) -> Iterator[Record]:
-    """The records of all files in any of the known forms; empty lines are skipped.
-
-    Raises:
-        DataError: a file cannot be read, or a line is not JSON or has nothing that a user says.
-    """
+    """The records of all files in any of the known forms; empty lines are skipped."""
     for path in paths:
         for line_number, value in read_json_lines(path):
             if record := prompt_of(value, path, line_number):
@@ -130,9 +126,6 @@ def read_chats(*paths: Path) -> Iterator[Record]:
     ``"finished": false`` in a record says that its last assistant turn, or its completion, was cut off. Empty lines are
     skipped. A folder stands for its files, where an incomplete last line is skipped, too: a server may be writing it.
     A line without an answer, or with an image or null for a text, gives a record with its ``problem``.
-
-    Raises:
-        DataError: a file cannot be read, or a line is not a chat.
     """
     for path in paths:
         for file in files_in(path):
@@ -166,11 +159,7 @@ def own_prompts(name: OwnPrompts) -> Path:
 
 
 def files_in(path: Path) -> list[Path]:
-    """The chat files in a folder, by name; a file stands for itself.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The chat files in a folder, by name; a file stands for itself."""
     if not path.is_dir():
         return [path]
     if files := sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]):
@@ -181,11 +170,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def check_readable(paths: Iterable[Path]) -> None:
-    """Opens all files, to fail before long work.
-
-    Raises:
-        DataError: one cannot be read, or is empty.
-    """
+    """Opens all files, to fail before long work."""
     for path in chain.from_iterable(map(files_in, paths)):
         try:
             with path.open("rb") as file:

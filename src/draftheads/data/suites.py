@@ -22,10 +22,6 @@ def read_suite(source: str) -> list[Record]:
         source: ``tasks``, ``demo`` or ``calibration``, our own; a file (.jsonl, .json, .parquet, zipped or not) or a
             folder of such files; or a data set of the Hugging Face Hub as ``OWNER/NAME``, ``OWNER/NAME:CONFIG`` or
             ``OWNER/NAME:CONFIG:SPLIT`` (``openai/gsm8k:main:test``). The default split is ``test``, or the first one.
-
-    Raises:
-        DataError: there is no such suite, it cannot be read, or a line has an unknown form; or it has no question.
-        MissingDependency: it is a parquet file or a data set of the Hub, and the extra ``bench`` is not installed.
     """
     records = [record for place in _values(source) if (record := prompt_of(*place)) is not None]
     if not records:
@@ -34,11 +30,7 @@ def read_suite(source: str) -> list[Record]:
 
 
 def select(records: Sequence[Record], categories: Sequence[str] = (), limit: int | None = None) -> list[Record]:
-    """The records of some categories, or of all, in their order; the first ``limit`` of each category.
-
-    Raises:
-        InvalidSettings: no record has such a category, or the limit is below 1.
-    """
+    """The records of some categories, or of all, in their order; the first ``limit`` of each category."""
     require_at_least(1, limit=limit)
     known = dict.fromkeys(record.category for record in records)
     if unknown := [name for name in categories if name not in known]:

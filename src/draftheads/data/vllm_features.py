@@ -38,10 +38,6 @@ class ExtractedStore(LiveStore):
 
         A file may have further tokens after those of its text. A head reads the inputs of n ``layers``: index i is the
         output of layer i - 1, vLLM's layer id i.
-
-        Raises:
-            DataError: a text has no file, a file is damaged, or its hidden states are not those of this model.
-            UnsupportedModel: the model's last norm is not found.
         """
         super().__init__(target, texts, layers)
         self._files = _files_of(self, folder)
@@ -109,11 +105,7 @@ class ExtractedStore(LiveStore):
 
 
 def last_norm(target: TargetModel) -> nn.Module:
-    """The module whose output is h_t.
-
-    Raises:
-        UnsupportedModel: there is none.
-    """
+    """The module whose output is h_t."""
     calls: list[tuple[nn.Module, Tensor]] = []
 
     def note(module: nn.Module, _: Any, output: Any) -> None:

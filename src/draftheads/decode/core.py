@@ -246,12 +246,7 @@ class EngineCore(Generic[AnyEngine]):
     # --- any thread ---
 
     def check(self, request: Request, lane: Lane) -> None:
-        """Whether a request can be decoded.
-
-        Raises:
-            InvalidSettings: no engine of that name, or an impossible ``draft_nodes``.
-            TooLarge: its keys and values may not fit, even alone.
-        """
+        """Whether a request can be decoded."""
         engine = self._engine_of(lane)
         engine.check_draft_nodes(lane.draft_nodes)
         limit = self.limits.kv_bytes
@@ -278,9 +273,6 @@ class EngineCore(Generic[AnyEngine]):
             client: clients take turns.
             cache_salt: prompts with the same salt share what was read of a common beginning.
             first: before the client's other requests.
-
-        Raises:
-            DraftHeadsError: as :meth:`check`.
         """
         lane = lane or Lane(next(iter(self.engines)))
         self.check(request, lane)
@@ -311,9 +303,6 @@ class EngineCore(Generic[AnyEngine]):
         """Reserves memory for a text that is read outside of requests; requests that do not fit beside it wait.
 
         A negative number of tokens gives it back.
-
-        Raises:
-            TooLarge: there is less memory, even without requests.
         """
         limit, num_bytes = self.limits.kv_bytes, num_slots(engine.model, [abs(num_tokens)]) * bytes_per_token(engine)
         num_bytes = num_bytes if num_tokens > 0 else -num_bytes

@@ -77,11 +77,6 @@ class Engine:
             profile: what the drafter's trees gain. With ``costs`` it decides how much is drafted at each step.
             costs: of steps on this machine.
             check: warns if draft tokens are accepted far less often than the profile expects.
-
-        Raises:
-            InvalidSettings: a model or drafter that is none, an impossible ``max_batch_size``, a profile without
-                costs, a shape besides them, or a shape or profile for a drafter that makes trees of its own.
-            InvalidTree: the shape is not one, or the drafter cannot fill it.
         """
         if not isinstance(model, TargetModel):
             raise InvalidSettings(

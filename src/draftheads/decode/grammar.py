@@ -63,11 +63,7 @@ class GrammarState:
         return bool((not new or self._whole.consume_tokens(new)) and self._whole.is_accepting())
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Adds accepted tokens, which the grammar allows, and forgets all draft tokens.
-
-        Raises:
-            GrammarFailed: the grammar exceeds a limit here.
-        """
+        """Adds accepted tokens, which the grammar allows, and forgets all draft tokens."""
         self._matcher.consume_tokens(list(token_ids))
         self._restart()
 
@@ -158,11 +154,7 @@ class GrammarCompiler:
         self._lock = Lock()
 
     def start(self, grammar: Grammar, stop_ids: Iterable[int] = ()) -> GrammarState:
-        """The state of an answer without tokens, which ``stop_ids`` may end, too.
-
-        Raises:
-            InvalidSettings: the grammar is wrong, allows no text, or exceeds a limit.
-        """
+        """The state of an answer without tokens, which ``stop_ids`` may end, too."""
         with self._lock:
             if grammar not in self._compiled:
                 self._compile(grammar)

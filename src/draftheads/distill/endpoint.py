@@ -50,11 +50,7 @@ class EndpointSource:
         return {"model": self.options.endpoint_model, "answered_by": "endpoint"}
 
     def converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
-        """Continues all to their end.
-
-        Raises:
-            EndpointError: the server cannot be reached, refuses a request, or does not return a chat completion.
-        """
+        """Continues all to their end."""
         asyncio.run(self._converse(dialogues, on_progress))
 
     async def _converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
@@ -146,13 +142,7 @@ def _wait_seconds(attempt: int, response: "Response | None", seed: int) -> float
 
 
 def _answer_in(response: "Response", url: str) -> tuple[dict[str, Any], int, bool]:
-    """Content, thought and calls; the number of tokens (0 if the server does not count them); whether it is finished.
-
-    Raises:
-        PromptTooLong: the chat is longer than the server's model allows.
-        InvalidPrompt: the server does not answer this chat.
-        EndpointError: any other refusal, or not a chat completion.
-    """
+    """Content, thought and calls; the number of tokens (0 if it is not counted); whether it is finished."""
     if response.status_code in _REFUSED_STATUSES:
         is_too_long = any(words in response.text.lower() for words in _TOO_LONG_WORDS)
         raise (PromptTooLong if is_too_long else InvalidPrompt)(f"status {response.status_code}, {response.text[:200]}")

@@ -67,11 +67,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The manifest in a file; None where there is no file.
-
-        Raises:
-            DataError: the file is not a manifest.
-        """
+        """The manifest in a file; None where there is no file."""
         try:
             values = json.loads(path.read_bytes())
             version = values.pop("format")
@@ -94,13 +90,7 @@ class Journal:
     @classmethod
     @contextlib.contextmanager
     def locked(cls, out: Path, identity: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[Self]:
-        """The journal of a run, new or as a stopped process left it; no other process can write it meanwhile.
-
-        Raises:
-            InvalidSettings: ``out`` belongs to another run.
-            DataError: the files are damaged.
-            StorageError: the files cannot be written, or another process writes them.
-        """
+        """The journal of a run, new or as a stopped process left it; no other process can write it meanwhile."""
         with locked(out.parent, "name another --out", file=out.name):
             remove_leftovers(manifest_path(out))
             before = Manifest.read(manifest_path(out))

@@ -128,22 +128,14 @@ def _add_result(dialogue: Dialogue, request: Request, tokenizer: Any) -> None:
 
 
 def user_turn_opening(reader: ChatReader, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a chat up to where the user's next words begin.
-
-    Raises:
-        UnsupportedModel: the template refuses such a chat, or changes or hides the user's words.
-    """
+    """Token ids of a chat up to where the user's next words begin."""
     before, _ = _around_words(reader, messages)
     # a space before the user's words belongs to their first token
     return list(reader.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"])
 
 
 def user_turn_end(reader: ChatReader) -> dict[str, Any]:
-    """The special token right after a user's words, or else the text there, as settings by which a request stops.
-
-    Raises:
-        UnsupportedModel: the template writes neither.
-    """
+    """The special token right after a user's words, or else the text there, as settings by which a request stops."""
     _, after = _around_words(reader, ())
     first_line = next(iter(after.strip().splitlines()), "").strip()
     if not first_line:

@@ -66,21 +66,13 @@ def unique_prompts(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Ite
     """The prompts of all files in order, each once, and then the documents, each once.
 
     The model answers anew: answers in the files are ignored.
-
-    Raises:
-        DataError: as :func:`draftheads.data.records.read_prompts`; or a role or an empty turn that cannot be asked. For
-            documents as :func:`draftheads.data.plain_text.read_texts`.
     """
     seen = Seen()
     return (prompt for prompt in _read_all(paths, documents) if seen.add(prompt.texts))
 
 
 def survey(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Survey:
-    """Reads all files once.
-
-    Raises:
-        DataError: as :func:`unique_prompts`; or there is no prompt at all.
-    """
+    """Reads all files once."""
     seen, digest = Seen(), hashlib.sha256()
     num_prompts = num_duplicates = 0
     for prompt in _read_all(paths, documents):

@@ -47,10 +47,6 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     """Writes ``options.out``, or continues a run that was stopped.
 
     ``load_source`` makes the source of the answers. It is called after the prompts were read without an error.
-
-    Raises:
-        DraftHeadsError: bad prompts or settings, an output of another run, a full disk, a server that fails, or Ctrl-C.
-            Saved conversations stay, and the same call continues after them.
     """
     check_writable(options.out)
     progress.stage("reading prompts")

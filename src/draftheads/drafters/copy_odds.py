@@ -107,12 +107,7 @@ def _rounded(row: Sequence[float]) -> list[float]:
 
 
 def check_odds(odds: Odds) -> None:
-    """Are these odds of copies?
-
-    Raises:
-        InvalidSettings: no rows, rows without tokens or of different lengths, or values that are not probabilities
-            that fall along a row.
-    """
+    """Are these odds of copies?"""
     sizes = {len(row) for row in odds}
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidSettings(f"odds have rows of {sorted(sizes)} tokens; they must be of one length of at least 1")

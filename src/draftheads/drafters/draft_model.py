@@ -75,11 +75,7 @@ class DraftModel(Drafter):
         return DraftModelSession(self)
 
     def check_shape(self, shape: Shape) -> None:
-        """Can it fill the shape?
-
-        Raises:
-            InvalidTree: the shape is wider than the vocabulary.
-        """
+        """Can it fill the shape?"""
         check_ranks(shape, self.vocab_size)
 
 
@@ -105,11 +101,7 @@ class DraftModelSession(DraftSession):
         self._rows: list[Row] = []
 
     def propose(self, context: Context, shape: Shape) -> Draft:
-        """Draft tokens for every row.
-
-        Raises:
-            InvalidTree: as for :meth:`DraftModel.check_shape`.
-        """
+        """Draft tokens for every row."""
         self.drafter.check_shape(shape)
         max_depth = depth_of(shape) or self.drafter.max_depth
         return fill(self, shape, context, begin=partial(self.begin, context), max_depth=max_depth)

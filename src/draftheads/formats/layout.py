@@ -49,12 +49,7 @@ class Layout:
     tree: Tree | None = None
 
     def read(self, source: Source, base: TargetModel) -> dict[str, Tensor]:
-        """The head's tensors by name.
-
-        Raises:
-            CheckpointCorrupt: one is missing, surplus or misshapen.
-            CheckpointMismatch: a copy of the base model's weights is not the base's.
-        """
+        """The head's tensors by name."""
         expected = weightless_head(self.config).state_dict()
         if unnamed := set(expected) ^ set(self.names):
             raise AssertionError(f"{self.format}: {sorted(unnamed)} of {self.config.method} have no place")

@@ -67,13 +67,6 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
 
     Returns:
         What it was read as.
-
-    Raises:
-        ModelNotFound: there is no such file, or none of a known format.
-        CheckpointCorrupt: a tensor is missing, surplus or misshapen, or the file holds more than tensors.
-        CheckpointMismatch: it was trained for another base model.
-        UnsupportedModel, InvalidSettings: heads of a kind that this package does not have.
-        StorageError: the folder exists, or cannot be written.
     """
     if Path(out).exists():
         raise StorageError(f"{out} exists already; choose another folder")

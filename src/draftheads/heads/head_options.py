@@ -28,9 +28,6 @@ def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
 
     >>> parse_head_options("amphista", ["num_adaptation_layers=1", "sampled_token=false"])
     {'num_adaptation_layers': 1, 'sampled_token': False}
-
-    Raises:
-        InvalidSettings: no such option of the method, or not a value of its type.
     """
     config_class, _ = head_classes(method)
     hints = typing.get_type_hints(config_class)

@@ -106,11 +106,7 @@ class MlpSpeculatorHead(DraftHead):
             nn.init.normal_(layer.weight, std=size**-0.5)
 
     def check_shape(self, shape: Shape) -> None:
-        """Also: whole paths go through all stages (the reference code has one top-k for each).
-
-        Raises:
-            InvalidTree: fewer widths than stages, or as for any head.
-        """
+        """Also: whole paths go through all stages (the reference code has one top-k for each)."""
         super().check_shape(shape)
         stages = self.config.num_heads
         if isinstance(shape, BestPaths) and shape.depth < stages:

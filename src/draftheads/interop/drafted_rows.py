@@ -44,11 +44,7 @@ class DraftedRows:
         self._are_free = texts.rules.are_none and not is_held
 
     def run(self) -> None:
-        """Decodes until all texts have ended.
-
-        Raises:
-            PromptTooLong: a text has as many tokens as the model takes, and has not ended.
-        """
+        """Decodes until all texts have ended."""
         with self._engine.model.computing():
             self._read()
             while self._rows:

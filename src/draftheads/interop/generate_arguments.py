@@ -36,9 +36,6 @@ def check_supported(model: Any, config: Any, arguments: Mapping[str, Any], *, as
         config: its generation configuration.
         arguments: further ones, of the model or of the loop.
         assistant_model: as given to ``generate``.
-
-    Raises:
-        InvalidSettings: they cannot; the message has its name.
     """
     if assistant_model is not None:
         fix = "give it as custom_generate(draft_model=…), or leave custom_generate out"
@@ -76,12 +73,7 @@ def _foreign(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def prompts_of(input_ids: Tensor, arguments: Mapping[str, Any]) -> list[list[int]]:
-    """The prompts of the rows without their padding.
-
-    Raises:
-        InvalidPrompt: one has no tokens, or padding in or behind its text.
-        InvalidSettings: positions that are not those of the tokens.
-    """
+    """The prompts of the rows without their padding."""
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     is_text = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device) > 0
     if is_text.shape != input_ids.shape:

@@ -63,11 +63,6 @@ def write_repository(
 
     Returns:
         The folder. It can be loaded from where it is, as ``custom_generate=FOLDER``.
-
-    Raises:
-        InvalidSettings: ``repository`` is no id on the Hub.
-        ModelNotFound, CheckpointError: the head cannot be read.
-        StorageError: the folder exists, or cannot be written.
     """
     if not _REPOSITORY.fullmatch(repository):
         raise InvalidSettings(f"repository is {repository!r}; it must be an id on the Hugging Face Hub: owner/name")
@@ -100,11 +95,6 @@ def push_head(head: str | PathLike[str], repository: str, *, model: str = "smoll
 
     Returns:
         Its address.
-
-    Raises:
-        EndpointError: there is no login, it may not write there, or the Hub cannot be reached.
-        InvalidSettings: ``repository`` is no id, or it is public already and ``private`` is asked for.
-        DraftHeadsError: as :func:`write_repository`.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = write_repository(head, Path(place) / "head", repository=repository, model=model)

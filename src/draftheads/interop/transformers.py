@@ -131,12 +131,6 @@ class CustomGenerate:
         """Decodes as ``GenerationMixin._sample`` of transformers, whose arguments these are.
 
         ``left_out`` are arguments of ``generate`` that it does not hand on itself.
-
-        Raises:
-            InvalidSettings: what drafts cannot do, by its name.
-            InvalidPrompt, PromptTooLong: a prompt without tokens or padded on the right; more tokens than the model
-                takes.
-            DraftHeadsError: as :func:`draftheads.load`.
         """
         left_out, config = left_out or {}, generation_config
         further = {"synced_gpus": synced_gpus or left_out.get("synced_gpus"), **model_kwargs}

@@ -60,14 +60,7 @@ class HeadProposer:
         self._pass: tuple[Tensor, list[_ScheduledTokens]] | None = None  # the last one, until its tokens are read
 
     def load_model(self, target: nn.Module) -> None:
-        """Loads the head. vLLM calls it with its model.
-
-        Raises:
-            UnsupportedModel: another model runner of vLLM, or a head that reads inner layers of the target.
-            ModelNotFound, CheckpointError: the head is not found, or was made for another model.
-            InvalidTree: it has fewer heads than ``num_speculative_tokens``.
-            InvalidSettings: vLLM keeps prefixes, and the head needs the hidden states of whole prompts.
-        """
+        """Loads the head. vLLM calls it with its model."""
         self._runner = _runner_of(sys._getframe(1))  # noqa: SLF001 - see there
         model = self.config.model_config.model
         head = load_drafter(self.head_name, model, _as_target(target, self.config))
@@ -165,9 +158,6 @@ def _runner_of(caller: FrameType) -> Any:
     request. To look at the caller once, while vLLM loads the model, changes nothing in vLLM and fails at once where
     another version differs. To replace a method of the runner's class would change it for the whole process. To know
     requests by their tokens would compare whole texts at each step, and would not show which requests have ended.
-
-    Raises:
-        UnsupportedModel: it is not the V1 runner for CPUs, or it schedules the next pass before it knows the tokens.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: PLC0415 - an extra
 
@@ -220,9 +210,6 @@ def served_model(embedding: Any, lm_head: Any, *, config: Any, name: str, tokeni
         config: of the model, of ``transformers``.
         name: of the model.
         tokenizer_name: of the model with the tokenizer.
-
-    Raises:
-        UnsupportedModel: the weights are quantised.
     """
     size = config.get_text_config().vocab_size
     for table in (embedding, lm_head):

@@ -58,10 +58,6 @@ class Adapter:
 
         ``targets`` are ends of the names of layers; :func:`linear_layers` when left out. The model's own weights are
         frozen.
-
-        Raises:
-            MissingDependency: no peft.
-            InvalidSettings: no layer of the model has such a name.
         """
         peft = require_peft()
         names = list(targets) or linear_layers(model)
@@ -76,14 +72,7 @@ class Adapter:
 
     @classmethod
     def load(cls, model: Any, folder: Path) -> Self:
-        """Puts a saved adapter into its base model.
-
-        Raises:
-            MissingDependency: no peft.
-            ModelNotFound: no adapter in that folder.
-            UnsupportedModel: it is not for a causal language model, or of a kind that cannot be merged.
-            CheckpointCorrupt: the adapter does not fit the model's layers.
-        """
+        """Puts a saved adapter into its base model."""
         with _reading(folder) as (peft, config):
             if config.is_prompt_learning:
                 raise _not_mergeable(config.peft_type)
@@ -125,10 +114,6 @@ class Adapter:
         """An ordinary model, for LoRA with the weights W + (α/r) B A.
 
         If only one of lm_head and embedding is adapted, the two are no longer tied.
-
-        Raises:
-            UnsupportedModel: an adapter of this kind cannot be merged.
-            CheckpointCorrupt: merged weights are not finite.
         """
         _untie(self._peft.get_base_model())
         with _quiet():
@@ -153,12 +138,6 @@ def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
     """The matrices of a saved LoRA adapter by the names of the linear layers of its base model, in fp32 on the CPU.
 
     The base model does not change, and its layers may be replaced by faster ones.
-
-    Raises:
-        MissingDependency: no peft.
-        ModelNotFound: no adapter in that folder.
-        UnsupportedModel: it changes more than linear layers, or is not LoRA.
-        CheckpointCorrupt: it does not fit the model's layers, or is damaged.
     """
     layers = _lora_layers(model, folder)
     path = folder / _WEIGHTS_FILE
@@ -248,12 +227,7 @@ def _not_mergeable(kind: Any) -> UnsupportedModel:
 
 
 def check_base(folder: Path, model_id: str, fingerprints: Fingerprints) -> None:
-    """Checks an adapter of any origin.
-
-    Raises:
-        CheckpointMismatch: it names another model, or is for other weights or another tokenizer.
-        CheckpointCorrupt: it names no model, or its record is damaged.
-    """
+    """Checks an adapter of any origin."""
     if (folder / BASE_FILE).exists():
         check_adapter_base(folder, model_id, fingerprints)
         return
@@ -266,12 +240,7 @@ def check_base(folder: Path, model_id: str, fingerprints: Fingerprints) -> None:
 
 
 def check_adapter_base(folder: Path, model_id: str, ours: Fingerprints) -> None:
-    """Checks by its record that this is the model that the adapter of a joint run was tuned for.
-
-    Raises:
-        CheckpointMismatch: another tokenizer, or other weights.
-        CheckpointCorrupt: the folder has no valid record of its base.
-    """
+    """Checks by its record that this is the model that the adapter of a joint run was tuned for."""
     tuned, theirs = _read_base(folder / BASE_FILE)
     if theirs.tokenizer != ours.tokenizer:
         what = f"tokenizer is {ours.tokenizer}, not {theirs.tokenizer}"

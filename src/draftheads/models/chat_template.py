@@ -51,11 +51,7 @@ class ChatReader(Protocol):
 
 
 def read_template(name_or_file: str | PathLike[str] | None) -> str | None:
-    """The text of a built-in template (``chatml``, ``hermes``, ``llama-2``, ``vicuna``) or of a file; None for None.
-
-    Raises:
-        InvalidSettings: it is neither a built-in name nor a file that can be read.
-    """
+    """The text of a built-in template (``chatml``, ``hermes``, ``llama-2``, ``vicuna``) or of a file; None for None."""
     if name_or_file is None:
         return None
     name = fspath(name_or_file)
@@ -91,9 +87,6 @@ def render(
         continue_final_message: end with the content of the last message, as the beginning of an answer.
         tools: functions that the model may call, as JSON schemas; templates may ignore them.
         variables: further variables of the template, such as ``enable_thinking``; no names of :func:`reserved_names`.
-
-    Raises:
-        Exception: anything, since a template is a program of the model's author.
     """
     given = {} if reader.chat_template is None else {"chat_template": reader.chat_template}
     chat = [dict(message) for message in messages]

@@ -62,11 +62,7 @@ def find_gguf(model: EmbeddedModel) -> Path | None:
 
 
 def place_in_cache(model: EmbeddedModel) -> Path:
-    """The folder of the converted model in the cache, whether it is there or not.
-
-    Raises:
-        InvalidSettings: the user has no cache folder.
-    """
+    """The folder of the converted model in the cache, whether it is there or not."""
     return cache_folder() / f"{model.name}-v{_CONVERSION}"
 
 
@@ -77,12 +73,6 @@ def converted_folder(model: EmbeddedModel) -> Path | None:
 
     Returns:
         The folder; None if the model was never converted and the package is not installed.
-
-    Raises:
-        ModelNotFound: the package's file is damaged.
-        UnsupportedModel: the package's file has another model.
-        MissingDependency: gguf is not installed.
-        StorageError: the cache cannot be written, for instance because the disk is full.
     """
     folder = place_in_cache(model)
     if folder.is_dir():  # complete, because it was created by one rename
@@ -92,14 +82,7 @@ def converted_folder(model: EmbeddedModel) -> Path | None:
 
 
 def folder_of_gguf(file: Path) -> Path:
-    """The folder of a GGUF file's model in the cache; the first call converts it. A file that changed is another one.
-
-    Raises:
-        ModelNotFound: the file is damaged.
-        UnsupportedModel: ``transformers`` cannot read a model of its architecture, or a size in it is impossible.
-        MissingDependency: gguf is not installed.
-        StorageError, InvalidSettings: the cache cannot be written.
-    """
+    """The folder of a GGUF file's model in the cache; the first call converts it, and each call after a change."""
     facts = file.stat()
     digest = hashlib.sha256(f"{file.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / f"{file.stem}-{digest}-v{_CONVERSION}"

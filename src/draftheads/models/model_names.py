@@ -33,12 +33,6 @@ def resolve_model(name: str) -> Path | str:
 
     Returns:
         A folder on this machine, or the id of a model that exists on the Hub.
-
-    Raises:
-        ModelNotFound: none of these; the message lists what was tried and the fix.
-        InvalidSettings: a path in an unknown home folder.
-        StorageError: a converted model cannot be written to the cache.
-        MissingDependency: a model cannot be converted without gguf.
     """
     if name == SMOLLM2_135M.name:
         return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
@@ -54,11 +48,7 @@ def resolve_model(name: str) -> Path | str:
 
 
 def check_model(name: str) -> None:
-    """Refuses a model that is neither here nor possible on the Hub, which is asked for names without an owner only.
-
-    Raises:
-        ModelNotFound, InvalidSettings: as :func:`resolve_model`.
-    """
+    """Refuses a model that is neither here nor possible on the Hub, which is asked for names without an owner only."""
     if model_name(name) != SMOLLM2_135M.name:
         check_model_can_exist(name)
         folder = user_path(name)
@@ -85,11 +75,7 @@ def is_base_model(name: str) -> bool:
 
 
 def model_name(name: object, what: str = "model", *, fix: str = _MODEL_FIX) -> str:
-    """The name of a model, or of ``what`` else, as a text.
-
-    Raises:
-        InvalidSettings: it is not a name.
-    """
+    """The name of a model, or of ``what`` else, as a text."""
     path: Any = fspath(name) if isinstance(name, str | PathLike) else None
     text = path if isinstance(path, str) else ""
     if text.strip() and max(map(len, Path(text).parts)) <= _LONGEST_NAME and min(text) >= " ":  # no line break, no NUL
@@ -102,9 +88,6 @@ def base_of(name: str) -> str:
     """The name of the model that an adapter in a folder is for; for any other model its own name.
 
     The Hub id of the embedded model, and its folder in the cache, become its name.
-
-    Raises:
-        CheckpointCorrupt: the adapter names no base model.
     """
     folder = user_path(name)
     adapter = find_adapter(folder) if folder.is_dir() else None
@@ -205,11 +188,7 @@ def _resolve_embedded_on_hub() -> Path | str:
 
 
 def check_model_can_exist(name: str) -> None:
-    """Whether the name is one of a folder that is here, or could be an id on the Hub; the Hub is not asked.
-
-    Raises:
-        ModelNotFound: it is neither.
-    """
+    """Whether the name is one of a folder that is here, or could be an id on the Hub; the Hub is not asked."""
     from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # noqa: PLC0415
 

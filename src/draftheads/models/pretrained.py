@@ -79,14 +79,6 @@ def load_pretrained(
 
     Returns:
         The model, its tokenizer, and its id: the Hub id, or the full path of its folder.
-
-    Raises:
-        ModelNotFound: no such model, or its files are missing or damaged.
-        UnsupportedModel: it is not a causal language model, or its files do not hold its weights.
-        InvalidSettings: an impossible value, or arguments that contradict each other.
-        CheckpointCorrupt: an adapter that does not fit its base model.
-        MissingDependency: its tokenizer or code, ``four_bit`` or an adapter needs a package that is not installed.
-        StorageError: the embedded model cannot be written to the cache.
     """
     name = model_name(name)
     _check_options(device, device_map, attn_implementation, quantization_config, four_bit=four_bit)
@@ -256,9 +248,6 @@ def _base_and_tokenizer(name: str) -> tuple[Path | str, Path | str]:
 def dtype_named(dtype: object) -> torch.dtype | None:
     """The type that is meant by a type or a name such as ``fp32`` or ``float32``; None for None and ``auto``.
 
-    Raises:
-        InvalidSettings: there is no such floating-point type.
-
     >>> dtype_named("bf16"), dtype_named("torch.float16"), dtype_named("auto")
     (torch.bfloat16, torch.float16, None)
     """
@@ -272,11 +261,7 @@ def dtype_named(dtype: object) -> torch.dtype | None:
 
 
 def device_named(device: object) -> torch.device:
-    """A device that this machine has; :func:`default_device` for None.
-
-    Raises:
-        InvalidSettings: no such device.
-    """
+    """A device that this machine has; :func:`default_device` for None."""
     if device is None:
         return default_device()
     try:

@@ -38,11 +38,7 @@ class TextReader(Protocol):
 
 
 def token_ids_of(reader: TextReader, text: str, **options: bool) -> list[int]:
-    """The token ids of a text; ``options`` are the tokenizer's.
-
-    Raises:
-        PromptTooLong: the text surely has more tokens than the model takes. Other long texts are not refused here.
-    """
+    """The token ids of a text; ``options`` are the tokenizer's."""
     limit = reader.max_positions
     if limit is not None and len(text) >= limit and (least := fewest_tokens(reader.tokenizer, text)) >= limit:
         name = shown_name(reader.model_id)

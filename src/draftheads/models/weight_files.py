@@ -23,12 +23,7 @@ _IGNORABLE = (  # buffers that models compute now, and heads beside the model th
 
 
 def check_quantisation(name: str, config: Any, given: Any = None, *, source: Path | str | None = None) -> bool:
-    """Whether the files at ``source`` hold quantised weights, by a model's configuration.
-
-    Raises:
-        UnsupportedModel: ``transformers`` does not undo this quantisation; or with it, or with the ``given`` one, texts
-            would depend on the rows beside them.
-    """
+    """Whether the files at ``source`` hold quantised weights, by a model's configuration."""
     stored, wanted = (
         quantisation if isinstance(quantisation, dict) else quantisation.to_dict() if quantisation else {}
         for quantisation in (
@@ -61,12 +56,7 @@ def check_quantisation(name: str, config: Any, given: Any = None, *, source: Pat
 
 
 def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | str, *, is_quantised: bool) -> None:
-    """Compares a model with its files, by the loading info of ``transformers`` and by the types in the files.
-
-    Raises:
-        UnsupportedModel: tensors are missing or left over, or have another shape or type than the model's, or are
-            whole where they should be quantised.
-    """
+    """Compares a model with its files, by the loading info of ``transformers`` and by the types in the files."""
     ignorable = re.compile("|".join((_IGNORABLE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
     # quantised here: the model has other types than its files
     own = (
@@ -95,11 +85,7 @@ def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | 
 
 
 def check_series(name: str, source: Path | str) -> None:
-    """Compares the tensors of a model's files that differ by numbers in their names: of layers and experts.
-
-    Raises:
-        UnsupportedModel: one of such tensors is missing, or has another shape than most.
-    """
+    """Compares the tensors of a model's files that differ by numbers in their names: of layers and experts."""
     series: dict[str, dict[tuple[str, ...], torch.Size]] = {}
     for key, tensor in _stored(source).items():
         series.setdefault(re.sub(_NUMBER, "{}", key), {})[tuple(re.findall(_NUMBER, key))] = tensor.shape

@@ -65,11 +65,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML.
-
-    Raises:
-        MissingDependency: jinja2 is not installed.
-    """
+    """The page as HTML."""
     try:
         from jinja2 import Environment, StrictUndefined  # noqa: PLC0415 - an extra
     except ImportError as error:

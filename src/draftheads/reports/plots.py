@@ -67,9 +67,6 @@ class Figure:
         """For use inside HTML: the letters have the colour of the text around it, and the background is transparent.
 
         The same plot gives the same text.
-
-        Raises:
-            MissingDependency: matplotlib is not installed.
         """
         svg = self._saved("svg", transparent=True).decode()
         svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :], count=2)  # HTML needs no namespaces
@@ -80,9 +77,6 @@ class Figure:
         """Files of the plot, black on white: an SVG that stands alone, and a PNG of 200 dpi.
 
         Both have the title, and below it ``where``: the model and the machine.
-
-        Raises:
-            MissingDependency: matplotlib is not installed.
         """
         title = "\n".join(filter(None, [self.title, *textwrap.wrap(where, _TITLE_CHARACTERS)]))
         svg = self._saved("svg", title, facecolor="white").replace(_FOREGROUND.encode(), b"#000000")

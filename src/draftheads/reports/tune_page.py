@@ -21,11 +21,7 @@ Record = dict[str, Any]
 
 
 def tune_page(record: Record) -> Page:
-    """The page of a record.
-
-    Raises:
-        ValueError: the record has another format version.
-    """
+    """The page of a record."""
     if record["format_version"] != _FORMAT_VERSION:
         raise ValueError(f"its format version is {record['format_version']}; this release reads {_FORMAT_VERSION}")
     winners = sorted(record["batches"], key=lambda winner: int(winner["batch_size"]))  # the fastest ways

@@ -37,10 +37,6 @@ def write_report(folder: Path, *kinds: PageKind, figures: bool = False) -> list[
     Without ``kinds``, pages of all kinds are written. With ``figures``, each plot is also written to ``figures/``, as
     PNG and as SVG. Returns what was written: ``report.html`` of a training run, ``tune.html`` of a tune result,
     ``bench.html`` of a comparison, and the plots.
-
-    Raises:
-        DataError: the folder holds no record of these kinds, or a record is damaged.
-        MissingDependency: matplotlib or jinja2 is not installed.
     """
     wanted = [_KINDS[kind] for kind in kinds or _KINDS]
     there = [files for files in wanted if (folder / files.record).is_file()]

@@ -132,9 +132,6 @@ def capture_cuda(
 
     Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture. The
     device need not be the current one; the pool has the memory of other graphs, or is None.
-
-    Raises:
-        NeedsHost: an operator cannot be captured.
     """
     with _ONE_CAPTURE, torch.cuda.device(device):
         current, stream = torch.cuda.current_stream(device), _side_stream(device)

@@ -127,9 +127,6 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None, num_tokens: 
     """Checks that logits in a tree equal those of its paths as plain text, after texts of ``num_tokens`` and of one.
 
     Returns the logits of all nodes (2·N, V). Given those of the model with its ``stock`` modules, they must equal them.
-
-    Raises:
-        UnsupportedModel: they differ, so decoding with drafts would not be lossless.
     """
     limit = model.max_positions if model.long_rope is None else model.long_rope.original
     longest = max(1, min(num_tokens, (limit or num_tokens) - _TREE.max_depth - 1))
@@ -209,9 +206,6 @@ def own_numbers(target: TargetModel) -> OwnNumbers:
 @torch.inference_mode()
 def check_numbers(target: TargetModel, own: OwnNumbers) -> None:
     """Compares hidden states in a tree with those of the stock modules.
-
-    Raises:
-        UnsupportedModel: they differ in fp32, by far more than rounding explains.
 
     Warns:
         RoundingWarning: the same in another precision, or a hidden state is not finite.

@@ -38,11 +38,7 @@ _SPARE = 3
 
 
 def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySettings) -> list[list[int]]:
-    """The token ids of the first ``num_prompts`` prompts.
-
-    Raises:
-        DataError: fewer than two: trees are found on one half and measured on the other.
-    """
+    """The token ids of the first ``num_prompts`` prompts."""
     engine = Engine(target)
     ids = [engine.encode(prompt) for prompt in prompts[: settings.num_prompts]]
     if len(ids) < 2:
@@ -62,9 +58,6 @@ def own_answers(
     """The model's own answers to prompts (token ids), without answers of fewer than two tokens.
 
     They are saved in ``folder``, in a folder for this model, these prompts and settings.
-
-    Raises:
-        DataError: fewer than two answers are left.
     """
     identity = {
         "model": [target.model_id, target.weights_fingerprint, target.precision],

@@ -57,11 +57,7 @@ class Answers:
         self._last = dict.fromkeys(self._unfinished, 0.0)  # when the last event of each came; 0: none came
 
     def submit(self) -> None:
-        """Submits all jobs, or none.
-
-        Raises:
-            ApiError: the queue is full, or the answers do not fit into memory.
-        """
+        """Submits all jobs, or none."""
         scheduler = self._service.scheduler
         try:
             for job in self._jobs:
@@ -78,11 +74,7 @@ class Answers:
             self._service.cancel(job)
 
     async def events(self) -> AsyncGenerator[tuple[int, StreamEvent]]:
-        """The events of all answers with their numbers, as they come.
-
-        Raises:
-            ApiError: an answer failed.
-        """
+        """The events of all answers with their numbers, as they come."""
         while self._unfinished:
             index, event = await self._events.get()
             if isinstance(event, JobFailed):
@@ -177,11 +169,7 @@ async def _send_event(send: Send, text: str, name: str | None = None) -> None:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of some work, which is cancelled if the client disconnects before.
-
-    Raises:
-        ClientDisconnect: it did.
-    """
+    """The result of some work, which is cancelled if the client disconnects before."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

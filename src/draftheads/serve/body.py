@@ -21,12 +21,7 @@ _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 
 
 async def read_body(request: Request, limits: HttpLimits) -> bytes:
-    """The body's bytes.
-
-    Raises:
-        ApiError: 413 if it is too large, 408 if it comes too slowly, 415 if it is said not to be JSON.
-        ClientDisconnect: the client has gone.
-    """
+    """The body's bytes."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be application/json")
@@ -54,11 +49,7 @@ async def read_body(request: Request, limits: HttpLimits) -> bytes:
 
 
 def read_json(body: bytes, limits: HttpLimits) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Raises:
-        ApiError: not UTF-8, not JSON, nested too deeply, no object, or with half a character in the name of a field.
-    """
+    """The JSON object of a body."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:

@@ -143,11 +143,7 @@ class ChatFields(ToolFields, TemplateFields, CommonFields):
 
 
 def read_chat(body: bytes, service: Service) -> ChatCall:
-    """Reads a chat request. Runs on the thread that reads requests.
-
-    Raises:
-        ApiError: a field is wrong.
-    """
+    """Reads a chat request. Runs on the thread that reads requests."""
     values = read_json(body, service.limits)
     fields = read_fields(ChatFields, values)
     if "top_logprobs" in fields.model_fields_set and not fields.logprobs:

@@ -80,11 +80,7 @@ class Message(Fields, json_schema_extra=_CONTENT):
     tool_call_id: Any = None
 
     def for_template(self, place: str) -> dict[str, Any]:
-        """The message as a chat template reads it.
-
-        Raises:
-            ApiError: a field is wrong; ``place`` names the message.
-        """
+        """The message as a chat template reads it."""
         if self.role not in ROLES:
             raise wrong(f"{place}.role", f"is {short(repr(self.role))}; it must be one of {', '.join(ROLES)}")
         if not self.tool_calls and "content" not in self.model_fields_set:
@@ -103,11 +99,7 @@ class Message(Fields, json_schema_extra=_CONTENT):
 
 
 def message_of(role: str, texts: Sequence[str], place: str) -> dict[str, Any]:
-    """A message as a chat template reads it.
-
-    Raises:
-        ApiError: a text holds half a character; ``place`` names the field.
-    """
+    """A message as a chat template reads it."""
     text = "\n".join(texts)
     if problem := half_character(text):
         raise wrong(place, problem)
@@ -148,11 +140,7 @@ class TemplateFields(Fields):
     continue_final_message: bool = False
 
     def template_use(self, params: RequestParams, tools: ToolUse | None, effort: str | None, param: str) -> TemplateUse:
-        """How the request uses the chat template of its model. ``param`` names the field of the ``effort``.
-
-        Raises:
-            ApiError: a field contradicts another one, or the template does not have what is asked for.
-        """
+        """How the request uses the chat template of its model. ``param`` names the field of the ``effort``."""
         if self.continue_final_message and self.add_generation_prompt:
             raise wrong("continue_final_message", "begins no new message: send add_generation_prompt: false with it")
         if tools is not None and tools.forced and not self.add_generation_prompt:
@@ -186,12 +174,7 @@ def _variables_of_effort(model: TargetModel, effort: str, param: str) -> dict[st
 def chat_prompt(
     engine: Engine, messages: list[dict[str, Any]], use: TemplateUse, *, param: str
 ) -> tuple[list[int], Thinking | None]:
-    """Token ids of a chat up to where its answer begins, and the thoughts that the answer may have.
-
-    Raises:
-        ApiError: the template is missing, refuses the messages, or has no tools; or the prompt is too long. ``param``
-            is the field of the messages.
-    """
+    """Token ids of a chat up to where its answer begins, and the thoughts that the answer may have."""
     model = engine.model
     if template_of(model) is None:
         raise ApiError(

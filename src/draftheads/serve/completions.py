@@ -139,11 +139,7 @@ class CompletionFields(CommonFields):
 
 
 def read_completion(body: bytes, service: Service) -> CompletionCall:
-    """Reads a completion request. Runs on the thread that reads requests.
-
-    Raises:
-        ApiError: a field is wrong.
-    """
+    """Reads a completion request. Runs on the thread that reads requests."""
     fields = read_fields(CompletionFields, read_json(body, service.limits))
     only_score = fields.max_tokens == 0
     if only_score and not fields.echo:

@@ -33,11 +33,7 @@ class _Parser(h11.Connection):
         self._header_bytes = header_bytes
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next part of a request.
-
-        Raises:
-            h11.RemoteProtocolError: it is refused.
-        """
+        """The next part of a request."""
         event = super().next_event()
         if not isinstance(event, h11.Request):
             return event

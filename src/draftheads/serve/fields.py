@@ -103,11 +103,7 @@ Model = TypeVar("Model", bound=Fields)
 
 
 def read_fields(model: type[Model], values: Mapping[str, Any], place: str = "") -> Model:
-    """The fields of an object; ``place`` is where it is inside of the request, for errors.
-
-    Raises:
-        ApiError: a field is wrong; the first one, if there are several.
-    """
+    """The fields of an object; ``place`` is where it is inside of the request, for errors."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -126,11 +122,7 @@ def text_or_list(value: Any) -> list[Any]:
 
 
 def check_schema(schema: Any) -> Any:
-    """A JSON schema, or a list of tools with theirs.
-
-    Raises:
-        ValueError: it is too large, or nested too deeply.
-    """
+    """A JSON schema, or a list of tools with theirs."""
     if (size := len(json.dumps(schema))) > _SCHEMA_BYTES:
         raise ValueError(f"has {size} bytes; it must have at most {_SCHEMA_BYTES}")
     if (depth := depth_of(schema)) > _SCHEMA_DEPTH:

@@ -54,11 +54,7 @@ class Access:
             object.__setattr__(self, "hosts", frozenset(map(_name_of, self.hosts)))
 
     def client_of(self, scope: Scope) -> str:
-        """Names the client for the fair queue: its key's number, or its address.
-
-        Raises:
-            ApiError: 403 for a foreign page, 401 for a missing or wrong key.
-        """
+        """Names the client for the fair queue: its key's number, or its address."""
         headers = dict(scope["headers"])
         self._check_host(headers)
         _check_origin(headers)
@@ -140,11 +136,7 @@ class Guard:
 
 
 def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int:
-    """Which of the keys the request has.
-
-    Raises:
-        ApiError: 401 for a missing or wrong key.
-    """
+    """Which of the keys the request has."""
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer" or not given.strip():
         raise ApiError(

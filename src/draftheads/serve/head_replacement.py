@@ -90,13 +90,6 @@ class HeadReplacement:
             head: a name, see :meth:`find`.
             weights: the name under which answers of the model are recorded.
             force: replace it also if it is worse.
-
-        Raises:
-            Busy: another call is not finished.
-            ModelNotFound, CheckpointError: the head.
-            InvalidSettings: the head cannot draft on growing trees.
-            ShuttingDown: the scheduler is closed.
-            DraftHeadsError: an answer failed.
         """
         folder = self.find(head)
         if not self._lock.acquire(blocking=False):
@@ -111,11 +104,7 @@ class HeadReplacement:
             self._lock.release()
 
     def find(self, head: str) -> Path:
-        """The folder of a head: installed with a package, or below the folder of heads. No other folder is looked at.
-
-        Raises:
-            ModelNotFound: there is none, or the name is not a plain path.
-        """
+        """The folder of a head that is installed with a package, or lies below the folder of heads."""
         base = base_in_zoo(self.model)
         installed = {in_zoo.method: in_zoo.folder for in_zoo in zoo_heads() if in_zoo.base_name == base}
         if head in installed:

@@ -70,10 +70,6 @@ async def serve(
 
     Returns:
         False if the signal came while ``load`` was running; its thread still is.
-
-    Raises:
-        DeviceLost: the accelerator has failed.
-        Exception: what ``load`` raised.
     """
     server = http_server(service)
     loading = _in_thread(load)

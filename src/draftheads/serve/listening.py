@@ -6,11 +6,7 @@ from draftheads.errors import InvalidSettings
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        InvalidSettings: the address is in use or is none of this machine.
-    """
+    """A listening socket."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)  # with SO_REUSEADDR

@@ -58,9 +58,6 @@ def load_served(
         copy: drafts hold copies from the text, too.
         num_paths: every step verifies so many paths of a head, whatever its profile.
         max_rows: answers that are decoded together.
-
-    Raises:
-        DraftHeadsError: as :func:`draftheads.load`, or an adapter does not fit; or two names are the same.
     """
     template = find_template(load.chat_template, heads, name_of(model))
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
@@ -115,11 +112,7 @@ def _free_bytes(target: TargetModel) -> int:
 
 
 def read_key_file(path: Path, option: str = "--api-key-file") -> tuple[str, ...]:
-    """API keys of a file, one in each line; lines that begin with # are comments.
-
-    Raises:
-        InvalidSettings: it cannot be read, or has no key.
-    """
+    """API keys of a file, one in each line; lines that begin with # are comments."""
     try:
         lines = [line.strip() for line in user_path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

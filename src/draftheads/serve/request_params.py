@@ -64,21 +64,13 @@ class ResponseFormat(Fields):
 
     @property
     def grammar(self) -> Grammar | None:
-        """None for free text.
-
-        Raises:
-            ApiError: there is no schema, or one that has no use.
-        """
+        """None for free text."""
         schema = None if self.json_schema is None else self.json_schema.of_answers
         return grammar_of(self.type, schema, "response_format.json_schema")
 
 
 def grammar_of(kind: str, schema: dict[str, Any] | None, place: str) -> Grammar | None:
-    """The grammar of answers of a kind: text, json_object or json_schema; None for free text.
-
-    Raises:
-        ApiError: there is no schema, or one that has no use; ``place`` names it.
-    """
+    """The grammar of answers of a kind: text, json_object or json_schema; None for free text."""
     if (schema is None) == (kind == "json_schema"):
         raise wrong(place, "is missing" if schema is None else "is for the type json_schema only")
     if schema is not None:
@@ -145,11 +137,7 @@ class RequestParams:
     settings: SamplingSettings
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
-        """The n requests of the prompt of a field. Those of a seed have this seed and the ones after it.
-
-        Raises:
-            ApiError: the prompt is empty or too long, or a setting is impossible.
-        """
+        """The n requests of the prompt of a field. Those of a seed have this seed and the ones after it."""
         seed = self.settings.seed
         seeds = [None if seed is None else _later(seed, number) for number in range(self.fields.n)]
         try:
@@ -163,9 +151,6 @@ class RequestParams:
         """Are there at most so many log-probabilities in the answers, if the longest has ``num_tokens``?
 
         ``tokens`` and ``field`` name the factors in the error.
-
-        Raises:
-            ApiError: there may be more.
         """
         if self.settings.logprobs is None:
             return
@@ -189,11 +174,7 @@ def read_params(
     logprobs: int | None,
     grammar: Grammar | None,
 ) -> RequestParams:
-    """What the common fields mean for the server's models; without ``logprobs`` not even tokens have theirs.
-
-    Raises:
-        ApiError: a field is wrong.
-    """
+    """What the common fields mean for the server's models; without ``logprobs`` not even tokens have theirs."""
     if not fields.model:
         raise wrong("model", f"is missing; models of this server: {', '.join(service.models)}")
     if fields.n > service.limits.choices:
@@ -233,11 +214,7 @@ def read_params(
 
 
 def _max_tokens(fields: CommonFields, limit: int | None, default: int) -> int:
-    """The longest answer that a request wants, within the limit of the server and the model.
-
-    Raises:
-        ApiError: two different lengths, one beyond the limit, or one below ``min_tokens``.
-    """
+    """The longest answer that a request wants, within the limit of the server and the model."""
     names = {name: type(fields).model_fields[name].alias or name for name in ("max_tokens", "max_completion_tokens")}
     asked = {names[name]: value for name in names if (value := getattr(fields, name))}
     if len(set(asked.values())) > 1:

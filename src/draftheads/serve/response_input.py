@@ -171,11 +171,7 @@ class ResponseFields(TemplateFields, CommonFields):
 
     @property
     def logprobs(self) -> int | None:
-        """How many top log-probabilities of each token are asked for; None: not even its own.
-
-        Raises:
-            ApiError: top ones are asked for, but not to be included.
-        """
+        """How many top log-probabilities of each token are asked for; None: not even its own."""
         if LOGPROBS in self.include:
             return self.top_logprobs
         if self.top_logprobs:
@@ -184,19 +180,11 @@ class ResponseFields(TemplateFields, CommonFields):
 
     @property
     def grammar(self) -> Grammar | None:
-        """Of the answer's text; None for free text.
-
-        Raises:
-            ApiError: there is no schema, or one that has no use.
-        """
+        """Of the answer's text; None for free text."""
         return grammar_of(self.text.format.type, self.text.format.of_answers, "text.format.schema")
 
     def tool_use(self, tools: Sequence[dict[str, Any]]) -> ToolUse | None:
-        """What the request says of its tools, as :meth:`ToolFields.tool_use`; ``tools`` are as they were sent.
-
-        Raises:
-            ApiError: a field is wrong, or contradicts another one.
-        """
+        """What the request says of its tools, as :meth:`ToolFields.tool_use`; ``tools`` are as they were sent."""
         match self.tool_choice:
             case "none" | "auto" | "required":
                 choice = self.tool_choice
@@ -213,11 +201,7 @@ class ResponseFields(TemplateFields, CommonFields):
         return read_fields(ToolFields, given).tool_use(chat_tools)
 
     def messages(self) -> list[dict[str, Any]]:
-        """The instructions and the input as a chat template reads them.
-
-        Raises:
-            ApiError: a part of the input is wrong.
-        """
+        """The instructions and the input as a chat template reads them."""
         messages = [] if self.instructions is None else [message_of("system", [self.instructions], "instructions")]
         for number, item in enumerate(self.input):
             _read_item(item, f"input[{number}]").add_to(messages, f"input[{number}]")

@@ -88,11 +88,7 @@ class ResponseCall(ChatCall):
 
 
 def read_response(body: bytes, service: Service) -> ResponseCall:
-    """Reads a request for a response. Runs on the thread that reads requests.
-
-    Raises:
-        ApiError: a field is wrong.
-    """
+    """Reads a request for a response. Runs on the thread that reads requests."""
     values = read_json(body, service.limits)
     fields = read_fields(ResponseFields, values)
     tools = fields.tool_use(values.get("tools") or ())

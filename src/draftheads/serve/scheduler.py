@@ -132,15 +132,7 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Accepts a job.
-
-        Raises:
-            InvalidSettings: no engine of that name, or an impossible ``draft_nodes``.
-            TooLarge: its keys and values may not fit, even alone.
-            QueueFull: too many jobs wait, or too many of this client: as many places must stay free for others.
-            ShuttingDown: after :meth:`close`.
-            DeviceLost: the accelerator has failed.
-        """
+        """Accepts a job."""
         self.core.check(job.request, job.lane)
         with self._changed:
             if self.lost is not None:

@@ -93,11 +93,7 @@ class Service:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler.
-
-        Raises:
-            ApiError: 503 while models are loaded, the server shuts down, or its accelerator has failed.
-        """
+        """The scheduler."""
         if self.lost is not None:
             raise api_error_of(self.lost)
         if self.phase == "draining":
@@ -112,11 +108,7 @@ class Service:
         return None if self._scheduler is None else self._scheduler.lost
 
     def model(self, name: str) -> ServedModel:
-        """A served model.
-
-        Raises:
-            ApiError: 404 if there is none of that name, 503 if the models are not loaded.
-        """
+        """A served model."""
         _ = self.scheduler
         if name not in self.models:
             message = f"there is no model {name[:80]!r} here; models: {', '.join(self.models)}"

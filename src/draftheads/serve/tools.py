@@ -104,9 +104,6 @@ class ToolFields(Fields):
         """What the request says of its tools; None if there are none, or none may be called.
 
         ``tools`` are as they were sent: templates show all of their fields, in the same order.
-
-        Raises:
-            ApiError: a field contradicts another one.
         """
         names = tuple(tool.function.name for tool in self.tools)
         if len(set(names)) < len(names):
@@ -131,11 +128,7 @@ class ToolFields(Fields):
 
 
 def check_template(model: TargetModel) -> None:
-    """Does the model's chat template show tools to the model, in Hermes' form?
-
-    Raises:
-        ApiError: it does not.
-    """
+    """Does the model's chat template show tools to the model, in Hermes' form?"""
     probe = {"type": "function", "function": {"name": "probe_of_template", "description": "", "parameters": _NOTHING}}
     try:
         text = render(model, [{"role": "user", "content": "?"}], tools=[probe])

@@ -82,9 +82,6 @@ def fill(
         begin: gives the state at the roots.
         max_depth: of trees whose shape gives no depth; no tree that grows is deeper.
         expand: used for trees that grow in place of ``begin`` and the head, unless tokens are forbidden.
-
-    Raises:
-        ValueError: the context has no settings or random numbers, but the shape is :class:`Sampled`.
     """
     if context.rules is not None:
         masked, unmasked = MaskedPredictor(head, context.rules), begin

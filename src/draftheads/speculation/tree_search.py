@@ -81,9 +81,6 @@ def best_tree(ranks: Tensor, num_nodes: int, *, top_k: int = 10) -> Tree:
         ranks: (S, K).
         num_nodes: the tree's size.
         top_k: ranks from here on are misses.
-
-    Raises:
-        InvalidSettings: no room for the root.
     """
     return Tree.from_paths(joint_order(path_counts(ranks, top_k=top_k), num_nodes))
 
@@ -94,9 +91,6 @@ def joint_order(values: Mapping[Path, float], num_nodes: int) -> list[Path]:
     Taking the most frequent paths is exact: a path is never the truth more often than the path to its parent,
     so they form a tree. Paths that were never the truth are left out. Ties go to the shallower, then to the
     better-ranked path.
-
-    Raises:
-        InvalidSettings: no room for the root.
     """
     if num_nodes < 1:
         raise InvalidSettings(f"num_nodes is {num_nodes}; a tree has at least its root")

@@ -115,9 +115,6 @@ class Learner(nn.Module):
             ``loss``, to differentiate, and ``head_losses`` without gradients: (K,), or (1,) for a head that is trained
             once for all depths. The loss is 0, with gradients of 0, if only the text is a label and the draft
             vocabulary has none of its tokens.
-
-        Raises:
-            DataError: the batch has no token to predict, with any draft vocabulary.
         """
         read, hidden = self.head.split(hidden.to(self.teacher.dtype))
         predictions = find_predictions(loss_mask, self.head.config.num_heads)

@@ -20,11 +20,7 @@ BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10, "muon": 16}
 
 
 def check_sizes(options: RunOptions, config: Any) -> None:
-    """Checks the sizes of new heads against a model's configuration and the memory of this machine.
-
-    Raises:
-        InvalidSettings: the heads cannot be trained here, or a size is larger than the model's own.
-    """
+    """Checks the sizes of new heads against a model's configuration and the memory of this machine."""
     config, heads = config.get_text_config(), options.heads
     if any(getattr(config, name, None) is None for name in ("hidden_size", "vocab_size", "num_attention_heads")):
         return  # not a model that can be loaded; loading it raises the error

@@ -46,10 +46,6 @@ class Start:
 
         The model may have been tuned since, so its name and its weights may differ. Sizes and tokenizer must be the
         same.
-
-        Raises:
-            CheckpointMismatch: made for a model of other sizes or with another tokenizer.
-            DraftHeadsError: no such head, or a corrupt one.
         """
         saved, tensors = read_tensors(_folder(name, target.model_id))
         facts = (
@@ -70,9 +66,6 @@ class Start:
 
         Args:
             size: the size that the new head should have, 0 for the whole vocabulary.
-
-        Raises:
-            InvalidSettings: this head's draft vocabulary has another size.
         """
         start_size = self.saved.config.draft_vocab_size or 0
         wanted = size if size < self.saved.config.vocab_size else 0
@@ -84,11 +77,7 @@ class Start:
         return self.tensors["draft_vocab"] if start_size else None
 
     def part_of_new(self, options: HeadOptions, target: TargetModel) -> float:
-        """The part of a new head's parameters that :meth:`copy_into` sets; takes no memory for the head.
-
-        Raises:
-            InvalidSettings: no layers fit, or they mean something else in the new head.
-        """
+        """The part of a new head's parameters that :meth:`copy_into` sets; takes no memory for the head."""
         vocab = self.vocab(options.draft_vocab_size)
         config = head_config(
             options,
@@ -258,9 +247,6 @@ def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
     """Settings with which a new head of a method can copy all that a head to start from has.
 
     If the head has another method, these are the numbers of heads and layers, and the draft vocabulary's size.
-
-    Raises:
-        DraftHeadsError: no such head, or a corrupt one.
     """
     saved = read_head(_folder(name, model_id))
     config = saved.config

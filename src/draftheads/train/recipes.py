@@ -192,11 +192,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def recipe(name: str, *, tunes_model: bool = False) -> Recipe:
-    """The recipe of that name, for ``train`` or (``tunes_model``) for ``train-joint``.
-
-    Raises:
-        InvalidSettings: no such recipe, or it is for the other command.
-    """
+    """The recipe of that name, for ``train`` or (``tunes_model``) for ``train-joint``."""
     fitting = [known for known, found in RECIPES.items() if found.tunes_model == tunes_model]
     if name not in RECIPES:
         raise InvalidSettings(f"no recipe {name!r}; choose among {', '.join(fitting)}")
@@ -212,9 +208,6 @@ def defaults_from(given: Mapping[str, Any], *, tunes_model: bool = False) -> dic
 
     Of the user's settings, recipe, start_from, model, method and resume are read. With resume, a missing head to start
     from is no error: a resumed run does not need it.
-
-    Raises:
-        DraftHeadsError: no such recipe, or no such head.
     """
     name, start = given.get("recipe"), given.get("start_from")
     settings = {} if name is None else recipe(name, tunes_model=tunes_model).settings

@@ -126,11 +126,7 @@ class Report:
 
 @torch.no_grad()
 def measure(learner: Learner, store: Documents, documents: Sequence[int], *, batch_tokens: int) -> Measurement:
-    """Losses and ranks on the given documents.
-
-    Raises:
-        DataError: they have no answer of two tokens.
-    """
+    """Losses and ranks on the given documents."""
     was_training = learner.training
     learner.eval()  # no dropout, no noise
     parts = []

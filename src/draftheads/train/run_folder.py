@@ -38,11 +38,7 @@ _MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "extracte
 
 
 def chat_template_text(options: RunOptions) -> str | None:
-    """Text of the chat template of a run: the given one, else the one that its first head was trained with.
-
-    Raises:
-        InvalidSettings, CheckpointError: the template or the head cannot be read.
-    """
+    """Text of the chat template of a run: the given one, else the one that its first head was trained with."""
     heads = () if options.first_head is None else (options.first_head,)
     try:
         return find_template(options.chat_template, heads, options.model)
@@ -70,11 +66,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
-        """A ``with`` block in which no other run writes there. Of several processes, the first holds the lock.
-
-        Raises:
-            StorageError: another run writes there, or ``--out`` is a file.
-        """
+        """A ``with`` block in which no other run writes there. Of several processes, the first holds the lock."""
         if self.path.exists() and not self.path.is_dir():
             raise InvalidSettings(f"--out is {self.path}, which is a file: name a folder")
         kind = kind_of_folder(self.head) if self.head.is_dir() else None
@@ -99,11 +91,7 @@ class RunFolder:
         return f"{what} are kept in {features}: the same command continues from there"
 
     def complete_metrics(self) -> dict[str, Any] | None:
-        """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete; else None.
-
-        Raises:
-            InvalidSettings: there is another trained head, or a run that is not complete and that is not resumed.
-        """
+        """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete; else None."""
         resume = self.options.resume
         if current(self.head, "config.json").exists():
             path = self.path / "metrics.json"
@@ -118,12 +106,7 @@ class RunFolder:
         return None
 
     def claim(self, data: TrainingData, *, model: str, start: Start | None) -> None:
-        """Writes what the run depends on. If it resumes from a checkpoint, the same must be there.
-
-        Raises:
-            DataError: the texts or the model are not the same.
-            InvalidSettings: settings are not the same.
-        """
+        """Writes what the run depends on. If it resumes from a checkpoint, the same must be there."""
         if not processes.is_first():
             return
         path = self.path / "run.json"

@@ -60,11 +60,6 @@ def fit(
 
     Returns:
         The number of steps that were done before.
-
-    Raises:
-        NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
-        StorageError: the disk is full.
-        TrainingInterrupted: Ctrl-C; a checkpoint was saved.
     """
     folder.drop_incomplete_checkpoints()
     checkpoint, options = folder.checkpoint(), folder.options
@@ -177,11 +172,7 @@ class HeadTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
-        """The learner's loss.
-
-        Raises:
-            NonFiniteLoss: it is NaN or infinite.
-        """
+        """The learner's loss."""
         documents = inputs.pop("documents")
         output = model(**inputs)
         loss: Tensor = output["loss"]

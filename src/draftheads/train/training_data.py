@@ -55,11 +55,7 @@ class TrainingData:
 def read_texts(
     target: TargetModel, options: TrainOptions, left_out: dict[str, list[str]] | None = None
 ) -> list[EncodedChat]:
-    """Plain texts in blocks, and chats; ``left_out`` as for :func:`load_texts`.
-
-    Raises:
-        DataError: a bad file; no text at all; a token that the model does not have.
-    """
+    """Plain texts in blocks, and chats; ``left_out`` as for :func:`load_texts`."""
     texts: list[EncodedChat] = []
     chats = options.chats
     if options.plain_text.text:
@@ -115,11 +111,7 @@ def with_hidden_states(
 
 
 def plan_training(store: Documents, options: RunOptions, plain_text: PlainTextOptions | None = None) -> TrainingData:
-    """Holds texts out and decides all batches; the same for the same options.
-
-    Raises:
-        DataError: too few texts, or none with two assistant tokens in a row.
-    """
+    """Holds texts out and decides all batches; the same for the same options."""
     chat_options, schedule = options.chats, options.schedule
     plain, chats = (_documents(store, chat_options.max_tokens, plain=kind) for kind in (True, False))
     measured = chats or plain  # plain text is held out only if it is all there is

@@ -10,11 +10,7 @@ OPENAI = "https", "api.openai.com", 443  # the only address that has a key by de
 
 
 def api_key(variable: str | None, option: str = "--api-key-env") -> str | None:
-    """The key in an environment variable; None where no variable is named.
-
-    Raises:
-        InvalidSettings: the variable is not set.
-    """
+    """The key in an environment variable; None where no variable is named."""
     if variable is None:
         return None
     if key := os.environ.get(variable):
@@ -24,9 +20,6 @@ def api_key(variable: str | None, option: str = "--api-key-env") -> str | None:
 
 def origin(url: str, option: str = "URL") -> tuple[str, str, int]:
     """Scheme, host and port: a key for one origin is sent to no other.
-
-    Raises:
-        InvalidSettings: not an address of HTTP.
 
     >>> origin("https://API.openai.com/v1") == OPENAI, origin("http://127.0.0.1:8000/v1")
     (True, ('http', '127.0.0.1', 8000))

@@ -21,11 +21,7 @@ _WRITING_SECONDS = 3600.0  # an incomplete file that is younger may be written a
 
 
 def cache_folder() -> Path:
-    """The folder of converted models and measurements: ``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache.
-
-    Raises:
-        InvalidSettings: it is in an unknown home folder.
-    """
+    """``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache."""
     chosen, shared = os.environ.get("DRAFTHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
         return user_path(chosen) if chosen else (Path(shared) if shared else user_path("~/.cache")) / "draftheads"
@@ -127,9 +123,6 @@ def clear(part: CachePart, cache: Path) -> tuple[Contents, list[Path]]:
     """What was deleted of a part, and the folders that stay because another process holds a lock on them.
 
     A link is deleted, and not what it points to.
-
-    Raises:
-        StorageError: a file cannot be deleted.
     """
     deleted, in_use = Contents(), []
     for path in part.paths(cache):

@@ -23,12 +23,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def replaced_set(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill with files. If the ``with`` block succeeds, they replace those in ``folder``.
-
-    Raises:
-        StorageError: the files cannot be written, and the old ones are unchanged; or one cannot be moved to its place,
-            and is read from where it is.
-    """
+    """An empty folder to fill with files. If the ``with`` block succeeds, they replace those in ``folder``."""
     finish_replacing(folder)
     with atomic_directory(folder / _INCOMING) as staged:
         yield staged
@@ -57,11 +52,7 @@ def current(folder: Path, name: str) -> Path:
 
 
 def read_set(folder: Path, names: Iterable[str], read: Callable[[], T]) -> T:
-    """What ``read`` returns or raises, called again if one of the files was replaced or moved meanwhile.
-
-    Raises:
-        StorageError: this has happened 100 times.
-    """
+    """What ``read`` returns or raises, called again if one of the files was replaced or moved meanwhile."""
     for _ in range(_MOST_READS):
         with contextlib.ExitStack() as opened:  # the number of an open file is not given to a new one
             before = [_identity(folder, name, opened) for name in names]

@@ -30,11 +30,7 @@ _TEMPORARY_SUFFIX = ".tmp"
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """The path with the home folder in place of a leading ``~``.
-
-    Raises:
-        InvalidSettings: the home folder is unknown.
-    """
+    """The path with the home folder in place of a leading ``~``."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -43,11 +39,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
-    """The path, with the home folder in place of ``~``, if a file can be written there. Call it before long work.
-
-    Raises:
-        StorageError: it is a folder, or its folder cannot be made or written to.
-    """
+    """The path, with the home folder in place of ``~``, if a file can be written there. Call it before long work."""
     target = user_path(path)
     folder = next(parent for parent in target.absolute().parents if parent.exists())
     if target.is_dir():
@@ -68,9 +60,6 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[Binary
     Args:
         path: of the file.
         content: the bytes, or a function that writes them to the binary file it is given.
-
-    Raises:
-        StorageError: it cannot be written (a full disk, no permission, …). An old file is untouched.
     """
     target = Path(path)
     temporary = _sibling(target, _TEMPORARY_SUFFIX)
@@ -91,9 +80,6 @@ def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int, 
     """Writes ``content`` at ``offset`` of a file and flushes it to the disk; missing files and folders are made.
 
     Older content after ``offset`` is dropped: the caller keeps a record of how much of the file is valid.
-
-    Raises:
-        StorageError: it cannot be written; the content before ``offset`` is unchanged.
     """
     target = Path(path)
     try:
@@ -116,10 +102,6 @@ def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> 
 
     To ``replace`` an existing folder or file takes two renames. A kill between them leaves the old content next to its
     place, under a hidden name that ends in ``.old``.
-
-    Raises:
-        StorageError: ``path`` exists and ``replace`` is false, or it cannot be written (a full disk, …).
-            The previous content of ``path`` is unchanged.
     """
     target = Path(path)
     temporary = _sibling(target, _TEMPORARY_SUFFIX)
@@ -151,9 +133,6 @@ def locked(
         fix: how to choose another place, for the messages: "name another --out".
         file: lock only this file; other processes may write other files in the folder.
         waiting: entered while another process holds the lock, to show a message; None raises instead of waiting.
-
-    Raises:
-        StorageError: another process holds the lock, or the folder cannot be written.
     """
     place = Path(folder)
     is_new = not place.exists()

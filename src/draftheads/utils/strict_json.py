@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 def read_object(path: Path, *, newest: int) -> dict[str, Any]:
-    """The JSON object of a file, whose ``format_version`` must lie in 1 … ``newest``.
-
-    Raises:
-        CheckpointCorrupt: the file is missing, is not a JSON object, or has no version.
-        CheckpointMismatch: the version is newer.
-    """
+    """The JSON object of a file, whose ``format_version`` must lie in 1 … ``newest``."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_number, parse_float=_number)
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8 is a ValueError as well

@@ -95,11 +95,7 @@ class ServeOptions(OptionGroup):
 
     @property
     def adapters(self) -> dict[str, Path]:
-        """The folders of ``adapter`` by name.
-
-        Raises:
-            InvalidSettings: not of the form NAME=FOLDER, or two of the same name.
-        """
+        """The folders of ``adapter`` by name."""
         folders: dict[str, Path] = {}
         for given in self.adapter:
             name, _, folder = given.partition("=")

@@ -74,11 +74,7 @@ class Server:
         self._client.close()
 
     def connect(self) -> None:
-        """Finds the model's name. Call it first.
-
-        Raises:
-            EndpointError: the server cannot be reached or refuses the key, or it has no such model.
-        """
+        """Finds the model's name. Call it first."""
         response = self._send("GET", f"{self.base}/models")
         if isinstance(response, Failure):
             raise EndpointError(f"{self.base}/models failed: {response.problem}; is {self.address.option} right?")
@@ -100,11 +96,7 @@ class Server:
         self.owner = str(next(model for model in models if model["id"] == self.model).get("owned_by") or "")
 
     def ask(self, prompt: TextPrompt, index: int, check: CheckName) -> Outcome:
-        """The answer to prompt number ``index``.
-
-        Raises:
-            EndpointError: the server cannot be reached, or refuses the key or every request to this address.
-        """
+        """The answer to prompt number ``index``."""
         form = self._forms[0] if is_json(check) else None
         outcome = self._ask(prompt, index, check, form)
         if form is None or isinstance(outcome, Answer) or len(self._forms) == 1:
@@ -116,11 +108,7 @@ class Server:
         return outcome
 
     def places(self, prompt: TextPrompt, index: int, check: CheckName) -> list[Place] | None:
-        """The tokens of an answer with their log-probabilities; None if the server does not give them.
-
-        Raises:
-            EndpointError: as :meth:`ask`.
-        """
+        """The tokens of an answer with their log-probabilities; None if the server does not give them."""
         body = self._body(prompt, index, check, self._forms[0] if is_json(check) else None)
         is_chat = self._settings.route == "chat"
         body |= {"logprobs": True, "top_logprobs": _NUM_TOPS} if is_chat else {"logprobs": _NUM_TOPS}
@@ -173,11 +161,7 @@ class Server:
         return {**body, **({} if form is None else {"response_format": form}), **self.address.fields}
 
     def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> "Response | Failure":
-        """The server's response; a request that failed for now is repeated after growing waits.
-
-        Raises:
-            EndpointError: the server cannot be reached, or refuses the key.
-        """
+        """The server's response; a request that failed for now is repeated after growing waits."""
         from httpx2 import ConnectError, RequestError, TimeoutException  # noqa: PLC0415 - an extra
 
         content = None if body is None else json.dumps(body)
@@ -210,9 +194,6 @@ class Server:
 
 def api_base(url: str, option: str = "URL") -> str:
     """The address under which a server's routes are.
-
-    Raises:
-        InvalidSettings: not an address of HTTP.
 
     >>> api_base("http://localhost:8000"), api_base("http://localhost:8000/v1/chat/completions")
     ('http://localhost:8000/v1', 'http://localhost:8000/v1')

@@ -60,11 +60,7 @@ class ModelReference:
             self.prompt_ids = [engine.encode(token_ids_of(engine.model, text_of(prompt))) for prompt in prompts]
 
     def answers(self, check: CheckName, schema: Mapping[str, Any], progress: Progress) -> list[Answer]:
-        """Greedy answers to all prompts, several at the same time.
-
-        Raises:
-            MissingDependency: llguidance is not installed, in a JSON check.
-        """
+        """Greedy answers to all prompts, several at the same time."""
         grammar = Grammar.json_schema(schema) if is_json(check) else None
         requests = self.engine.requests(self.prompt_ids, max_new_tokens=self.settings.max_new_tokens, grammar=grammar)
         done = 0
@@ -184,11 +180,7 @@ class ModelReference:
 
 
 def text_of(prompt: TextPrompt) -> str:
-    """A prompt that is continued.
-
-    Raises:
-        InvalidSettings: it is a list of messages.
-    """
+    """A prompt that is continued."""
     if not isinstance(prompt, str):
         raise InvalidSettings("/v1/completions continues texts, and a prompt is a list of messages: use a chat model")
     return prompt

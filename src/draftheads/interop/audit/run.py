@@ -72,12 +72,7 @@ class Audit:
         self._off = {"server": _Off(), "baseline": _Off()}
 
     def run(self) -> Report:
-        """Asks and compares.
-
-        Raises:
-            EndpointError: a server cannot be reached, or refuses all requests.
-            DraftHeadsError: the model cannot be loaded.
-        """
+        """Asks and compares."""
         servers = [server for server in (self._server, self._baseline) if server is not None]
         self._progress.stage("connecting")
         for server in servers:

@@ -88,11 +88,7 @@ class JointLearner(nn.Module):
         return {name: value for name, value in whole.items() if name.startswith("learner.") or name in kept}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
-        """Loads what :meth:`state_dict` returned; the backbone's own tensors are not in it.
-
-        Raises:
-            CheckpointCorrupt: a tensor is missing or unexpected.
-        """
+        """Loads what :meth:`state_dict` returned; the backbone's own tensors are not in it."""
         if differing := sorted(self.state_dict().keys() ^ state_dict.keys()):
             raise CheckpointCorrupt(
                 f"a checkpoint of another run, or a damaged one: {differing[0]} is missing or unexpected"

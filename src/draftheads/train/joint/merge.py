@@ -31,14 +31,6 @@ def merge(options: MergeOptions) -> int:
     """Merges in fp32 on the CPU, and writes the folder whole or not at all. Returns the bytes of a new second matrix.
 
     The adapter is that of a joint run, with its head, or any other adapter of peft that can be merged.
-
-    Raises:
-        ModelNotFound: no such model, or no adapter.
-        CheckpointMismatch: the adapter was tuned for another model.
-        UnsupportedModel: an adapter of this kind cannot be merged.
-        CheckpointCorrupt: files of the run are damaged.
-        StorageError: the folder exists, or cannot be written.
-        InvalidSettings: a path in an unknown home folder.
     """
     out, run = user_path(options.out), user_path(options.adapter)
     name = options.model or base_of(str(_adapter_in(run)))

@@ -75,11 +75,7 @@ class Movement:
 
 @torch.no_grad()
 def measure_movement(tuned: TunedModel, adapter: Adapter, store: Documents, documents: Sequence[int]) -> Movement:
-    """The movement on these documents. Both models read the true text.
-
-    Raises:
-        DataError: they have no token of the assistant with a token before it.
-    """
+    """The movement on these documents. Both models read the true text."""
     sums = torch.zeros(4, dtype=torch.float64)
     num_tokens = 0
     for index in documents:
