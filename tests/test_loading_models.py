@@ -10,7 +10,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
 import draftheads
@@ -18,7 +17,6 @@ from draftheads import loading
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.checkpoints.registry import zoo_heads
 from draftheads.cli.main import main
-from draftheads.cpu.fused_modules import FusedAttention
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.optimise import kernels_of
 from draftheads.decode.engine import Engine
@@ -489,46 +487,10 @@ def test_arguments_of_heads_and_engines(world: Path, tmp_path: Path) -> None:
 # --- faster modules that do not fit ---
 
 
-def loses_the_cache(self: Any, rows: torch.Tensor, given: Any) -> torch.Tensor:
-    return own_rows(self, rows, given._replace(cache=None))
-
-
-def refuses(self: Any, rows: torch.Tensor, given: Any) -> torch.Tensor:
-    if given.cache is not None:
-        raise TypeError("an argument is unknown")
-    return own_rows(self, rows, given)
-
-
-def doubles(self: Any, rows: torch.Tensor, given: Any) -> torch.Tensor:
-    return own_rows(self, rows, given) * (1.0 if given.cache is None else 2.0)
-
-
-own_rows = FusedAttention.rows
-
-
-@pytest.mark.parametrize("loaded", [True, False])
-@pytest.mark.parametrize("broken", [loses_the_cache, refuses, doubles])
-def test_modules_that_do_not_fit_are_not_used(
-    world: Path, monkeypatch: pytest.MonkeyPatch, broken: Any, loaded: bool
-) -> None:
-    """A fused module agrees with its original on a text, and then fails with a cache: as with transformers 5.24."""
-    expected = ids(draftheads.load(world / "model", **FP32, fast=False))
-    monkeypatch.setattr("draftheads.cpu.native_step.load_library", lambda: None)  # it uses none of them with a cache
-    monkeypatch.setattr(FusedAttention, "rows", broken)
-    source = {"model": hf_model(world), "tokenizer": chat_tokenizer()} if loaded else {"model": world / "model", **FP32}
-    with pytest.warns(SpeedWarning) as warned:
-        engine = draftheads.load(**source, head=world / "head")
-    assert ids(engine) == expected
-    (message,) = [str(one.message) for one in warned]
-    assert f"transformers {transformers.__version__} with PyTorch {torch.__version__}" in message
-    assert not [module for module in engine.model.model.modules() if isinstance(module, FusedAttention)]
-    assert kernels_of(engine.model.model) == "fast", "the fast kernels do not depend on the modules"
-
-
 def test_without_any_faster_module_the_model_is_stock(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ids(draftheads.load(world / "model", **FP32, fast=False))
     monkeypatch.setattr(PackedLinear, "rows", lambda self, rows: self.product(rows) + 1.0)
-    with pytest.warns(SpeedWarning, match=r"the stock modules are used, .* differ from those of the stock modules by"):
+    with pytest.warns(SpeedWarning, match=r"PyTorch's own are used, .* differ from those of the stock modules by"):
         engine = draftheads.load(world / "model", **FP32)
     assert ids(engine) == expected
     assert kernels_of(engine.model.model) == "stock"

@@ -70,13 +70,6 @@ def test_products_are_right(instructions: str, dtype: torch.dtype, outputs: int,
         assert gap < ROUNDING[dtype], (instructions, count)
 
 
-def test_two_weights_below_each_other_give_the_outputs_of_both(instructions: str) -> None:
-    weight, rows = numbers(2 * 37, 20), numbers(5, 20, seed=1)
-    bias = numbers(2 * 37, seed=2)
-    assert torch.equal(Native(weight, bias, halves=True)(rows), Native(weight, bias)(rows))
-    assert torch.equal(Native(weight, None, halves=True).weight, weight)
-
-
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("inputs", [50, 96])
 def test_a_rows_bits_depend_on_no_other_row(instructions: str, threads: int, dtype: torch.dtype, inputs: int) -> None:
@@ -134,12 +127,6 @@ def test_smoothing_makes_outliers_cheaper(instructions: str) -> None:
     expected = rows @ weight.T
     loss = [(NativeInt8(weight, None, given)(rows) - expected).pow(2).mean() for given in (None, rows.abs().amax(0))]
     assert loss[1] < 0.5 * loss[0]
-
-
-def test_two_int8_weights_below_each_other_give_the_outputs_of_both(instructions: str) -> None:
-    weight, rows, bias = numbers(2 * 37, 20), numbers(5, 20, seed=1), numbers(2 * 37, seed=2)
-    assert torch.equal(NativeInt8(weight, bias, halves=True)(rows), NativeInt8(weight, bias)(rows))
-    assert torch.equal(NativeInt8(weight, None, halves=True).weight, NativeInt8(weight, None).weight)
 
 
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])

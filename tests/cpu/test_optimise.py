@@ -17,7 +17,6 @@ from draftheads.cpu.attention import (
     MAX_TREE_ROWS,
     grouped_attention,
 )
-from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
 from draftheads.cpu.kernels import PackedLinear, Plain
 from draftheads.cpu.native_library import VARIABLE, load_library
 from draftheads.cpu.optimise import kernels_of, speed_up
@@ -27,57 +26,30 @@ from draftheads.runners.masks import as_float_mask
 from draftheads.settings import Precision
 from families import FAMILIES, VOCAB, needs_library, tiny_model
 
-ROTARY = ["llama", "mistral", "qwen2", "qwen3"]  # families whose layers are fused whole
+NATIVE = ["llama", "mistral", "qwen2", "qwen3"]
 
 
 def kinds(model: nn.Module) -> set[type]:
     return {type(module) for module in model.modules()}
 
 
-@pytest.mark.parametrize("part", ["layer", "attention"])
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_the_cache_has_two_names_and_nothing_else_is_ignored(part: str, name: str) -> None:
-    """transformers 5.24 renamed the argument; one that is overlooked would be a text without its beginning."""
-    model = tiny_model("llama").model
-    speed_up(model)
-    layer = model.get_decoder().layers[0]
-    assert isinstance(layer, FusedLayer)
-    module = layer if part == "layer" else layer.self_attn
-    x, ids = torch.randn(1, 3, 32), torch.arange(3)[None]
-    given = {"position_embeddings": model.get_decoder().rotary_emb(x, ids), "attention_mask": None}
-    written: list[int] = []
-
-    class Kept:
-        def update(self, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
-            written.append(key.shape[2])
-            return key, value
-
-    with torch.inference_mode():
-        module(x, **given, **{name: Kept()})
-        with pytest.raises(TypeError, match="surprise"):
-            module(x, **given, **{name: Kept()}, surprise=1)
-    assert written == [3]
-
-
 # --- modules ---
 
 
-@pytest.mark.parametrize("family", ROTARY)
-def test_layers_of_common_families_are_fused(family: str):
-    model = tiny_model(family).model
-    speed_up(model)
-    assert {FusedLayer, FusedAttention, FusedMlp, FusedNorm, PackedLinear} <= kinds(model)
-    assert nn.Linear not in kinds(model)
-    assert not [kind for kind in kinds(model) if kind.__name__.endswith("RMSNorm")], "norms inside attention, too"
+@needs_library
+@pytest.mark.parametrize("family", NATIVE)
+def test_layers_of_common_families_are_native(family: str):
+    target = tiny_model(family)
+    fast = load_target(target.model, tokenizer=target.tokenizer)
+    assert fast.native is not None
+    assert nn.Linear not in kinds(fast.model)
 
 
 @pytest.mark.parametrize("family", ["granite", "olmo2", "gemma2", "gemma3_text", "mixtral"])
-def test_layers_with_another_computation_are_not_fused(family: str):
+def test_layers_with_another_computation_are_not_native(family: str):
     """Granite scales what it adds, OLMo norms elsewhere, Gemma has more norms, Mixtral has experts."""
-    model = tiny_model(family, **({"residual_multiplier": 0.5} if family == "granite" else {})).model
-    speed_up(model)
-    assert FusedLayer not in kinds(model)
-    assert FusedNorm in kinds(model)
+    target = tiny_model(family, **({"residual_multiplier": 0.5} if family == "granite" else {}))
+    assert load_target(target.model, tokenizer=target.tokenizer).native is None
 
 
 class Impostor(nn.Module):
@@ -92,14 +64,15 @@ class Impostor(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
-def test_a_module_with_the_same_names_but_another_result_is_not_replaced():
-    target, stock = tiny_model("llama"), tiny_model("llama")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_with_the_same_names_but_another_result_keeps_it(dtype: torch.dtype):
+    target, stock = tiny_model("llama", dtype=dtype), tiny_model("llama", dtype=dtype)
     for model in (target.model, stock.model):
         model.model.layers[0].mlp = Impostor(model.model.layers[0].mlp)
-    speed_up(target.model)
-    assert type(target.model.model.layers[0].mlp) is Impostor
+    fast = load_target(target.model, tokenizer=target.tokenizer)
+    assert fast.native is None
     text = torch.arange(12)[None]
-    torch.testing.assert_close(target.model(text).logits, stock.model(text).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fast.hidden_states(text), stock.hidden_states(text), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.few(12)

@@ -1,1 +1,1 @@
-"""Faster parts for CPUs: kernels and their choice, fused modules, attention, the number of threads."""
+"""Faster parts for CPUs: products of layers, the native pass, the number of threads."""

@@ -68,24 +68,18 @@ class Native(Product):
     Args:
         weight: (out, in).
         bias: (out,), or None.
-        halves: whether the weight is two below each other whose outputs belong together, as gate and up do.
     """
 
     name = "native"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, halves: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
-        self._pack(_in_16_bits(weight) if weight.dtype == torch.float32 else weight, None, None, halves=halves)
+        self._pack(_in_16_bits(weight) if weight.dtype == torch.float32 else weight, None, None)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
         """Supports fp32, bf16 and fp16 on a CPU for which the library was built."""
         return weight.device.type == "cpu" and weight.dtype in KINDS and load_library() is not None
-
-    @property
-    def halves(self) -> bool:
-        """Whether the weight is two below each other."""
-        return bool(self.given.halves)
 
     @property
     def weight(self) -> Tensor:
@@ -107,9 +101,9 @@ class Native(Product):
         """The same one: nothing in it changes."""
         return self
 
-    def _pack(self, held: Tensor, scales: Tensor | None, smooth: Tensor | None, *, halves: bool) -> None:
+    def _pack(self, held: Tensor, scales: Tensor | None, smooth: Tensor | None) -> None:
         held = held.contiguous()
-        kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features, int(halves))
+        kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features)
         self._native = load_library()
         self._native.draftheads_threads(native_threads())
         self._packed = torch.empty(self._native.draftheads_packed_size(kind, *sizes), dtype=torch.uint8)
@@ -124,8 +118,9 @@ class Native(Product):
 
     def _held(self) -> Tensor:
         given, held = self.given, torch.empty(self.out_features, self.in_features, dtype=self._stored)
-        sizes = (given.out, given.in_, given.halves)
-        self._native.draftheads_pack(given.kind, held.data_ptr(), None, *sizes, self._packed.data_ptr(), 1)
+        self._native.draftheads_pack(
+            given.kind, held.data_ptr(), None, given.out, given.in_, self._packed.data_ptr(), 1
+        )
         return held
 
 
@@ -139,14 +134,11 @@ class NativeInt8(Native):
         weight: (out, in).
         bias: (out,), or None.
         inputs: (in,) the largest magnitudes max|x_j| of typical inputs; None disables SmoothQuant.
-        halves: as for :class:`Native`.
     """
 
     name = "native-int8"
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, inputs: Tensor | None = None, *, halves: bool = False
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor | None = None) -> None:
         Product.__init__(self, weight, bias)
         smooth = None if inputs is None else _smoothing(inputs, weight.float())
         held, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
@@ -154,7 +146,7 @@ class NativeInt8(Native):
             exact = part.float() if smooth is None else part.float() / smooth
             scale.copy_((exact.abs().amax(1) / 127).clamp_min(1e-12))
             numbers.copy_((exact / scale[:, None]).round())
-        self._pack(held, scales, smooth, halves=halves)
+        self._pack(held, scales, smooth)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -176,7 +168,6 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.product = product
         self.inputs: Tensor | None = None  # (in,) largest magnitudes of typical inputs, used to prepare int8
-        self.halves = False  # whether it is two layers below each other whose outputs belong together
         self.tied: Tensor | None = None  # (out, in): the weight, if it is tied to another module's
 
     @property
@@ -221,15 +212,6 @@ def replace_linears(module: nn.Module) -> list[PackedLinear]:
     return [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
 
 
-def stacked(layers: Sequence[nn.Linear]) -> PackedLinear:
-    """One layer from several layers with the same input; their outputs are concatenated."""
-    weight = layers[0].weight.detach() if len(layers) == 1 else torch.cat([layer.weight.detach() for layer in layers])
-    if all(layer.bias is None for layer in layers):
-        return PackedLinear(Plain(weight, None))
-    biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-    return PackedLinear(Plain(weight, torch.cat([bias.detach() for bias in biases])))
-
-
 def first_largest(logits: Tensor) -> Tensor | None:
     """The first of the largest logits of each row, (…, V) -> (…) int64; None where there is no library for it."""
     library = load_library()
@@ -260,9 +242,9 @@ def pack(layers: Sequence[PackedLinear], *, int8: bool = False, portable: bool =
     for layer in layers:
         if type(layer.product) is Plain and Native.fits(weight := layer.product.weight):
             if int8 and NativeInt8.fits(weight):
-                layer.product = NativeInt8(weight, layer.bias, layer.inputs, halves=layer.halves)
+                layer.product = NativeInt8(weight, layer.bias, layer.inputs)
             else:
-                layer.product = Native(weight, layer.bias, halves=layer.halves)
+                layer.product = Native(weight, layer.bias)
             layer.inputs = None
 
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from draftheads.cpu.kernels import Native, PackedLinear
-from draftheads.cpu.native_library import KINDS, Depth, Growth, HeadLayer, load_library
+from draftheads.cpu.native_library import KINDS, Depth, Growth, HeadLayer, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
 _MOST_DEPTHS, _MOST_LAYERS = 16, 64
 
 
 class HeadLayers(NamedTuple):
-    """Depth i of a head: layers on the state, each x + SiLU(W x + b) or, with halves, W x + b + SiLU(V x + c)."""
+    """Depth i of a head: layers on the state, each x + SiLU(W x + b), or V x + c + SiLU(W x + b) as W and V."""
 
-    layers: Sequence[PackedLinear]
+    layers: Sequence[tuple[PackedLinear, PackedLinear | None]]
     lm_head: PackedLinear
 
 
@@ -48,16 +48,17 @@ class NativeGrowth:
         logit_scale: float,
         target_ids: Tensor | None,
     ) -> None:
-        products = [layer.product for depth in depths for layer in (*depth.layers, depth.lm_head)]
+        parts = [pair for depth in depths for pair in (*depth.layers, (depth.lm_head, None))]
+        products = [part.product for pair in parts for part in pair if part is not None]
         if not all(isinstance(product, Native) for product in products) or embedding.dtype not in KINDS:
             raise TypeError("a layer is not a native one")
         self.most_depths = len(depths)
-        layers = [layer.product.given for depth in depths for layer in depth.layers]  # type: ignore[attr-defined]
+        layers = [_head_layer(*pair) for depth in depths for pair in depth.layers]
         if len(depths) > _MOST_DEPTHS or len(layers) > _MOST_LAYERS:
             raise ValueError("it has more depths or layers than the library takes")
         self._library = load_library()
         self._held = products, embedding.contiguous(), target_ids
-        self._layers = (HeadLayer * max(1, len(layers)))(*map(HeadLayer, layers))
+        self._layers = (HeadLayer * max(1, len(layers)))(*layers)
         self._depths = [
             (sum(len(d.layers) for d in depths[:i]), len(depth.layers), depth.lm_head.product.given)  # type: ignore[attr-defined]
             for i, depth in enumerate(depths)
@@ -125,6 +126,11 @@ class NativeGrowth:
             )
         )
         return tokens[:, :found], parents[:, :found], log_probs[:, :found]
+
+
+def _head_layer(layer: PackedLinear, base: PackedLinear | None) -> HeadLayer:
+    given = [Weight() if part is None else part.product.given for part in (layer, base)]  # type: ignore[attr-defined]
+    return HeadLayer(*given, base is not None)
 
 
 def best_tree(priority: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

@@ -29,7 +29,6 @@ class Weight(ctypes.Structure):
         ("inputs", c_int32),
         ("out", c_int32),
         ("in_", c_int32),
-        ("halves", c_int32),
         ("packed", c_void_p),
         ("bias", c_void_p),
         ("smooth", c_void_p),
@@ -44,9 +43,9 @@ class Layer(ctypes.Structure):
     """``draftheads::Layer`` in ``step.cpp``."""
 
     _fields_ = (
-        ("qkv", Weight),
+        ("qkv", Weight * 3),
         ("out", Weight),
-        ("gate_up", Weight),
+        ("gate_up", Weight * 2),
         ("down", Weight),
         ("norm", c_void_p),
         ("middle_norm", c_void_p),
@@ -108,7 +107,7 @@ class Pass(ctypes.Structure):
 class HeadLayer(ctypes.Structure):
     """``draftheads::HeadLayer`` in ``step.cpp``."""
 
-    _fields_ = (("weight", Weight),)
+    _fields_ = (("weight", Weight), ("base", Weight), ("has_base", c_int32))
 
 
 class Depth(ctypes.Structure):
@@ -167,9 +166,9 @@ def load_library() -> Any:
     found.draftheads_threads.restype, found.draftheads_threads.argtypes = None, (c_int32,)
     found.draftheads_forked.restype, found.draftheads_forked.argtypes = None, ()
     found.draftheads_packed_size.restype = c_int64
-    found.draftheads_packed_size.argtypes = (c_int32, c_int32, c_int32, c_int32)
+    found.draftheads_packed_size.argtypes = (c_int32, c_int32, c_int32)
     found.draftheads_pack.restype = None
-    found.draftheads_pack.argtypes = (c_int32, c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
+    found.draftheads_pack.argtypes = (c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int32)
     found.draftheads_multiply.restype = None
     found.draftheads_multiply.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_void_p)
     found.draftheads_grow.restype, found.draftheads_grow.argtypes = c_int32, (POINTER(Growth),)

@@ -1,7 +1,8 @@
 """All layers of a pass in one call of the native library: the tokens of all texts side by side, without padding.
 
-It computes what :class:`draftheads.cpu.fused_modules.FusedLayer` computes, from the same weights. Every sum has an
-order of its own, so the bits of a token depend neither on the other tokens of a pass nor on the shape of its tree.
+Every sum has an order of its own, so the bits of a token depend neither on the other tokens of a pass nor on the shape
+of its tree. Layers are those of Llama: norm, attention, norm, feed-forward part. Modules that have the names of Llama's
+and compute something else are noticed when the model is loaded (:mod:`draftheads.runners.structure`).
 
 Alphabet: M tokens of all texts, D hidden size, d size of a head, n layers whose inputs a drafter reads.
 """
@@ -15,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm, HalfEmbedding
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
 from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, load_library
+from draftheads.cpu.optimise import HalfEmbedding
 from draftheads.cpu.threads import native_threads
 
 _ACTS = {"SiLU": 0, "SiLUActivation": 0, "PytorchGELUTanh": 1, "GELUTanh": 1}
+_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
@@ -56,7 +59,7 @@ class NativeStep:
         """Points to the weights of a model of transformers.
 
         Args:
-            model: with fused modules.
+            model: whose linear layers are native products.
             windows: how many tokens a token of each layer sees; 0: all.
         """
         decoder = model.get_decoder()
@@ -70,23 +73,23 @@ class NativeStep:
         self._held: list[Tensor] = []  # to which the structures point
         self._products: list[Native] = []  # the same
         layers = list(decoder.layers)
-        if not layers or len(layers) > _MOST_LAYERS or any(type(layer) is not FusedLayer for layer in layers):
-            raise TypeError("its layers are not all fused")
+        if not layers or len(layers) > _MOST_LAYERS:
+            raise ValueError(f"{len(layers)} layers")
         self._layers = (Layer * len(layers))(*(self._layer(*pair) for pair in zip(layers, windows, strict=True)))
-        first: FusedAttention = layers[0].self_attn
-        norms = [module for layer in layers for module in layer.modules() if isinstance(module, FusedNorm)]
-        outer = {norm.epsilon for norm in (*(n for n in norms if len(n.weight) != first.head_dim), decoder.norm)}
-        inner = {norm.epsilon for norm in norms if len(norm.weight) == first.head_dim}
+        first = layers[0].self_attn
+        norms = [part for layer in layers for part in (layer.input_layernorm, layer.post_attention_layernorm)]
+        head_norms = [norm for layer in layers for norm in _head_norms(layer.self_attn) if norm is not None]
+        outer, inner = {_epsilon(norm) for norm in (*norms, decoder.norm)}, {_epsilon(norm) for norm in head_norms}
         sizes = {
-            (part.num_heads, part.num_groups, part.head_dim, part.scaling, layer.mlp.size)
-            for layer, part in ((layer, layer.self_attn) for layer in layers)
+            (*_heads(part.self_attn), part.self_attn.head_dim, part.self_attn.scaling, part.mlp.gate_proj.out_features)
+            for part in layers
         }
         types = {self.dtype, *(product.dtype for product in self._products)}
         acts = {_ACTS[type(layer.mlp.act_fn).__name__] for layer in layers}
         if len(outer) != 1 or len(inner) > 1 or len(sizes) != 1 or len(acts) != 1 or len(types) != 1:
             raise ValueError("its layers differ")
-        if first.head_dim % 2 or first.head_dim > _MOST_HEAD_SIZE:
-            raise ValueError(f"heads of {first.head_dim} numbers")
+        if first.head_dim % 2 or first.head_dim > _MOST_HEAD_SIZE or self._turns.size != first.head_dim:
+            raise ValueError(f"heads of {first.head_dim} numbers, of which {self._turns.size} are turned")
         self.size = len(decoder.norm.weight)
         is_int8 = any(isinstance(product, NativeInt8) for product in self._products)
         # a number that is rounded to the other side changes the rest
@@ -95,10 +98,9 @@ class NativeStep:
         self.cache_dtype = torch.float16 if is_int8 else self.dtype
         self._model = Model(
             self.size,
-            first.num_heads,
-            first.num_groups,
+            *_heads(first),
             first.head_dim,
-            layers[0].mlp.size,
+            layers[0].mlp.gate_proj.out_features,
             len(layers),
             acts.pop(),
             KINDS[self.cache_dtype],
@@ -108,7 +110,7 @@ class NativeStep:
             outer.pop(),
             inner.pop() if inner else 0.0,
             first.scaling,
-            self._numbers(decoder.norm.scale),
+            self._numbers(decoder.norm.weight),
             self._layers,
             self._embedding.data_ptr(),
         )
@@ -192,12 +194,14 @@ class NativeStep:
 
     def _layer(self, layer: Any, window: int) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        if not all(isinstance(norm, FusedNorm) for norm in norms) or not isinstance(mlp, FusedMlp):
-            raise TypeError("a norm or a feed-forward part is not fused")
-        heads = [None if norm is None else self._numbers(norm.scale) for norm in (attention.q_norm, attention.k_norm)]
-        products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        return Layer(*map(self._weight, products), *(self._numbers(norm.scale) for norm in norms), *heads, window)
+        if {name for name, _ in layer.named_children()} != _PARTS or list(attention.parameters(recurse=False)):
+            raise TypeError("it has other parts than Llama's layers")
+        qkv, gate_up = (Weight * 3), (Weight * 2)
+        q, k, v, out = (self._weight(getattr(attention, name)) for name in _PROJECTIONS)
+        heads = [None if norm is None else self._numbers(norm.weight) for norm in _head_norms(attention)]
+        norms = [self._numbers(norm.weight) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        gate, up, down = (self._weight(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        return Layer(qkv(q, k, v), out, gate_up(gate, up), down, *norms, *heads, window)
 
     def _weight(self, layer: nn.Module) -> Weight:
         product = getattr(layer, "product", None)
@@ -226,6 +230,24 @@ class NativeStep:
         return self._held[-1].data_ptr()
 
 
+def _heads(attention: Any) -> tuple[int, int]:
+    """Of queries, and of keys."""
+    return attention.q_proj.out_features // attention.head_dim, attention.k_proj.out_features // attention.head_dim
+
+
+def _head_norms(attention: Any) -> list[Any]:
+    """Of queries and of keys, each head alone; None where there is none."""
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if any(norm is not None and norm.weight.shape != (attention.head_dim,) for norm in norms):
+        raise ValueError("its norms of queries and keys are not those of heads")
+    return norms
+
+
+def _epsilon(norm: Any) -> float:
+    """Norms differ in its name."""
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
 class _Turns:
     """Cosines and sines of the positions, as the model's own module computes them."""
 
@@ -234,6 +256,7 @@ class _Turns:
         # others depend on the length of the text
         self._is_fixed = getattr(rotary, "rope_type", None) in _FIXED_ROPES
         self._table = self._computed(torch.arange(1))
+        self.size = self._table[0].shape[-1]
 
     def of(self, texts: Texts, last_position: int) -> tuple[Tensor, Tensor, bool]:
         """(P, d) each; P are the tokens if the last value is true, or positions from 0 on."""
@@ -266,7 +289,7 @@ def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:
 
 
 def native_step(model: Any, windows: Sequence[int]) -> NativeStep | None:
-    """The native form of a model with fused modules; None if there is none."""
+    """The native form of a model whose linear layers are packed; None if there is none."""
     if load_library() is None or model.device.type != "cpu":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Makes a model faster on a CPU, in place: native products, and fewer small operators.
+"""Makes a model faster on a CPU, in place, by native products.
 
 ``int8`` quantises the linear layers. This is another model; lossless then means: equal to its own plain decoding.
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from draftheads.cpu.attention import GROUPED_ATTENTION, grouped_attention
-from draftheads.cpu.fused_modules import fuse, halve_embedding
+from draftheads.cpu.attention import GROUPED_ATTENTION
 from draftheads.cpu.kernels import PackedLinear, Plain, pack, replace_linears
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
@@ -21,15 +21,14 @@ _SMALLEST_SHARE = 0.5  # int8 must cover this share of the weights, embeddings e
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def speed_up(model: Any, *, int8: bool = False, fused: bool = True, typical_ids: Tensor | None = None) -> None:
-    """Gives a stock model faster kernels and modules. Its results stay the same, up to rounding (or int8).
+def speed_up(model: Any, *, int8: bool = False, typical_ids: Tensor | None = None) -> None:
+    """Gives a stock model faster products. Its results stay the same, up to rounding (or int8).
 
     Each weight is stored once, in the format of its kernel. ``layer.weight`` unpacks it.
 
     Args:
         model: a transformers causal LM in fp32 or bf16 on a CPU; other models are not changed.
         int8: quantise the linear layers.
-        fused: replace modules by fused ones; False keeps the stock modules, with faster products in them.
         typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
     """
     embedding = model.get_input_embeddings().weight
@@ -37,22 +36,42 @@ def speed_up(model: Any, *, int8: bool = False, fused: bool = True, typical_ids:
         return
     if int8:
         _check_quantisable(model)
-    attention = None
     if model.config.get_text_config()._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
-        attention = grouped_attention
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
-        if fused:
-            fuse(model, attention)
         layers = replace_linears(model)
         if typical_ids is not None and int8:
             _observe_inputs(model, layers, typical_ids)
         pack(layers, int8=int8, portable=int8)
-        halve_embedding(model)
+        _halve_embedding(model)
         _let_go_of_file(model)
         lm_head = model.get_output_embeddings()
         if isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False)):
             lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
+
+
+class HalfEmbedding(nn.Module):
+    """An embedding in 16 bits, for a model that computes in fp32 and whose embedding is exact in 16 bits."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.dtype = dtype
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight).to(self.dtype)
+
+
+def _halve_embedding(model: Any) -> None:
+    original = model.get_input_embeddings()
+    if type(original) is not nn.Embedding or original.weight.dtype != torch.float32:
+        return
+    weight = original.weight.detach()
+    for dtype in (torch.bfloat16, torch.float16):
+        held = weight.to(dtype)
+        if torch.equal(held.float(), weight):
+            model.set_input_embeddings(HalfEmbedding(held, weight.dtype))
+            return
 
 
 def return_freed_memory() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.cpu.kernels import PackedLinear, stacked
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import HeadConfig
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
@@ -97,19 +96,12 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, size, bias=False)
-        self.both: PackedLinear | None = None
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
-        gate, up = (self.gate_proj(x), self.up_proj(x)) if self.both is None else self.both(x).chunk(2, -1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
-
-    def fuse(self) -> None:
-        """One product for gate and up."""
-        self.both = stacked([self.gate_proj, self.up_proj])
-        del self.gate_proj, self.up_proj
 
 
 class TransformerLayer(nn.Module):
@@ -139,21 +131,12 @@ class TransformerLayer(nn.Module):
         self.o_proj = nn.Linear(heads * config.head_size, size, bias=False)
         self.middle_norm = RmsNorm(size, config.norm_epsilon)
         self.feed_forward = FeedForward(size, config.intermediate_size)
-        self.qkv: PackedLinear | None = None
         nn.init.zeros_(self.o_proj.weight)
-
-    def fuse(self) -> None:
-        """One product for queries, keys and values."""
-        self.qkv = stacked([self.q_proj, self.k_proj, self.v_proj])
-        del self.q_proj, self.k_proj, self.v_proj
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, KeysValues]:
         """Queries (B, S, H, d), keys and values (B, S, G, d) of inputs (B, S, D) at positions (1 or B, S)."""
         normed = self.input_norm(x)
-        if self.qkv is None:
-            every = torch.cat([self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)], -1)
-        else:
-            every = self.qkv(normed)
+        every = torch.cat([self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)], -1)
         heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
         q, k, v = every.view(*x.shape[:2], -1, self.config.head_size).split([heads, groups, groups], 2)
         if self.rotary:

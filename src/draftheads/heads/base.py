@@ -19,7 +19,7 @@ from draftheads.cpu.native_growth import HeadLayers, NativeGrowth
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
 from draftheads.heads.kv_cache import HeadKVCache
-from draftheads.heads.layers import Fusable, LmHeads
+from draftheads.heads.layers import LmHeads
 from draftheads.settings import LmHeadKind
 from draftheads.speculation.candidates import Candidates
 from draftheads.speculation.draft import Context, Draft, TargetWeights
@@ -220,14 +220,11 @@ class DraftHead(nn.Module, Drafter):
         weight = self.target_embedding
         if weight.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
             self.lm_heads.pack()
-            for module in list(self.modules()):
-                if isinstance(module, Fusable):
-                    module.fuse()
             # a draft that is rounded costs half as much, and what is accepted does not depend on it
             pack(replace_linears(self), int8=True)
             self.growth = self._native_growth()
 
-    def layers_of_depths(self) -> Sequence[Sequence[nn.Module]] | None:
+    def layers_of_depths(self) -> Sequence[Sequence[tuple[Any, Any]]] | None:
         """The layers on the state of each depth, if that is all: see :class:`HeadLayers`. None: there is more."""
         return None
 

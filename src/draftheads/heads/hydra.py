@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.cpu.kernels import PackedLinear, stacked
 from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
 from draftheads.heads.layers import Block, ResidualBlock
 
@@ -26,7 +25,6 @@ class FusionBlock(Block):
         super().__init__()
         self.residual = nn.Linear(in_size, out_size)
         self.linear = nn.Linear(in_size, out_size)
-        self.both: PackedLinear | None = None
         # starts as "h_t and nothing else", Medusa's starting point
         for layer in (self.residual, self.linear):
             nn.init.zeros_(layer.weight)
@@ -37,14 +35,8 @@ class FusionBlock(Block):
     def forward(self, u: Tensor) -> Tensor:
         """(…, M) -> (…, D)."""
         u = self.dropped(u)
-        residual, linear = (self.residual(u), self.linear(u)) if self.both is None else self.both(u).chunk(2, -1)
-        fused: Tensor = residual + F.silu(linear)
+        fused: Tensor = self.residual(u) + F.silu(self.linear(u))
         return fused
-
-    def fuse(self) -> None:
-        self.both = stacked([self.residual, self.linear])
-        self.both.halves = True
-        del self.residual, self.linear
 
 
 class HydraHead(DraftHead):
@@ -71,9 +63,8 @@ class HydraHead(DraftHead):
             features.append(blocks(torch.cat(inputs, -1)))
         return torch.stack(features)
 
-    def layers_of_depths(self) -> list[list[Any]]:
-        """The fused layers of each head."""
-        return [[part.both if isinstance(part, FusionBlock) else part.linear for part in each] for each in self.blocks]  # type: ignore[attr-defined]
+    def layers_of_depths(self) -> list[list[tuple[Any, Any]]]:
+        return [[(part.linear, getattr(part, "residual", None)) for part in each] for each in self.blocks]  # type: ignore[attr-defined]
 
     def begin(self, root: Root, depth: int) -> Tensor:
         """What the children of the root are predicted from: h_t and E(x_{t+1}), (B, 1, 2·D)."""

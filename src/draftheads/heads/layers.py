@@ -1,21 +1,11 @@
 """Building blocks that several draft heads share; nothing here knows what a draft is."""
 
-from typing import Protocol, runtime_checkable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.kernels import PackedLinear, Plain, Product
 from draftheads.speculation.draft import TargetWeights
-
-
-@runtime_checkable
-class Fusable(Protocol):
-    """A module with layers that read the same input."""
-
-    def fuse(self) -> None:
-        """Makes one layer of them, for drafting only; the old ones are gone."""
 
 
 class Block(nn.Module):

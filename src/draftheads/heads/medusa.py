@@ -37,8 +37,8 @@ class MedusaHead(DraftHead):
         """(B, T, D) -> (K, B, T, D); Medusa heads do not look at the tokens."""
         return torch.stack([blocks(hidden) for blocks in self.blocks])
 
-    def layers_of_depths(self) -> list[list[Any]] | None:
-        return [[block.linear for block in blocks] for blocks in self.blocks]  # type: ignore[attr-defined]
+    def layers_of_depths(self) -> list[list[tuple[Any, Any]]] | None:
+        return [[(block.linear, None) for block in blocks] for blocks in self.blocks]  # type: ignore[attr-defined]
 
     def begin(self, root: Root, depth: int) -> Tensor:
         """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""

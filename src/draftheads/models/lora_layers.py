@@ -1,6 +1,6 @@
 """LoRA beside its base model: the layers share their weights with the base, and each adds its own low-rank product.
 
-The layers keep their kernels, also packed, fused and quantised ones. So a pass of the base does not change, and an
+The layers keep their kernels, also packed and quantised ones. So a pass of the base does not change, and an
 adapter needs memory for its own matrices only.
 """
 
@@ -43,22 +43,9 @@ def add_lora(model: Any, matrices: Mapping[str, LowRank]) -> None:
 
     The matrices have the names of the stock model's layers.
     """
-    modules: dict[str, Any] = dict(model.named_modules())
-    fused: dict[str, dict[str, LowRank]] = {}
+    modules = dict(model.named_modules())
     for name, pair in matrices.items():
-        parent, _, part = name.rpartition(".")
-        if name in modules:
-            _add(modules[name], pair)
-        else:
-            together = next(whole for whole, parts in modules[parent].fused_parts.items() if part in parts)
-            fused.setdefault(f"{parent}.{together}", {})[part] = pair
-    for name, pairs in fused.items():
-        parent, _, together = name.rpartition(".")
-        outputs = modules[parent].fused_parts[together]
-        # the outputs of the parts are side by side: A below A, and the B along a diagonal
-        a = torch.cat([pairs[part].a for part in outputs if part in pairs])
-        b = [pairs[part].b if part in pairs else torch.zeros(size, 0) for part, size in outputs.items()]
-        _add(modules[name], LowRank(a, torch.block_diag(*b)))
+        _add(modules[name], pair)
 
 
 def _add(layer: nn.Module, pair: LowRank) -> None:

@@ -228,7 +228,7 @@ class TargetModel:
     def _with(self, model: Any, facts: WeightFacts, **changes: Any) -> Self:
         return replace(self, model=model, facts=facts, step_mode=replace(self.step_mode), **{"native": None, **changes})
 
-    def sped_up(self, *, int8: bool = False, fused: bool = True) -> Self:
+    def sped_up(self, *, int8: bool = False) -> Self:
         """This model with faster kernels on a CPU. It takes the modules of this one over.
 
         See :func:`draftheads.cpu.optimise.speed_up`.
@@ -237,7 +237,7 @@ class TargetModel:
         typical = None
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
-        speed_up(self.model, int8=int8, fused=fused, typical_ids=typical)
+        speed_up(self.model, int8=int8, typical_ids=typical)
         native = native_step(self.model, self.windows)
         return self._with(self.model, replace(facts, precision="int8") if int8 else facts, native=native)
 

@@ -47,6 +47,9 @@ def probe_of(target: TargetModel) -> TargetModel | None:
         try:
             with torch.random.fork_rng(devices=[]), _quietly():
                 model = _built(target, _probe_config(target, few=few, narrow=narrow))
+            known = {type(module) for module in model.modules()}
+            if not target.is_quantised and any(type(module) not in known for module in target.model.modules()):
+                return None
             probe = TargetModel(model, target.tokenizer, target.model_id)
             runner_for(probe).prefill([[1, 2]])
         except _MISFITS:

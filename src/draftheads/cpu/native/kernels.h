@@ -21,7 +21,6 @@ struct Weight {
     int32_t kind;
     int32_t inputs;       // the kind of the rows that it multiplies: fp32, or bf16 to which they are rounded
     int32_t out, in;
-    int32_t halves;       // whether it is two weights below each other: half of each block is of the first one
     const void *packed;
     const float *bias;    // (out,), or null
     const float *smooth;  // (in,) by which rows are multiplied before they are rounded to int8, or null
@@ -29,7 +28,7 @@ struct Weight {
     int32_t rank, low_kind;
 };
 
-inline int blocks_of(int out, int halves) { return halves ? (out / 2 + kBlock / 2 - 1) / (kBlock / 2) : (out + kBlock - 1) / kBlock; }
+inline int blocks_of(int out) { return (out + kBlock - 1) / kBlock; }
 
 // Inputs that are neighbours for each output, and bytes of a number.
 constexpr int group_of(int kind) { return kind == kInt8 ? 4 : kind == kBFloat16 ? 2 : 1; }

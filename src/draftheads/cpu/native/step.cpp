@@ -206,7 +206,7 @@ bool supports(const Kernels &set) {
 }  // namespace
 
 struct Layer {
-    Weight qkv, out, gate_up, down;
+    Weight qkv[3], out, gate_up[2], down;
     const float *norm, *middle_norm, *query_norm, *key_norm;  // the last two: or null
     int32_t window;                                           // tokens that a token sees; 0: all
 };
@@ -264,46 +264,49 @@ T *room(std::vector<T> &buffer, int64_t size) {
 struct Work {
     Model model;
     Pass pass;
-    char *inputs;
+    char *inputs;  // (3, tokens,) rows of `widest` bytes at most: prepared for up to three weights
     float *states, *qkv, *attended, *inner;
-    float *low;  // (tokens, most_rank) A x of what is prepared
-    int64_t most_rank;
+    float *low;    // (3, tokens, most_rank) A x of what is prepared
+    int64_t widest, most_rank;
     const Token *tokens;
     const int32_t *groups;  // of tokens that attend together: the first token of each, and the number of all
     int32_t num_groups, head_parts;
 };
 static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
 
-// y = prepared rows times the weight, plus its bias: `done(first output, outputs, y (tokens, kBlock))` takes each block.
-// Of a weight of two halves, the outputs of the second one follow in the second half of the block. `low` has A x of each
-// row, for weights with a low-rank addition.
+// A block of outputs of a weight: y (rows, kBlock) = prepared rows times it, plus its bias and its low-rank addition, of
+// which `low` has A x of each row. Returns how many outputs the block has.
+int multiply_block(const Weight &weight, int block, const char *inputs, int rows, float *y, const float *low = nullptr,
+                   int64_t most_rank = 0) {
+    kernels->block(weight, block, inputs, rows, y);
+    const int first = block * kBlock, outputs = std::min(kBlock, weight.out - first);
+    if (weight.bias)
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < outputs; o++) y[r * kBlock + o] += weight.bias[first + o];
+    if (weight.rank)
+        for (int r = 0; r < rows; r++) {
+            float added[kBlock];
+            const int64_t at = int64_t(first) * weight.rank * bytes_of(weight.low_kind);
+            kernels->dots(weight.low_kind, static_cast<const char *>(weight.low_b) + at, low + r * most_rank, outputs, weight.rank,
+                          added);
+            for (int o = 0; o < outputs; o++) y[r * kBlock + o] += added[o];
+        }
+    return outputs;
+}
+
+float *outputs_of_thread(int64_t size) {
+    static thread_local std::vector<float> y;
+    return room(y, size);
+}
+
+// y = prepared rows times the weight: `done(first output, outputs, y (rows, kBlock))` takes each block.
 template <class OfWeight, class Done>
-bool multiply(int part, uint32_t number, int out, int halves, const OfWeight &of, const char *inputs, int tokens,
-              const Done &done, const float *low = nullptr, int64_t most_rank = 0) {
-    const int blocks = blocks_of(out, halves);
-    return pool->share(part, number, blocks, [&](int block) {
-        static thread_local std::vector<float> y;
-        y.resize(int64_t(tokens) * kBlock);
-        const Weight &weight = of();
-        const int width = halves ? kBlock / 2 : kBlock, whole = halves ? out / 2 : out;
-        kernels->block(weight, block, inputs, tokens, y.data());
-        const int first = block * width, outputs = std::min(width, whole - first);
-        if (weight.bias)
-            for (int t = 0; t < tokens; t++)
-                for (int o = 0; o < outputs; o++) {
-                    y[t * kBlock + o] += weight.bias[first + o];
-                    if (halves) y[t * kBlock + width + o] += weight.bias[whole + first + o];
-                }
-        if (weight.rank)
-            for (int t = 0; t < tokens; t++)
-                for (int half = 0; half <= halves; half++) {
-                    float added[kBlock], *to = y.data() + t * kBlock + half * width;
-                    const int64_t at = int64_t(half * whole + first) * weight.rank * bytes_of(weight.low_kind);
-                    kernels->dots(weight.low_kind, static_cast<const char *>(weight.low_b) + at, low + t * most_rank, outputs,
-                                  weight.rank, added);
-                    for (int o = 0; o < outputs; o++) to[o] += added[o];
-                }
-        done(first, outputs, y.data());
+bool multiply(int part, uint32_t number, int out, const OfWeight &of, const char *inputs, int rows, const Done &done,
+              const float *low = nullptr, int64_t most_rank = 0) {
+    return pool->share(part, number, blocks_of(out), [&](int block) {
+        float *y = outputs_of_thread(int64_t(rows) * kBlock);
+        const int outputs = multiply_block(of(), block, inputs, rows, y, low, most_rank);
+        done(block * kBlock, outputs, y);
     });
 }
 
@@ -383,18 +386,21 @@ void pass_of(const Job &job, uint32_t number) {
     const Pass &p = work.pass;
     const int tokens = p.tokens, size = m.size, head_size = m.head_size;
     const int width = (m.heads + 2 * m.groups) * head_size, joined = m.heads * head_size;
+    const int query_blocks = blocks_of(joined), key_blocks = blocks_of(m.groups * head_size);
     int part = 0;
     auto each = [&](auto task) { return pool->share(part++, number, tokens, task); };
-    auto prepare = [&](const Weight &weight, const float *row, int token) {
-        kernels->prepare(weight, row, work.inputs + token * kernels->input_bytes(weight));
+    auto inputs = [&](int which) { return work.inputs + which * tokens * work.widest; };
+    auto low = [&](int which) { return work.low + which * tokens * work.most_rank; };
+    auto prepare = [&](const Weight &weight, const float *row, int token, int which = 0) {
+        kernels->prepare(weight, row, inputs(which) + token * kernels->input_bytes(weight));
         if (weight.rank)
-            kernels->dots(weight.low_kind, weight.low_a, row, weight.rank, weight.in, work.low + token * work.most_rank);
+            kernels->dots(weight.low_kind, weight.low_a, row, weight.rank, weight.in, low(which) + token * work.most_rank);
     };
-    auto prepare_normed = [&](const Weight &weight, const float *scale, int token) {
+    auto prepare_normed = [&](const Weight *weights, int count, const float *scale, int token) {
         static thread_local std::vector<float> normed;
         normed.resize(size);
         kernels->norm(work.states + int64_t(token) * size, scale, m.epsilon, size, normed.data());
-        prepare(weight, normed.data(), token);
+        for (int which = 0; which < count; which++) prepare(weights[which], normed.data(), token, which);
     };
     auto add = [&](int first, int outputs, const float *y) {
         for (int t = 0; t < tokens; t++) {
@@ -417,13 +423,17 @@ void pass_of(const Job &job, uint32_t number) {
                     if (p.kept_layers[i] == index)
                         kernels->store(m.state_kind, work.states + int64_t(token) * size, size,
                                        static_cast<char *>(p.kept_states) + (int64_t(token) * p.kept + i) * row_bytes);
-                prepare_normed(layer().qkv, layer().norm, token);
+                prepare_normed(layer().qkv, 3, layer().norm, token);
             }) &&
-            multiply(part++, number, width, 0, [&]() -> const Weight & { return layer().qkv; }, work.inputs, tokens,
-                     [&](int first, int outputs, const float *y) {
-                         for (int t = 0; t < tokens; t++)
-                             std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
-                     }, work.low, work.most_rank) &&
+            pool->share(part++, number, query_blocks + 2 * key_blocks, [&](int task) {
+                const int which = task < query_blocks ? 0 : task < query_blocks + key_blocks ? 1 : 2;
+                const int block = which ? (task - query_blocks) % key_blocks : task;
+                const int first = (which ? joined + (which - 1) * m.groups * head_size : 0) + block * kBlock;
+                float *y = outputs_of_thread(int64_t(tokens) * kBlock);
+                const int outputs = multiply_block(layer().qkv[which], block, inputs(which), tokens, y, low(which), work.most_rank);
+                for (int t = 0; t < tokens; t++)
+                    std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
+            }) &&
             each([&](int token) { turn_and_store(work, layer(), index, token); }) &&
             pool->share(part++, number, work.num_groups * m.groups * work.head_parts,
                         [&](int task) {
@@ -432,18 +442,20 @@ void pass_of(const Job &job, uint32_t number) {
                                    task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
                         }) &&
             each([&](int token) { prepare(layer().out, work.attended + int64_t(token) * joined, token); }) &&
-            multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add, work.low,
+            multiply(part++, number, size, [&]() -> const Weight & { return layer().out; }, inputs(0), tokens, add, low(0),
                      work.most_rank) &&
-            each([&](int token) { prepare_normed(layer().gate_up, layer().middle_norm, token); }) &&
-            // half of each block are gates, and the other half what they let through
-            multiply(part++, number, 2 * m.inner, 1, [&]() -> const Weight & { return layer().gate_up; }, work.inputs, tokens,
-                     [&](int first, int outputs, const float *y) {
-                         for (int t = 0; t < tokens; t++)
-                             kernels->gate(m.act, y + t * kBlock, y + t * kBlock + kBlock / 2, outputs,
-                                           work.inner + int64_t(t) * m.inner + first);
-                     }, work.low, work.most_rank) &&
+            each([&](int token) { prepare_normed(layer().gate_up, 2, layer().middle_norm, token); }) &&
+            pool->share(part++, number, blocks_of(m.inner), [&](int block) {
+                float *gate = outputs_of_thread(int64_t(2 * tokens) * kBlock), *up = gate + int64_t(tokens) * kBlock;
+                const Weight *weights = layer().gate_up;
+                const int outputs = multiply_block(weights[0], block, inputs(0), tokens, gate, low(0), work.most_rank);
+                multiply_block(weights[1], block, inputs(1), tokens, up, low(1), work.most_rank);
+                for (int t = 0; t < tokens; t++)
+                    kernels->gate(m.act, gate + t * kBlock, up + t * kBlock, outputs,
+                                  work.inner + int64_t(t) * m.inner + block * kBlock);
+            }) &&
             each([&](int token) { prepare(layer().down, work.inner + int64_t(token) * m.inner, token); }) &&
-            multiply(part++, number, size, 0, [&]() -> const Weight & { return layer().down; }, work.inputs, tokens, add, work.low,
+            multiply(part++, number, size, [&]() -> const Weight & { return layer().down; }, inputs(0), tokens, add, low(0),
                      work.most_rank);
         if (!goes_on) return;
     }
@@ -474,17 +486,10 @@ void product_of(const Job &job, uint32_t number) {
         row.resize(w.in);
         kernels->load(a.x_kind, static_cast<const char *>(a.x) + int64_t(r) * w.in * bytes, w.in, row.data());
         kernels->prepare(w, row.data(), a.inputs + r * stride);
-    }) && multiply(1, number, w.out, w.halves, [&]() -> const Weight & { return w; }, a.inputs, a.rows,
-                   [&](int first, int outputs, const float *y) {
-                       auto store = [&](int r, const float *from, int at) {
-                           kernels->store(a.x_kind, from, outputs,
-                                          static_cast<char *>(a.y) + (int64_t(r) * w.out + at) * bytes);
-                       };
-                       for (int r = 0; r < a.rows; r++) {
-                           store(r, y + r * kBlock, first);
-                           if (w.halves) store(r, y + r * kBlock + kBlock / 2, w.out / 2 + first);
-                       }
-                   });
+    }) && multiply(1, number, w.out, [&]() -> const Weight & { return w; }, a.inputs, a.rows, [&](int first, int outputs, const float *y) {
+        for (int r = 0; r < a.rows; r++)
+            kernels->store(a.x_kind, y + r * kBlock, outputs, static_cast<char *>(a.y) + (int64_t(r) * w.out + first) * bytes);
+    });
 }
 
 struct Top {
@@ -513,18 +518,17 @@ struct Packing {
     char *weight;
     const float *scales;
     char *packed;
-    int kind, out, in, halves, back;
+    int kind, out, in, back;
 };
 static_assert(sizeof(Packing) <= sizeof(Job::words), "a job holds it");
 
 void pack_block(const Packing &p, int block) {
     const int group = group_of(p.kind), bytes = bytes_of(p.kind), step = group * bytes;
-    const int width = p.halves ? kBlock / 2 : kBlock, whole = p.halves ? p.out / 2 : p.out;
     char *rows[kBlock], *to = p.packed + block * block_bytes(p.kind, p.in);
     int32_t sums[kBlock] = {};
     for (int o = 0; o < kBlock; o++) {
-        const int64_t row = block * width + o % width;
-        rows[o] = row < whole ? p.weight + (row + (o < width ? 0 : whole)) * p.in * bytes : nullptr;
+        const int64_t row = block * kBlock + o;
+        rows[o] = row < p.out ? p.weight + row * p.in * bytes : nullptr;
     }
     for (int k = 0; k < p.in; k += group) {
         const int count = std::min(group, p.in - k) * bytes;
@@ -553,16 +557,17 @@ void pack_block(const Packing &p, int block) {
 void packing_of(const Job &job, uint32_t number) {
     Packing p;
     std::memcpy(&p, job.words, sizeof p);
-    pool->share(0, number, blocks_of(p.out, p.halves), [&](int block) { pack_block(p, block); });
+    pool->share(0, number, blocks_of(p.out), [&](int block) { pack_block(p, block); });
 }
 
 // --- drafting ---
 
 }  // namespace
 
-// A layer of a head: x + SiLU(W x + b), or W x + b + SiLU(V x + c) with both weights below each other (halves).
+// A layer of a head: x + SiLU(W x + b), or V x + c + SiLU(W x + b).
 struct HeadLayer {
-    Weight weight;
+    Weight weight, base;
+    int32_t has_base;
 };
 
 // A depth of a head: its layers on the state, its lm_head, and the tree that grows.
@@ -625,9 +630,9 @@ void make_room(Growing &g, int depth) {
     const int64_t rows = w.reads_path ? int64_t(w.rows) * g.widths[depth] : w.rows;
     int64_t widest = kernels->input_bytes(level.lm_head), features = 0;
     for (int i = level.first_layer; i < level.first_layer + level.layers; i++) {
-        const Weight &weight = g.layers[i].weight;
-        widest = std::max(widest, kernels->input_bytes(weight));
-        features = std::max<int64_t>(features, weight.out);
+        const HeadLayer &layer = g.layers[i];
+        widest = std::max(widest, kernels->input_bytes(layer.weight) + (layer.has_base ? kernels->input_bytes(layer.base) : 0));
+        features = std::max<int64_t>(features, layer.weight.out);
     }
     room(buffers.inputs, widest * rows);
     for (auto *buffer : {&g.features, &g.next_features}) room(*buffer, features * rows);
@@ -715,26 +720,32 @@ void grow_of(const Job &, uint32_t number) {
         // the state goes through the layers, and the lm_head reads what comes out
         for (int i = 0; i <= count; i++) {
             const bool is_head = i == count;
-            const Weight &weight = is_head ? level.lm_head : g.layers[level.first_layer + i].weight;
-            const int out = weight.out, halves = weight.halves, next = halves ? out / 2 : out, from = i;
+            const HeadLayer *layer = is_head ? nullptr : &g.layers[level.first_layer + i];
+            const Weight &weight = is_head ? level.lm_head : layer->weight;
+            const Weight *base = !is_head && layer->has_base ? &layer->base : nullptr;
+            const int out = weight.out, from = i;
+            const int64_t bytes = kernels->input_bytes(weight);
+            char *prepared = buffers.inputs.data(), *of_base = prepared + rows * bytes;
             auto input = [&g, from, in](int row) {
                 return (from ? (from % 2 ? g.features : g.next_features) : g.states).data() + int64_t(row) * in;
             };
             if (!each(rows, [&](int row) {
-                    kernels->prepare(weight, input(row), buffers.inputs.data() + row * kernels->input_bytes(weight));
+                    kernels->prepare(weight, input(row), prepared + row * bytes);
+                    if (base) kernels->prepare(*base, input(row), of_base + row * kernels->input_bytes(*base));
                 }) ||
-                !multiply(part++, number, out, halves, [&]() -> const Weight & { return weight; }, buffers.inputs.data(), rows,
-                          [&](int first, int outputs, const float *y) {
-                              float *into = (is_head ? g.logits : from % 2 ? g.next_features : g.features).data();
-                              for (int row = 0; row < rows; row++) {
-                                  float *to = into + int64_t(row) * next + first;
-                                  if (is_head) std::memcpy(to, y + row * kBlock, 4 * outputs);
-                                  else kernels->add_silu(halves ? y + row * kBlock : input(row) + first,
-                                                         y + row * kBlock + (halves ? kBlock / 2 : 0), outputs, to);
-                              }
-                          }))
+                !each(blocks_of(out), [&](int block) {
+                    float *y = outputs_of_thread(int64_t(2 * rows) * kBlock), *bases = y + int64_t(rows) * kBlock;
+                    const int outputs = multiply_block(weight, block, prepared, rows, y), first = block * kBlock;
+                    if (base) multiply_block(*base, block, of_base, rows, bases);
+                    float *into = (is_head ? g.logits : from % 2 ? g.next_features : g.features).data();
+                    for (int row = 0; row < rows; row++) {
+                        float *to = into + int64_t(row) * out + first;
+                        if (is_head) std::memcpy(to, y + row * kBlock, 4 * outputs);
+                        else kernels->add_silu(base ? bases + row * kBlock : input(row) + first, y + row * kBlock, outputs, to);
+                    }
+                }))
                 return;
-            in = next;
+            in = out;
         }
         if (!each(rows, [&](int row) {
                 g.totals[row] = kernels->top(kFloat32, g.logits.data() + int64_t(row) * in, in, level.width, level.divisor, true,
@@ -808,12 +819,12 @@ void draftheads_forked() {
 }
 
 // How many bytes a packed weight (out, in) has, with padding.
-int64_t draftheads_packed_size(int kind, int out, int in, int halves) { return blocks_of(out, halves) * block_bytes(kind, in); }
+int64_t draftheads_packed_size(int kind, int out, int in) { return blocks_of(out) * block_bytes(kind, in); }
 
 // Packs a weight (out, in), of int8 with the scales of its outputs (out,), or unpacks it.
-void draftheads_pack(int kind, void *weight, const float *scales, int out, int in, int halves, void *packed, int back) {
+void draftheads_pack(int kind, void *weight, const float *scales, int out, int in, void *packed, int back) {
     std::lock_guard<std::mutex> lock(turns);
-    pool->run(job_of(packing_of, Packing{static_cast<char *>(weight), scales, static_cast<char *>(packed), kind, out, in, halves, back}), 1);
+    pool->run(job_of(packing_of, Packing{static_cast<char *>(weight), scales, static_cast<char *>(packed), kind, out, in, back}), 1);
 }
 
 void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int rows, void *y) {
@@ -914,18 +925,18 @@ int draftheads_pass(const Model *model, const Pass *pass) {
     groups[num_groups] = token;
     // few tokens: each head is a task
     const int32_t head_parts = num_groups * m.groups < 4 * pool->size() ? per_group : 1;
-    int64_t widest = 0;
-    for (const Weight *w : {&m.of_layers->qkv, &m.of_layers->out, &m.of_layers->down})
-        widest = std::max(widest, kernels->input_bytes(*w));
-    int64_t most_rank = 0;
+    int64_t widest = 0, most_rank = 0;
     for (int layer = 0; layer < m.layers; layer++) {
         const Layer &l = m.of_layers[layer];
-        most_rank = std::max<int64_t>({most_rank, l.qkv.rank, l.out.rank, l.gate_up.rank, l.down.rank});
+        for (const Weight *w : {&l.qkv[0], &l.qkv[1], &l.qkv[2], &l.out, &l.gate_up[0], &l.gate_up[1], &l.down}) {
+            widest = std::max(widest, kernels->input_bytes(*w));
+            most_rank = std::max<int64_t>(most_rank, w->rank);
+        }
     }
-    const Work work{m, p, room(buffers.inputs, widest * count), room(buffers.states, count * m.size),
+    const Work work{m, p, room(buffers.inputs, 3 * widest * count), room(buffers.states, count * m.size),
                     room(buffers.qkv, count * (m.heads + 2 * m.groups) * m.head_size),
                     room(buffers.attended, count * joined), room(buffers.inner, count * m.inner),
-                    room(buffers.low, count * most_rank), most_rank, tokens, groups, num_groups, head_parts};
+                    room(buffers.low, 3 * count * most_rank), widest, most_rank, tokens, groups, num_groups, head_parts};
     pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 2);
     return 0;
 }
