@@ -23,7 +23,7 @@ from worker_process import Ids, Reply, WorkerProcess
 from draftheads import export_head
 from draftheads.data.records import prompts_in
 from draftheads.loading import load_target
-from draftheads.models.embedded import SMOLLM2_135M, converted_folder
+from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
 

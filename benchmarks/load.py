@@ -36,7 +36,7 @@ from machine import machine
 from rich.console import Console
 
 from draftheads.data.records import own_prompts, prompts_in
-from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
+from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.pretrained import default_dtype
 
 HERE = Path(__file__).parent

@@ -23,7 +23,7 @@ from worker_process import Ids, Reply, WorkerProcess
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.registry import find_head
 from draftheads.data.records import prompts_in
-from draftheads.models.embedded import SMOLLM2_135M, converted_folder
+from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
 from draftheads.utils.estimates import quartiles
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

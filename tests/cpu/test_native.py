@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.cpu import native_library
-from draftheads.cpu.kernels import Native, NativeInt8, largest
+from draftheads.cpu.kernels import Native, NativeInt8, largest, smoothing
 from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import Texts
 from draftheads.cpu.threads import native_threads, single_torch_thread
@@ -100,7 +100,7 @@ def test_int8_products_are_right_and_have_the_same_bits_with_all_instructions(
     weight, bias = numbers(outputs, inputs), numbers(outputs, seed=1)
     rows = numbers(45, inputs, seed=2)
     rows[3] = 0.0
-    product = NativeInt8(weight, bias, rows.abs().amax(0) if is_smooth else None)
+    product = NativeInt8(weight, bias, smoothing(rows.abs().amax(0), [weight]) if is_smooth else None)
     if not is_smooth:  # rounded to the nearest of 255 numbers
         assert ((product.weight - weight).abs() <= weight.abs().amax(1, keepdim=True) / 254 * 1.001).all()
         scales = rows.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
@@ -125,7 +125,10 @@ def test_smoothing_makes_outliers_cheaper(instructions: str) -> None:
     weight, rows = numbers(64, 64), numbers(32, 64, seed=1)
     rows[:, 5] *= 100.0
     expected = rows @ weight.T
-    loss = [(NativeInt8(weight, None, given)(rows) - expected).pow(2).mean() for given in (None, rows.abs().amax(0))]
+    loss = [
+        (NativeInt8(weight, None, given)(rows) - expected).pow(2).mean()
+        for given in (None, smoothing(rows.abs().amax(0), [weight]))
+    ]
     assert loss[1] < 0.5 * loss[0]
 
 
@@ -143,9 +146,9 @@ def test_what_is_no_number_stays_none_in_int8(instructions: str, strange: float)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}
 
 
-def sped_up(family: str, precision: str = "fp32") -> tuple[TargetModel, Tensor]:
+def sped_up(family: str, precision: str = "fp32", model: TargetModel | None = None) -> tuple[TargetModel, Tensor]:
     """A native model, and the logits of its stock modules in a tree."""
-    model = tiny_model(family, dtype=PRECISIONS[precision])
+    model = model or tiny_model(family, dtype=PRECISIONS[precision])
     stock = check_trees(model)
     used = load_library().draftheads_kernels(b"")
     load_library().draftheads_kernels(None)  # the portable kernels are not chosen when a model is loaded
@@ -164,6 +167,17 @@ def test_a_pass_gives_the_logits_of_the_stock_modules(
     # in a tree, as in plain texts
     found = check_trees(model, stock=None if precision == "int8" else stock).float()
     assert (found - stock.float()).abs().max() / stock.float().abs().max() < most
+
+
+def test_weights_of_one_input_in_several_forms(instructions: str) -> None:
+    """Some are exact in 16 bits, and the library reads their rows in another form."""
+    model = tiny_model("llama")
+    for layer in model.model.model.layers:
+        for part in (layer.self_attn.k_proj, layer.self_attn.o_proj, layer.mlp.up_proj):
+            part.weight.data = part.weight.bfloat16().float()
+    native, stock = sped_up("llama", "fp32", model)
+    found = check_trees(native, stock=stock)
+    assert (found - stock).abs().max() / stock.abs().max() < 1e-5
 
 
 def states_of(model: TargetModel, prompt: Sequence[int], layers: Sequence[int]) -> Tensor:

@@ -172,7 +172,7 @@ def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> lis
         elif flag.startswith("--") and flag not in known:
             close = close_name(flag, known)
             problem = f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}"
-            problem = NO_BATCH_INVARIANT if flag == "--batch-invariant" else problem
+            problem = NO_BATCH_INVARIANT if flag.endswith("batch-invariant") else problem
     for flag in places[: max(map(places.index, named), default=-1) + 1]:
         if flag not in named and (not rest or rest[0].startswith("-")):
             problem = problem or f"{' and '.join(named)} is given by name: give {flag}, too"

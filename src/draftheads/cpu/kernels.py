@@ -133,14 +133,13 @@ class NativeInt8(Native):
     Args:
         weight: (out, in).
         bias: (out,), or None.
-        inputs: (in,) the largest magnitudes max|x_j| of typical inputs; None disables SmoothQuant.
+        smooth: (in,) the factors 1 / s_j of the inputs, from :func:`smoothing`; None disables SmoothQuant.
     """
 
     name = "native-int8"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, smooth: Tensor | None = None) -> None:
         Product.__init__(self, weight, bias)
-        smooth = None if inputs is None else _smoothing(inputs, weight.float())
         held, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
         for part, numbers, scale in _in_parts(weight, held, scales):
             exact = part.float() if smooth is None else part.float() / smooth
@@ -161,13 +160,25 @@ class NativeInt8(Native):
         return (rounded if self._smooth is None else rounded * self._smooth).to(self.dtype)
 
 
+def smoothing(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """(in,) the factors 1 / s_j of inputs that several weights read, scaled to a geometric mean of 1.
+
+    Args:
+        inputs: (in,) the largest magnitudes max|x_j| of typical inputs.
+        weights: (out, in) each.
+    """
+    largest = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
+    scale = inputs.clamp_min(1e-4) ** SMOOTHING / largest.clamp_min(1e-5) ** (1 - SMOOTHING)
+    return scale.log().mean().exp() / scale
+
+
 class PackedLinear(nn.Module):
     """Replaces an ``nn.Linear``. Stores its weight only in the format of the product."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.product = product
-        self.inputs: Tensor | None = None  # (in,) largest magnitudes of typical inputs, used to prepare int8
+        self.smooth: Tensor | None = None  # (in,) factors of the inputs, used to prepare int8
         self.tied: Tensor | None = None  # (out, in): the weight, if it is tied to another module's
 
     @property
@@ -242,10 +253,10 @@ def pack(layers: Sequence[PackedLinear], *, int8: bool = False, portable: bool =
     for layer in layers:
         if type(layer.product) is Plain and Native.fits(weight := layer.product.weight):
             if int8 and NativeInt8.fits(weight):
-                layer.product = NativeInt8(weight, layer.bias, layer.inputs)
+                layer.product = NativeInt8(weight, layer.bias, layer.smooth)
             else:
                 layer.product = Native(weight, layer.bias)
-            layer.inputs = None
+            layer.smooth = None
 
 
 def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,12 +295,6 @@ def native_bf16() -> bool:
 
 def _pointer(numbers: Tensor | None) -> int | None:
     return None if numbers is None else numbers.data_ptr()
-
-
-def _smoothing(inputs: Tensor, weight: Tensor) -> Tensor:
-    """(in,) the factors of the inputs, 1 / s_j, scaled to a geometric mean of 1."""
-    scale = inputs.clamp_min(1e-4) ** SMOOTHING / weight.abs().amax(0).clamp_min(1e-5) ** (1 - SMOOTHING)
-    return scale.log().mean().exp() / scale
 
 
 def _in_16_bits(weight: Tensor) -> Tensor:

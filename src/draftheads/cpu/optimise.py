@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
-from draftheads.cpu.kernels import PackedLinear, Plain, pack, replace_linears
+from draftheads.cpu.kernels import PackedLinear, Plain, pack, replace_linears, smoothing
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
@@ -101,22 +101,33 @@ def _check_quantisable(model: Any) -> None:
 
 @torch.inference_mode()
 def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor) -> None:
-    """Reads a text and records each layer's largest inputs, each row divided by its maximum, as int8 does."""
+    """Reads a text and gives each layer factors of its inputs, the same to layers that read the same rows.
+
+    What counts are the largest inputs of rows that are divided by their maximum, as int8 does.
+    """
+    groups: list[tuple[Tensor, list[PackedLinear]]] = []
+    held: list[Tensor] = []  # the last rows, so that their place in memory is not used again
 
     class Observing(Plain):
         def __call__(self, rows: Tensor) -> Tensor:
-            size = rows.abs().float()
-            seen[id(self)] = (size / size.amax(1, keepdim=True).clamp_min(1e-12)).amax(0)
+            if not held or held[0].data_ptr() != rows.data_ptr():
+                size = rows.abs().float()
+                groups.append(((size / size.amax(1, keepdim=True).clamp_min(1e-12)).amax(0), []))
+                held[:] = [rows]
+            groups[-1][1].append(observed[id(self)])
             return super().__call__(rows)
 
-    seen: dict[int, Tensor] = {}
     plain = [layer.product for layer in layers]
     for layer in layers:
         layer.product = Observing(layer.product.weight, layer.bias)
+    observed = {id(layer.product): layer for layer in layers}
     model(input_ids=token_ids, use_cache=False)
     for layer, product in zip(layers, plain, strict=True):
-        layer.inputs = seen.get(id(layer.product))
         layer.product = product
+    for inputs, readers in groups:
+        smooth = smoothing(inputs, [layer.weight for layer in readers])
+        for layer in readers:
+            layer.smooth = smooth
 
 
 def _let_go_of_file(model: Any) -> None:

@@ -274,6 +274,11 @@ struct Work {
 };
 static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
 
+// Whether both weights read a row in the same form, so that it is prepared once.
+bool reads_alike(const Weight &a, const Weight &b) {
+    return a.in == b.in && a.kind == b.kind && a.inputs == b.inputs && a.smooth == b.smooth;
+}
+
 // A block of outputs of a weight: y (rows, kBlock) = prepared rows times it, plus its bias and its low-rank addition, of
 // which `low` has A x of each row. Returns how many outputs the block has.
 int multiply_block(const Weight &weight, int block, const char *inputs, int rows, float *y, const float *low = nullptr,
@@ -389,18 +394,25 @@ void pass_of(const Job &job, uint32_t number) {
     const int query_blocks = blocks_of(joined), key_blocks = blocks_of(m.groups * head_size);
     int part = 0;
     auto each = [&](auto task) { return pool->share(part++, number, tokens, task); };
-    auto inputs = [&](int which) { return work.inputs + which * tokens * work.widest; };
+    // of weights that read the same rows
+    auto inputs = [&](const Weight *weights, int which) {
+        return work.inputs + (reads_alike(weights[0], weights[which]) ? 0 : which * tokens * work.widest);
+    };
     auto low = [&](int which) { return work.low + which * tokens * work.most_rank; };
-    auto prepare = [&](const Weight &weight, const float *row, int token, int which = 0) {
-        kernels->prepare(weight, row, inputs(which) + token * kernels->input_bytes(weight));
-        if (weight.rank)
-            kernels->dots(weight.low_kind, weight.low_a, row, weight.rank, weight.in, low(which) + token * work.most_rank);
+    auto prepare = [&](const Weight *weights, int count, const float *row, int token) {
+        for (int which = 0; which < count; which++) {
+            const Weight &weight = weights[which];
+            if (!which || !reads_alike(weights[0], weight))
+                kernels->prepare(weight, row, inputs(weights, which) + token * kernels->input_bytes(weight));
+            if (weight.rank)
+                kernels->dots(weight.low_kind, weight.low_a, row, weight.rank, weight.in, low(which) + token * work.most_rank);
+        }
     };
     auto prepare_normed = [&](const Weight *weights, int count, const float *scale, int token) {
         static thread_local std::vector<float> normed;
         normed.resize(size);
         kernels->norm(work.states + int64_t(token) * size, scale, m.epsilon, size, normed.data());
-        for (int which = 0; which < count; which++) prepare(weights[which], normed.data(), token, which);
+        prepare(weights, count, normed.data(), token);
     };
     auto add = [&](int first, int outputs, const float *y) {
         for (int t = 0; t < tokens; t++) {
@@ -429,8 +441,9 @@ void pass_of(const Job &job, uint32_t number) {
                 const int which = task < query_blocks ? 0 : task < query_blocks + key_blocks ? 1 : 2;
                 const int block = which ? (task - query_blocks) % key_blocks : task;
                 const int first = (which ? joined + (which - 1) * m.groups * head_size : 0) + block * kBlock;
+                const Weight *weights = layer().qkv;
                 float *y = outputs_of_thread(int64_t(tokens) * kBlock);
-                const int outputs = multiply_block(layer().qkv[which], block, inputs(which), tokens, y, low(which), work.most_rank);
+                const int outputs = multiply_block(weights[which], block, inputs(weights, which), tokens, y, low(which), work.most_rank);
                 for (int t = 0; t < tokens; t++)
                     std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
             }) &&
@@ -441,21 +454,21 @@ void pass_of(const Job &job, uint32_t number) {
                             attend(work, layer(), index, work.groups[of], work.groups[of + 1] - work.groups[of],
                                    task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
                         }) &&
-            each([&](int token) { prepare(layer().out, work.attended + int64_t(token) * joined, token); }) &&
-            multiply(part++, number, size, [&]() -> const Weight & { return layer().out; }, inputs(0), tokens, add, low(0),
+            each([&](int token) { prepare(&layer().out, 1, work.attended + int64_t(token) * joined, token); }) &&
+            multiply(part++, number, size, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add, work.low,
                      work.most_rank) &&
             each([&](int token) { prepare_normed(layer().gate_up, 2, layer().middle_norm, token); }) &&
             pool->share(part++, number, blocks_of(m.inner), [&](int block) {
                 float *gate = outputs_of_thread(int64_t(2 * tokens) * kBlock), *up = gate + int64_t(tokens) * kBlock;
                 const Weight *weights = layer().gate_up;
-                const int outputs = multiply_block(weights[0], block, inputs(0), tokens, gate, low(0), work.most_rank);
-                multiply_block(weights[1], block, inputs(1), tokens, up, low(1), work.most_rank);
+                const int outputs = multiply_block(weights[0], block, work.inputs, tokens, gate, low(0), work.most_rank);
+                multiply_block(weights[1], block, inputs(weights, 1), tokens, up, low(1), work.most_rank);
                 for (int t = 0; t < tokens; t++)
                     kernels->gate(m.act, gate + t * kBlock, up + t * kBlock, outputs,
                                   work.inner + int64_t(t) * m.inner + block * kBlock);
             }) &&
-            each([&](int token) { prepare(layer().down, work.inner + int64_t(token) * m.inner, token); }) &&
-            multiply(part++, number, size, [&]() -> const Weight & { return layer().down; }, inputs(0), tokens, add, low(0),
+            each([&](int token) { prepare(&layer().down, 1, work.inner + int64_t(token) * m.inner, token); }) &&
+            multiply(part++, number, size, [&]() -> const Weight & { return layer().down; }, work.inputs, tokens, add, work.low,
                      work.most_rank);
         if (!goes_on) return;
     }
@@ -725,13 +738,13 @@ void grow_of(const Job &, uint32_t number) {
             const Weight *base = !is_head && layer->has_base ? &layer->base : nullptr;
             const int out = weight.out, from = i;
             const int64_t bytes = kernels->input_bytes(weight);
-            char *prepared = buffers.inputs.data(), *of_base = prepared + rows * bytes;
+            char *prepared = buffers.inputs.data(), *of_base = base && !reads_alike(weight, *base) ? prepared + rows * bytes : prepared;
             auto input = [&g, from, in](int row) {
                 return (from ? (from % 2 ? g.features : g.next_features) : g.states).data() + int64_t(row) * in;
             };
             if (!each(rows, [&](int row) {
                     kernels->prepare(weight, input(row), prepared + row * bytes);
-                    if (base) kernels->prepare(*base, input(row), of_base + row * kernels->input_bytes(*base));
+                    if (of_base != prepared) kernels->prepare(*base, input(row), of_base + row * kernels->input_bytes(*base));
                 }) ||
                 !each(blocks_of(out), [&](int block) {
                     float *y = outputs_of_thread(int64_t(2 * rows) * kBlock), *bases = y + int64_t(rows) * kBlock;

@@ -133,7 +133,7 @@ export function verdictOn(plain, drafted) {
   while (one[place] === other[place] && !same) place += 1;
   const texts = same
     ? 'The texts are equal.'
-    : `The texts differ after ${place} characters: in 16-bit formats, near-ties between tokens can end differently. The option --batch-invariant of the server prevents it on a CPU.`;
+    : `The texts differ after ${place} characters: in 16-bit formats, near-ties between tokens can end differently.`;
   const [slow, fast] = [plain.meter.perSecond, drafted.meter.perSecond];
   if (!slow || !fast) return texts;
   const compared = fast < slow ? 'slower here' : `${(fast / slow).toFixed(2)} times as fast`;
