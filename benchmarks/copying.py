@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from draftheads.drafters.copy_odds import DEFAULT_ODDS, votes_of
+from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, votes_of
 from draftheads.drafters.copy_tree import Voter, copy_tree
 from draftheads.drafters.copying import MOST_PLACES, NUM_TOKENS
 from draftheads.drafters.text_index import RowTexts
@@ -56,7 +56,7 @@ def costs(rows: int) -> Iterator[tuple[str, float]]:
     words = random.Random(0)  # noqa: S311 - no secret
     texts.read(context(rows, [words.randrange(300) for _ in range(TEXT_LENGTH)], 0))
     step = context(rows, [0, 5, 9], 7)
-    votes = votes_of(DEFAULT_ODDS)
+    votes = votes_of(DEFAULT_COPY_PROBS)
 
     def look_up() -> None:
         texts.read(step)

@@ -22,7 +22,7 @@ from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import costs_of
-from draftheads.drafters.copy_odds import DEFAULT_ODDS
+from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
@@ -286,7 +286,7 @@ def copying(drafter: DraftHead, profile: AcceptanceProfile | None) -> Copying:
         return Copying(drafter)
     gains = [after - before for before, after in pairwise(profile.static_tokens)]
     values = {tuple(path): gain for path, gain in zip(profile.paths, gains, strict=False) if 0.0 < gain < 1.0}
-    return Copying(drafter, odds=profile.copies or DEFAULT_ODDS, values=values)
+    return Copying(drafter, probs=profile.copies or DEFAULT_COPY_PROBS, values=values)
 
 
 def _check_what_drafts(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftheads.drafters.copy_odds import DEFAULT_ODDS, votes_of
+from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, votes_of
 from draftheads.drafters.copy_tree import LEAST, Copied, Voter, copy_tree
 from draftheads.drafters.copying import MOST_PLACES
 from draftheads.drafters.text_index import TextIndex
@@ -74,7 +74,7 @@ def test_the_most_probable_copies_by_votes(text: list[int], count: int) -> None:
 
 
 def test_a_text_that_repeats_itself_is_copied_on_and_on() -> None:
-    tree = copy_tree(voters_of([5, 6, 7] * 8, 9, votes_of(DEFAULT_ODDS)), 9)
+    tree = copy_tree(voters_of([5, 6, 7] * 8, 9, votes_of(DEFAULT_COPY_PROBS)), 9)
     assert [node.token_id for node in tree] == [5, 6, 7] * 3
     assert [node.parent for node in tree] == list(range(9))
     assert tree[-1].probability > 0.9

@@ -7,7 +7,7 @@ import torch
 
 from draftheads.checkpoints.checkpoint import load_head, save_head
 from draftheads.decode.engine import Engine
-from draftheads.drafters.copy_odds import DEFAULT_ODDS, check_odds
+from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, check_copy_probs
 from draftheads.errors import CheckpointCorrupt, InvalidTree
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -101,7 +101,7 @@ def test_static_profiles_from_ranks_alone():
 
 
 def test_a_measured_profile_has_the_odds_of_copies(model: TargetModel):
-    """Answers that repeat themselves raise the odds of copies above the usual ones; others lower them."""
+    """Answers that repeat themselves raise the probs of copies above the usual ones; others lower them."""
     vocabulary = list(range(5, 20))
     repeating = [Answer((3, 4), (5, 6, 7, 8) * 15)] * 4
     pairs = zip(vocabulary * 4, [21] * 60, strict=True)
@@ -110,8 +110,8 @@ def test_a_measured_profile_has_the_odds_of_copies(model: TargetModel):
     def copies(answers: list[Answer]) -> list[list[float]]:
         settings = ReplaySettings(top_k=4, beam=2)
         profile, _ = measured_profile(model, tiny_head("medusa", model), answers, settings, progress=NoProgress())
-        check_odds(profile.copies)
+        check_copy_probs(profile.copies)
         return profile.copies
 
-    assert copies(repeating)[-1][5] > DEFAULT_ODDS[-1][5]
-    assert copies(others)[0][0] < DEFAULT_ODDS[0][0], "21 is followed by another token each time"
+    assert copies(repeating)[-1][5] > DEFAULT_COPY_PROBS[-1][5]
+    assert copies(others)[0][0] < DEFAULT_COPY_PROBS[0][0], "21 is followed by another token each time"

@@ -34,7 +34,6 @@ def trees(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
         probs=torch.rand(rows, size, 4),
         max_siblings=2,
         copied=token_ids % 3 == 0,
-        row_nodes=(size,) * rows,
     )
     return draft, kept
 
@@ -56,7 +55,6 @@ def test_kept_nodes_have_their_paths_and_the_others_fill_up(tree: tuple[Draft, l
     found = with_nodes(draft, kept, max_depth=deepest)
     assert found.num_nodes == max(map(len, kept))
     assert (found.max_depth, found.max_siblings) == (deepest, 2)
-    assert found.row_nodes == tuple(map(len, kept))
     for row, nodes in enumerate(kept):
         before, after = paths_of(draft, row), paths_of(found, row)
         assert after == [before[node] for node in nodes] + [[]] * (found.num_nodes - len(nodes))

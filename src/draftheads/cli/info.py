@@ -17,7 +17,7 @@ from draftheads.checkpoints.head_files import HeadFiles, read_head_files
 from draftheads.checkpoints.profile_store import cached_profile
 from draftheads.checkpoints.registry import DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, ZooHead, find_head, zoo_heads
 from draftheads.cli.options.generate import read_tree
-from draftheads.drafters.copy_odds import DEFAULT_ODDS
+from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_methods
 from draftheads.models.gguf_models import SMOLLM2_135M
@@ -129,9 +129,9 @@ def _described(profile: AcceptanceProfile) -> dict[str, object]:
         if any(nodes <= len(profile.tokens(kind)) for kind in KINDS):
             words = ", ".join(f"{_KIND_WORDS[kind]} {tokens:.2f}" for kind, tokens in gains.items())
             shown[f"tokens/step, {counted(nodes, 'node')}"] = words
-    odds = profile.copies or DEFAULT_ODDS
-    lengths = sorted({1, 1 + len(odds) // 2, len(odds)})
-    shares = ", ".join(f"{length}: {odds[length - 1][0]:.0%}" for length in lengths)
+    probs = profile.copies or DEFAULT_COPY_PROBS
+    lengths = sorted({1, 1 + len(probs) // 2, len(probs)})
+    shares = ", ".join(f"{length}: {probs[length - 1][0]:.0%}" for length in lengths)
     usual = "" if profile.copies else " (as usual; not measured)"
     shown["copied tokens accepted, by length of the match"] = f"{shares}{usual}"
     return shown

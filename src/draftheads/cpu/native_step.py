@@ -32,7 +32,7 @@ OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeE
 
 
 @dataclass(frozen=True)
-class Texts:
+class SequenceBatch:
     """The tokens of a pass: those of a text are neighbours.
 
     Args:
@@ -126,7 +126,7 @@ class NativeStep:
         return int(2 * model.layers * model.groups * model.head_size * self.cache_dtype.itemsize)
 
     def run(
-        self, token_ids: Tensor, texts: Texts, layers: Sequence[int] = (), *, last_position: int
+        self, token_ids: Tensor, texts: SequenceBatch, layers: Sequence[int] = (), *, last_position: int
     ) -> tuple[Tensor, Tensor]:
         """One pass, which writes keys and values.
 
@@ -175,7 +175,7 @@ class NativeStep:
             raise IndexError(f"a token is outside the vocabulary, 0 to {self._model.vocab - 1}")
         return last, inputs
 
-    def _checked_slots(self, texts: Texts, count: int) -> list[int]:
+    def _checked_slots(self, texts: SequenceBatch, count: int) -> list[int]:
         """An error in place of reading or writing other memory."""
         model, slots = self._model, [part.shape[3] for part in texts.memory]
         shape = model.layers, 2, model.groups, model.head_size
@@ -258,7 +258,7 @@ class _Turns:
         self._table = self._computed(torch.arange(1))
         self.size = self._table[0].shape[-1]
 
-    def of(self, texts: Texts, last_position: int) -> tuple[Tensor, Tensor, bool]:
+    def of(self, texts: SequenceBatch, last_position: int) -> tuple[Tensor, Tensor, bool]:
         """(P, d) each; P are the tokens if the last value is true, or positions from 0 on."""
         longest = max(length + count for length, count in zip(texts.lengths, texts.counts, strict=True))
         needed = min(longest, last_position + 1)

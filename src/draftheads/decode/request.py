@@ -151,7 +151,7 @@ class Request:
         self._streams: dict[str, torch.Generator] = {}
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """Tokens that may still follow."""
         return self.most_new_tokens - len(self.token_ids)
 
@@ -217,7 +217,7 @@ class Request:
             text += self._stop_text.push(new, token=last, is_early=is_early)
             if (piece and piece[-1] in self.stop_ids) or self._stop_text.found:
                 self.finish_reason = "stop"
-            elif self.room <= 0:
+            elif self.tokens_left <= 0:
                 self.finish_reason = "length"
             if self.finish_reason:
                 text += self._stop_text.push(self._stream.flush(), is_early=is_early) + self._stop_text.flush()
@@ -277,7 +277,7 @@ class Request:
 
     def _until_stop_id(self, token_ids: Sequence[int]) -> list[int]:
         end = next((i + 1 for i, token in enumerate(token_ids) if token in self.stop_ids), len(token_ids))
-        return list(token_ids[: min(end, self.room)])
+        return list(token_ids[: min(end, self.tokens_left)])
 
 
 def _coloured(text: str, *, drafted: bool) -> str:

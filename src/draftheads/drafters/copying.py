@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds, votes_of
+from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, MAX_NGRAM, CopyProbs, check_copy_probs, votes_of
 from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
 from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
@@ -39,24 +39,24 @@ class Copying(Drafter):
 
     Args:
         drafter: a draft head or draft model.
-        odds: of copied tokens, by the length of the match, see :func:`copy_odds`.
+        probs: of copied tokens, by the length of the match, see :func:`copy_probs`.
         values: the measured probability that a node of a static tree is accepted, by its path of ranks. Without it
             the probability falls geometrically with depth and rank.
         num_tokens: the most tokens that are copied.
 
     Raises:
-        InvalidSettings: impossible odds, no tokens, or a drafter that makes trees of its own.
+        InvalidSettings: impossible probs, no tokens, or a drafter that makes trees of its own.
     """
 
     def __init__(
         self,
         drafter: Drafter,
         *,
-        odds: Odds = DEFAULT_ODDS,
+        probs: CopyProbs = DEFAULT_COPY_PROBS,
         values: Mapping[Path, float] | None = None,
         num_tokens: int = NUM_TOKENS,
     ) -> None:
-        check_odds(odds)
+        check_copy_probs(probs)
         require_at_least(1, num_tokens=num_tokens)
         if drafter.default_shape is None:
             raise InvalidSettings(
@@ -68,7 +68,7 @@ class Copying(Drafter):
         self.reads_whole_text, self.hidden_layers = drafter.reads_whole_text, drafter.hidden_layers
         self.default_shape, self.max_depth = drafter.default_shape, drafter.max_depth
         self.extra_nodes = num_tokens
-        self.odds, self.values, self.num_tokens = odds, values or {}, num_tokens
+        self.probs, self.values, self.num_tokens = probs, values or {}, num_tokens
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class CopyingSession(DraftSession):
     def __init__(self, copying: Copying) -> None:
         self.session = copying.drafter.start()
         self.values, self.num_tokens = copying.values, copying.num_tokens
-        self._votes = votes_of(copying.odds)
+        self._votes = votes_of(copying.probs)
         self._texts = RowTexts(max_ngram=MAX_NGRAM)
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
 

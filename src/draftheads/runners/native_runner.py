@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftheads.cpu.native_step import Texts, ancestor_bits
+from draftheads.cpu.native_step import SequenceBatch, ancestor_bits
 from draftheads.models.model import TargetModel
 from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, whole_blocks
 from draftheads.speculation.draft import AcceptResult, Draft
@@ -41,7 +41,7 @@ class NativeRunner(Runner):
         done = [0] * len(rows)
         while (counts := _next_counts([len(ids) - read for ids, read in zip(token_ids, done, strict=True)])) != {}:
             tokens = [token for place, count in counts.items() for token in token_ids[place][done[place] :][:count]]
-            texts = Texts(
+            texts = SequenceBatch(
                 [rows[place].memory for place in counts],
                 [lengths[place] + done[place] for place in counts],
                 list(counts.values()),
@@ -58,26 +58,19 @@ class NativeRunner(Runner):
 
     @torch.inference_mode()
     def verify(self, rows: Sequence[Row], draft: Draft) -> tuple[Tensor, Tensor]:
-        """Nodes that fill up their row are not computed: their results are those of others."""
         batch, nodes = len(rows), draft.num_nodes
-        row_nodes = draft.row_nodes or (nodes,) * batch
-        places, counts = torch.arange(nodes), torch.tensor(row_nodes)
-        texts, numbers = (places < counts[:, None]).nonzero(as_tuple=True)  # (M,)
+        texts, numbers = torch.arange(batch).repeat_interleave(nodes), torch.arange(nodes).repeat(batch)
         for row in rows:
             _reserve(row, row.length + nodes)
-        of_rows = Texts(
+        of_rows = SequenceBatch(
             [row.memory for row in rows],
             [row.length for row in rows],
-            row_nodes,
-            draft.depths.expand(batch, nodes)[texts, numbers].int(),
+            [nodes] * batch,
+            draft.depths.expand(batch, nodes).flatten().int(),
             ancestor_bits(draft.ancestors, texts, numbers),
         )
-        last, hidden = self._pass(rows, draft.token_ids[texts, numbers], of_rows)
-        logits = self.model.logits(last)
-        if min(row_nodes) == nodes:
-            return logits.view(batch, nodes, -1), hidden.view(batch, nodes, -1)
-        index = (counts.cumsum(0) - counts)[:, None] + places.minimum(counts[:, None] - 1)  # (B, N) into M
-        return logits[index], hidden[index]
+        last, hidden = self._pass(rows, draft.token_ids.flatten(), of_rows)
+        return self.model.logits(last).view(batch, nodes, -1), hidden.view(batch, nodes, -1)
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[Row], result: AcceptResult, num_accepted: Sequence[int]) -> None:
@@ -98,7 +91,7 @@ class NativeRunner(Runner):
     def num_bytes(self) -> int:
         return sum(row.memory.nbytes for row in self._rows)
 
-    def _pass(self, rows: Sequence[Row], tokens: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+    def _pass(self, rows: Sequence[Row], tokens: Tensor, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
         """h_t (M, D) and hidden states (M, D or n·D) of tokens (M,)."""
         if self.model.long_rope is not None:
             texts = replace(texts, are_long=[row.is_long for row in rows])

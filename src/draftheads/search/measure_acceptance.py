@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
+from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, copy_probs
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.calibrate import Answer
@@ -55,7 +55,7 @@ def measured_profile(
         top_k=replay.top_k,
         beam=settings.beam,
         shallower_tokens=[_rising(tokens[:MAX_NODES]) for tokens in record["dynamic"]["shallower"]],
-        copies=copy_odds(((answer.prompt_ids, answer.token_ids) for answer in answers), prior=DEFAULT_ODDS),
+        copies=copy_probs(((answer.prompt_ids, answer.token_ids) for answer in answers), prior=DEFAULT_COPY_PROBS),
     )
     return profile, record
 

@@ -38,7 +38,6 @@ class Draft:
     probs: Tensor | None = None  # (B, N, V) float32, of sampled drafts: what a node's children were drawn from
     max_siblings: int = 0  # of sampled drafts: the most children that a node has
     copied: Tensor | None = None  # (B, N) bool: nodes that only a copy from the text so far brought
-    row_nodes: tuple[int, ...] | None = None  # how many nodes of each row are no filling; None: it may be all
     reads_all_nodes: bool = False  # whether the drafter reads the target's logits at all nodes, accepted or not
 
     @property
@@ -58,7 +57,7 @@ class Draft:
         of_nodes = {name: getattr(self, name) for name in _OF_NODES}
         first: dict[str, Any] = {name: part[:, :num_nodes] for name, part in of_nodes.items() if part is not None}
         first["ancestors"] = self.ancestors[:, :num_nodes, :num_nodes]
-        return replace(self, max_depth=min(self.max_depth, num_nodes - 1), row_nodes=None, **first)
+        return replace(self, max_depth=min(self.max_depth, num_nodes - 1), **first)
 
     def filled_up(self, filling: Tensor) -> Self:
         """The same draft where some nodes, (B, N) bool, and the nodes below them only fill up their row."""

@@ -100,5 +100,4 @@ def with_nodes(draft: Draft, nodes: Sequence[Sequence[int]], *, max_depth: int) 
         path_log_probs=log_probs(draft.path_log_probs),
         probs=None if draft.probs is None else of(draft.probs),
         copied=None if draft.copied is None else of(draft.copied),
-        row_nodes=None if draft.row_nodes is None else tuple(map(len, nodes)),
     ).filled_up(filling)

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 from draftheads.errors import InvalidSettings
 
-Odds = Sequence[Sequence[float]]
-# copy_odds() of 8,253 chats of SmolLM2-135M-Instruct, 1.6 million tokens
-DEFAULT_ODDS: Odds = (
+CopyProbs = Sequence[Sequence[float]]
+# copy_probs() of 8,253 chats of SmolLM2-135M-Instruct, 1.6 million tokens
+DEFAULT_COPY_PROBS: CopyProbs = (
     (0.208, 0.107, 0.066, 0.045, 0.033, 0.025, 0.019, 0.016, 0.013),
     (0.501, 0.295, 0.2, 0.146, 0.112, 0.088, 0.072, 0.06, 0.05),
     (0.585, 0.394, 0.285, 0.218, 0.171, 0.139, 0.116, 0.098, 0.083),
@@ -19,17 +19,17 @@ DEFAULT_ODDS: Odds = (
 )
 
 MAX_NGRAM = 4  # tokens of the longest n-gram that is looked up
-_PRIOR = 20.0  # pseudo-count of the prior odds, or of those of the next shorter match
+_PRIOR = 20.0  # pseudo-count of the prior probs, or of those of the next shorter match
 _HIGHEST = 0.99  # probability of a copied token given those before it
-_STEP = 0.001  # odds are rounded to this, and fall by at least this from token to token
+_STEP = 0.001  # probs are rounded to this, and fall by at least this from token to token
 
 
-def copy_odds(
+def copy_probs(
     texts: Iterable[tuple[Sequence[int], Sequence[int]]],
     *,
     num_tokens: int = 9,
     max_match: int = 8,
-    prior: Odds | None = None,
+    prior: CopyProbs | None = None,
 ) -> list[list[float]]:
     """Row m-1, place d: the probability that the first d+1 copied tokens are right after a match of m tokens.
 
@@ -41,9 +41,9 @@ def copy_odds(
         texts: pairs of prompt and answer, token ids.
         num_tokens: the most tokens that are copied.
         max_match: longer matches count as matches of this length.
-        prior: odds of as many tokens and matches, measured on other texts.
+        prior: probs of as many tokens and matches, measured on other texts.
     """
-    from draftheads.drafters.text_index import TextIndex  # noqa: PLC0415 - slow to import; `info` needs the odds only
+    from draftheads.drafters.text_index import TextIndex  # noqa: PLC0415 - slow to import; `info` needs the probs only
 
     right = [[0] * (num_tokens + 1) for _ in range(max_match)]  # the first d tokens are; all of them are known
     tried = [[0] * (num_tokens + 1) for _ in range(max_match)]  # the first d-1 are, and the next one is known
@@ -63,27 +63,27 @@ def copy_odds(
     return _odds(right, tried, num_tokens, prior)
 
 
-def votes_of(odds: Odds) -> list[float]:
-    """The odds p / (1 - p) that the next copied token is right, for matches of 1, 2, … tokens.
+def votes_of(probs: CopyProbs) -> list[float]:
+    """The probs p / (1 - p) that the next copied token is right, for matches of 1, 2, … tokens.
 
-    The last row of the odds is for all longer matches. So its first value is an average, and the ratios of its further
+    The last row of the probs is for all longer matches. So its first value is an average, and the ratios of its further
     values show how p rises with each copied token: the match is one token longer there.
 
     >>> [round(vote, 2) for vote in votes_of([[0.2, 0.1], [0.5, 0.4]])]
     [0.25, 1.0, 4.0]
     """
-    shares = [row[0] for row in odds] + [after / before for before, after in pairwise(odds[-1])]
+    shares = [row[0] for row in probs] + [after / before for before, after in pairwise(probs[-1])]
     return [share / (1.0 - share) for share in shares]
 
 
 def _odds(
-    right: Sequence[Sequence[int]], tried: Sequence[Sequence[int]], num_tokens: int, prior: Odds | None
+    right: Sequence[Sequence[int]], tried: Sequence[Sequence[int]], num_tokens: int, prior: CopyProbs | None
 ) -> list[list[float]]:
     """Counts as smooth products of conditional probabilities."""
     depths = range(1, num_tokens + 1)
     all_right, all_tried = (list(map(sum, zip(*counts, strict=True))) for counts in (right, tried))
     shares = [(all_right[d] + 1) / (all_tried[d] + 2) for d in depths]
-    odds: list[list[float]] = []
+    probs: list[list[float]] = []
     for number, (hits, trials) in enumerate(zip(right, tried, strict=True)):
         if prior is not None:
             shares = [after / before for before, after in pairwise([1.0, *prior[number]])]
@@ -92,8 +92,8 @@ def _odds(
         for share in shares:
             product *= min(share, _HIGHEST)
             row.append(product)
-        odds.append([max(pair) for pair in zip(row, odds[-1], strict=True)] if odds else row)
-    return [_rounded(row) for row in odds]
+        probs.append([max(pair) for pair in zip(row, probs[-1], strict=True)] if probs else row)
+    return [_rounded(row) for row in probs]
 
 
 def _rounded(row: Sequence[float]) -> list[float]:
@@ -106,11 +106,11 @@ def _rounded(row: Sequence[float]) -> list[float]:
     return rounded
 
 
-def check_odds(odds: Odds) -> None:
-    """Are these odds of copies?"""
-    sizes = {len(row) for row in odds}
+def check_copy_probs(probs: CopyProbs) -> None:
+    """Are these probs of copies?"""
+    sizes = {len(row) for row in probs}
     if len(sizes) != 1 or 0 in sizes:
-        raise InvalidSettings(f"odds have rows of {sorted(sizes)} tokens; they must be of one length of at least 1")
-    for length, row in enumerate(odds, start=1):
+        raise InvalidSettings(f"probs have rows of {sorted(sizes)} tokens; they must be of one length of at least 1")
+    for length, row in enumerate(probs, start=1):
         if any(not after < before for before, after in pairwise([1.0, *row, 0.0])):
-            raise InvalidSettings(f"odds of a match of {length}: {list(row)} must lie between 0 and 1 and fall")
+            raise InvalidSettings(f"probs of a match of {length}: {list(row)} must lie between 0 and 1 and fall")
