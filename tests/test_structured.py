@@ -289,7 +289,7 @@ def test_forbidden_copies_take_no_place_in_the_tree(verified: list[tuple[Draft, 
     prompt = [*yes, *no, *yes, *no]
     spelling = " ".join(f"<[{token}]>" for token in yes)
     grammar = Grammar.lark(f"start: {spelling} DIGITS\nDIGITS: /[0-9]{{3}}/")
-    drafter = Copying(tiny_head("hydra", model), odds=((0.9, 0.8, 0.7),) * 4)
+    drafter = Copying(tiny_head("hydra", model), probs=((0.9, 0.8, 0.7),) * 4)
     Engine(model, drafter, shape=BestFirst(3, top_k=2)).generate([prompt], grammar=grammar)
     assert [draft.num_nodes for draft, _ in verified][: len(yes)] == [3] * len(yes)
 

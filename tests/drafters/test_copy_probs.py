@@ -15,13 +15,13 @@ def falls(probs: list[list[float]]) -> bool:
     return along and down
 
 
-def test_odds_of_a_text_that_repeats_itself() -> None:
+def test_probabilities_of_a_text_that_repeats_itself() -> None:
     probs = copy_probs([([1, 2, 3, 4], [1, 2, 3, 4] * 200)], num_tokens=3, max_match=6)
     assert probs[-1] == [0.99, 0.98, 0.97]
     assert falls(probs)
 
 
-def test_odds_of_single_tokens_that_are_followed_by_the_same_every_other_time() -> None:
+def test_probabilities_of_single_tokens_that_are_followed_by_the_same_every_other_time() -> None:
     answer = [token for i in range(400) for token in (100 + i, 1, 2 + (i // 2) % 2)]
     probs = copy_probs([([1], answer)], num_tokens=2, max_match=3)
     assert probs[0][0] == pytest.approx(0.5, abs=0.03)  # 1 is followed by 2, 2, 3, 3, 2, 2, …
@@ -29,13 +29,13 @@ def test_odds_of_single_tokens_that_are_followed_by_the_same_every_other_time() 
     assert falls(probs)
 
 
-def test_odds_without_a_match() -> None:
+def test_probabilities_without_a_match() -> None:
     """Nothing was observed: one half for each next token."""
     probs = copy_probs([([1, 2, 3], [4, 5, 6])], num_tokens=3, max_match=2)
     assert probs == [[0.5, 0.25, 0.125]] * 2
 
 
-def test_odds_of_few_texts_stay_near_earlier_ones() -> None:
+def test_probabilities_of_few_texts_stay_near_earlier_ones() -> None:
     assert copy_probs([], prior=DEFAULT_COPY_PROBS) == [pytest.approx(row, abs=1e-3) for row in DEFAULT_COPY_PROBS]
     once = copy_probs([([1, 2, 3], [1, 2, 3])], prior=DEFAULT_COPY_PROBS)
     assert DEFAULT_COPY_PROBS[0][0] < once[0][0] < DEFAULT_COPY_PROBS[0][0] + 0.1
@@ -50,7 +50,7 @@ def test_what_follows_the_end_of_an_answer_is_not_counted() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=30), max_size=5), st.integers(1, 5), st.integers(1, 6))
-def test_odds_fall_along_a_copy_and_rise_with_the_match(
+def test_probabilities_fall_along_a_copy_and_rise_with_the_match(
     texts: list[list[int]], num_tokens: int, max_match: int
 ) -> None:
     probs = copy_probs([(text[:1], text[1:]) for text in texts], num_tokens=num_tokens, max_match=max_match)
@@ -60,5 +60,5 @@ def test_odds_fall_along_a_copy_and_rise_with_the_match(
     check_copy_probs(probs)
 
 
-def test_the_default_odds_fall_and_rise() -> None:
+def test_the_default_probabilities_fall_and_rise() -> None:
     assert falls([list(row) for row in DEFAULT_COPY_PROBS])

@@ -177,7 +177,7 @@ TEXTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5], [9, 10, 11]]  # the first has something to
 @pytest.mark.parametrize("shape", ["ragged", "best first"])
 def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
     head, context = tiny_head("medusa", some_model("llama")), context_of(TEXTS, extra_nodes)
-    draft = propose(Copying(head, odds=[[0.99, 0.98, 0.97, 0.96, 0.95]]), context, SHAPES[shape])
+    draft = propose(Copying(head, probs=[[0.99, 0.98, 0.97, 0.96, 0.95]]), context, SHAPES[shape])
     assert draft.num_nodes == propose(head, context, SHAPES[shape]).num_nodes + extra_nodes
     assert draft.copied is not None
     assert draft.token_ids[0, :6].tolist() == [5, 6, 7, 8, 3, 4]
@@ -224,7 +224,7 @@ def test_sixteen_tokens_are_copied_at_most() -> None:
 def test_unlikely_copies_do_not_change_the_tree() -> None:
     head, context = tiny_head("hydra", some_model("llama")), context_of(TEXTS)
     tree = Tree.cartesian([3, 2])
-    copying = Copying(head, odds=[[0.02, 0.001]], values=dict.fromkeys(tree.paths, 0.5))
+    copying = Copying(head, probs=[[0.02, 0.001]], values=dict.fromkeys(tree.paths, 0.5))
     draft = propose(copying, context, tree)
     assert draft.copied is not None
     assert not draft.copied.any()
@@ -236,7 +236,7 @@ def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0), (2,)])
     values = {(0,): 0.6, (1,): 0.1, (0, 0): 0.5, (2,): 0.4}
     whole = propose(head, context, tree)
-    draft = propose(Copying(head, odds=[[0.45, 0.2]], values=values), context, tree)
+    draft = propose(Copying(head, probs=[[0.45, 0.2]], values=values), context, tree)
     token = {path: int(whole.token_ids[0, node]) for node, path in enumerate(tree.paths)}
     assert 6 not in token.values(), "the copied token is another one"
     assert draft.token_ids[0].tolist() == [5, token[0,], token[0, 0], 6, token[2,]]
@@ -270,13 +270,13 @@ def test_a_drafter_that_watches_sees_what_was_checked_and_learns_what_it_asked_f
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"odds": []}, r"odds have rows of \[\] tokens"),
-        ({"odds": [[]]}, r"odds have rows of \[0\] tokens"),
-        ({"odds": [[0.5], [0.5, 0.4]]}, r"odds have rows of \[1, 2\] tokens"),
-        ({"odds": [[0.5, 0.5]]}, "odds of a match of 1"),
-        ({"odds": [[0.5], [1.0]]}, "odds of a match of 2"),
-        ({"odds": [[0.5, 0.0]]}, "must lie between 0 and 1"),
-        ({"odds": [[float("nan")]]}, "must lie between 0 and 1"),
+        ({"probs": []}, r"probs have rows of \[\] tokens"),
+        ({"probs": [[]]}, r"probs have rows of \[0\] tokens"),
+        ({"probs": [[0.5], [0.5, 0.4]]}, r"probs have rows of \[1, 2\] tokens"),
+        ({"probs": [[0.5, 0.5]]}, "probs of a match of 1"),
+        ({"probs": [[0.5], [1.0]]}, "probs of a match of 2"),
+        ({"probs": [[0.5, 0.0]]}, "must lie between 0 and 1"),
+        ({"probs": [[float("nan")]]}, "must lie between 0 and 1"),
         ({"num_tokens": 0}, "num_tokens is 0"),
     ],
 )

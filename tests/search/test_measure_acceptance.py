@@ -100,7 +100,7 @@ def test_static_profiles_from_ranks_alone():
     assert chain.static_tokens == [1.0, 1.75, 1.75]
 
 
-def test_a_measured_profile_has_the_odds_of_copies(model: TargetModel):
+def test_a_measured_profile_has_the_probabilities_of_copies(model: TargetModel):
     """Answers that repeat themselves raise the probs of copies above the usual ones; others lower them."""
     vocabulary = list(range(5, 20))
     repeating = [Answer((3, 4), (5, 6, 7, 8) * 15)] * 4
