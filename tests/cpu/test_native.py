@@ -214,6 +214,20 @@ def test_bits_are_those_of_one_token_at_a_time(instructions: str, threads: int, 
     assert torch.equal(hidden[1, on_path], one_by_one[30:34, model.hidden_size :])
 
 
+def test_a_draft_that_was_cut_to_its_roots_has_its_own_tokens(instructions: str) -> None:
+    """Its tokens have gaps between them in memory."""
+    model, _ = sped_up("llama")
+    tree = Tree.from_paths([(0,)])
+    found = []
+    for cuts in (False, True):
+        target = Target(model)
+        _read(target, [[3, 9, 4], [5, 6]])
+        draft = Draft.on_tree(tree, torch.tensor([[7, 8], [9, 10]])) if cuts else None
+        roots = Draft.on_tree(Tree.from_paths([]), torch.tensor([[7], [9]]))
+        found.append(target.verify(roots if draft is None else draft.first(1))[0])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("drafter", ["hydra", "eagle3"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
 @pytest.mark.parametrize("precision", ["bf16", "int8"])

@@ -139,6 +139,10 @@ class NativeStep:
         Returns:
             h_t (M, D), and what a drafter reads: the inputs of n layers side by side (M, n·D); without any, h_t.
         """
+        token_ids, depths = (
+            token_ids.contiguous(),
+            texts.depths.contiguous(),
+        )  # they are read as memory
         count, slots = len(token_ids), self._checked_slots(texts, len(token_ids))
         last = torch.empty(count, self.size, dtype=self.dtype)
         inputs = torch.empty(count, len(layers) * self.size, dtype=self.dtype) if layers else last
@@ -160,7 +164,7 @@ class NativeStep:
                 slots=slots_at,
                 lengths=lengths,
                 counts=counts,
-                depths=texts.depths.data_ptr(),
+                depths=depths.data_ptr(),
                 ancestors=None if ancestors is None else ancestors.data_ptr(),
                 cos=cos.data_ptr(),
                 sin=sin.data_ptr(),
