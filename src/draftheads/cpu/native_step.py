@@ -74,7 +74,7 @@ class NativeStep:
         self._products: list[Native] = []  # the same
         layers = list(decoder.layers)
         if not layers or len(layers) > _MOST_LAYERS:
-            raise ValueError(f"{len(layers)} layers")
+            raise ValueError("this number of layers")
         self._layers = (Layer * len(layers))(*(self._layer(*pair) for pair in zip(layers, windows, strict=True)))
         first = layers[0].self_attn
         norms = [part for layer in layers for part in (layer.input_layernorm, layer.post_attention_layernorm)]
