@@ -33,6 +33,7 @@ import torch
 from machine import machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts
 from draftheads.decode.engine import Engine, Prompt
@@ -141,7 +142,7 @@ class Subject:
         """A head without copies."""
         if self.name == RANDOM:
             return untrained_head(method, self.target)
-        return load_drafter(method, self.name, self.target, fast=False)
+        return load_drafter(resolve_head(method, self.name), self.target, fast=False)
 
     def engine(self, target: TargetModel, method: str | None, size: int) -> Engine:
         """As ``draftheads.load`` makes it, but for random weights: these have no profile."""
@@ -149,7 +150,7 @@ class Subject:
             return Engine(target, max_batch_size=size)
         if self.name == RANDOM:
             return Engine(target, Copying(self.head(method)), shape=SHAPES["growing"], max_batch_size=size)
-        return head_engine(target, self.head(method), head=method, model=self.name, max_batch_size=size)
+        return head_engine(target, self.head(method), resolve_head(method, self.name), max_batch_size=size)
 
 
 class NoText:

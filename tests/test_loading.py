@@ -16,7 +16,7 @@ from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import StepCosts
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
-from draftheads.loading import find_template, load_target
+from draftheads.loading import load_target, resolve, template_of
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
@@ -197,6 +197,6 @@ def test_a_given_template_wins(world: Path, tmp_path: Path) -> None:
 def test_heads_of_different_templates_need_one_to_be_given(world: Path, tmp_path: Path) -> None:
     one, other = (save_with_template(world, tmp_path / name, text) for name, text in (("a", TEMPLATE), ("b", None)))
     with pytest.raises(InvalidSettings, match=r"a, .*b were trained with different chat templates: give --chat-temp"):
-        find_template(None, [one, other], world / "model")
-    assert find_template(None, [one, one, "lookahead"], world / "model") == TEMPLATE
-    assert find_template(None, ["lookahead"], world / "model") is None
+        template_of(None, *(resolve(head, world / "model") for head in (one, other)))
+    assert template_of(None, *(resolve(head, world / "model") for head in (one, one, "lookahead"))) == TEMPLATE
+    assert template_of(None, "lookahead", None) is None

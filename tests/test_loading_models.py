@@ -138,7 +138,7 @@ def test_the_name_of_a_loaded_model_finds_its_heads(world: Path, monkeypatch: py
 
     monkeypatch.setattr(loading, "find_head", found)
     engine = draftheads.load(model, "medusa", tokenizer="model", profile=None)
-    assert set(names) == {("medusa", str(world / "model"))}
+    assert names == [("medusa", str(world / "model"))], "it is found once"
     assert engine.model.model_id == str(world / "model")
     assert engine.encode("w1") == draftheads.load(world / "model", **FP32).encode("w1")
     made = LlamaForCausalLM(model.config.__class__(**SMALL))
@@ -266,7 +266,7 @@ def test_arguments_are_checked_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(loading, "find_template", lambda *_: None)
+    monkeypatch.setattr(loading, "_find_drafts", lambda *_: (None, None))
     with pytest.raises((InvalidSettings, InvalidTree), match=message):
         draftheads.load(world / "model", **options)
 

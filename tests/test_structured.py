@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.drafters.copying import Copying
@@ -332,7 +333,7 @@ def real_plain() -> list[tuple[int, ...]]:
 @pytest.mark.real
 @pytest.mark.parametrize("head", ["hydra", "medusa"])
 def test_on_the_real_model(head: str):
-    engine = Engine(real_model(), load_drafter(head, MODEL, real_model()), shape=BestFirst(10))
+    engine = Engine(real_model(), load_drafter(resolve_head(head, MODEL), real_model()), shape=BestFirst(10))
     results = engine.generate(REAL_PROMPTS, REAL_SETTINGS)
     assert ids(results) == real_plain()
     for result in (results[0], results[2]):

@@ -1,7 +1,7 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
@@ -14,8 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from draftheads.checkpoints.checkpoint import load_head, read_head
-from draftheads.checkpoints.head_files import HEAD_FILES
+from draftheads.checkpoints.checkpoint import ResolvedHead, bound_head, resolve_head
 from draftheads.checkpoints.profile_store import find_profile
 from draftheads.checkpoints.registry import UNTRAINED_HEADS, find_head, find_published
 from draftheads.cpu.optimise import return_freed_memory
@@ -50,7 +49,6 @@ from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import Shape, as_shape, calibrated
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
-from draftheads.utils.file_set import read_set
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
 
@@ -162,8 +160,8 @@ def load(
     tree = None if tree is None else as_shape(tree)
     name = name_of(model)
     _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), tree, profile)
-    published = None if head is None or head in UNTRAINED else _published(head, name)
-    template = find_template(chat_template, () if head is None or published else (head,), name)
+    drafts, published = _find_drafts(head, name)
+    template = template_of(chat_template, drafts)
     target = load_target(
         model,
         tokenizer=tokenizer,
@@ -180,7 +178,7 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     if published is not None:
-        head = imported_once(published, target)
+        drafts = resolve_head(imported_once(published, target), name)
     if draft_model is not None:
         is_named = isinstance(draft_model, str | PathLike)
         small = load_target(
@@ -197,23 +195,20 @@ def load(
             draft.check_shape(tree)
         whole = Copying(draft) if copy else draft
         return Engine(target, whole, shape=tree, max_batch_size=max_batch_size)
-    return engine_on(
-        target,
-        head,
-        model=name,
-        tree=tree,
-        profile=profile,
-        copy=copy,
-        max_batch_size=max_batch_size,
-        fast=fast,
-    )
+    return engine_on(target, drafts, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size, fast=fast)
+
+
+def resolve(
+    head: str | PathLike[str], model: str | PathLike[str], *, ignore_profile: bool = False
+) -> ResolvedHead | str:
+    """A head that was found and read, for :func:`engine_on`; the name of what drafts without training stays a name."""
+    return str(head) if head in UNTRAINED else resolve_head(head, model, ignore_profile=ignore_profile)
 
 
 def engine_on(
     target: TargetModel,
-    head: str | PathLike[str] | None,
+    drafts: ResolvedHead | str | None,
     *,
-    model: str | PathLike[str],
     tree: Shape | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
@@ -221,54 +216,46 @@ def engine_on(
     fast: bool = True,
     keep_cost: bool = True,
 ) -> Engine:
-    """An engine on a loaded target, which several engines can share; ``head`` is loaded, None decodes plainly.
+    """An engine on a loaded target, which several engines can share, with what :func:`resolve` found; None: plain.
 
-    ``model`` is the target's name; the other arguments and the errors are those of :func:`load`. The chat template
-    stays the target's: :func:`find_template` finds the one of a head. For ``keep_cost`` see :func:`head_engine`.
+    The other arguments and the errors are those of :func:`load`. The chat template stays the target's:
+    :func:`template_of` finds the one of a head. For ``keep_cost`` see :func:`head_engine`.
     """
-    _check_what_drafts(head, None, tree, profile)
-    if head is None:
-        return Engine(target, max_batch_size=max_batch_size)
-    if head in UNTRAINED:
-        return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
-
-    def read() -> Engine:
-        return head_engine(
-            target,
-            load_drafter(head, model, target, fast=fast),
-            head=head,
-            model=model,
-            tree=tree,
-            profile=profile,
-            copy=copy,
-            max_batch_size=max_batch_size,
-            keep_cost=keep_cost,
-        )
-
-    return read_set(find_head(fspath(head), fspath(model)), HEAD_FILES, read)  # its profile belongs to its tensors
+    if not isinstance(drafts, ResolvedHead):
+        _check_what_drafts(drafts, None, tree, profile)
+        return Engine(target, None if drafts is None else UNTRAINED[drafts](), max_batch_size=max_batch_size)
+    return head_engine(
+        target,
+        load_drafter(drafts, target, fast=fast),
+        drafts,
+        tree=tree,
+        profile=profile,
+        copy=copy,
+        max_batch_size=max_batch_size,
+        keep_cost=keep_cost,
+    )
 
 
 def head_engine(
     target: TargetModel,
     drafter: DraftHead,
+    head: ResolvedHead,
     *,
-    head: str | PathLike[str],
-    model: str | PathLike[str],
     tree: Shape | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
     max_batch_size: int = 16,
     keep_cost: bool = True,
 ) -> Engine:
-    """An engine of loaded parts; the other arguments as for :func:`load`.
+    """An engine of loaded parts: ``drafter`` is made of ``head``. The other arguments as for :func:`load`.
 
     Without ``keep_cost`` costs that have to be measured now are not cached: other work may slow them down.
     """
-    acceptance = None if profile is None else find_profile(head, model, profile=profile)
+    acceptance = None if profile is None else find_profile(head, profile)
     whole = copying(drafter, acceptance) if copy else drafter
     if tree is not None:
         drafter.check_shape(tree)
-        known = acceptance or read_head(find_head(fspath(head), fspath(model))).profile
+        known = acceptance or head.profile
         return Engine(target, whole, shape=calibrated(tree, known.temperatures), max_batch_size=max_batch_size)
     if acceptance is None:
         return Engine(target, whole, max_batch_size=max_batch_size)
@@ -276,7 +263,7 @@ def head_engine(
     return_freed_memory()
     check = None
     if acceptance.num_tokens and not acceptance.temperature:  # measured on greedy answers
-        check = AcceptanceCheck(drafter.config.method, fspath(head), fspath(model))
+        check = AcceptanceCheck(head.method, head.name, head.model)
     return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, costs=costs, check=check)
 
 
@@ -311,17 +298,13 @@ def _check_what_drafts(
         raise InvalidSettings(f"profile {profile}: {head} has none")
 
 
-def find_template(
-    chat_template: str | PathLike[str] | None, heads: Iterable[str | PathLike[str]], model: str | PathLike[str]
-) -> str | None:
+def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead | str | None) -> str | None:
     """Text of the chat template for a model and its heads: the given one, else the one of the heads' training.
 
     Raises:
         InvalidSettings: there is no such template, or the heads were trained with different ones.
-        ModelNotFound, CheckpointError: there is no such head, or it cannot be read.
     """
-    trained = [fspath(head) for head in heads if head not in UNTRAINED]
-    saved = {head: read_head(find_head(head, fspath(model)), ignore_profile=True).chat_template for head in trained}
+    saved = {head.name: head.chat_template for head in drafts if isinstance(head, ResolvedHead)}
     if chat_template is not None or not saved:
         return read_template(chat_template)
     if len(set(saved.values())) > 1:
@@ -329,33 +312,26 @@ def find_template(
     return next(iter(saved.values()))
 
 
-def _published(head: str | PathLike[str], model: str) -> Path | None:
-    """The file or folder of a head of another project; None for this package's own."""
+def _find_drafts(head: str | PathLike[str] | None, model: str) -> tuple[ResolvedHead | str | None, Path | None]:
+    """What drafts; or else the file or folder of a head of another project, to be converted for the loaded model."""
+    if head is None or head in UNTRAINED:
+        return None if head is None else str(head), None
     path = user_path(fspath(head))
     if isfile(path):  # noqa: PTH113 - the method is an error for names that are too long
-        return path
+        return None, path
     folder = find_head(head, model)
-    if kind_of_folder(folder) == "draft head":
-        return None
-    found = folder if path.is_dir() else find_published(head, model)
-    return found if is_published(found) else None
+    if kind_of_folder(folder) != "draft head":
+        found = folder if path.is_dir() else find_published(head, model)
+        if is_published(found):
+            return None, found
+    return resolve_head(head, model, folder=folder), None
 
 
-def load_drafter(
-    head: str | PathLike[str],
-    model: str | PathLike[str],
-    target: TargetModel,
-    *,
-    fast: bool = True,
-    ignore_profile: bool = False,
-) -> DraftHead:
-    """The head alone, ready to draft for ``target``, which is ``model``; arguments and errors as for :func:`load`.
-
-    With ``ignore_profile`` its acceptance profile may be broken or missing.
-    """
+def load_drafter(head: ResolvedHead, target: TargetModel, *, fast: bool = True) -> DraftHead:
+    """The head alone, ready to draft for ``target``; errors as for :func:`load`."""
     # fp32 on CPUs: drafts of a few rows are faster so, and kernels hold the weights in 16 bits all the same
     dtype = torch.float32 if fast and target.device.type == "cpu" else None
-    drafter = load_head(find_head(fspath(head), fspath(model)), target, dtype=dtype, ignore_profile=ignore_profile)
+    drafter = bound_head(head, head.tensors, target, dtype)
     if fast:
         drafter.speed_up()
         return_freed_memory()

@@ -8,11 +8,11 @@ import pytest
 
 from draftheads.bench import contenders
 from draftheads.bench.contenders import heads_for, load_contenders, names_of
-from draftheads.checkpoints.checkpoint import save_head
+from draftheads.checkpoints.checkpoint import ResolvedHead, save_head
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
-from draftheads.loading import UNTRAINED, load_target
+from draftheads.loading import UNTRAINED, load_target, resolve
 from draftheads.models.model import TargetModel
 from families import TREES, tiny_head, tiny_profile
 
@@ -42,9 +42,15 @@ def test_by_default_all_heads_of_the_model_and_the_untrained_drafters_are_compar
     assert heads_for("elsewhere") == tuple(UNTRAINED)
 
 
+def _found(named: dict[str, str], world: Path) -> dict[str, ResolvedHead | str]:
+    return {name: resolve(head, world / "model", ignore_profile=True) for name, head in named.items()}
+
+
 def test_untrained_drafters_keep_to_a_number_of_nodes(world: Path, target: TargetModel):
     named = {"lookup": "prompt-lookup", "lookahead": "lookahead"}
-    for found in load_contenders(named, str(world / "model"), target):
+    for found in load_contenders(
+        {name: resolve(head, world / "model", ignore_profile=True) for name, head in named.items()}, target
+    ):
         assert found.within is not None
         for num_nodes in (1, 4, 6, 24):
             drafter = found.within(num_nodes)
@@ -63,7 +69,9 @@ def test_drafters_come_with_the_engine_that_users_have(
     shutil.copytree(tmp_path / "hydra", tmp_path / "broken")
     (tmp_path / "broken" / "acceptance.json").write_text("{}")
     named = {"hydra": str(tmp_path / "hydra"), "lookup": "prompt-lookup", "broken": str(tmp_path / "broken")}
-    hydra, lookup, broken = load_contenders(named, str(world / "model"), target)
+    hydra, lookup, broken = load_contenders(
+        {name: resolve(head, world / "model", ignore_profile=True) for name, head in named.items()}, target
+    )
     assert not made.called, "what it needs is measured when it is wanted"
     usual = hydra.as_loaded(True)
     assert usual is not None

@@ -14,11 +14,12 @@ from adapter_world import saved_adapter
 from cli_world import LETTERS, letters_tokenizer, write_model
 from draftheads.bench.contenders import heads_for
 from draftheads.checkpoints import registry
+from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.checkpoints.profile_store import find_profile
 from draftheads.checkpoints.registry import base_in_zoo, find_head
 from draftheads.cli.main import main
 from draftheads.errors import BaseModelWarning, CheckpointMismatch, ModelNotFound
-from draftheads.loading import find_template, load_target
+from draftheads.loading import load_target, resolve, template_of
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
 from draftheads.serve.head_replacement import HeadReplacement
 from draftheads.train.new_head import Start
@@ -97,7 +98,7 @@ def test_load_finds_the_head_with_its_profile_and_template(zoo: Path, tuned: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # so close to its base
         engine = draftheads.load(tuned, "hydra", **FP32)
-    assert engine.profile == PROFILE == find_profile("hydra", tuned)
+    assert engine.profile == PROFILE == find_profile(resolve_head("hydra", tuned))
     assert [result.token_ids for result in engine.generate(["a dog", "ice"], max_new_tokens=30)] == expected
     model = AutoModelForCausalLM.from_pretrained(tuned)
     again = draftheads.load(model, "hydra", tokenizer=str(tuned), **FP32)
@@ -111,7 +112,7 @@ def test_every_other_place_finds_it_too(zoo: Path, tuned: Path) -> None:
     assert HeadReplacement(None, str(tuned)).find("hydra") == folder  # type: ignore[arg-type]
     assert Start.read("hydra", load_target(tuned, **FP32)).saved.folder == folder
     change_base(zoo / "base-1", "hydra", **{'"provenance"': '"chat_template": "{{ messages }}", "provenance"'})
-    assert find_template(None, ["hydra"], tuned) == "{{ messages }}"
+    assert template_of(None, resolve("hydra", tuned)) == "{{ messages }}"
 
 
 def test_a_copy_whose_layers_moved_far_is_warned_of(tuned: Path, tmp_path: Path) -> None:

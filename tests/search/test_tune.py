@@ -123,7 +123,7 @@ def test_a_broken_profile_is_replaced_by_tuning(here: Path, tmp_path: Path, prof
     with pytest.raises(CheckpointCorrupt, match=r"acceptance\.json"):
         draftheads.load("./model", folder, precision="fp32")
     assert main(["tune", "./model", str(folder), *tune("medusa")[3:]]) == 0
-    assert find_profile(folder, "./model").num_texts == 6
+    assert find_profile(read_head(folder)).num_texts == 6
 
 
 def test_prompts_are_not_written_beside_the_head(here: Path, tuned: Path):

@@ -31,7 +31,7 @@ from draftheads.decode.step_costs import machine_of
 from draftheads.decode.text import TextStream, pieces_of
 from draftheads.drafters.copying import Copying
 from draftheads.errors import DataError, InvalidPrompt, InvalidSettings
-from draftheads.loading import find_template, load_target
+from draftheads.loading import load_target, resolve, template_of
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import model_name
 from draftheads.search.replay import encoded
@@ -118,7 +118,8 @@ def compare_heads(
         raise InvalidSettings(f"heads is {heads!r}; give a list, such as ['medusa']")
     names = [head_name(head) for head in heads] or heads_for(model)
     named = names_of(names, taken=(PLAIN, STOCK, DRAFT_MODEL) if draft_model else (PLAIN, STOCK))
-    template = find_template(chat_template, named.values(), model)  # raises before the model is loaded
+    drafts = {name: resolve(head, model, ignore_profile=True) for name, head in named.items()}
+    template = template_of(chat_template, *drafts.values())  # raises before the model is loaded
     target = load_target(model, chat_template=template, precision=precision, **load_options)
     stock = None
     if transformers:
@@ -131,7 +132,7 @@ def compare_heads(
         original = load_target(original_model, chat_template=template, precision=precision, **load_options)
     measures = [Perplexity(original) if measure == "perplexity" else measure for measure in quality]
     more: dict[str, Any] = {"draft_model": draft_model, "precision": precision, **load_options}
-    contenders = list(load_contenders(named, model, target, **more))
+    contenders = list(load_contenders(drafts, target, **more))
     calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay(2))
     identity = {
         "model": [target.model_id, target.weights_fingerprint],

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from draftheads.bench.timing import PLAIN
-from draftheads.checkpoints.checkpoint import read_head
-from draftheads.checkpoints.registry import base_in_zoo, find_head, zoo_heads
+from draftheads.checkpoints.checkpoint import ResolvedHead, resolve_head
+from draftheads.checkpoints.registry import base_in_zoo, zoo_heads
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
@@ -75,8 +75,7 @@ def names_of(heads: Sequence[str], *, taken: Sequence[str] = (PLAIN,)) -> dict[s
 
 
 def load_contenders(
-    named: Mapping[str, str],
-    model: str,
+    named: Mapping[str, ResolvedHead | str],
     target: TargetModel,
     *,
     draft_model: str | PathLike[str] | None = None,
@@ -86,23 +85,21 @@ def load_contenders(
     """The drafters, loaded.
 
     Args:
-        named: heads by their names in the table.
-        model: the name of the target.
+        named: by their names in the table what ``resolve`` found.
         target: the target.
         draft_model: a smaller model that drafts as well.
         precision: of the draft model.
         load_options: of the draft model, as for :func:`draftheads.load`.
     """
-    for name, head_name in named.items():
-        if head_name in UNTRAINED:
-            usual = engine_on(target, head_name, model=model, max_batch_size=1)
-            within = _WITHIN[head_name]
-            yield Contender(name, usual.drafter, head_name, as_loaded=partial(_same, usual), within=within)
+    for name, saved in named.items():
+        if not isinstance(saved, ResolvedHead):
+            usual = engine_on(target, saved, max_batch_size=1)
+            within = _WITHIN[saved]
+            yield Contender(name, usual.drafter, saved, as_loaded=partial(_same, usual), within=within)
             continue
-        saved = read_head(find_head(head_name, model), ignore_profile=True)
-        head = load_drafter(head_name, model, target, fast=load_options.get("fast", True), ignore_profile=True)
+        head = load_drafter(saved, target, fast=load_options.get("fast", True))
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
-        size, as_loaded = saved.num_parameters, cache(partial(_as_loaded, target, head, head_name, model))
+        size, as_loaded = saved.num_parameters, cache(partial(_as_loaded, target, head, saved))
         yield Contender(name, head, identity, size, as_loaded=as_loaded, head=head, draws=True)
     if draft_model is not None:
         small = load_target(draft_model, precision=precision, **load_options)
@@ -118,9 +115,9 @@ def _same(engine: Engine, _copy: bool) -> Engine:  # noqa: FBT001
     return engine
 
 
-def _as_loaded(target: TargetModel, head: DraftHead, name: str, model: str, copy: bool) -> Engine | None:  # noqa: FBT001
+def _as_loaded(target: TargetModel, head: DraftHead, saved: ResolvedHead, copy: bool) -> Engine | None:  # noqa: FBT001
     """The engine that users have; None if its profile cannot be read, and loading would fail."""
     try:
-        return head_engine(target, head, head=name, model=model, max_batch_size=1, copy=copy)
+        return head_engine(target, head, resolve_head(saved.name, saved.model), max_batch_size=1, copy=copy)
     except (CheckpointError, InvalidTree):
         return None

@@ -10,8 +10,9 @@ import torch
 from draftheads.bench.contenders import names_of
 from draftheads.bench.table import Row, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
+from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.decode.engine import Engine
-from draftheads.loading import checked, find_template, head_engine, load_drafter, load_target
+from draftheads.loading import checked, head_engine, load_drafter, load_target, template_of
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
 
@@ -95,7 +96,8 @@ def load_demo(
 ) -> Demo:
     """Loads transformers' model (never int8), ours, and the heads. Arguments are those of :func:`draftheads.load`."""
     named = names_of(heads, taken=(PLAIN, STOCK))
-    template = find_template(chat_template, heads, model)
+    resolved = {name: resolve_head(head, model) for name, head in named.items()}
+    template = template_of(chat_template, *resolved.values())
     if precision == "int8":
         plain = load_target(model, chat_template=template, precision="int8", **load_options)
         stock = load_target(model, fast=False, **load_options)
@@ -103,7 +105,7 @@ def load_demo(
         stock = load_target(model, chat_template=template, precision=precision, fast=False, **load_options)
         plain = checked(stock.twin(), stock.twin, fast=True) if fast else stock
     engines = {
-        name: head_engine(plain, load_drafter(head, model, plain, fast=fast), head=head, model=model, copy=copy)
-        for name, head in named.items()
+        name: head_engine(plain, load_drafter(head, plain, fast=fast), head, copy=copy)
+        for name, head in resolved.items()
     }
     return Demo(stock, Engine(plain), engines)

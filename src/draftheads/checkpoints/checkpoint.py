@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from draftheads.checkpoints.head_files import (
     HeadFiles,
     read_head_files,
 )
+from draftheads.checkpoints.registry import find_head
 from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, InvalidSettings, InvalidTree
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
@@ -54,6 +55,30 @@ class SavedHead(HeadFiles):
 
     config: HeadConfig
     fingerprints: Fingerprints  # of the base model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedHead(SavedHead):
+    """A head that was found by its name, and read once: its tensors belong to its profile."""
+
+    name: str  # as the user gave it
+    model: str  # the name of the model that it shall draft for
+    tensors: dict[str, Tensor]  # mapped from the file
+
+
+def resolve_head(
+    name: str | PathLike[str],
+    model: str | PathLike[str],
+    *,
+    folder: Path | None = None,
+    ignore_profile: bool = False,
+) -> ResolvedHead:
+    """Finds a head by its name, unless its folder is known, and reads it.
+
+    Arguments and errors are those of ``find_head`` and ``read_head``.
+    """
+    saved, tensors = read_tensors(folder or find_head(name, fspath(model)), ignore_profile=ignore_profile)
+    return ResolvedHead(**vars(saved), name=fspath(name), model=fspath(model), tensors=tensors)
 
 
 def save_head(
@@ -133,7 +158,13 @@ def load_head(
         InvalidSettings: an argument of another type.
     """
     folder, dtype = _folder_for(base, folder), dtype_named(dtype)
-    saved, tensors = read_tensors(folder, device=base.device, ignore_profile=ignore_profile)
+    return bound_head(*read_tensors(folder, ignore_profile=ignore_profile), base, dtype)
+
+
+def bound_head(
+    saved: SavedHead, tensors: Mapping[str, Tensor], base: TargetModel, dtype: torch.dtype | None = None
+) -> DraftHead:
+    """The head of these tensors, ready to draft for ``base``; arguments and errors as for :func:`load_head`."""
     check_base(saved, base)
     _check_draft_vocab(saved, tensors)
     head = _filled(*_grown(saved.config, tensors, base.vocab_size), base, dtype or base.dtype)
@@ -162,7 +193,7 @@ def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
 def _filled(config: HeadConfig, tensors: Mapping[str, Tensor], base: TargetModel, dtype: torch.dtype) -> DraftHead:
     """A head with these values in a type, bound to a model's weights and frozen."""
     head = weightless_head(config)
-    values = {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
+    values = {name: _cast(tensor.to(base.device), dtype) for name, tensor in tensors.items()}
     head.load_state_dict(values, strict=True, assign=True)
     head.bind(base.weights)
     return head.eval().requires_grad_(requires_grad=False)
@@ -213,14 +244,12 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
     )
 
 
-def read_tensors(
-    folder: Path, *, device: torch.device | str = "cpu", ignore_profile: bool = False
-) -> tuple[SavedHead, dict[str, Tensor]]:
+def read_tensors(folder: Path, *, ignore_profile: bool = False) -> tuple[SavedHead, dict[str, Tensor]]:
     """A saved head and its tensors by name; arguments and errors as for :func:`read_head`."""
 
     def read() -> tuple[SavedHead, dict[str, Tensor]]:
         saved = read_head(folder, ignore_profile=ignore_profile)
-        return saved, load_file(saved.tensors_file, device=str(device))
+        return saved, load_file(saved.tensors_file)
 
     return read_set(folder, HEAD_FILES, read)
 
@@ -292,7 +321,7 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
             f"{saved.folder} was trained, so fewer draft tokens are accepted. Train it further: `draftheads train "
             f"--method {saved.method} --start-from {saved.folder} --model {base.model_id} --data … --out …`",
             BaseModelWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -5,24 +5,25 @@ cache it writes into the user's cache, under the head's digest. Loading looks th
 """
 
 import contextlib
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftheads.checkpoints.head_files import HeadFiles
-from draftheads.checkpoints.registry import find_head, zoo_heads
+from draftheads.checkpoints.registry import zoo_heads
 from draftheads.errors import InvalidSettings, ModelNotFound
 from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.files import user_path
 
+if TYPE_CHECKING:
+    from draftheads.checkpoints.checkpoint import SavedHead
 
-def find_profile(
-    head: str | PathLike[str], model: str | PathLike[str], *, profile: str | PathLike[str] = "auto"
-) -> AcceptanceProfile:
-    """The acceptance profile of a head; arguments as for :func:`draftheads.load`."""
-    from draftheads.checkpoints.checkpoint import check_profile, read_head  # noqa: PLC0415 - slow to import
 
-    saved = read_head(find_head(fspath(head), fspath(model)))
+def find_profile(saved: "SavedHead", profile: str | PathLike[str] = "auto") -> AcceptanceProfile:
+    """The acceptance profile of a head; ``profile`` as for :func:`draftheads.load`."""
+    from draftheads.checkpoints.checkpoint import check_profile  # noqa: PLC0415 - slow to import
+
     if profile == "auto":
         path = cached_profile(saved)
         if path is None:

@@ -24,7 +24,7 @@ from draftheads.decode.core import CoreLimits, EngineCore, Lane
 from draftheads.decode.engine import Engine
 from draftheads.decode.text import TaggedText
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
-from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
+from draftheads.loading import UNTRAINED, engine_on, name_of, resolve, template_of
 from draftheads.models.chat_template import effort_variables, thinking_tags
 from draftheads.settings import SamplingSettings
 from draftheads.utils.counts import counted
@@ -257,7 +257,8 @@ class Chat:
         if name == NO_HEAD:
             self._head = None
         else:
-            template = find_template(options.load.chat_template, (name,), options.model)
+            drafts = resolve(name, name_of(options.model))
+            template = template_of(options.load.chat_template, drafts)
             if name not in UNTRAINED and template != target.chat_template:
                 raise InvalidSettings(
                     f"{name} was trained with another chat template: start a new chat with --head {name}"
@@ -266,8 +267,7 @@ class Chat:
                 progress.stage(f"loading {name}")
                 self._core.engines["drafting"] = engine_on(
                     target,
-                    name,
-                    model=name_of(options.model),
+                    drafts,
                     tree=options.draft.shape(),
                     profile=None if options.draft.profile == "none" else options.draft.profile,
                     copy=options.draft.copy,

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.errors import InvalidSettings, MissingDependency, UnsupportedModel
 from draftheads.heads.base import DraftHead
 from draftheads.interop.request_chains import RequestChains
@@ -63,7 +64,7 @@ class HeadProposer:
         """Loads the head. vLLM calls it with its model."""
         self._runner = _runner_of(sys._getframe(1))  # noqa: SLF001 - see there
         model = self.config.model_config.model
-        head = load_drafter(self.head_name, model, _as_target(target, self.config))
+        head = load_drafter(resolve_head(self.head_name, model), _as_target(target, self.config))
         self._check_head(head)
         self.chains = RequestChains(head, self.config.speculative_config.num_speculative_tokens)
         # a pass that no draft followed is read before the next one, which may use its memory: near the greatest length

@@ -8,15 +8,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from draftheads.checkpoints.checkpoint import read_head
+from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.checkpoints.profile_store import folder_to_write
-from draftheads.checkpoints.registry import find_head, head_name
+from draftheads.checkpoints.registry import head_name
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.engine import Engine, Prompt, prompt_list
 from draftheads.decode.planner import Planner, rates
 from draftheads.decode.step_costs import StepCosts, costs_of
 from draftheads.errors import InvalidSettings
-from draftheads.loading import find_template, head_engine, load_drafter, load_target
+from draftheads.loading import head_engine, load_drafter, load_target, template_of
 from draftheads.models.model_names import model_name
 from draftheads.search.measure_acceptance import measured_profile
 from draftheads.search.replay import encoded, own_answers
@@ -81,12 +81,12 @@ def tune_head(
     settings, progress = settings or ReplaySettings(), shown(progress)
     prompts = prompts_in(own_prompts("calibration")) if prompts is None else prompt_list(prompts)
     model, head = model_name(model), head_name(head)
-    saved = read_head(find_head(head, model), ignore_profile=True)
+    saved = resolve_head(head, model, ignore_profile=True)
     folder = user_path(out) if out else folder_to_write(saved)
     check_writable(folder / PROFILE_FILE)
-    template = find_template(chat_template, (head,), model)
+    template = template_of(chat_template, saved)
     target = load_target(model, chat_template=template, precision=precision, **load_options)
-    drafter = load_drafter(head, model, target, fast=load_options.get("fast", True), ignore_profile=True)
+    drafter = load_drafter(saved, target, fast=load_options.get("fast", True))
     with locked(folder, "give --out"):
         answers = own_answers(
             target, encoded(target, prompts, settings), settings, folder=answers_folder(folder), progress=progress
@@ -108,7 +108,7 @@ def tune_head(
         write_atomic(folder / RECORD, json.dumps(record).encode())
         finish_replacing(folder)
         profile.save(folder / PROFILE_FILE)
-    engine = head_engine(target, drafter, head=head, model=model, profile=folder, max_batch_size=1)
+    engine = head_engine(target, drafter, saved, profile=folder, max_batch_size=1)
     return Tuning(profile, record, folder, engine)
 
 

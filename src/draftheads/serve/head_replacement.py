@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
+from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.checkpoints.registry import base_in_zoo, zoo_heads
 from draftheads.data.batches import split_held_out
 from draftheads.data.json_lines import read_json_lines
@@ -122,8 +123,7 @@ class HeadReplacement:
         old = self.scheduler.engines[served]
         new = engine_on(
             old.model,
-            str(folder),
-            model=self.model,
+            resolve_head(folder, self.model),
             copy=self.copy,
             max_batch_size=old.max_batch_size,
             fast=self.fast,

@@ -11,7 +11,7 @@ import torch
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import compiler_for
 from draftheads.errors import DraftHeadsError, InvalidSettings
-from draftheads.loading import engine_on, find_template, load_target, name_of
+from draftheads.loading import engine_on, load_target, name_of, resolve, template_of
 from draftheads.models.model import TargetModel
 from draftheads.runners import bytes_per_slot
 from draftheads.serve.state import ServedModel
@@ -59,7 +59,8 @@ def load_served(
         num_paths: every step verifies so many paths of a head, whatever its profile.
         max_rows: answers that are decoded together.
     """
-    template = find_template(load.chat_template, heads, name_of(model))
+    resolved = [None if head is None else resolve(head, name_of(model)) for head in heads or (None,)]
+    template = template_of(load.chat_template, *resolved)
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
     target = load_target(model, chat_template=template, fast=load.fast, **given)
     preparing = Thread(target=_prepare_grammars, args=(target,))
@@ -67,14 +68,12 @@ def load_served(
     base = name or _short_name(model)
     models: list[ServedModel] = []
     engines: dict[str, Engine] = {}
-    for head in heads or (None,):
+    for head, drafts in zip(heads or (None,), resolved, strict=True):
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
         tree = None if num_paths is None else BestPaths(num_paths=num_paths)
-        engines[served] = engine_on(
-            target, head, model=model, tree=tree, copy=copy, max_batch_size=max_rows, fast=load.fast
-        )
+        engines[served] = engine_on(target, drafts, tree=tree, copy=copy, max_batch_size=max_rows, fast=load.fast)
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():
         if adapter in engines:

@@ -13,7 +13,7 @@ from typing import Any
 
 from draftheads.data.features import stored
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
-from draftheads.loading import find_template
+from draftheads.loading import resolve, template_of
 from draftheads.models.chat_template import read_template
 from draftheads.models.model_names import kind_of_folder
 from draftheads.train import processes
@@ -39,9 +39,9 @@ _MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "extracte
 
 def chat_template_text(options: RunOptions) -> str | None:
     """Text of the chat template of a run: the given one, else the one that its first head was trained with."""
-    heads = () if options.first_head is None else (options.first_head,)
     try:
-        return find_template(options.chat_template, heads, options.model)
+        first = None if options.first_head is None else resolve(options.first_head, options.model, ignore_profile=True)
+        return template_of(options.chat_template, first)
     except ModelNotFound:  # a complete run does not need its first head any more
         return read_template(options.chat_template)
 
