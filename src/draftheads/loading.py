@@ -142,7 +142,7 @@ def load(
 
     Warns:
         CacheWarning: the cache of measured costs is damaged or cannot be written.
-        SpeedWarning: the faster modules do not fit this version of transformers; or other programs use the processor.
+        SpeedWarning: the faster products do not fit this version of transformers.
         RoundingWarning: a pass over a tree differs from a text's by more than the model's own rounding in 16 bits.
         LengthWarning: texts end before the model's own greatest length.
         GenerationWarning: a part of the model's generation configuration changes texts and is not applied.
