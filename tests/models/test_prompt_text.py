@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from byte_tokenizers import LETTERS, TOKENIZERS, byte_fallback, byte_level
 from draftheads.decode.engine import Engine
 from draftheads.errors import PromptTooLong
-from draftheads.models import prompt_text
-from draftheads.models.prompt_text import fewest_tokens, token_ids_of
+from draftheads.models.prompt_text import token_ids_of
 from families import IntegerTokenizer
 from serve_world import Running, running, tiny_engines
 
@@ -45,7 +44,7 @@ WORDS = pre_tokenizers.Sequence(
     [pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
 )
 SPACES = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])
-KNOWN = {
+WORLD = {
     **TOKENIZERS,
     "byte level, split": changed(byte_level(), pre_tokenizer=WORDS),
     "byte level, composed": changed(byte_level(), normalizer=normalizers.NFC()),
@@ -56,8 +55,6 @@ KNOWN = {
     "byte level, stripped": changed(byte_level(), normalizer=normalizers.Strip()),
     "byte level, spaces vanish": changed(byte_level(), pre_tokenizer=SPACES),
     "byte fallback, spaces marked before": changed(byte_fallback(), normalizer=MARKS, pre_tokenizer=None),
-}
-UNKNOWN = {
     "letters are replaced": changed(byte_level(), normalizer=normalizers.Replace("the cat", "c")),
     "parts vanish between others": changed(byte_level(), pre_tokenizer=pre_tokenizers.CharDelimiterSplit("t")),
     "parts vanish": changed(
@@ -71,61 +68,52 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
-@settings(deadline=None, max_examples=150)
+class Reader:
+    """A model with a tokenizer that notes what it reads."""
+
+    model_id = "org/tiny"
+
+    def __init__(self, tokenizer: Any, max_positions: int | None) -> None:
+        self.inner, self.max_positions = tokenizer, max_positions
+        self.lengths: list[int] = []
+
+    def tokenizer(self, text: str, **options: bool) -> Any:
+        self.lengths.append(len(text))
+        return self.inner(text, **options)
+
+
+@pytest.mark.parametrize("name", WORLD)
+@settings(deadline=None, max_examples=60)
 @given(
     st.lists(
         st.text(LETTERS + "\u1fa8\u0345\u0344\u212b", max_size=20)
         | st.sampled_from(["a" * 200, " " * 200, "e\u0301" * 50, "<|a long added token|>", "cat " * 50, "▁" * 50])
         | st.sampled_from(["\xa0" * 90, "\n" * 90 + "<|a long added token|>", "<|a long added token|>" + "\n " * 90])
-    ).map("".join)
+        | st.sampled_from(["the cat" * 60, "t" * 150])
+    ).map("".join),
+    st.integers(1, 12),
 )
-def test_never_more_than_there_are(name: str, text: str):
-    assert fewest_tokens(KNOWN[name], text) <= len(KNOWN[name](text, add_special_tokens=False)["input_ids"])
+def test_a_text_is_read_as_it_is_or_has_too_many_tokens(name: str, text: str, limit: int):
+    ids = WORLD[name](text)["input_ids"]
+    try:
+        assert token_ids_of(Reader(WORLD[name], limit), text) == ids
+    except PromptTooLong:
+        assert len(ids) > limit
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_it_is_no_small_number(name: str):
-    """The longest token of these vocabularies has 40 bytes."""
-    least = 12_000 // 40
-    assert fewest_tokens(KNOWN[name], "the cat" * 2000) >= least
+def test_a_text_that_is_far_too_long_is_refused_by_its_beginning():
+    reader = Reader(TOKENIZERS["byte level"], 2048)
+    with pytest.raises(PromptTooLong, match=r"the prompt has more than 2,048 tokens; org/tiny takes at most 2047"):
+        token_ids_of(reader, "x " * 500_000)
+    assert reader.lengths == [16 * 2048 - 1], "spaces at the end do not count"
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_nothing_is_known_of_tokenizers_in_which_text_may_vanish(name: str):
-    assert fewest_tokens(UNKNOWN[name], "the cat" * 2000) == 0
-
-
-class Refusing:
-    """A tokenizer that must not be called."""
-
-    def __init__(self) -> None:
-        self.backend_tokenizer = TOKENIZERS["byte level"].backend_tokenizer
-
-    def __call__(self, text: str, **_: object) -> None:
-        raise AssertionError(f"{len(text)} characters are tokenized")
-
-
-class Reader:
-    model_id = "org/tiny"
-
-    def __init__(self, tokenizer: Any, max_positions: int | None) -> None:
-        self.tokenizer, self.max_positions = tokenizer, max_positions
-
-
-def test_a_text_that_is_surely_too_long_is_not_tokenized():
-    with pytest.raises(PromptTooLong, match=r"the prompt has at least 3,572 tokens; org/tiny takes at most 2047"):
-        token_ids_of(Reader(Refusing(), 2048), "x " * 50_000)
-
-
-def test_where_it_may_fit_it_is_tokenized():
-    tokenizer = TOKENIZERS["byte level"]
-    text = "the cat sat " * 100
-    ids = tokenizer(text)["input_ids"]
-    least = fewest_tokens(tokenizer, text)
-    assert 0 < least < len(ids)
-    for limit in (None, 10**6, least + 1):
-        assert token_ids_of(Reader(tokenizer, limit), text) == ids
+@pytest.mark.parametrize("limit", [None, 10**6, 1000, 40])
+def test_where_it_may_fit_it_is_tokenized_once(limit: int | None):
+    reader = Reader(TOKENIZERS["byte level"], limit)
+    text = "the cat sat " * 50
+    assert token_ids_of(reader, text) == TOKENIZERS["byte level"](text)["input_ids"]
+    assert reader.lengths == [len(text)]
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +123,21 @@ def server() -> Any:
 
 
 def test_no_prompt_of_any_way_is_tokenized_if_it_is_too_long(server: Running, monkeypatch: pytest.MonkeyPatch):
-    word = "x" * 1_900_000
-    asked = []
-    monkeypatch.setattr(prompt_text, "fewest_tokens", lambda _, text: asked.append(len(text)) or 10**6)
+    engine: Engine = server.engines["tiny"]
+    word = "w1 " * 600_000
+    lengths = []
+    kind = type(engine.model.tokenizer)
+    read = kind.__call__
+    monkeypatch.setattr(
+        kind, "__call__", lambda self, text, **more: lengths.append(len(text)) or read(self, text, **more)
+    )
     tools = [{"type": "function", "function": {"name": "add"}}]
     chat = [{"role": "user", "content": word}]
     for response in (server.complete(prompt=word), server.chat(messages=chat), server.chat(messages=chat, tools=tools)):
         assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert "at least 1,000,000 tokens" in response.json()["error"]["message"]
-    engine: Engine = server.engines["tiny"]
+        assert "more than" in response.json()["error"]["message"]
     with pytest.raises(PromptTooLong):
         engine.encode(word)
-    assert len(asked) == 4
+    assert engine.model.max_positions is not None
+    assert len(lengths) == 4
+    assert max(lengths) <= 16 * engine.model.max_positions

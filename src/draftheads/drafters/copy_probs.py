@@ -60,11 +60,11 @@ def copy_probs(
                         break
                     right[row][depth] += 1
             text.read([token])
-    return _odds(right, tried, num_tokens, prior)
+    return _smooth(right, tried, num_tokens, prior)
 
 
 def votes_of(probs: CopyProbs) -> list[float]:
-    """The probs p / (1 - p) that the next copied token is right, for matches of 1, 2, … tokens.
+    """The odds p / (1 - p) that the next copied token is right, for matches of 1, 2, … tokens.
 
     The last row of the probs is for all longer matches. So its first value is an average, and the ratios of its further
     values show how p rises with each copied token: the match is one token longer there.
@@ -76,7 +76,7 @@ def votes_of(probs: CopyProbs) -> list[float]:
     return [share / (1.0 - share) for share in shares]
 
 
-def _odds(
+def _smooth(
     right: Sequence[Sequence[int]], tried: Sequence[Sequence[int]], num_tokens: int, prior: CopyProbs | None
 ) -> list[list[float]]:
     """Counts as smooth products of conditional probabilities."""

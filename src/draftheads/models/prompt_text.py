@@ -1,24 +1,21 @@
-"""Texts to token ids. A text that is surely too long is refused before it is tokenized, which can take seconds.
+"""Texts to token ids. A text that is far too long is refused by its beginning: all of it could take seconds.
 
 Knows ``transformers`` and ``tokenizers``; knows nothing of chats and their templates.
 """
 
 import re
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
-from tokenizers import models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from draftheads.errors import PromptTooLong
 from draftheads.models.model_names import shown_name
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "▁"  # in place of a space in the tokens of SentencePiece
-_SPACES = f" Ġ{_SPACE_MARK}"  # in tokens
-_NOT_COUNTED = re.compile("[^!-~]+")
-_longest: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # bytes of the longest token, by tokenizer
+_LETTERS = 16  # for each token that a model takes: a text that is longer is refused if its beginning has too many
 
 
 class TextReader(Protocol):
@@ -39,37 +36,13 @@ class TextReader(Protocol):
 
 def token_ids_of(reader: TextReader, text: str, **options: bool) -> list[int]:
     """The token ids of a text; ``options`` are the tokenizer's."""
-    limit = reader.max_positions
-    if limit is not None and len(text) >= limit and (least := fewest_tokens(reader.tokenizer, text)) >= limit:
-        name = shown_name(reader.model_id)
-        raise PromptTooLong(f"the prompt has at least {least:,} tokens; {name} takes at most {limit - 1}")
-    return list(reader.tokenizer(text, **options)["input_ids"])
-
-
-def fewest_tokens(tokenizer: Any, text: str) -> int:
-    """So many tokens a text has at least: its printable ASCII letters by the longest token's bytes; 0 if it is unknown.
-
-    Other letters do not count: normalizers compose them, and spaces may vanish.
-    """
-    if tokenizer not in _longest:
-        _longest[tokenizer] = _longest_token(tokenizer)
-    longest = _longest[tokenizer]
-    return -(-len(_NOT_COUNTED.sub("", text)) // longest) if longest else 0
-
-
-def _longest_token(tokenizer: Any) -> int:
-    """Its bytes, without spaces around it; 0 if letters may vanish or an unknown word of any length is one token."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not isinstance(backend.model, models.BPE):
-        return 0
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    fallback = backend.model.byte_fallback
-    known = all(chr(byte) in vocabulary or (fallback and f"<0x{byte:02X}>" in vocabulary) for byte in range(33, 127))
-    is_whole = not (backend.model.continuing_subword_prefix or backend.model.end_of_word_suffix)
-    rules = f"{backend.normalizer}{backend.pre_tokenizer}".replace('Replace(pattern=String(" ")', "")
-    if not (known and is_whole) or any(rule in rules for rule in ("Replace", "Precompiled", "Removed", "Delimiter")):
-        return 0
-    return max(len(token.strip(_SPACES).encode()) for token in vocabulary)
+    limit, read = reader.max_positions, partial(reader.tokenizer, **options)
+    if limit is not None and len(text) > _LETTERS * limit:
+        beginning = text[: _LETTERS * limit].rstrip()  # a special token behind it may take the spaces before it
+        if len(read(beginning)["input_ids"]) > 2 * limit:
+            name = shown_name(reader.model_id)
+            raise PromptTooLong(f"the prompt has more than {limit:,} tokens; {name} takes at most {limit - 1}")
+    return list(read(text)["input_ids"])
 
 
 @lru_cache(1)

@@ -1,7 +1,7 @@
 """``acceptance.json``: how many tokens a step gains with a head's trees of up to 128 nodes. It travels with the head.
 
 Knows trees and numbers; knows nothing of models or machines. What a step costs is the machine's own
-(:mod:`draftheads.decode.cost_profile`). The keys of the file are public names.
+(:mod:`draftheads.decode.step_costs`). The keys of the file are public names.
 """
 
 import json
