@@ -179,6 +179,7 @@ def test_int8_logits_are_close_to_the_model(family: str):
     assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.2
 
 
+@needs_library
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_int8_for_a_model_of_other_layers_is_refused(family: str):
     with pytest.raises(InvalidSettings, match=r"int8 needs nn.Linear layers; only \d+% of the weights of this \w+ "):
