@@ -48,9 +48,7 @@ def _found(named: dict[str, str], world: Path) -> dict[str, ResolvedHead | str]:
 
 def test_untrained_drafters_keep_to_a_number_of_nodes(world: Path, target: TargetModel):
     named = {"lookup": "prompt-lookup", "lookahead": "lookahead"}
-    for found in load_contenders(
-        {name: resolve(head, world / "model", ignore_profile=True) for name, head in named.items()}, target
-    ):
+    for found in load_contenders(_found(named, world), target):
         assert found.within is not None
         for num_nodes in (1, 4, 6, 24):
             drafter = found.within(num_nodes)
@@ -69,9 +67,7 @@ def test_drafters_come_with_the_engine_that_users_have(
     shutil.copytree(tmp_path / "hydra", tmp_path / "broken")
     (tmp_path / "broken" / "acceptance.json").write_text("{}")
     named = {"hydra": str(tmp_path / "hydra"), "lookup": "prompt-lookup", "broken": str(tmp_path / "broken")}
-    hydra, lookup, broken = load_contenders(
-        {name: resolve(head, world / "model", ignore_profile=True) for name, head in named.items()}, target
-    )
+    hydra, lookup, broken = load_contenders(_found(named, world), target)
     assert not made.called, "what it needs is measured when it is wanted"
     usual = hydra.as_loaded(True)
     assert usual is not None
