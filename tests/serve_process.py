@@ -74,7 +74,7 @@ class ServerProcess:
                     for choice in json.loads(line.removeprefix("data: "))["choices"]:
                         yield choice["index"], choice["delta"].get("content") or ""
 
-    def replace_head(self, head: Any, key: str | None = ADMIN_KEY, **fields: Any) -> httpx2.Response:
+    def exchange_head(self, head: Any, key: str | None = ADMIN_KEY, **fields: Any) -> httpx2.Response:
         """The response of ``POST /admin/head``."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return self.client.post("/admin/head", json={"model": "model", "head": head, **fields}, headers=headers)

@@ -116,7 +116,8 @@ def running(
 def raw_request(route: str, fields: Mapping[str, Any]) -> bytes:
     """The bytes of an HTTP request."""
     body = json.dumps(fields).encode()
-    head = f"POST /v1/{route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/{route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

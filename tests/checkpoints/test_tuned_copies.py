@@ -21,7 +21,7 @@ from draftheads.cli.main import main
 from draftheads.errors import BaseModelWarning, CheckpointMismatch, ModelNotFound
 from draftheads.loading import load_target, resolve, template_of
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
-from draftheads.serve.head_replacement import HeadReplacement
+from draftheads.serve.head_exchange import HeadExchange
 from draftheads.train.new_head import Start
 from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import chat_template_text
@@ -109,7 +109,7 @@ def test_every_other_place_finds_it_too(zoo: Path, tuned: Path) -> None:
     folder = zoo / "base-1" / "hydra"
     assert find_head("hydra", str(tuned)) == folder
     assert heads_for(str(tuned))[:2] == ("medusa", "hydra")
-    assert HeadReplacement(None, str(tuned)).find("hydra") == folder  # type: ignore[arg-type]
+    assert HeadExchange(None, str(tuned)).find("hydra") == folder  # type: ignore[arg-type]
     assert Start.read("hydra", load_target(tuned, **FP32)).saved.folder == folder
     change_base(zoo / "base-1", "hydra", **{'"provenance"': '"chat_template": "{{ messages }}", "provenance"'})
     assert template_of(None, resolve("hydra", tuned)) == "{{ messages }}"

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from draftheads.serve.call import Call
-from draftheads.serve.chat_completions import read_chat
-from draftheads.serve.completions import read_completion
+from draftheads.serve.chat_completions import ChatFields, read_chat
+from draftheads.serve.completions import CompletionFields, read_completion
+from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.responses import read_response
 from serve_world import NAME, USER, Running, running, tiny_engines
 
@@ -41,7 +42,7 @@ def read_by(server: Running, call: Call) -> str:
 
 
 def read(server: Running, **fields: Any) -> str:
-    body = json.dumps({"model": NAME, "messages": [USER], **fields}).encode()
+    body = ChatFields.model_validate({"model": NAME, "messages": [USER], **fields})
     return read_by(server, read_chat(body, server.service))
 
 
@@ -86,8 +87,9 @@ def test_an_error_of_the_template_is_the_clients(reasoning: Running):
 def test_templates_that_know_reasoning_effort_get_it(reasoning: Running, effort: str, variables: str):
     chat = "user: the cat sat on;\nassistant:"
     assert read(reasoning, reasoning_effort=effort) == variables + chat
-    body = json.dumps({"model": NAME, "input": USER["content"], "reasoning": {"effort": effort, "summary": "auto"}})
-    assert read_by(reasoning, read_response(body.encode(), reasoning.service)) == variables + chat
+    asked = {"model": NAME, "input": USER["content"], "reasoning": {"effort": effort, "summary": "auto"}}
+    body = ResponseFields.model_validate(asked)
+    assert read_by(reasoning, read_response(body, reasoning.service)) == variables + chat
 
 
 def test_other_templates_take_no_reasoning_effort(server: Running, reasoning: Running):
@@ -218,7 +220,7 @@ def test_the_system_fingerprint_is_of_the_model_and_not_of_the_head(server: Runn
     answers.append(server.post("responses", input="the cat", max_output_tokens=4).json())
     [fingerprint] = {answer["system_fingerprint"] for answer in answers}
     assert fingerprint.startswith("fp_")
-    body = json.dumps({"model": NAME, "prompt": "the cat"}).encode()
+    body = CompletionFields.model_validate({"model": NAME, "prompt": "the cat"})
     with running(tiny_engines()) as restarted:
         assert read_completion(body, restarted.service).system_fingerprint == fingerprint
     assert read_completion(body, reasoning.service).system_fingerprint != fingerprint
@@ -227,7 +229,7 @@ def test_the_system_fingerprint_is_of_the_model_and_not_of_the_head(server: Runn
 def test_other_weights_have_another_system_fingerprint(server: Running):
     engines = tiny_engines()
     next(engines[NAME].model.model.parameters()).data += 1
-    body = json.dumps({"model": NAME, "prompt": "the cat"}).encode()
+    body = CompletionFields.model_validate({"model": NAME, "prompt": "the cat"})
     with running(engines) as other:
         fingerprints = {read_completion(body, one.service).system_fingerprint for one in (server, other)}
     assert len(fingerprints) == 2
@@ -237,18 +239,19 @@ def test_other_weights_have_another_system_fingerprint(server: Running):
 def test_calls_without_arguments_as_other_clients_send_them(reasoning: Running, arguments: Any):
     function = {"name": "add"} if arguments == "left out" else {"name": "add", "arguments": arguments}
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
-    call = read_chat(json.dumps({"model": NAME, "messages": [USER, called]}).encode(), reasoning.service)
+    fields = ChatFields.model_validate({"model": NAME, "messages": [USER, called]})
+    call = read_chat(fields, reasoning.service)
     assert call.messages is not None
     assert call.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
     items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "1", **function}]
-    response = read_response(json.dumps({"model": NAME, "input": items}).encode(), reasoning.service)
+    response = read_response(ResponseFields.model_validate({"model": NAME, "input": items}), reasoning.service)
     assert response.messages is not None
     assert response.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_a_seed_of_minus_one_is_a_random_one(server: Running):
     def seeds(seed: int | None) -> list[int | None]:
-        body = json.dumps({"model": NAME, "messages": [USER], "seed": seed, "n": 2}).encode()
+        body = ChatFields.model_validate({"model": NAME, "messages": [USER], "seed": seed, "n": 2})
         return [request.settings.seed for request in read_chat(body, server.service).requests]
 
     assert seeds(-1) == seeds(None) == [None, None]
@@ -269,8 +272,8 @@ def test_errors_name_the_folder_of_the_model_and_no_path(tmp_path: Path):
 
 
 def test_an_answer_can_have_as_many_tokens_as_the_model_without_a_prompt(server: Running):
-    body = {"model": NAME, "messages": [USER], "max_tokens": 2047}
-    assert read_chat(json.dumps(body).encode(), server.service).requests[0].most_new_tokens > 1900
+    body = ChatFields.model_validate({"model": NAME, "messages": [USER], "max_tokens": 2047})
+    assert read_chat(body, server.service).requests[0].most_new_tokens > 1900
     for name in ("max_tokens", "max_completion_tokens"):
         param, message = problem(server, **{"max_tokens": None, name: 2048})
         assert (param, message) == (name, f"{name} is 2048; it must be at most 2047 on this server")

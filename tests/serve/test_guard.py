@@ -34,11 +34,11 @@ def test_polls_are_logged_only_if_they_fail(
         return None
 
     counted: list[tuple[str, int]] = []
-    guard = Guard(app, access=Access(), count=lambda *found: counted.append(found), log_requests=True)
+    guard = Guard(app, access=Access(), count=lambda *found: counted.append(found), log_requests=True, body_bytes=9)
     scope = {"type": "http", "path": path, "method": "GET", "headers": [(b"host", b"localhost")]}
     with caplog.at_level(logging.INFO, "draftheads.access"):
         asyncio.run(guard(scope, ignore, ignore))
-    assert counted == [(path, status)]
+    assert counted == [("other", status)]
     assert [f" {path} {status} " in line for line in caplog.messages] == [True] * is_logged
 
 

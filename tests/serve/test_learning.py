@@ -1,4 +1,4 @@
-"""A server with adapters that records, a head that is trained on the records, and its replacement while streams run."""
+"""A server with adapters that records, a head that is trained on the records, and its exchange while streams run."""
 
 import json
 import signal
@@ -6,7 +6,6 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import httpx2
@@ -21,7 +20,6 @@ from draftheads.cli.main import main
 from draftheads.cli.options.serve import ServeOptions
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.serve import head_replacement
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.load_models import load_served
@@ -68,17 +66,6 @@ def started(world: Path) -> ServerProcess:
 def plain(path: Path, text: str, **options: object) -> str:
     engine = draftheads.load(path, precision="fp32", fast=False)
     return str(engine.generate([text], max_new_tokens=options["max_tokens"], ignore_eos=True)[0].text)
-
-
-def test_heads_are_compared_on_the_records_that_were_written_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head_replacement, "_MOST_RECORDS", 5)
-    for name, numbers in (("000009", range(4)), ("000010", range(4, 7)), ("000011", range(7, 10))):
-        lines = ({"prompt_ids": [number], "answer_ids": [1], "tokenizer": "t"} for number in numbers)
-        (tmp_path / f"traffic-{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = islice(head_replacement._newest_records(tmp_path), 5)
-    assert [text.prompt_ids for text in found] == [(9,), (8,), (7,), (6,), (5,)]
 
 
 def records(world: Path, model: str) -> list[dict]:
@@ -140,32 +127,24 @@ def test_clients_that_opt_out_are_not_recorded(server: ServerProcess, world: Pat
     ],
 )
 def test_only_heads_of_the_folder_can_be_named(server: ServerProcess, head: object, status: int) -> None:
-    response = server.replace_head(head)
+    response = server.exchange_head(head)
     assert response.status_code == status, response.text
     assert "Traceback" not in response.text
 
 
 def test_only_the_admin_key_opens_it(server: ServerProcess) -> None:
-    assert server.replace_head("hydra", None).status_code == 401
-    assert server.replace_head("hydra", "wrong").status_code == 401
-    assert server.replace_head("hydra", model="nobody").status_code == 404
-    assert server.replace_head("hydra", speed=1).status_code == 400
+    assert server.exchange_head("hydra", None).status_code == 401
+    assert server.exchange_head("hydra", "wrong").status_code == 401
+    assert server.exchange_head("hydra", model="nobody").status_code == 404
+    assert server.exchange_head("hydra", speed=1).status_code == 400
     assert server.client.get("/admin/head").status_code == 401
     scope = {"path": "/admin/head", "headers": [(b"host", b"localhost"), (b"authorization", b"Bearer api-key")]}
     for access in (Access(), Access(("api-key",))):
         with pytest.raises(ApiError, match="needs a server with --admin-key-file") as error:
             access.client_of(scope)
-        assert error.value.status == 403
+        assert error.value.status_code == 403
     with pytest.raises(ApiError, match="API key is wrong"):
         Access(("api-key",), admin_keys=("admin-key",)).client_of(scope)
-
-
-@pytest.mark.thorough
-def test_one_comparison_at_a_time(server: ServerProcess) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        statuses = [pool.submit(server.replace_head, "hydra") for _ in range(2)]
-        assert sorted(status.result().status_code for status in statuses) == [200, 409]
-    assert server.replace_head("medusa", force=True).json()["replaced"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +168,7 @@ def test_adapters_need_names_of_their_own(world: Path) -> None:
         load_served(str(world / "model"), (), LoadSettings(precision="fp32"), adapters={"model": world / "tuned"})
 
 
-def test_a_head_learns_from_traffic_and_replaces_the_old_one_under_a_stream(
+def test_a_head_learns_from_traffic_and_takes_the_place_of_the_old_one_under_a_stream(
     server: ServerProcess, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for prompt in PROMPTS:
@@ -204,28 +183,17 @@ def test_a_head_learns_from_traffic_and_replaces_the_old_one_under_a_stream(
     assert not torch.equal(*(next(iter(load_file(p / "model.safetensors").values())) for p in (medusa, learned)))
 
     expected = plain(world / "model", "w3 w4", **LONG)
+    before = server.chat("w3 w4", draft_nodes=10, **LONG)["usage"]["draft"]["tokens_per_step"]
     stream = server.stream("w3 w4", **LONG)
     pieces = [next(stream), next(stream)]
-    response = server.replace_head("learned")
-    assert response.status_code == 200, response.text
-    found = response.json()
-    assert found["measured_on"] == "recorded"
-    assert found["num_prompts"] >= 8
-    assert found["tokens_per_step"]["new"] > 0.05 + found["tokens_per_step"]["old"]
-    assert found["replaced"]
+    response = server.exchange_head("learned")
+    assert (response.status_code, response.json()) == (200, {"model": "model", "head": "learned"}), response.text
     assert "".join(piece for _, piece in [*pieces, *stream]) == expected
     assert server.client.get("/v1/models/model").json()["draftheads"]["head"] == "learned"
     again = server.chat("w3 w4", draft_nodes=10, **LONG)
     assert again["choices"][0]["message"]["content"] == expected
-    assert again["usage"]["draft"]["tokens_per_step"] > 1
-
-    # back: the old head is worse
-    refused = server.replace_head("medusa").json()
-    assert not refused["replaced"]
-    assert refused["tokens_per_step"] == dict(zip(("new", "old"), found["tokens_per_step"].values(), strict=True))
-    assert server.client.get("/v1/models/model").json()["draftheads"]["head"] == "learned"
-    forced = server.replace_head("medusa", force=True).json()
-    assert forced["replaced"]
+    assert again["usage"]["draft"]["tokens_per_step"] > 0.05 + before
+    assert server.exchange_head("medusa").status_code == 200
     assert server.text("w3 w4", **LONG) == expected
     assert server.text("w3 w4", model="tuned", **SHORT) == plain(world / "tuned", "w3 w4", **SHORT)
 

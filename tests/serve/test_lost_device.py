@@ -65,7 +65,7 @@ def test_streams_end_with_the_error(server: Running, monkeypatch: pytest.MonkeyP
     break_device(monkeypatch, after_steps=2)
     *chunks, error, done, _ = server.chat(stream=True, max_tokens=500, ignore_eos=True).text.split("\n\n")
     assert len(chunks) > 2
-    assert '"code": "device_lost"' in error
+    assert '"code":"device_lost"' in error
     assert done == "data: [DONE]"
 
 

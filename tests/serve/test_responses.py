@@ -9,7 +9,8 @@ import openai
 import pydantic
 import pytest
 
-from draftheads.serve.chat_completions import read_chat
+from draftheads.serve.chat_completions import ChatFields, read_chat
+from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.response_output import ResponseEvents
 from draftheads.serve.responses import read_response
 from draftheads.serve.tools import ToolCall
@@ -319,9 +320,9 @@ def test_the_model_reads_what_it_reads_of_a_chat(server: Running):
     ]
     usual = {"model": NAME, "parallel_tool_calls": False}
     body = {**usual, "input": [{"role": "developer", "content": "be brief"}, *items], "tools": TOOLS}
-    response = read_response(json.dumps(body).encode(), server.service)
+    response = read_response(ResponseFields.model_validate(body), server.service)
     body = {**usual, "messages": chat, "tools": as_chat(TOOLS)}
-    of_chat = read_chat(json.dumps(body).encode(), server.service)
+    of_chat = read_chat(ChatFields.model_validate(body), server.service)
     assert (response.messages, response.tools) == (of_chat.messages, of_chat.tools)
     assert [message["role"] for message in response.messages] == ["system", "assistant", "tool"]
     assert response.messages[1]["tool_calls"][0] == {
@@ -435,9 +436,9 @@ def tool(**others: Any) -> dict[str, Any]:
 ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no model": ({"model": None}, "model", "models of this server: tiny, tiny:plain"),
     "no input": ({"input": None}, "input", "missing"),
-    "an empty list": ({"input": []}, "input", "empty"),
+    "an empty list": ({"input": []}, "input", "is []"),
     "an input of a wrong type": ({"input": 5}, "input", "5; it must be a string or a list"),
-    "an item of a wrong type": ({"input": ["a"]}, "input[0]", "object"),
+    "an item of a wrong type": ({"input": ["a"]}, "input[0]", "is 'a'"),
     "an unknown item": ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "'function_call_output'"),
     "an item whose type is a list": ({"input": [{"type": []}]}, "input[0].type", "[]"),
     "a misspelt field of an item": (said("a", rol="b"), "input[1].rol", "did you mean role?"),
@@ -457,7 +458,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
     "arguments that are no JSON": (called(arguments="{"), "input[1].arguments", "not valid JSON"),
     "a call without a name": (called(name=None), "input[1].name", "missing"),
     "a misspelt field of a call": (called(callid="1"), "input[1].callid", "did you mean call_id?"),
-    "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens", "0; it must be at least 1"),
+    "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens", "is 0"),
     "max_tokens": ({"max_tokens": 5}, "max_tokens", "use max_output_tokens"),
     "max_completion_tokens": ({"max_completion_tokens": 5}, "max_completion_tokens", "max_output_tokens"),
     "too many tokens": ({"input": "cat " * 2100}, "input", "takes at most"),
@@ -473,10 +474,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
     "conversation": ({"conversation": "conv_1"}, "conversation", "nothing is stored; send"),
     "background": ({"background": True}, "background", "leave it out"),
     "prompt": ({"prompt": {"id": "p"}}, "prompt", "use instructions and input"),
-    "truncation": ({"truncation": "auto"}, "truncation", "'auto'; it must be 'disabled'"),
+    "truncation": ({"truncation": "auto"}, "truncation", "is 'auto'"),
     "include": ({"include": ["file_search_call.results"]}, "include[0]", "message.output_text.logprobs"),
     "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs", "needs include"),
-    "top_logprobs": ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    "top_logprobs": ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs", "is 21"),
     "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
     "an unknown format": ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'json_schema'"),
     "no schema": (form(schema=None), "text.format.schema", "missing"),
@@ -486,7 +487,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
     "tools that are none": (
         {"tools": [{"type": "web_search"}]},
         "tools[0].type",
-        "it must be 'function'",
+        "is 'web_search'",
     ),
     "a tool's name": (tool(name="a b"), "tools[0].name", "64"),
     "tools of chats": ({"tools": as_chat(TOOLS)}, "tools[0].function", "unknown field 'tools[0].function'"),

@@ -1,7 +1,6 @@
 """Thoughts of reasoning models: what the template writes, and the parts of answers, whole and in streams."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -12,7 +11,8 @@ from byte_tokenizers import byte_level
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.models.chat_template import effort_variables, thinking_tags
 from draftheads.models.pretrained import ModelTokenizer
-from draftheads.serve.chat_completions import ChatCall, read_chat
+from draftheads.serve.chat_completions import ChatCall, ChatFields, read_chat
+from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.responses import read_response
 from draftheads.settings import SamplingSettings
 from serve_world import NAME, USER, Running, running, tiny_engines
@@ -44,7 +44,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def chat_of(server: Running, **fields: Any) -> ChatCall:
-    return read_chat(json.dumps({"model": NAME, "messages": [USER], **fields}).encode(), server.service)
+    return read_chat(ChatFields.model_validate({"model": NAME, "messages": [USER], **fields}), server.service)
 
 
 def prompt_of(server: Running, call: ChatCall) -> str:
@@ -157,7 +157,7 @@ def test_effort(server: tuple[str, Running]):
 def test_responses_have_no_thoughts_in_their_text(server: tuple[str, Running]):
     name, one = server
     if name == "optional":
-        body = json.dumps({"model": NAME, "input": "the cat"}).encode()
+        body = ResponseFields.model_validate({"model": NAME, "input": "the cat"})
         call = read_response(body, one.service)
         events_of(one, call.requests[0], "<think>Hm.</think>\nYes.", 4)
         assert call.response()["output"][-1]["content"][0]["text"] == "Yes."

@@ -19,7 +19,7 @@ from draftheads.utils.files import user_path
 
 try:
     from draftheads.serve.guard import LOCAL_NAMES, Access
-    from draftheads.serve.head_replacement import HeadReplacement
+    from draftheads.serve.head_exchange import HeadExchange
     from draftheads.serve.http_limits import HttpLimits
     from draftheads.serve.http_server import serve
     from draftheads.serve.load_models import Served, default_kv_bytes, load_served, read_key_file
@@ -57,7 +57,6 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         access,
         log_requests=options.log_requests,
         recorder=_recorder(options),
-        schema=options.schema,
     )
     address = _address(listening)
     if not local and not keys:
@@ -72,14 +71,8 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         served, scheduler_limits = _load(options)
         loaded.append((served, scheduler_limits))
         scheduler = Scheduler(served.engines, scheduler_limits)
-        service.heads = HeadReplacement(
-            scheduler,
-            options.model,
-            head_folder=None if options.head_folder is None else user_path(options.head_folder),
-            recorder=service.recorder,
-            copy=options.copy,
-            fast=options.load.fast,
-        )
+        folder = None if options.head_folder is None else user_path(options.head_folder)
+        service.heads = HeadExchange(scheduler, options.model, folder, options.copy, options.load.fast)
         return served.models, scheduler
 
     def on_ready() -> None:

@@ -1,13 +1,13 @@
 """The answers to one HTTP request: their jobs, their events on the event loop, and their stream to the client."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -112,8 +112,7 @@ class Answers:
 class EventStream(Response):
     """Server-sent events: one JSON object each, the last one may be an error.
 
-    ``named`` events have their ``type`` as a name; streams of others have ``[DONE]`` at the end. ``write`` runs a
-    function on the thread that writes responses: the last events of a named stream have the whole answer.
+    ``named`` events have their ``type`` as a name; streams of others have ``[DONE]`` at the end.
 
     The stream ends when the client disconnects. The generator of its chunks is closed in any case, and ``at_end`` is
     called last, also if the stream never began.
@@ -123,12 +122,10 @@ class EventStream(Response):
         self,
         chunks: AsyncGenerator[dict[str, Any]],
         at_end: Callable[[], object],
-        write: Callable[..., Awaitable[str]],
         *,
         named: bool = False,
     ) -> None:
         super().__init__()
-        self._write = write
         self._named = named
         self._chunks = chunks
         self._at_end = at_end
@@ -146,26 +143,20 @@ class EventStream(Response):
         async with aclosing(self._chunks) as chunks:
             try:
                 async for chunk in chunks:
-                    is_whole = self._named and "delta" not in chunk
-                    text = await self._write(_json, chunk) if is_whole else _json(chunk)
-                    await _send_event(send, text, chunk["type"] if self._named else None)
+                    await _send_event(send, to_json(chunk), chunk["type"] if self._named else None)
             except ApiError as error:
-                await _send_event(send, json.dumps(error.body()))
+                await _send_event(send, to_json(error.body()))
             except Exception:  # noqa: BLE001 - logged; too late for another status
                 _LOG.exception("a stream failed")
-                await _send_event(send, json.dumps(ApiError(500, "the server could not finish the answer").body()))
+                await _send_event(send, to_json(ApiError(500, "the server could not finish the answer").body()))
         if not self._named:
-            await _send_event(send, "[DONE]")
+            await _send_event(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _json(chunk: dict[str, Any]) -> str:
-    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-
-
-async def _send_event(send: Send, text: str, name: str | None = None) -> None:
-    event = f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
-    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+async def _send_event(send: Send, data: bytes, name: str | None = None) -> None:
+    event = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
+    await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

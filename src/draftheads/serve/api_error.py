@@ -1,11 +1,12 @@
 """Errors in the form of OpenAI's API: a status and ``{"error": {"message", "type", "param", "code"}}``."""
 
+import json
 import math
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from pydantic import BaseModel
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from draftheads.errors import (
     DeviceLost,
@@ -43,30 +44,35 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
-@dataclass(eq=False)
-class ApiError(Exception):
-    """A request that gets no answer."""
+class ApiError(HTTPException):
+    """A request that gets no answer.
 
-    status: int  # of the HTTP response
-    message: str  # what is wrong and how to fix it
-    _: KW_ONLY
-    param: str | None = None  # the field of the request that is wrong
-    code: str | None = None  # for programs, such as "model_not_found"
-    retry_after: float | None = None  # seconds after which to try again
+    Args:
+        status_code: of the HTTP response.
+        detail: what is wrong and how to fix it.
+        param: the field of the request that is wrong.
+        code: for programs, such as "model_not_found".
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status_code: int,
+        detail: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        headers = {"www-authenticate": "Bearer"} if status_code == 401 else {}
+        if retry_after is not None:
+            headers["retry-after"] = str(math.ceil(retry_after))
+        super().__init__(status_code, detail, headers)
+        self.param = param
+        self.code = code
 
     def __str__(self) -> str:
-        return self.message
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {}
-        if self.retry_after is not None:
-            headers["retry-after"] = str(math.ceil(self.retry_after))
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        if self.status == 408:
-            headers["connection"] = "close"
-        return headers
+        return self.detail
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the response.
@@ -74,12 +80,13 @@ class ApiError(Exception):
         >>> ApiError(400, "n is 0; it must be at least 1", param="n").body()["error"]["type"]
         'invalid_request_error'
         """
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        fields = ErrorFields(message=self.message, type=kind, param=self.param, code=self.code)
+        kind = _TYPES.get(self.status_code, "invalid_request_error")
+        fields = ErrorFields(message=self.detail, type=kind, param=self.param, code=self.code)
         return ErrorBody(error=fields).model_dump()
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def response(self) -> Response:
+        # in ASCII: what a client sent may hold half a character
+        return Response(json.dumps(self.body()), self.status_code, self.headers, "application/json")
 
 
 def api_error_of(error: DraftHeadsError, *, param: str | None = None) -> ApiError:

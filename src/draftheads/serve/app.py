@@ -2,80 +2,94 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request, Security
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.security import HTTPBearer
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from draftheads.errors import CheckpointError, DraftHeadsError, ModelNotFound
 from draftheads.models.chat_template import template_of, thinking_tags
 from draftheads.serve.answers import Answers, EventStream, unless_gone
-from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.body import read_body, read_json
+from draftheads.serve.api_error import ApiError, ErrorBody, api_error_of
 from draftheads.serve.call import Call
-from draftheads.serve.chat_completions import read_chat
-from draftheads.serve.completions import CompletionCall, read_completion
-from draftheads.serve.fields import read_fields
+from draftheads.serve.chat_completions import ChatFields, read_chat
+from draftheads.serve.completions import CompletionCall, CompletionFields, read_completion
+from draftheads.serve.fields import validation_error
 from draftheads.serve.guard import Guard
-from draftheads.serve.head_replacement import Busy, HeadFields
-from draftheads.serve.json_bytes import json_bytes
-from draftheads.serve.openapi import document
+from draftheads.serve.head_exchange import HeadFields
+from draftheads.serve.request_params import CommonFields
+from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.responses import read_response
 from draftheads.serve.scoring import PromptScores, score
 from draftheads.serve.state import ServedModel, Service
 
-T = TypeVar("T")
+AnyFields = TypeVar("AnyFields", bound=CommonFields)
+AnyCall = TypeVar("AnyCall", bound=Call)
 _PAGE = Path(__file__).parent / "page"
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+_KEY = [Security(HTTPBearer(auto_error=False))]  # for /openapi.json; the guard checks keys
 
 
 def create_app(service: Service) -> FastAPI:
     """The application; requests are answered once ``service`` is open."""
-    app = FastAPI(title="draftheads", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, access=service.access, count=service.metrics.request, log_requests=service.log_requests)
-    app.add_exception_handler(ApiError, _api_error)
+    app = FastAPI(
+        title="draftheads",
+        version=version("draftheads"),
+        description="Every route with GET also answers HEAD.",
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    )
+    app.add_middleware(
+        Guard,
+        access=service.access,
+        count=service.metrics.request,
+        log_requests=service.log_requests,
+        body_bytes=service.limits.body_bytes,
+    )
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _gone)
-    _add_state_routes(app, service)
-    _add_model_routes(app, service)
-    _add_answer_routes(app, service)
+    key = _KEY if service.access.api_keys else []
+    _add_state_routes(app, service, key)
+    router = APIRouter(prefix="/v1", dependencies=key)
+    _add_model_routes(router, service)
+    _add_answer_routes(router, service)
+    app.include_router(router)
     _add_admin_route(app, service)
-    for (
-        file
-    ) in _PAGE.iterdir():  # a route for each, as a mount at / would answer wrong methods of all other routes, too
-        app.add_route("/" if file.name == "index.html" else f"/{file.name}", partial(_file, file))
-    if service.schema:
-        _add_schema_route(app, service)
+    for file in _PAGE.iterdir():  # a mount at / would answer wrong methods of all other routes, too
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        app.get(path, include_in_schema=False)(_sender_of(file))
     return app
 
 
-def _add_schema_route(app: FastAPI, service: Service) -> None:
-    @app.get("/openapi.json")
-    async def schema() -> Response:
-        return Response(content, media_type="application/json")
-
-    content = json_bytes(document(app, service.access))
+def _sender_of(file: Path) -> Callable[[], FileResponse]:
+    return lambda: FileResponse(file)
 
 
-async def _file(path: Path, _: Request) -> Response:
-    return FileResponse(path)
-
-
-def _add_state_routes(app: FastAPI, service: Service) -> None:
+def _add_state_routes(app: FastAPI, service: Service, key: list[Any]) -> None:
     @app.get("/health")
-    async def health() -> JSONResponse:
+    async def health() -> Response:
+        """Status 200 while the process works."""
         return _state("ok" if service.lost is None else "failed", good="ok")
 
     @app.get("/ready")
-    async def ready() -> JSONResponse:
+    async def ready() -> Response:
+        """Status 200 while new requests are accepted."""
         return _state(service.phase if service.lost is None else "failed", good="ready")
 
-    @app.get("/metrics")
+    @app.get("/metrics", dependencies=key, responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
+        """Counts for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -83,39 +97,46 @@ def _state(status: str, *, good: str) -> JSONResponse:
     return JSONResponse({"status": status}, status_code=200 if status == good else 503)
 
 
-def _add_model_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
+def _add_model_routes(router: APIRouter, service: Service) -> None:
+    @router.get("/models")
     async def models() -> dict[str, Any]:
+        """The served models."""
         _ = service.scheduler  # 503 while it loads
         return {"object": "list", "data": [_described(service, model) for model in service.models.values()]}
 
-    @app.get("/v1/models/{name:path}")
+    @router.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
+        """One served model."""
         return _described(service, service.model(name))
 
 
-def _add_answer_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await _answered(request, service, await _read(request, service, read_chat))
+def _add_answer_routes(router: APIRouter, service: Service) -> None:
+    async def ready() -> None:
+        _ = service.scheduler  # 503 while it loads, before the body is checked
 
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        return await _answered(request, service, await _read(request, service, read_response))
+    async def read(request: Request, function: Callable[[AnyFields, Service], AnyCall], fields: AnyFields) -> AnyCall:
+        return await service.read(request.state.client, function, fields, service)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        call = await _read(request, service, read_completion)
+    is_ready = [Depends(ready)]
+
+    @router.post("/chat/completions", responses=_STREAM, dependencies=is_ready)
+    async def chat(request: Request, fields: ChatFields) -> Response:
+        """Answers a chat."""
+        return await _answered(request, service, await read(request, read_chat, fields))
+
+    @router.post("/responses", responses=_STREAM, dependencies=is_ready)
+    async def responses(request: Request, fields: ResponseFields) -> Response:
+        """Answers a chat, with the interface that OpenAI's newer clients use."""
+        return await _answered(request, service, await read(request, read_response, fields))
+
+    @router.post("/completions", responses=_STREAM, dependencies=is_ready)
+    async def completions(request: Request, fields: CompletionFields) -> Response:
+        """Continues a text."""
+        call = await read(request, read_completion, fields)
         if call.num_scored is not None:
             scores = await unless_gone(request.receive, _scores(service, call, call.num_scored))
             call.scores.extend(scores)
         return await _answered(request, service, call)
-
-
-async def _read(request: Request, service: Service, read: Callable[[bytes, Service], T]) -> T:
-    _ = service.scheduler  # 503 while it loads
-    body = await read_body(request, service.limits)
-    return await service.read(request.state.client, read, body, service)
 
 
 async def _answered(request: Request, service: Service, call: Call) -> Response:
@@ -123,12 +144,13 @@ async def _answered(request: Request, service: Service, call: Call) -> Response:
     answers = Answers(service, call, request.state.client, start=request.state.start)
     answers.submit()
     if call.params.fields.stream:
-        return EventStream(call.chunks(answers.events()), answers.cancel, service.write, named=call.has_named_events)
+        return EventStream(call.chunks(answers.events()), answers.cancel, named=call.has_named_events)
     try:
         await unless_gone(request.receive, answers.finish())
     finally:
         answers.cancel()
-    content = await service.write(lambda: json_bytes(call.response()))
+    # on a thread: many log-probabilities take a while
+    content = await asyncio.to_thread(lambda: to_json(call.response(), inf_nan_mode="null"))
     return Response(content, media_type="application/json")
 
 
@@ -148,38 +170,21 @@ async def _scores(service: Service, call: CompletionCall, num_top: int) -> list[
 
 
 def _add_admin_route(app: FastAPI, service: Service) -> None:
-    """Replaces the draft head of a model while it is served. The guard checks the admin key."""
-
-    @app.post("/admin/head")
-    async def head(request: Request) -> dict[str, Any]:
-        _ = service.scheduler
-        assert service.heads is not None, "a service with an admin key can replace heads"
-        fields = read_fields(HeadFields, read_json(await read_body(request, service.limits), service.limits))
-        name, wanted = fields.model, fields.head
-        model = service.model(name)
+    @app.post("/admin/head", dependencies=_KEY)
+    async def head(fields: HeadFields) -> dict[str, Any]:
+        """Exchanges the draft head of a model. The guard checks the admin key."""
+        model = service.model(fields.model)
+        assert service.heads is not None, "a service with an admin key can exchange heads"
         try:
-            result = await asyncio.to_thread(
-                service.heads.replace, name, wanted, weights=model.weights, force=fields.force
-            )
+            await asyncio.to_thread(service.heads.exchange, fields.model, fields.head)
+        except ModelNotFound as error:
+            raise ApiError(404, str(error), param="head", code="head_not_found") from None
+        except CheckpointError as error:
+            raise ApiError(400, str(error), param="head", code="head_does_not_fit") from None
         except DraftHeadsError as error:
-            raise _refusal(error) from None
-        if result.replaced:
-            service.models[name] = replace(model, head=wanted)
-        counts = asdict(result)
-        old, new = counts.pop("old"), counts.pop("new")
-        return {"model": name, "head": wanted, "tokens_per_step": {"old": old, "new": new}, **counts}
-
-
-def _refusal(error: DraftHeadsError) -> ApiError:
-    match error:
-        case Busy():
-            return ApiError(409, str(error), code="busy", retry_after=10)
-        case ModelNotFound():
-            return ApiError(404, str(error), param="head", code="head_not_found")
-        case CheckpointError():
-            return ApiError(400, str(error), param="head", code="head_does_not_fit")
-        case _:
-            return api_error_of(error)
+            raise api_error_of(error) from None
+        service.models[fields.model] = replace(model, head=fields.head)
+        return fields.model_dump()
 
 
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:
@@ -191,21 +196,33 @@ def _described(service: Service, model: ServedModel) -> dict[str, Any]:
     return {**usual, "draftheads": details}
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    if isinstance(error.body, bytes):
+        kind = request.headers.get("content-type", "")[:60]
+        return ApiError(415, f"Content-Type is {kind!r}; it must be application/json").response()
+    errors = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # without "body"
+    return validation_error(errors, "").response()
+
+
+async def _too_deep(_: Request, __: Exception) -> Response:
+    return ApiError(400, "the body is nested too deeply", code="invalid_json").response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = ascii(request.url.path[:100])[1:-1]
-    words = {404: f"there is no {path} here", 405: f"{request.method} is not a method of {path}"}
-    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    response = ApiError(error.status_code, words.get(error.status_code, str(error.detail)), code=code).response()
-    response.headers.update(error.headers or {})
-    return response
+    if not isinstance(error, ApiError):
+        path = ascii(request.url.path[:100])[1:-1]
+        words = {404: f"there is no {path} here", 405: f"{request.method} is not a method of {path}"}
+        code = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+        headers, error = (
+            error.headers,
+            ApiError(error.status_code, words.get(error.status_code, error.detail), code=code),
+        )
+        error.headers = headers
+    return error.response()
 
 
-async def _gone(_: Request, error: Exception) -> Response:
+async def _gone(_: Request, __: Exception) -> Response:
     """The client has gone: nobody reads this."""
     return Response(status_code=499)

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.serve.body import read_json
 from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
 from draftheads.serve.chat_messages import Message, TemplateFields, Thinking, chat_prompt
-from draftheads.serve.fields import read_fields, wrong
+from draftheads.serve.fields import wrong
 from draftheads.serve.logprobs import chat_logprobs
 from draftheads.serve.request_params import CommonFields, read_params
 from draftheads.serve.state import Service
@@ -29,42 +28,85 @@ class ChatCall(Call):
     tools: ToolUse | None
     thinking: Thinking | None  # None: answers have no thoughts apart from their text
 
-    def answer_text(self) -> "AnswerText":
-        """Separates the parts of one answer."""
-        return AnswerText(self.tools, self.thinking)
-
     def response(self) -> dict[str, Any]:
         return self.whole([self._choice(index, request) for index, request in enumerate(self.requests)])
 
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
         """Roles, texts and calls, and the ends."""
-        streams = [_ChoiceStream(self, index, request) for index, request in enumerate(self.requests)]
-        for stream in streams:
-            yield self.chunk([stream.choice({"role": "assistant", "content": ""})])
+        streams = [AnswerStream(self, request) for request in self.requests]
+        for index in range(len(streams)):
+            yield self.chunk([_delta(index, {"role": "assistant", "content": ""})])
         num_sent = 0
         async for index, event in events:
             num_sent += len(event.token_ids)
-            for choice in streams[index].choices(event):
+            for choice in self._choices(index, streams[index].add(event)):
                 yield self.chunk([choice], num_sent)
         if self.params.fields.stream_options.include_usage:
             yield self.chunk([])
 
-    def logprobs_of(self, request: Request, part: Request | StreamEvent) -> dict[str, Any] | None:
-        """Of a request or one of its events, as :func:`tokens_with_logprobs`."""
-        tokens = tokens_with_logprobs(request, part)
-        return None if tokens is None else chat_logprobs(self.names, *tokens)
-
     def _choice(self, index: int, request: Request) -> dict[str, Any]:
-        text = self.answer_text()
-        content, calls = text.push(request.text, is_end=True)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if text.thought:
-            message["reasoning_content"] = text.thought
-        if calls:
-            message |= {"content": content or None, "tool_calls": [call.as_json() for call in calls]}
-        reason = "tool_calls" if calls else request.finish_reason
-        logprobs = self.logprobs_of(request, request)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        part = AnswerStream(self, request).add(request)
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None, **part.texts}
+        if part.calls:
+            calls = [call.as_json() for call in part.calls]
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return {"index": index, "message": message, "logprobs": part.logprobs, "finish_reason": part.reason}
+
+    def _choices(self, index: int, part: "AnswerPart") -> list[dict[str, Any]]:
+        """Those of the chunks that a part becomes: texts, calls, the end."""
+        more = {"logprobs": part.logprobs} if part.logprobs else {}
+        choices = []
+        for name, text in part.texts.items() or ([("content", "")] if more or part.pieces is not None else []):
+            pieces = {} if part.pieces is None else {"pieces": part.pieces.get(name, [])}
+            choices.append(_delta(index, {name: text}, **more, **pieces))
+            more = {}
+        numbered = enumerate(part.calls, part.num_calls - len(part.calls))
+        choices += [_delta(index, {"tool_calls": [call.as_json(number)]}) for number, call in numbered]
+        if part.reason is not None:
+            choices.append(_delta(index, {}, finish_reason=part.reason))
+        return choices
+
+
+def _delta(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """What one event adds to an answer."""
+
+    texts: dict[str, str]  # reasoning_content and content, if they have new text
+    calls: list[ToolCall]
+    num_calls: int  # so far
+    logprobs: dict[str, Any] | None
+    pieces: dict[str, list[list[Any]]] | None  # of texts: which were drafted, if that was asked for
+    reason: str | None  # of the end
+
+
+class AnswerStream:
+    """Separates one answer into its parts, event by event; all routes of chats send these."""
+
+    def __init__(self, call: ChatCall, request: Request) -> None:
+        self._call = call
+        self._request = request
+        self._text = AnswerText(call.tools, call.thinking)
+        has_pieces = call.params.fields.stream_options.include_draft
+        self._pieces = DraftPieces(request.new_stream()) if has_pieces else None
+
+    def add(self, event: StreamEvent | Request) -> AnswerPart:
+        """What an event adds, or a whole finished request."""
+        content, calls = self._text.push(event.text, is_end=event.finish_reason is not None)
+        texts = {"reasoning_content": self._text.thought, "content": content}
+        texts = {name: text for name, text in texts.items() if text}
+        tokens = tokens_with_logprobs(self._request, event)
+        logprobs = None if tokens is None else chat_logprobs(self._call.names, *tokens)
+        pieces = None
+        if self._pieces is not None and isinstance(event, StreamEvent):
+            self._pieces.add(event)
+            pieces = {name: self._pieces.take(text) for name, text in texts.items()}
+        num_calls = self._text.num_calls
+        reason = "tool_calls" if event.finish_reason is not None and num_calls else event.finish_reason
+        return AnswerPart(texts, calls, num_calls, logprobs, pieces, reason)
 
 
 class AnswerText:
@@ -97,42 +139,6 @@ class AnswerText:
         return content, calls
 
 
-class _ChoiceStream:
-    """One answer of a stream."""
-
-    def __init__(self, call: ChatCall, index: int, request: Request) -> None:
-        self._call = call
-        self._index = index
-        self._request = request
-        self._pieces = DraftPieces(request.new_stream())
-        self._text = call.answer_text()
-
-    def choice(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-
-    def choices(self, event: StreamEvent) -> list[dict[str, Any]]:
-        """Those of the chunks that an event becomes: text, calls, the end."""
-        num_calls = self._text.num_calls
-        content, calls = self._text.push(event.text, is_end=event.finish_reason is not None)
-        parts = {"reasoning_content": self._text.thought, "content": content}
-        parts = {name: text for name, text in parts.items() if text}
-        more: dict[str, Any] = {}
-        if logprobs := self._call.logprobs_of(self._request, event):
-            more["logprobs"] = logprobs
-        if has_pieces := self._call.params.fields.stream_options.include_draft:
-            self._pieces.add(event)
-        choices = []
-        for name, text in parts.items() or ([("content", "")] if more or has_pieces else []):
-            pieces = {"pieces": self._pieces.take(text)} if has_pieces else {}
-            choices.append(self.choice({name: text}, **more, **pieces))
-            more = {}
-        choices += [self.choice({"tool_calls": [call.as_json(number)]}) for number, call in enumerate(calls, num_calls)]
-        if event.finish_reason is not None:
-            reason = "tool_calls" if self._text.num_calls else event.finish_reason
-            choices.append(self.choice({}, finish_reason=reason))
-        return choices
-
-
 class ChatFields(ToolFields, TemplateFields, CommonFields):
     """The fields of a chat request."""
 
@@ -142,13 +148,11 @@ class ChatFields(ToolFields, TemplateFields, CommonFields):
     reasoning_effort: Effort | None = None
 
 
-def read_chat(body: bytes, service: Service) -> ChatCall:
+def read_chat(fields: ChatFields, service: Service) -> ChatCall:
     """Reads a chat request. Runs on the thread that reads requests."""
-    values = read_json(body, service.limits)
-    fields = read_fields(ChatFields, values)
     if "top_logprobs" in fields.model_fields_set and not fields.logprobs:
         raise wrong("top_logprobs", "needs logprobs: true")
-    tools = fields.tool_use(values.get("tools") or ())
+    tools = fields.tool_use()
     if tools is not None and fields.response_format.grammar is not None:
         raise wrong("response_format", "and tools exclude each other: leave one of them out")
     params = read_params(

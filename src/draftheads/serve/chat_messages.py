@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as short_repr
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
@@ -17,7 +18,7 @@ from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import Fields, text_or_list, wrong
 from draftheads.serve.request_params import RequestParams
 from draftheads.serve.tools import OPEN, ToolUse, check_template
-from draftheads.utils.messages import ROLES, half_character, short
+from draftheads.utils.messages import ROLES, half_character
 
 
 def _as_json(arguments: Any) -> Any:
@@ -82,7 +83,7 @@ class Message(Fields, json_schema_extra=_CONTENT):
     def for_template(self, place: str) -> dict[str, Any]:
         """The message as a chat template reads it."""
         if self.role not in ROLES:
-            raise wrong(f"{place}.role", f"is {short(repr(self.role))}; it must be one of {', '.join(ROLES)}")
+            raise wrong(f"{place}.role", f"is {short_repr(self.role)}; it must be one of {', '.join(ROLES)}")
         if not self.tool_calls and "content" not in self.model_fields_set:
             raise wrong(f"{place}.content", "is missing; it must be a string or a list of text parts")
         message = message_of(self.role, [part.text for part in self.content], f"{place}.content")

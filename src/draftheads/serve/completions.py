@@ -11,9 +11,8 @@ from draftheads.decode.request import StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
 from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.api_error import api_error_of
-from draftheads.serve.body import read_json
 from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
-from draftheads.serve.fields import read_fields, wrong
+from draftheads.serve.fields import wrong
 from draftheads.serve.logprobs import completion_logprobs
 from draftheads.serve.request_params import CommonFields, read_params
 from draftheads.serve.scoring import PromptScores
@@ -138,9 +137,8 @@ class CompletionFields(CommonFields):
     echo: bool = False
 
 
-def read_completion(body: bytes, service: Service) -> CompletionCall:
+def read_completion(fields: CompletionFields, service: Service) -> CompletionCall:
     """Reads a completion request. Runs on the thread that reads requests."""
-    fields = read_fields(CompletionFields, read_json(body, service.limits))
     only_score = fields.max_tokens == 0
     if only_score and not fields.echo:
         raise wrong("max_tokens", "is 0; it must be at least 1")

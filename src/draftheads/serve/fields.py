@@ -1,18 +1,17 @@
-"""Reads a request's JSON object into a pydantic model. Every error names the field, its value and what is allowed."""
+"""Fields of requests: pydantic models that know OpenAI's further fields, and their errors in OpenAI's form."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from reprlib import repr as short_repr
 from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from draftheads.errors import close_name
 from draftheads.serve.api_error import ApiError
-from draftheads.serve.body import depth_of
 from draftheads.utils.messages import half_character, short
 
 _SCHEMA_BYTES, _SCHEMA_DEPTH = 64 << 10, 32  # at most
@@ -34,34 +33,12 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "verbosity": (None, "leave it out"),
     "web_search_options": (None, "leave it out"),
 }
-# by pydantic's type of error
-_PROBLEMS = {
-    "missing": "is missing",
-    "too_short": "is empty",
-    "string_too_short": "is empty",
-    "too_long": "has {actual_length} entries; it must have at most {max_length}",
-    "json_invalid": "is not valid JSON: {error}",
-    "value_error": "{error}",
-    "int_type": "is {value}; it must be an integer",
-    "float_type": "is {value}; it must be a number",
-    "bool_type": "is {value}; it must be true or false",
-    "string_type": "is {value}; it must be a string",
-    "string_too_long": "is {value}; it must be a string of at most {max_length} characters",
-    "json_type": "is {value}; it must be a string",
-    "list_type": "is {value}; it must be a list",
-    "text_or_list": "is {value}; it must be a string or a list",
-    "dict_type": "is {value}; it must be an object",
-    "model_type": "is {value}; it must be an object",
-    "greater_than_equal": "is {value}; it must be at least {ge}",
-    "less_than_equal": "is {value}; it must be at most {le}",
-    "literal_error": "is {value}; it must be {expected}",
-}
 
 
 class Fields(BaseModel):
     """The fields of an object. One that is null counts as left out; one that is unknown is an error."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     without_effect: ClassVar[AbstractSet[str]] = frozenset()  # further fields that are accepted and change nothing
     unsupported: ClassVar[Mapping[str, tuple[Any, str]]] = {}  # as UNSUPPORTED; also fields of a base class
 
@@ -102,43 +79,66 @@ class Fields(BaseModel):
 Model = TypeVar("Model", bound=Fields)
 
 
-def read_fields(model: type[Model], values: Mapping[str, Any], place: str = "") -> Model:
-    """The fields of an object; ``place`` is where it is inside of the request, for errors."""
+def read_fields(model: type[Model], values: Mapping[str, Any], place: str) -> Model:
+    """The fields of an object inside of a request; ``place`` is where, for errors."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _api_error(error.errors(include_url=False)[0], place) from None
+        raise validation_error(error.errors(include_url=False), place) from None
 
 
 def wrong(field: str, problem: str) -> ApiError:
     return ApiError(400, f"{field} {problem}", param=field)
 
 
+def validation_error(errors: Sequence[Mapping[str, Any]], place: str) -> ApiError:
+    """The first of pydantic's errors, with the path of the field; ``place`` is where the object is."""
+    error = errors[0]
+    field = place + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    field, value, context = field.removeprefix("."), error["input"], error.get("ctx", {})
+    code = None
+    match error["type"]:
+        case "unknown":
+            return _unknown(f"{field}." if field else "", **context)
+        case "json_invalid":
+            problem = f"is not valid JSON: {context['error']}"
+            if field.startswith("["):  # of the body: its place is a number of characters
+                field, code = "", "invalid_json"
+        case "missing":
+            problem = "is missing"
+        case "value_error":  # our own words
+            problem = str(context["error"])
+        case "model_type":
+            problem = f"is {short_repr(value)}; it must be an object"
+        case "string_unicode":
+            problem = str(half_character(value))
+        case _:
+            problem = f"is {short_repr(value)}: {error['msg']}"
+    return ApiError(400, f"{field or 'the body'} {problem}", param=field or None, code=code)
+
+
 def text_or_list(value: Any) -> list[Any]:
     """A list, which may be one string instead."""
     if not isinstance(value, str | list):
-        raise PydanticCustomError("text_or_list", "")
+        raise ValueError(f"is {short_repr(value)}; it must be a string or a list")  # noqa: TRY004 - for pydantic
     return value if isinstance(value, list) else [value]
 
 
 def check_schema(schema: Any) -> Any:
     """A JSON schema, or a list of tools with theirs."""
+    if (depth := _depth_of(schema)) > _SCHEMA_DEPTH:
+        raise ValueError(f"is nested {depth} levels deep; it must be at most {_SCHEMA_DEPTH}")
     if (size := len(json.dumps(schema))) > _SCHEMA_BYTES:
         raise ValueError(f"has {size} bytes; it must have at most {_SCHEMA_BYTES}")
-    if (depth := depth_of(schema)) > _SCHEMA_DEPTH:
-        raise ValueError(f"is nested {depth} levels deep; it must be at most {_SCHEMA_DEPTH}")
     return schema
 
 
-def _api_error(error: ErrorDetails, place: str) -> ApiError:
-    field = place + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
-    field = field.removeprefix(".")
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if kind == "unknown":
-        return _unknown(f"{field}." if field else "", **context)
-    if kind == "string_unicode":
-        return wrong(field, str(half_character(value)))
-    return wrong(field, _PROBLEMS[kind].format(value=short_repr(value), **context))
+def _depth_of(value: Any) -> int:
+    level, depth = [value], 0
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
+        depth += 1
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return depth
 
 
 def _unknown(place: str, name: str, close: str | None, fix: str | None) -> ApiError:

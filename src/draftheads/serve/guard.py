@@ -18,6 +18,7 @@ _ACCESS = logging.getLogger("draftheads.access")
 _LOG = logging.getLogger(__name__)
 _PROTECTED = ("/v1/", "/metrics")  # need an API key, if there are keys
 _ADMIN = "/admin/"
+_READ_ON = 16  # times the limit of a body
 _POLLED = ("/health", "/ready", "/metrics")  # by machines, every few seconds: their usual answers are not logged
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # the page runs its own script and style only, and talks to this server only
@@ -82,11 +83,6 @@ class Access:
             )
 
 
-def needs_key(path: str, access: Access) -> bool:
-    """Whether a path needs an API key, or the admin key."""
-    return path.startswith(_ADMIN) or (bool(access.api_keys) and path.startswith(_PROTECTED))
-
-
 @dataclass(eq=False)
 class Guard:
     """Wraps the application."""
@@ -94,15 +90,18 @@ class Guard:
     app: ASGIApp
     _: KW_ONLY
     access: Access  # who may send requests
-    count: Callable[[str, int], object]  # called after each request with its path and status
+    count: Callable[[str, int], object]  # called after each request with its route and status
     log_requests: bool  # a line for each, except health checks that succeed or come while the model is loaded
+    body_bytes: int  # of a request, at most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         start, status = time.monotonic(), 0
-        scope.setdefault("state", {})["start"] = start
+        # uvicorn sends no body in response to HEAD
+        inner = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+        inner.setdefault("state", {})["start"] = start
 
         async def send_safely(message: Message) -> None:
             nonlocal status
@@ -115,10 +114,8 @@ class Guard:
 
         try:
             try:
-                scope["state"]["client"] = self.access.client_of(scope)
-                # uvicorn sends no body in response to HEAD
-                inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-                await self.app(inner, receive, send_safely)
+                inner["state"]["client"] = self.access.client_of(scope)
+                await self.app(inner, _limited(receive, self.body_bytes), send_safely)
             except Exception as error:
                 if not isinstance(error, ApiError):
                     _LOG.exception("a request failed")
@@ -127,12 +124,31 @@ class Guard:
                     raise
                 await error.response()(scope, receive, send_safely)
         finally:
-            self.count(scope["path"], status)
+            self.count(inner["route"].path if "route" in inner else "other", status)
             if self.log_requests and not (scope["path"] in _POLLED and status in (200, 503)):
                 path = ascii(scope["path"][:200])[1:-1]
                 address = (scope.get("client") or ("-",))[0]
                 seconds = time.monotonic() - start
                 _ACCESS.info("%s %s %s %s %.3f s", address, scope["method"], path, status or "gone", seconds)
+
+
+def _limited(receive: Receive, most: int) -> Receive:
+    """Receives a body of at most so many bytes."""
+    num_bytes = 0
+
+    async def receive_limited() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > most:
+            # read on, to a point: most clients read an answer only after they sent all
+            if num_bytes > _READ_ON * most or not message.get("more_body"):
+                words = f"the body is larger than {most} bytes: send a shorter request"
+                raise ApiError(413, words, code="body_too_large")
+            message["body"] = b""
+        return message
+
+    return receive_limited
 
 
 def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int:

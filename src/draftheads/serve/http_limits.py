@@ -1,21 +1,17 @@
-"""How much a client may send to the server, and how long it may take."""
+"""How much a client may send to the server, and ask of it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Limits of connections and bodies. Beyond them a client gets an error, or its connection is closed."""
+    """Limits of requests. Time for slow senders and readers is limited by a reverse proxy."""
 
     max_connections: int = 512
     header_bytes: int = 32 << 10
-    header_seconds: float = 10.0  # from the first byte of a request, or the connection, to the end of its headers
-    body_seconds: float = 30.0  # to send the whole body
-    write_seconds: float = 30.0  # in which a client must read something
-    keep_alive_seconds: float = 30.0  # between two requests of a connection
-
     body_bytes: int = 2 << 20
-    json_depth: int = 64
+    keep_alive_seconds: int = 30  # between two requests of a connection
+
     choices: int = 128  # prompts of a request times n
     logprobs: int = 1 << 18  # log-probabilities of all answers to a request
 

@@ -15,7 +15,6 @@ from typing import Any
 import uvicorn
 
 from draftheads.serve.app import create_app
-from draftheads.serve.connection import connections_with
 from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel, Service
 
@@ -36,7 +35,7 @@ def http_server(service: Service) -> HttpServer:
     """The server of a service; ``server.serve(sockets=[listen(host, port)])`` runs it."""
     config = uvicorn.Config(
         create_app(service),
-        http=connections_with(service.limits),
+        http="h11",  # the only one with a limit for headers
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -44,7 +43,8 @@ def http_server(service: Service) -> HttpServer:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # a client could write any address into them
-        timeout_keep_alive=round(service.limits.keep_alive_seconds),
+        limit_concurrency=service.limits.max_connections,
+        timeout_keep_alive=service.limits.keep_alive_seconds,
         timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
         h11_max_incomplete_event_size=service.limits.header_bytes,
     )

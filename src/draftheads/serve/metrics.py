@@ -10,11 +10,6 @@ from draftheads.decode.request import StreamEvent
 from draftheads.serve.recorder import RecorderCounts
 from draftheads.serve.scheduler import Snapshot
 
-ROUTES = frozenset(
-    {"/", "/health", "/ready", "/metrics", "/admin/head"}
-    | {"/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"}
-    | {"/openapi.json"}
-)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _GAUGE, _COUNT = GaugeMetricFamily, CounterMetricFamily
@@ -65,9 +60,8 @@ class Metrics:
         self._first = self._histogram("first_token_seconds", "From the request to its first token", _SECONDS)
         self._between = self._histogram("between_tokens_seconds", "Time of a step by its new tokens", _SECONDS)
 
-    def request(self, path: str, status: int) -> None:
+    def request(self, route: str, status: int) -> None:
         """An HTTP request has ended; 0 is the status of one whose client went."""
-        route = path if path in ROUTES else "/v1/models" if path.startswith("/v1/models/") else "other"
         self._requests.labels(route, str(status)).inc()
 
     def prompt(self, num_tokens: int) -> None:

@@ -1,17 +1,16 @@
 """The body of ``/v1/responses``: its fields, and its input as the messages of a chat. Knows nothing of answers."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from reprlib import repr as short_repr
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, TypeAdapter
 
 from draftheads.serve.chat_messages import Arguments, TemplateFields, message_of, tool_call
 from draftheads.serve.fields import Fields, check_schema, read_fields, text_or_list, wrong
 from draftheads.serve.request_params import CommonFields, StreamOptions, grammar_of
 from draftheads.serve.tools import ToolFields, ToolName, ToolUse
 from draftheads.settings import MOST_LOGPROBS, Effort, Grammar
-from draftheads.utils.messages import short
 
 LOGPROBS = "message.output_text.logprobs"  # in the field include
 _MOST_PAIRS, _MOST_IN_KEY, _MOST_IN_VALUE = 16, 64, 512  # of metadata, as in OpenAI's API
@@ -92,6 +91,16 @@ class _FunctionTool(Fields):
     strict: bool | None = None  # changes no answer: forced calls always follow the schema
 
 
+def _checked(tools: Any) -> Any:
+    """Tools as they were sent: a response repeats them."""
+    _TOOLS.validate_python(check_schema(tools))
+    return tools
+
+
+_TOOLS = TypeAdapter(list[_FunctionTool])
+_Tools = Annotated[list[dict[str, Any]], BeforeValidator(_checked, json_schema_input_type=list[_FunctionTool])]
+
+
 class _TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] | None = Field(None, alias="schema")
@@ -127,7 +136,7 @@ def _short_metadata(metadata: dict[Any, Any]) -> dict[Any, Any]:
         if len(key) > _MOST_IN_KEY:
             raise ValueError(f"has a key of {len(key)} characters; keys must have at most {_MOST_IN_KEY}")
         if not isinstance(value, str) or len(value) > _MOST_IN_VALUE:
-            is_ = f"is {short(ascii(value))}; it must be a string of at most {_MOST_IN_VALUE} characters"
+            is_ = f"is {short_repr(value)}; it must be a string of at most {_MOST_IN_VALUE} characters"
             raise ValueError(f"has an entry {key!a}, which {is_}")
     return metadata
 
@@ -160,7 +169,7 @@ class ResponseFields(TemplateFields, CommonFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(None, alias="max_output_tokens")
     text: _TextOptions = _TextOptions()
     reasoning: _Reasoning = _Reasoning()
-    tools: list[_FunctionTool] = Field([])
+    tools: _Tools = Field([])
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([])
@@ -183,8 +192,8 @@ class ResponseFields(TemplateFields, CommonFields):
         """Of the answer's text; None for free text."""
         return grammar_of(self.text.format.type, self.text.format.of_answers, "text.format.schema")
 
-    def tool_use(self, tools: Sequence[dict[str, Any]]) -> ToolUse | None:
-        """What the request says of its tools, as :meth:`ToolFields.tool_use`; ``tools`` are as they were sent."""
+    def tool_use(self) -> ToolUse | None:
+        """What the request says of its tools, as :meth:`ToolFields.tool_use`."""
         match self.tool_choice:
             case "none" | "auto" | "required":
                 choice = self.tool_choice
@@ -195,10 +204,10 @@ class ResponseFields(TemplateFields, CommonFields):
                 raise wrong("tool_choice", f"must be {form}")
         chat_tools = [
             {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-            for tool in tools
+            for tool in self.tools
         ]
         given = {"tools": chat_tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
-        return read_fields(ToolFields, given).tool_use(chat_tools)
+        return read_fields(ToolFields, given, "").tool_use()
 
     def messages(self) -> list[dict[str, Any]]:
         """The instructions and the input as a chat template reads them."""
@@ -212,5 +221,5 @@ def _read_item(item: dict[str, Any], place: str) -> _Item:
     kind = "message" if item.get("type") is None else item["type"]
     if not isinstance(kind, str) or kind not in _ITEMS:
         names = list(map(repr, _ITEMS))
-        raise wrong(f"{place}.type", f"is {short(ascii(kind))}; it must be {', '.join(names[:-1])} or {names[-1]}")
+        raise wrong(f"{place}.type", f"is {short_repr(kind)}; it must be {', '.join(names[:-1])} or {names[-1]}")
     return read_fields(_ITEMS[kind], item, place)

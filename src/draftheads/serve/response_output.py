@@ -59,8 +59,8 @@ class ResponseEvents:
         yield self._event(f"response.{status}", response=self._response(status, **more))
 
     def fail(self, error: ApiError) -> Iterator[dict[str, Any]]:
-        yield self._event("error", code=error.code, message=error.message, param=error.param)
-        problem = {"code": "server_error", "message": error.message}
+        yield self._event("error", code=error.code, message=error.detail, param=error.param)
+        problem = {"code": "server_error", "message": error.detail}
         yield self._event("response.failed", response=self._response("failed", error=problem))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:

@@ -1,17 +1,15 @@
 """``/v1/responses``: requests as chats, and their answers as output items or as events. Nothing is stored."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.request import StreamEvent
 from draftheads.serve.api_error import ApiError
-from draftheads.serve.body import read_json
-from draftheads.serve.call import DraftPieces
-from draftheads.serve.chat_completions import ChatCall
+from draftheads.serve.chat_completions import AnswerPart, AnswerStream, ChatCall
 from draftheads.serve.chat_messages import chat_prompt
-from draftheads.serve.fields import read_fields, wrong
+from draftheads.serve.fields import wrong
 from draftheads.serve.request_params import RequestParams, read_params
 from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.response_output import ResponseEvents
@@ -32,34 +30,19 @@ class ResponseCall(ChatCall):
     def response(self) -> dict[str, Any]:
         """The response, which is the same as in the last event of a stream."""
         [request] = self.requests
-        text = self.answer_text()
-        content, calls = text.push(request.text, is_end=True)
-        events = self._events()
-        *_, last = [
-            *events.add_text(content, self._logprobs(request, request)),
-            *self._end(events, calls, request.finish_reason),
-        ]
+        *_, last = self._sent(self._events(), AnswerStream(self, request).add(request), [])
         response: dict[str, Any] = last["response"]
         return response
 
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
         """Events; an answer that fails ends with an event of it."""
         [request] = self.requests
-        sent, text, calls = self._events(), self.answer_text(), list[ToolCall]()
-        has_pieces = self.params.fields.stream_options.include_draft
-        pieces = DraftPieces(request.new_stream())
+        sent, stream, calls = self._events(), AnswerStream(self, request), list[ToolCall]()
         for item in sent.begin():
             yield item
         try:
             async for _, event in events:
-                content, new_calls = text.push(event.text, is_end=event.finish_reason is not None)
-                calls += new_calls
-                pieces.add(event)
-                more = pieces.take(content) if has_pieces else None
-                items = [*sent.add_text(content, self._logprobs(request, event), more)]
-                if event.finish_reason is not None:
-                    items += self._end(sent, calls, event.finish_reason)
-                for item in items:
+                for item in self._sent(sent, stream.add(event), calls):
                     yield item
         except ApiError as error:
             for item in sent.fail(error):
@@ -69,29 +52,28 @@ class ResponseCall(ChatCall):
         model = {"model": self.params.lane.model, "system_fingerprint": self.system_fingerprint}
         return ResponseEvents({"id": self.id, "object": "response", "created_at": self.created, **model, **self.echo})
 
-    def _end(self, events: ResponseEvents, calls: list[ToolCall], reason: str | None) -> list[dict[str, Any]]:
-        usage = self.usage()
-        named = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-            "draft": usage["draft"],
-        }
-        return list(events.end(calls, named, is_cut=reason == "length" and not calls))
+    def _sent(self, events: ResponseEvents, part: AnswerPart, calls: list[ToolCall]) -> Iterator[dict[str, Any]]:
+        """The events that a part becomes. Calls are sent at the end, after those before them."""
+        calls += part.calls
+        entries = part.logprobs["content"] if part.logprobs else []
+        pieces = None if part.pieces is None else part.pieces.get("content", [])
+        yield from events.add_text(part.texts.get("content", ""), entries, pieces)
+        if part.reason is not None:
+            usage = self.usage()
+            named = {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+                "draft": usage["draft"],
+            }
+            yield from events.end(calls, named, is_cut=part.reason == "length")
 
-    def _logprobs(self, request: Request, part: Request | StreamEvent) -> list[dict[str, Any]]:
-        logprobs = self.logprobs_of(request, part)
-        entries: list[dict[str, Any]] = [] if logprobs is None else logprobs["content"]
-        return entries
 
-
-def read_response(body: bytes, service: Service) -> ResponseCall:
+def read_response(fields: ResponseFields, service: Service) -> ResponseCall:
     """Reads a request for a response. Runs on the thread that reads requests."""
-    values = read_json(body, service.limits)
-    fields = read_fields(ResponseFields, values)
-    tools = fields.tool_use(values.get("tools") or ())
+    tools = fields.tool_use()
     if tools is not None and fields.grammar is not None:
         raise wrong("text.format", "and tools exclude each other: leave one of them out")
     params = read_params(
@@ -106,17 +88,17 @@ def read_response(body: bytes, service: Service) -> ResponseCall:
     ids, thinking = chat_prompt(params.engine, messages, use, param="input")
     requests = params.requests(ids, param="input")
     params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens, tokens="max_output_tokens")
-    return ResponseCall(params, len(ids), requests, messages, tools, thinking, _echo(fields, params, values))
+    return ResponseCall(params, len(ids), requests, messages, tools, thinking, _echo(fields, params))
 
 
-def _echo(fields: ResponseFields, params: RequestParams, values: dict[str, Any]) -> dict[str, Any]:
+def _echo(fields: ResponseFields, params: RequestParams) -> dict[str, Any]:
     """What a response repeats of its request, and the fields that are the same in all responses."""
     given = {
         "instructions": fields.instructions,
         "metadata": fields.metadata,
-        "text": {"format": {"type": "text"}, **(values.get("text") or {})},
+        "text": {"format": {"type": "text"}, **fields.text.model_dump(by_alias=True, exclude_unset=True)},
         "tool_choice": fields.tool_choice,
-        "tools": values.get("tools") or [],
+        "tools": fields.tools,
     }
     for name, value in given.items():
         if problem := half_character(json.dumps(value, ensure_ascii=False)):

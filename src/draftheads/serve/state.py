@@ -14,7 +14,7 @@ from draftheads.errors import DeviceLost
 from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.guard import Access
-from draftheads.serve.head_replacement import HeadReplacement
+from draftheads.serve.head_exchange import HeadExchange
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.metrics import Metrics
 from draftheads.serve.recorder import Exchange, Recorder
@@ -48,7 +48,6 @@ class Service:
         access: who may send them.
         log_requests: write a line for each to the log.
         recorder: of answers; None records nothing.
-        schema: whether /openapi.json is there.
     """
 
     def __init__(
@@ -58,14 +57,12 @@ class Service:
         *,
         log_requests: bool = False,
         recorder: Recorder | None = None,
-        schema: bool = True,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.access = access or Access()
         self.log_requests = log_requests
         self.recorder = recorder
-        self.schema = schema
-        self.heads: HeadReplacement | None = None  # what /admin/head uses
+        self.heads: HeadExchange | None = None  # what /admin/head uses
         self._tokenizer_print = ""
         self.models: dict[str, ServedModel] = {}
         self.phase: Phase = "loading"
@@ -78,7 +75,6 @@ class Service:
         # one thread reads requests (JSON, templates, tokens, grammars), so that a long one holds up no stream
         self._reader = ThreadPoolExecutor(1, "draftheads-reader")
         self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
-        self._writer = ThreadPoolExecutor(1, "draftheads-writer")  # of whole responses
 
     def open(self, models: Iterable[ServedModel], scheduler: Scheduler) -> None:
         """The models are loaded: requests are accepted from now on. The scheduler must have been started."""
@@ -145,10 +141,6 @@ class Service:
         async with turn:
             return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
-    async def write(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Runs a function on the thread that writes responses: many log-probabilities take a while."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
-
     async def drain(self, seconds: float) -> None:
         """Takes no further requests, and finishes the answers that are under way within so many seconds."""
         self.phase = "draining"
@@ -162,4 +154,3 @@ class Service:
         if self._scheduler is not None:
             self._scheduler.close(drain_seconds=0)
         self._reader.shutdown(cancel_futures=True)
-        self._writer.shutdown(cancel_futures=True)

@@ -3,11 +3,10 @@
 import json
 import re
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
 
 from draftheads.decode.grammar import ONE_LINE
 from draftheads.decode.text import TaggedText, TrimmedText
@@ -93,35 +92,43 @@ class _Tool(Fields, extra="ignore"):
     function: _Function
 
 
+def _checked(tools: Any) -> Any:
+    """Tools as they were sent: templates show all of their fields, in the same order."""
+    names = [tool.function.name for tool in _TOOLS.validate_python(check_schema(tools))]
+    if len(set(names)) < len(names):
+        raise ValueError("has two functions of the same name")
+    return tools
+
+
+_Tools = Annotated[list[_Tool], Field(max_length=64)]
+_TOOLS = TypeAdapter(_Tools)
+
+
 class ToolFields(Fields):
     """The fields about tools."""
 
-    tools: Annotated[list[_Tool], BeforeValidator(check_schema)] = Field([], max_length=64)
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(_checked, json_schema_input_type=_Tools)] = Field([])
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
 
-    def tool_use(self, tools: Sequence[dict[str, Any]]) -> ToolUse | None:
-        """What the request says of its tools; None if there are none, or none may be called.
-
-        ``tools`` are as they were sent: templates show all of their fields, in the same order.
-        """
-        names = tuple(tool.function.name for tool in self.tools)
-        if len(set(names)) < len(names):
-            raise wrong("tools", "has two functions of the same name")
+    def tool_use(self) -> ToolUse | None:
+        """What the request says of its tools; None if there are none, or none may be called."""
+        tools = tuple(self.tools)
+        names = tuple(tool["function"]["name"] for tool in tools)
         match self.tool_choice:
             case "none":
                 return None
             case "auto":
-                return ToolUse(tuple(tools), (), self.parallel_tool_calls) if names else None
+                return ToolUse(tools, (), self.parallel_tool_calls) if names else None
             case _ if not names:
                 raise wrong("tool_choice", "needs tools")
             case "required":
-                return ToolUse(tuple(tools), names, self.parallel_tool_calls)
+                return ToolUse(tools, names, self.parallel_tool_calls)
             case {"type": "function", "function": {"name": str(name)}}:
                 if name not in names:
                     known = ", ".join(names)
                     raise wrong("tool_choice", f"names {short(repr(name))}, which is not among the tools: {known}")
-                return ToolUse(tuple(tools), (name,), self.parallel_tool_calls)
+                return ToolUse(tools, (name,), self.parallel_tool_calls)
         raise wrong(
             "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
         )

@@ -68,8 +68,6 @@ class ServeOptions(OptionGroup):
     log_requests: bool = True
     """Write a line for each request: address, path, status, time. Prompts and answers are never written, and answers of
     /health, /ready and /metrics only if they fail."""
-    schema: bool = True
-    """Serve /openapi.json, which describes the routes for programs."""
     record: Path | None = None
     """Record prompts and answers in this folder, to train heads on them. Clients opt out with "store": false. Nothing
     is recorded when left out."""

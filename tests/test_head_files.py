@@ -49,7 +49,7 @@ def kinds_of(folder: Path, base: TargetModel) -> tuple[str, str]:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from test_head_replacement import kinds_of, read_head, save, tiny_model
+from test_head_files import kinds_of, read_head, save, tiny_model
 
 CHANGES = {"open", "os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 base, folder = tiny_model("llama"), Path(sys.argv[1])
