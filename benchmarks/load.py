@@ -127,7 +127,7 @@ def commands(options: Options) -> list[Command]:
         precision = "bf16" if default_dtype("cpu") == torch.bfloat16 else "fp32"
     folder, gguf = converted_folder(SMOLLM2_135M), find_gguf(SMOLLM2_135M)
     most = max(options.users, default=16)
-    paths = () if options.num_paths is None else ("--num-paths", str(options.num_paths))
+    paths = () if options.num_paths is None else ("--tree", f"paths:{options.num_paths}")
     known: dict[str, Callable[[], Command]] = {
         "draftheads": lambda: draftheads_command(options.model, options.heads, precision, paths),
         "llama-cpp": lambda: llama_cpp_command(_found(gguf), options.environments, options.threads),

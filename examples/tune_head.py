@@ -15,7 +15,7 @@ def main(prompts: Path, out: Path, model: str = "smollm2-135m", head: str = "hyd
     profile = draftheads.tune_head(model, head, texts, out=out).profile
     for nodes in (1, 4, 16):
         print(f"{nodes} nodes: {profile.static_tokens[nodes - 1]:.2f} tokens per step")
-    engine = draftheads.load(model, head=head, profile=out)
+    engine = draftheads.load(model, head=head, tree=out)
     print(engine.generate(texts[:1], max_new_tokens=32)[0].text)
 
 

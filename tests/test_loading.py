@@ -18,6 +18,7 @@ from draftheads.decode.step_costs import StepCosts
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.loading import load_target, resolve, template_of
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.drafter import NoDraft
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from families import SMALL, by_hand, tiny_head, tiny_profile
@@ -99,7 +100,7 @@ def test_the_user_s_profile_comes_before_the_head_s(world: Path, cache: Path) ->
     engine = load(world)
     assert engine.profile == OTHER
     assert temperatures(engine) == (0.5, 0.75, 1.0)
-    assert load(world, profile=world / "head").profile == OWN
+    assert load(world, tree=world / "head").profile == OWN
     assert temperatures(load(world, tree=BestFirst(8))) == (0.5, 0.75, 1.0)
 
 
@@ -115,22 +116,28 @@ def test_a_profile_of_another_head_in_the_cache_is_not_used(world: Path, cache: 
 def test_a_profile_may_be_given_by_file_or_folder(world: Path, tmp_path: Path) -> None:
     OTHER.save(tmp_path / "acceptance.json")
     for place in (tmp_path, tmp_path / "acceptance.json", str(tmp_path)):
-        assert load(world, profile=place).profile == OTHER
+        assert load(world, tree=place).profile == OTHER
 
 
 def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "costs_of", lambda *_, **__: pytest.fail("costs were measured"))
     for options, shape in (
-        ({"profile": None}, Tree.chain(3)),
+        ({"tree": "static:10"}, Tree.chain(3)),
         ({"tree": Tree.chain(1)}, Tree.chain(1)),
         ({"tree": BestFirst(5)}, BestFirst(5, temperatures=(1.5, 1.25, 1.0))),
-        ({"tree": BestFirst(5), "profile": None}, BestFirst(5, temperatures=(1.5, 1.25, 1.0))),
+        ({"tree": "5"}, BestFirst(5, temperatures=(1.5, 1.25, 1.0))),
+        ({"tree": [[0], [0, 0]]}, Tree.chain(2)),
         ({"tree": BestFirst(5, temperatures=(2.0, 2.0, 2.0))}, BestFirst(5, temperatures=(2.0, 2.0, 2.0))),
     ):
         engine = load(world, **options)
         assert (engine.profile, engine.costs) == (None, None)
         assert engine.batch().shape == shape
         assert engine.batch().plan is None
+
+
+def test_plain_drafts_nothing(world: Path) -> None:
+    engine = load(world, tree="plain")
+    assert (type(engine.drafter), engine.profile, engine.costs) == (NoDraft, None, None)
 
 
 def test_the_command_line_warns_in_one_line(world: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +155,7 @@ def test_the_command_line_warns_in_one_line(world: Path, cache: Path, capsys: py
 def test_a_profile_that_does_not_fit_is_named(world: Path, tmp_path: Path) -> None:
     AcceptanceProfile.assumed(2).save(tmp_path / "acceptance.json")
     with pytest.raises(CheckpointCorrupt, match="temperatures has 2 numbers but the head has 3 heads") as caught:
-        load(world, profile=tmp_path)
+        load(world, tree=tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 

@@ -137,7 +137,7 @@ def test_the_name_of_a_loaded_model_finds_its_heads(world: Path, monkeypatch: py
         return world / "head"
 
     monkeypatch.setattr(loading, "find_head", found)
-    engine = draftheads.load(model, "medusa", tokenizer="model", profile=None)
+    engine = draftheads.load(model, "medusa", tokenizer="model", tree="static:10")
     assert names == [("medusa", str(world / "model"))], "it is found once"
     assert engine.model.model_id == str(world / "model")
     assert engine.encode("w1") == draftheads.load(world / "model", **FP32).encode("w1")
@@ -249,11 +249,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_batch_size": "4"}, "max_batch_size is '4'; it must be an integer of at least 1"),
     ({"max_batch_size": True}, "max_batch_size is True; it must be an integer"),
     ({"max_batch_size": 0}, "max_batch_size is 0; it must be at least 1"),
-    ({"profile": 3}, "profile is 3; give a name, a path or None"),
     ({"head": 3}, "head is 3; give a name, a path or None"),
     ({"head": ""}, "head is ''; give a name"),
     ({"draft_model": 3}, "draft_model is 3; give smollm2-135m, a folder"),
-    ({"head": "medusa", "tree": 3}, "tree is 3; give a Tree"),
+    ({"head": "medusa", "tree": 3.5}, "tree is 3.5; give a Tree"),
     ({"head": "medusa", "tree": [0, 1]}, r"tree is \[0, 1\]; give a Tree"),
     ({"head": "medusa", "tree": "[["}, "a tree must be a JSON list of rank paths"),
     ({"head": "medusa", "tree": [[0, 0]]}, r"path \[0, 0\] has no parent"),
@@ -474,7 +473,7 @@ def test_arguments_of_heads_and_engines(world: Path, tmp_path: Path) -> None:
         (lambda: Engine(target, max_batch_size=2.5), "max_batch_size is 2.5; it must be an integer"),
         (lambda: Engine(target, head, shape=Tree.chain(4)), "the tree is 4 deep but the head has 3 heads"),
         (lambda: Engine(target, loading.Copying(head), shape=Tree.chain(4)), "the tree is 4 deep but the head has 3"),
-        (lambda: Engine(target, head, shape=3), "tree is 3; give a Tree"),
+        (lambda: Engine(target, head, shape=3.5), "tree is 3.5; give a Tree"),
         (lambda: draftheads.load(world / "model", head), r"head is of type MedusaHead.*use Engine\(target, head\)"),
     ):
         with pytest.raises((InvalidSettings, InvalidTree), match=message):

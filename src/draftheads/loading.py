@@ -1,7 +1,7 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
@@ -46,8 +46,9 @@ from draftheads.runners.structure import check_numbers, check_trees, own_numbers
 from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import Shape, as_shape, calibrated
+from draftheads.speculation.shapes import calibrated
 from draftheads.speculation.tree import Tree
+from draftheads.speculation.tree_choice import ChosenTree, TreeChoice, read_tree
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
@@ -82,8 +83,7 @@ def load(
     tokenizer: Any = None,
     draft_model: Loadable | None = None,
     chat_template: str | PathLike[str] | None = None,
-    tree: Shape | Sequence[Sequence[int]] | str | None = None,
-    profile: str | PathLike[str] | None = "auto",
+    tree: TreeChoice = "auto",
     copy: bool = True,
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
@@ -111,12 +111,13 @@ def load(
         draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
         chat_template: ``chatml``, ``hermes``, ``llama-2``, ``vicuna``, or a Jinja file. When left out, that of the
             head's training if it had one, else the tokenizer's own.
-        tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`, :class:`Sampled`),
-            whatever the profile. A static tree may be a list of rank paths, or its JSON text.
-        profile: acceptance profile, from which and from the costs on this machine the size of each draft follows.
-            ``auto``: what ``draftheads tune`` measured, else the head's own; an ``acceptance.json`` or a folder with
-            one; None drafts on a fixed tree of 10 nodes. The costs are measured in about a second the first time
-            that model, head and machine are used together, and cached.
+        tree: what is drafted. ``auto``: the size of each draft follows from the head's acceptance profile (what
+            ``draftheads tune`` measured, else the head's own) and from the costs on this machine, which are measured
+            in about a second the first time that model, head and machine are used together, and cached. ``plain``:
+            nothing. A number of nodes: growing trees. ``static:24``: the profile's best tree of so many nodes.
+            ``paths:5``: the best paths. ``drawn:3``: a chain of sampled tokens. Or a list of rank paths, its JSON text
+            or a file of it; a :class:`Tree`, :class:`BestFirst`, :class:`BestPaths` or :class:`Sampled`; or an
+            ``acceptance.json`` or a folder with one: as ``auto``, by this profile.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 where the machine computes in it, else
             fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8``, for CPUs, holds linear layers in 8 bits: faster, but it
@@ -156,10 +157,12 @@ def load(
     require_bool(copy=copy, fast=fast, cuda_graphs=cuda_graphs)
     require_bool(four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
-    _check_paths(head=head, profile=profile, chat_template=chat_template)
-    tree = None if tree is None else as_shape(tree)
+    _check_paths(head=head, chat_template=chat_template)
+    chosen = read_tree(tree)
     name = name_of(model)
-    _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), tree, profile)
+    _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), chosen)
+    if chosen.is_plain:
+        head = draft_model = None
     drafts, published = _find_drafts(head, name)
     template = template_of(chat_template, drafts)
     target = load_target(
@@ -191,11 +194,11 @@ def load(
             trust_remote_code=is_named and trust_remote_code,
         )
         draft = DraftModel(small, target)
-        if tree is not None:
-            draft.check_shape(tree)
+        if chosen.shape is not None:
+            draft.check_shape(chosen.shape)
         whole = Copying(draft) if copy else draft
-        return Engine(target, whole, shape=tree, max_batch_size=max_batch_size)
-    return engine_on(target, drafts, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size, fast=fast)
+        return Engine(target, whole, shape=chosen.shape, max_batch_size=max_batch_size)
+    return engine_on(target, drafts, tree=chosen, copy=copy, max_batch_size=max_batch_size, fast=fast)
 
 
 def resolve(
@@ -209,8 +212,7 @@ def engine_on(
     target: TargetModel,
     drafts: ResolvedHead | str | None,
     *,
-    tree: Shape | None = None,
-    profile: str | PathLike[str] | None = "auto",
+    tree: TreeChoice = "auto",
     copy: bool = True,
     max_batch_size: int = 16,
     fast: bool = True,
@@ -221,15 +223,17 @@ def engine_on(
     The other arguments and the errors are those of :func:`load`. The chat template stays the target's:
     :func:`template_of` finds the one of a head. For ``keep_cost`` see :func:`head_engine`.
     """
+    chosen = read_tree(tree)
+    if chosen.is_plain or drafts is None:
+        return Engine(target, max_batch_size=max_batch_size)
     if not isinstance(drafts, ResolvedHead):
-        _check_what_drafts(drafts, None, tree, profile)
-        return Engine(target, None if drafts is None else UNTRAINED[drafts](), max_batch_size=max_batch_size)
+        _check_what_drafts(drafts, None, chosen)
+        return Engine(target, UNTRAINED[drafts](), max_batch_size=max_batch_size)
     return head_engine(
         target,
         load_drafter(drafts, target, fast=fast),
         drafts,
-        tree=tree,
-        profile=profile,
+        tree=chosen,
         copy=copy,
         max_batch_size=max_batch_size,
         keep_cost=keep_cost,
@@ -241,8 +245,7 @@ def head_engine(
     drafter: DraftHead,
     head: ResolvedHead,
     *,
-    tree: Shape | None = None,
-    profile: str | PathLike[str] | None = "auto",
+    tree: TreeChoice = "auto",
     copy: bool = True,
     max_batch_size: int = 16,
     keep_cost: bool = True,
@@ -251,14 +254,13 @@ def head_engine(
 
     Without ``keep_cost`` costs that have to be measured now are not cached: other work may slow them down.
     """
-    acceptance = None if profile is None else find_profile(head, profile)
+    chosen = read_tree(tree)
+    acceptance = find_profile(head, chosen.profile)
     whole = copying(drafter, acceptance) if copy else drafter
-    if tree is not None:
-        drafter.check_shape(tree)
-        known = acceptance or head.profile
-        return Engine(target, whole, shape=calibrated(tree, known.temperatures), max_batch_size=max_batch_size)
-    if acceptance is None:
-        return Engine(target, whole, max_batch_size=max_batch_size)
+    shape = acceptance.tree(chosen.static_nodes) if chosen.static_nodes else chosen.shape
+    if shape is not None:
+        drafter.check_shape(shape)
+        return Engine(target, whole, shape=calibrated(shape, acceptance.temperatures), max_batch_size=max_batch_size)
     costs = costs_of(target, drafter, keep=keep_cost)
     return_freed_memory()
     check = None
@@ -267,35 +269,27 @@ def head_engine(
     return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, costs=costs, check=check)
 
 
-def copying(drafter: DraftHead, profile: AcceptanceProfile | None) -> Copying:
+def copying(drafter: DraftHead, profile: AcceptanceProfile) -> Copying:
     """A head whose trees also hold copies, which compete for nodes by the probabilities in the profile."""
-    if profile is None:
-        return Copying(drafter)
     gains = [after - before for before, after in pairwise(profile.static_tokens)]
     values = {tuple(path): gain for path, gain in zip(profile.paths, gains, strict=False) if 0.0 < gain < 1.0}
     return Copying(drafter, probs=profile.copies or DEFAULT_COPY_PROBS, values=values)
 
 
 def _check_what_drafts(
-    head: str | PathLike[str] | None,
-    draft_model: str | PathLike[str] | None,
-    tree: Shape | None,
-    profile: str | PathLike[str] | None,
+    head: str | PathLike[str] | None, draft_model: str | PathLike[str] | None, chosen: ChosenTree
 ) -> None:
     """Do the arguments of :func:`load` go together?"""
-    is_own = profile not in (None, "auto")
-    if is_own and head is None:
-        raise InvalidSettings(f"profile {profile} needs a head: give head=…")
-    if is_own and tree is not None:
-        raise InvalidSettings(f"tree and profile {profile} contradict each other: give one of them")
     if head is not None and draft_model is not None:
         raise InvalidSettings(f"head {head} and draft_model {draft_model}: give one of them")
-    if tree is not None and (head in UNTRAINED or (head is None and draft_model is None)):
+    is_head = head is not None and head not in UNTRAINED
+    if chosen.profile != "auto" and not is_head:
+        raise InvalidSettings(f"tree {chosen.profile} is a head's profile: give a draft head by head=…")
+    if (chosen.shape is not None and not is_head and draft_model is None) or (chosen.static_nodes and not is_head):
         what = f"{head} fills no tree" if head else "nothing is there to fill it"
-        shown = f"a tree of {counted(tree.num_nodes, 'node')}" if isinstance(tree, Tree) else str(tree)
+        shape = chosen.shape
+        shown = f"a tree of {counted(shape.num_nodes, 'node')}" if isinstance(shape, Tree) else str(shape or "static")
         raise InvalidSettings(f"{shown}: {what}; give a draft head by head=…, or draft_model=…")
-    if is_own and head in UNTRAINED:
-        raise InvalidSettings(f"profile {profile}: {head} has none")
 
 
 def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead | str | None) -> str | None:

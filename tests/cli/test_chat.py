@@ -229,7 +229,7 @@ def test_a_chat_with_the_real_model_is_the_offline_one(
 ):
     lines = ["Name three fruits.\n", "Now three colours.\n", "/plain\n", "/retry\n", "/head medusa\n", "/retry\n"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(lines)))
-    options = ["--head", "hydra", "--grow", "8", "--precision", "fp32", "--max-new-tokens", "12"]
+    options = ["--head", "hydra", "--tree", "8", "--precision", "fp32", "--max-new-tokens", "12"]
     assert main(["chat", "smollm2-135m", *options]) == 0
     out, err = capsys.readouterr()
     plain = draftheads.load("smollm2-135m", precision="fp32")

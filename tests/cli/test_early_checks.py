@@ -51,7 +51,7 @@ REFUSED = {
     "reproduce medusa-tabel-1": "no table 'medusa-tabel-1'; did you mean medusa-table-1?",
     "reproduce ./mine.toml": "no table './mine.toml'; `draftheads reproduce` lists them",
     "reproduce --list": "no option --list",
-    "generate a --model model --grow 0": "num_nodes is 0",
+    "generate a --model model --tree 0": "num_nodes is 0",
     "chat model --temperature -1": "temperature is -1.0",
 }
 

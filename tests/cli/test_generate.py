@@ -20,14 +20,11 @@ from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
-from draftheads.speculation.tree import Tree
 
 TOKENS = ["--max-new-tokens", "12"]
 DEFAULTS = {
     "draft_model": None,
-    "tree": None,
-    "profile": "auto",
+    "tree": "auto",
     "copy": True,
     "max_batch_size": 16,
 }  # arguments of load, besides the settings that differ from their defaults
@@ -139,8 +136,8 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     assert seen[-1] == (["abc", "def"], SamplingSettings())
     words = """--model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --no-copy --out o --profile p"""
-    changed = {"tree": Tree.chain(2), "profile": "p", "copy": False, "max_batch_size": 2}
+        --no-copy --out o"""
+    changed = {"tree": "chain.json", "copy": False, "max_batch_size": 2}
     assert loaded(words) == {**DEFAULTS, **changed}
     assert seen[-2][0] == ("here", "there")
     settings = SamplingSettings(
@@ -158,13 +155,9 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     how = {"precision": "bf16", "chat_template": "vicuna", "device": "cuda:1", "four_bit": True}
     how |= {"fast": False, "trust_remote_code": True, "attn_implementation": "eager"}
     assert loaded(f"{words} --attn-implementation eager") == {**DEFAULTS, **how}
-    growing = {"tree": BestFirst(9, threshold=0.25), "profile": None}
-    assert loaded("--grow 9 --threshold 0.25 --profile none") == {**DEFAULTS, **growing}
-    drawn = {"draft_model": "small", "tree": Sampled(Tree.chain(3))}
-    assert loaded("--draft-model small --draw 3 --acceptance block") == {**DEFAULTS, **drawn}
+    drawn = {"draft_model": "small", "tree": "drawn:3"}
+    assert loaded("--draft-model small --tree drawn:3 --acceptance block") == {**DEFAULTS, **drawn}
     assert seen[-1][1] == SamplingSettings(acceptance="block")
-    assert loaded("--paths 4") == {**DEFAULTS, "tree": BestPaths((6, 3, 2), 4)}
-    assert loaded("--paths 3 --widths 4 1") == {**DEFAULTS, "tree": BestPaths((4, 1), 3)}
 
 
 def test_several_answers_on_a_terminal_are_to_be_read(folder: Path, engine: Engine):

@@ -213,10 +213,10 @@ def test_a_profile_that_is_kept_is_not_warned_of() -> None:
 def test_nothing_is_compared_with_a_profile_that_was_not_measured_on_greedy_answers(
     place: Path, tmp_path: Path
 ) -> None:
-    assert loaded(place, profile=None).check is None
+    assert loaded(place, tree="static:10").check is None
     for profile in (AcceptanceProfile.assumed(3), tiny_profile(TREES["ragged"], temperature=0.7)):
         profile.save(tmp_path / "acceptance.json")
-        assert loaded(place, profile=tmp_path).check is None
+        assert loaded(place, tree=tmp_path).check is None
 
 
 def test_an_adapter_is_compared_on_its_own(place: Path, tmp_path: Path) -> None:

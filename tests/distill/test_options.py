@@ -22,8 +22,6 @@ SERVER = {"endpoint": "http://x/v1", "endpoint_model": "x"}
         ({"top_k": 0}, "--top-k is 0"),
         ({"batch_size": 0}, "--batch-size is 0: must be at least 1"),
         ({"chunk_size": 0}, "--chunk-size is 0"),
-        ({"chain": 0, "head": "hydra"}, "--chain is 0"),
-        ({"chain": 2}, "--chain is 2: give --head"),
         ({"num_self_talk": -1}, "--num-self-talk is -1"),
         ({"request_timeout": 0.0}, "--request-timeout is 0.0"),
         ({"out": Path("out.jsonl.gz")}, "--out is out.jsonl.gz: compress the file when it is complete"),

@@ -182,8 +182,8 @@ def test_drafters_without_training_are_loaded_by_name(world: Path, name: str, ki
     assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=20)] == expected
     with pytest.raises(InvalidSettings, match=f"a tree of 3 nodes: {name} fills no tree; give a draft head"):
         draftheads.load(world / "model", name, tree=Tree.chain(2))
-    with pytest.raises(InvalidSettings, match=f"profile .*hydra: {name} has none"):
-        draftheads.load(world / "model", name, profile=world / "hydra")
+    with pytest.raises(InvalidSettings, match="hydra is a head's profile: give a draft head"):
+        draftheads.load(world / "model", name, tree=world / "hydra")
 
 
 def test_a_draft_model_is_loaded_by_name(world: Path) -> None:

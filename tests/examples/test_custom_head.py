@@ -81,7 +81,7 @@ def test_tune_measures_a_profile_of_the_head(head: Path, model: Path, tmp_path: 
     settings = ReplaySettings(num_prompts=2, max_new_tokens=12, max_nodes=4)
     tuning = draftheads.tune_head(model, head, ["w1", "w2 w3"], out=tmp_path, settings=settings, precision="fp32")
     assert len(tuning.profile.static_tokens) == 4
-    assert draftheads.load(model, head=head, profile=tmp_path).generate(["w1"], max_new_tokens=4)
+    assert draftheads.load(model, head=head, tree=tmp_path).generate(["w1"], max_new_tokens=4)
 
 
 def test_compare_heads_has_a_row_for_the_head(head: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

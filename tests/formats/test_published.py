@@ -175,12 +175,12 @@ def test_load_takes_a_published_head_and_keeps_it(tmp_path: Path, monkeypatch: p
     folder = written(made("hydra", target), tmp_path / "theirs")
     plain = [answer.token_ids for answer in load(name, precision="fp32").generate(PROMPTS, max_new_tokens=8)]
     for source in (folder, folder / "hydra_lm_head.pt"):
-        engine = load(name, head=source, precision="fp32", profile=None)
+        engine = load(name, head=source, precision="fp32", tree="static:10")
         assert [answer.token_ids for answer in engine.generate(PROMPTS, max_new_tokens=8)] == plain
     kept = sorted((tmp_path / "cache" / "heads").iterdir())
     assert len(kept) == 2
     times = [(place / "model.safetensors").stat().st_mtime_ns for place in kept]
-    load(name, head=folder, precision="fp32", profile=None)
+    load(name, head=folder, precision="fp32", tree="static:10")
     assert [(place / "model.safetensors").stat().st_mtime_ns for place in kept] == times
 
 
@@ -370,7 +370,7 @@ def test_a_head_on_the_hub_is_downloaded_whatever_its_files_are_called(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert import_head("owner/medusa", tmp_path / "ours", model=name).config.num_heads == HEADS
-    assert load(name, head="owner/medusa", precision="fp32", profile=None).drafter.name == "medusa with copies"
+    assert load(name, head="owner/medusa", precision="fp32", tree="static:10").drafter.name == "medusa with copies"
     assert set(asked) == {"owner/medusa"}
     (repo / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
     with pytest.raises(ModelNotFound, match="owner/medusa is a model \\(num_hidden_layers: 32\\), not a draft head"):

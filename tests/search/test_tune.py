@@ -90,7 +90,7 @@ def test_a_tuned_head_is_loaded_with_its_profile_and_stays_lossless(here: Path, 
     plain = draftheads.load("./model", precision="fp32")
     prompts = ["a dog", "ice", "hello"]
     expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=30)]
-    engine = draftheads.load("./model", "./hydra", profile=tuned, precision="fp32")
+    engine = draftheads.load("./model", "./hydra", tree=tuned, precision="fp32")
     assert engine.profile == read_profile(tuned / "acceptance.json")
     assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
 
@@ -105,7 +105,7 @@ def test_the_profile_of_the_user_s_own_head_is_written_into_its_folder(here: Pat
     saved = read_profile("medusa/acceptance.json")
     engine = draftheads.load("./model", "./medusa", precision="fp32")
     assert engine.profile == saved != AcceptanceProfile.assumed(3)
-    assert draftheads.load("./model", "./medusa", profile=None, precision="fp32").profile is None
+    assert draftheads.load("./model", "./medusa", tree="static:10", precision="fp32").profile is None
     assert main(["info", "./medusa"]) == 0
     assert "6 texts, 60 tokens at temperature 0" in capsys.readouterr().out
     before = Path("medusa/tune.html").read_bytes()

@@ -214,7 +214,7 @@ def test_after_a_kill_the_next_server_records_on(server: ServerProcess, world: P
 
 def test_a_number_of_paths_replaces_the_rule_for_trees(world: Path) -> None:
     load = partial(load_served, str(world / "model"), [str(world / "heads" / "medusa")], LoadSettings(precision="fp32"))
-    (engine,) = load(num_paths=3).engines.values()
+    (engine,) = load(tree="paths:3").engines.values()
     assert isinstance(engine.shape, BestPaths)
     assert (engine.shape.num_paths, engine.shape.widths) == (3, BestPaths().widths)
     assert engine.profile is None

@@ -268,8 +268,7 @@ class Chat:
                 self._core.engines["drafting"] = engine_on(
                     target,
                     drafts,
-                    tree=options.draft.shape(),
-                    profile=None if options.draft.profile == "none" else options.draft.profile,
+                    tree=options.draft.tree,
                     copy=options.draft.copy,
                     max_batch_size=1,
                     fast=options.load.fast,

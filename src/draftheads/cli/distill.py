@@ -14,7 +14,6 @@ from draftheads.distill.run import Outcome, distill
 from draftheads.errors import UnsupportedModel
 from draftheads.loading import load
 from draftheads.models.model_names import is_base_model
-from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import Progress
 
 _MOST_REFUSED = 3  # are shown; the manifest has all
@@ -45,7 +44,7 @@ def _source(options: DistillOptions, progress: Progress) -> Source:
         options.model,
         options.head,
         chat_template=options.chat_template,
-        tree=None if options.chain is None else Tree.chain(options.chain),
+        tree=options.tree,
         precision=options.precision,
         device=options.device,
         four_bit=options.four_bit,

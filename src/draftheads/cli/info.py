@@ -16,14 +16,21 @@ from rich.text import Text
 from draftheads.checkpoints.head_files import HeadFiles, read_head_files
 from draftheads.checkpoints.profile_store import cached_profile
 from draftheads.checkpoints.registry import DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, ZooHead, find_head, zoo_heads
-from draftheads.cli.options.generate import read_tree
 from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS
-from draftheads.errors import InvalidSettings
+from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import head_methods
 from draftheads.models.gguf_models import SMOLLM2_135M
-from draftheads.speculation.acceptance_profile import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
+from draftheads.speculation.acceptance_profile import (
+    DEFAULT_NODES,
+    KINDS,
+    PROFILE_FILE,
+    AcceptanceProfile,
+    read_profile,
+)
 from draftheads.speculation.tree import Tree
+from draftheads.speculation.tree_choice import read_tree
 from draftheads.utils.counts import byte_size, counted
+from draftheads.utils.files import user_path
 
 WORDS = {  # the same table is in docs/trees.md
     "nodes": "size of a draft tree: its draft tokens and its root, the token that is known already",
@@ -59,7 +66,7 @@ def run(options: InfoOptions) -> None:
     """Prints what the options ask for."""
     console = Console()
     if options.tree is not None:
-        _print_tree(console, read_tree(options.tree))
+        _print_tree(console, _tree_of(options.tree))
     elif options.head is not None:
         _print_head(console, read_head_files(find_head(options.head, options.model)))
     else:
@@ -155,6 +162,18 @@ def _print_section(console: Console, title: str, facts: Mapping[str, object]) ->
         table.add_row(Text(f"  {name.replace('_', ' ')}"), Text(words, overflow="fold"))
     console.print(Text(f"\n{title}", style="bold"))
     console.print(table)
+
+
+def _tree_of(text_or_path: str) -> Tree:
+    chosen = read_tree(text_or_path)
+    if chosen.profile != "auto":
+        place = user_path(chosen.profile)
+        place = place / PROFILE_FILE if place.is_dir() else place
+        if place.is_file():
+            return read_profile(place).tree(DEFAULT_NODES)
+    if not isinstance(chosen.shape, Tree):
+        raise InvalidTree(f"tree {text_or_path}: give rank paths such as [[0],[1],[0,0]], or a file that has them")
+    return chosen.shape
 
 
 def _print_tree(console: Console, tree: Tree) -> None:

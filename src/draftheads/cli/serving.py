@@ -103,7 +103,7 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
         adapters=options.adapters,
         name=options.name,
         copy=options.copy,
-        num_paths=options.num_paths,
+        tree=options.tree,
         max_rows=options.max_rows,
     )
     budget = options.kv_gib

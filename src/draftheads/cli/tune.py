@@ -49,7 +49,7 @@ def run(options: TuneOptions) -> None:
     write_atomic(tuning.folder / RECORD, json.dumps(record).encode())
     console.print(speed_sentence(options.head, speedup, error), end="\n\n", markup=False)
     _show(console, tuning.profile, record["batches"])
-    hint = "" if options.out is None else f"; to use it: `--head {options.head} --profile {tuning.folder}`"
+    hint = "" if options.out is None else f"; to use it: `--head {options.head} --tree {tuning.folder}`"
     console.print(f"wrote {tuning.folder / PROFILE_FILE}{hint}", soft_wrap=True)
     write_pages(console, tuning.folder, "tune")
 

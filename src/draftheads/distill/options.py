@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import BUILT_IN
+from draftheads.speculation.tree_choice import read_tree
 from draftheads.utils.option_group import ABOVE_0, FROM_0, FROM_1, SHARE, OptionGroup, Range
 
 _CHUNK_BATCHES = 8  # at the end of a chunk the batch is not full: this costs a tenth of the speed at this size
@@ -58,9 +59,8 @@ class DistillOptions(OptionGroup):
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     head: str | None = None
     """A draft head that makes it faster. A name, a folder or a Hugging Face id."""
-    chain: Annotated[int | None, FROM_1] = None
-    """Draft a chain of this many tokens in place of a tree. In a large batch only short drafts are faster. On two CPU
-    cores, 2 tokens are best at a batch size of 8, and no draft from 32 on."""
+    tree: str = "auto"
+    """What is drafted, as for `draftheads generate`."""
     temperature: tuple[float, ...] = (0.0,)
     """0 is greedy, above 0 samples. With several values, each prompt gets one at random; repeat a value to use it more
     often."""
@@ -102,9 +102,7 @@ class DistillOptions(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(
-            "chain", fine=self.chain is None or self.head is not None, fix="give --head, too, or leave it out"
-        )
+        _ = read_tree(self.tree)
         self._require(
             "turns", fine=self.turns is None or bool(self.prompts), fix="give --prompts, too, or leave it out"
         )

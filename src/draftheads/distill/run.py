@@ -27,7 +27,7 @@ _MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only 
     {
         *("out", "prompts", "documents"),  # their content counts, not their place
         *("model", "chat_template"),  # the model's fingerprint counts, of which the template's text is a part
-        *("precision", "device", "four_bit", "head", "chain", "batch_size", "chunk_size"),
+        *("precision", "device", "four_bit", "head", "tree", "batch_size", "chunk_size"),
         *("endpoint", "endpoint_model", "api_key_env", "request_timeout", "request_retries"),
     }
 )

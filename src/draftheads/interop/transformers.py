@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
@@ -30,7 +30,8 @@ from draftheads.interop.generate_arguments import (
 from draftheads.interop.generate_texts import GenerateRules, Texts
 from draftheads.loading import Loadable, load
 from draftheads.settings import Precision
-from draftheads.speculation.shapes import Sampled, Shape, as_shape
+from draftheads.speculation.shapes import Sampled
+from draftheads.speculation.tree_choice import TreeChoice, read_tree
 
 _SAMPLED_WEIGHTS = 16  # numbers of each weight by which a change of the model is found
 
@@ -47,8 +48,7 @@ def custom_generate(
     *,
     tokenizer: Any = None,
     draft_model: Loadable | None = None,
-    tree: Shape | Sequence[Sequence[int]] | str | None = None,
-    profile: str | PathLike[str] | None = "auto",
+    tree: TreeChoice = "auto",
     copy: bool = True,
     precision: Precision = "auto",
     fast: bool = True,
@@ -66,7 +66,6 @@ def custom_generate(
         tokenizer: of the model, or the name of its model; when left out that of the name by which the model was loaded.
         draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
         tree: as for :func:`draftheads.load`, but no ``Sampled`` tree.
-        profile: as for :func:`draftheads.load`, like all that follow.
         copy: whether drafts also hold copies from the text so far.
         precision: ``int8``, for CPUs, holds the linear layers in 8 bits: faster, but another model.
         fast: on a CPU, packed weights and the native library; off is the stock model.
@@ -82,8 +81,8 @@ def custom_generate(
     require_bool(copy=copy, fast=fast)
     if rows_together is not None:
         require_bool(rows_together=rows_together)
-    tree = None if tree is None else as_shape(tree)
-    if isinstance(tree, Sampled):
+    chosen = read_tree(tree)
+    if isinstance(chosen.shape, Sampled):
         raise InvalidSettings(
             "a Sampled tree needs an acceptance rule of its own, which generate has not: give another"
         )
@@ -91,8 +90,7 @@ def custom_generate(
         "head": None if head is None else head_name(head),
         "tokenizer": tokenizer,
         "draft_model": draft_model,
-        "tree": tree,
-        "profile": profile,
+        "tree": chosen,
         "copy": copy,
         "precision": precision,
         "fast": fast,

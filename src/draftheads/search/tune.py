@@ -108,7 +108,7 @@ def tune_head(
         write_atomic(folder / RECORD, json.dumps(record).encode())
         finish_replacing(folder)
         profile.save(folder / PROFILE_FILE)
-    engine = head_engine(target, drafter, saved, profile=folder, max_batch_size=1)
+    engine = head_engine(target, drafter, saved, tree=folder, max_batch_size=1)
     return Tuning(profile, record, folder, engine)
 
 

@@ -16,7 +16,7 @@ from draftheads.models.model import TargetModel
 from draftheads.runners import bytes_per_slot
 from draftheads.serve.state import ServedModel
 from draftheads.settings import LoadSettings
-from draftheads.speculation.shapes import BestPaths
+from draftheads.speculation.tree_choice import TreeChoice
 from draftheads.utils.files import user_path
 from draftheads.utils.machine import find_memory
 
@@ -44,7 +44,7 @@ def load_served(
     adapters: Mapping[str, Path] | None = None,
     name: str | None = None,
     copy: bool = True,
-    num_paths: int | None = None,
+    tree: TreeChoice = "auto",
     max_rows: int = 16,
 ) -> Served:
     """Loads a model once, and its heads.
@@ -56,7 +56,7 @@ def load_served(
         adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
         name: under which it is served; the model's own name when left out.
         copy: drafts hold copies from the text, too.
-        num_paths: every step verifies so many paths of a head, whatever its profile.
+        tree: what is drafted, as for :func:`draftheads.load`.
         max_rows: answers that are decoded together.
     """
     resolved = [None if head is None else resolve(head, name_of(model)) for head in heads or (None,)]
@@ -72,7 +72,6 @@ def load_served(
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
-        tree = None if num_paths is None else BestPaths(num_paths=num_paths)
         engines[served] = engine_on(target, drafts, tree=tree, copy=copy, max_batch_size=max_rows, fast=load.fast)
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():

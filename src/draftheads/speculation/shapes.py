@@ -129,18 +129,29 @@ ROOT_ONLY = Tree.chain(0)  # plain decoding
 
 
 def as_shape(value: object) -> Shape:
-    """The shape itself, or the static tree of a list of rank paths or of its JSON text.
+    """The shape itself; a growing tree of a number of nodes; ``paths:5``, ``drawn:3``; a static tree of rank paths.
 
     Raises:
         InvalidTree: none of these, or not a tree.
 
     >>> as_shape([[0], [0, 0]]) == as_shape("[[0], [0, 0]]") == Tree.chain(2)
     True
+    >>> as_shape("24") == as_shape(24) == BestFirst(24), as_shape("drawn:1") == Sampled(Tree.chain(1))
+    (True, True)
+    >>> as_shape("paths:5")
+    BestPaths(widths=(6, 3, 2), num_paths=5, temperatures=())
     """
     if isinstance(value, Shape):
         return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return BestFirst(value)
     if isinstance(value, str):
-        return Tree.from_json(value)
+        kind, _, number = value.rpartition(":")
+        if not number.isdecimal() or kind not in ("", "paths", "drawn"):
+            return Tree.from_json(value)
+        if not kind:
+            return BestFirst(int(number))
+        return BestPaths(num_paths=int(number)) if kind == "paths" else Sampled(Tree.chain(int(number)))
     if isinstance(value, Sequence) and all(isinstance(path, Sequence) and not isinstance(path, str) for path in value):
         return Tree.from_paths(value)
     raise InvalidTree(

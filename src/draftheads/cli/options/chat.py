@@ -36,4 +36,4 @@ class ChatOptions:
     def __post_init__(self) -> None:
         if self.settings.logprobs is not None:
             raise InvalidSettings(f"--logprobs {self.settings.logprobs}: a chat shows none; use `draftheads generate`")
-        _ = SamplingSettings(**vars(self.settings)), self.draft.shape()  # raise what is impossible
+        _ = SamplingSettings(**vars(self.settings))  # raises what is impossible

@@ -9,6 +9,7 @@ import tyro
 
 from draftheads.errors import InvalidSettings
 from draftheads.settings import LoadSettings
+from draftheads.speculation.tree_choice import read_tree
 from draftheads.utils.files import user_path
 from draftheads.utils.option_group import ABOVE_0, FROM_1, OptionGroup, Range
 
@@ -81,15 +82,14 @@ class ServeOptions(OptionGroup):
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
-    num_paths: Annotated[int | None, FROM_1] = None
-    """Verify so many paths at every step. They are the most probable ones (MLP Speculator). When left out, the size of
-    the tree is decided at each step."""
+    tree: str = "auto"
+    """What is drafted, as for `draftheads generate`. auto: the size of the tree is decided at each step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_folder is not None and not self.head_folder.is_dir():
             raise InvalidSettings(f"--head-folder {self.head_folder} is no folder; give the folder that heads are in")
-        _ = self.adapters
+        _ = self.adapters, read_tree(self.tree)
 
     @property
     def adapters(self) -> dict[str, Path]:
