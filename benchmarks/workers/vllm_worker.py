@@ -40,8 +40,9 @@ def _method(settings: dict[str, Any]) -> dict[str, Any] | None:
     if not settings.get("head"):
         return _LOOKUP if settings["lookup"] else None
     # this environment has what drafting needs, and draftheads itself is the checkout's
-    sys.path.append(str(Path(__file__).parents[2] / "src"))
-    proposer = "draftheads.interop.vllm.HeadProposer"
+    checkout = Path(__file__).parents[2]
+    sys.path += [str(checkout / "src"), str(checkout / "plugins" / "vllm" / "src")]
+    proposer = "draftheads_vllm.HeadProposer"
     return {"method": "custom_class", "model": proposer, "num_speculative_tokens": settings["chain"]}
 
 

@@ -34,8 +34,6 @@ REFUSED = {
     "bench wide --heads lookahead ./medusa": "with hidden_size 32, this model, wide, has 48",
     "tune wide ./hydra": "hidden_size 32, this model, wide, has 48",
     "export ./medusa --model wide --out out": "hidden_size 32, this model, wide, has 48",
-    "export ./medusa --model model --out out --to vllm-medussa": "no layout 'vllm-medussa'; did you mean vllm-medusa?",
-    "export ./nohead --out out --to gguf": "no layout 'gguf'; choose among arctic, eagle, eagle-sglang, eagle3, hydra",
     "train --method medusa --model wide --start-from ./medusa --data chats.jsonl --out out": "wide, has 48",
     "distill --model model --head ./broken --prompts chats.jsonl --out o.jsonl": "is missing; a head's folder has",
     "generate a --model model --head eagle": "Other sizes or another tokenizer than in its training",

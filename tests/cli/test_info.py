@@ -11,7 +11,7 @@ import tyro
 from cli_world import slow_imports
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import save_head
-from draftheads.cli.info import WORDS, InfoOptions, run
+from draftheads.cli.info import InfoOptions, run
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models.model import TargetModel
@@ -125,15 +125,6 @@ def test_a_missing_zoo_is_reported(
 ) -> None:
     monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "none")
     assert "No heads are installed" in told(capsys, "")
-
-
-def test_the_words_are_explained_here_and_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(told(capsys, "").split())
-    page = (Path(__file__).parents[2] / "docs" / "trees.md").read_text(encoding="utf-8").replace("`", "")
-    for word, meaning in WORDS.items():
-        assert f" {word} {meaning}" in text
-        assert f"\n| {word} | {meaning} |\n" in page
-    assert {"static", "growing", "nodes", "profile", "tune", "bench"} <= WORDS.keys()
 
 
 def test_a_tree_is_drawn_from_its_json_a_file_or_a_profile(

@@ -34,7 +34,6 @@ from draftheads.errors import (
     StorageError,
     UnsupportedModel,
 )
-from draftheads.formats import ExportFormat
 from draftheads.formats.medusa import write_medusa
 from draftheads.formats.reading import convert, imported_once, is_published
 from draftheads.heads.base import DraftHead
@@ -147,7 +146,7 @@ def test_it_comes_back_equal(case: str, tmp_path: Path) -> None:
     if head.back is None:
         return
     to: Any = head.back
-    folder = export_head(tmp_path / "ours", tmp_path / "again", model=name, to=to)
+    folder = export_head(tmp_path / "ours", tmp_path / "again", model=name, to=to).folder
     second = import_head(folder, tmp_path / "second", model=name)
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("ours", "second"))
     assert second.config == first.config
@@ -322,7 +321,7 @@ def test_an_imported_head_is_trained_further_on_a_tuned_copy_of_its_base(tmp_pat
         parameter.data += 0.2 * parameter.data.std().nan_to_num() * torch.randn_like(parameter)
     whole = {"draft_vocab_size": 0, "lm_head": "own", "epochs": 12}
     train_for(base, train_options(tmp_path / "first", features_of(base, tmp_path / "base"), **whole))
-    config, tensors = write_medusa(load_head(tmp_path / "first", base), base)
+    config, tensors = write_medusa(load_head(tmp_path / "first", base), base, "base")
     written(Published("medusa", tensors, config, lambda *_: [], "medusa_lm_head.pt"), tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", base=base)
     known = tokens_per_step(base, load_head(tmp_path / "ours", base))
@@ -487,7 +486,7 @@ def test_quantised_tensors_are_refused(dtype: torch.dtype, case: str, tmp_path: 
 
 @pytest.mark.parametrize("to", ["eagle", "eagle-sglang"])
 @torch.no_grad()
-def test_the_scale_of_embeddings_is_written_into_the_weights(to: ExportFormat, tmp_path: Path) -> None:
+def test_the_scale_of_embeddings_is_written_into_the_weights(to: str, tmp_path: Path) -> None:
     name = on_disk(tmp_path / "model", **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)
     sizes = {key: value for key, value in target.head_sizes.items() if key != "layers"}
@@ -498,7 +497,8 @@ def test_the_scale_of_embeddings_is_written_into_the_weights(to: ExportFormat, t
     for parameter in head.parameters():
         parameter.data = published.numbers(*parameter.shape)
     save_head(head, tmp_path / "head", base=target)
-    import_head(export_head(tmp_path / "head", tmp_path / "out", model=name, to=to), tmp_path / "again", model=name)
+    done = export_head(tmp_path / "head", tmp_path / "out", model=name, to=to)
+    import_head(done.folder, tmp_path / "again", model=name)
     again = load_head(tmp_path / "again", target)
     assert again.embedding_scale == 1.0
     hidden, ids = torch.randn(1, 8, target.hidden_size), torch.randint(3, target.vocab_size, (1, 8))
@@ -513,7 +513,7 @@ def test_a_small_llama_is_an_ordinary_one(tmp_path: Path) -> None:
     for parameter in head.parameters():
         parameter.data = published.numbers(*parameter.shape)
     save_head(head, tmp_path / "head", base=target, profile=AcceptanceProfile.assumed(head.config.num_heads))
-    folder = export_head(tmp_path / "head", tmp_path / "out", model=name)
+    folder = export_head(tmp_path / "head", tmp_path / "out", model=name).folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer.get_vocab()
     ids = torch.randint(3, target.vocab_size, (1, 9))

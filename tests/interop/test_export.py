@@ -146,7 +146,7 @@ def test_what_the_target_shares_is_written_out(
     for parameter in head.parameters():
         parameter.copy_(numbers(*parameter.shape))
     save_head(head, tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)), dtype=torch.float32)
-    folder = export_head(tmp_path / "head", tmp_path / "out", model=name, to=to)
+    folder = export_head(tmp_path / "head", tmp_path / "out", model=name, to=to).folder
     assert import_head(folder, tmp_path / "again", model=name).config.method == method
     again = load_head(tmp_path / "again", target, dtype=torch.float32)
     assert again.embedding_scale == 1.0
@@ -239,7 +239,7 @@ def load_head_vocab(folder: Path) -> list[int]:
 def test_one_without_a_bias_is_for_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, config, commands, said = exported("eagle", {**PART, "fusion_bias": False}, [], tmp_path, capsys)
     assert "in the layout eagle\n" in said
-    assert re.search(r"it predicts all \d+ tokens of the model, not only its 10 draft tokens", said)
+    assert re.search("it predicts all tokens of the model, not only its 10 draft tokens", said)
     assert not (out / "token_map.pt").exists()
     assert (list(commands), config["architectures"]) == (["vLLM"], ["LlamaForCausalLMEagle"])
 
@@ -363,7 +363,7 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(InvalidSettings, match=r"plug-in .*; --to medusa is read by .*train --method eagle3`"):
         export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagle3")
     with pytest.raises(InvalidSettings, match="no layout 'eagel-sglang'; did you mean eagle-sglang"):
-        export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagel-sglang")  # type: ignore[arg-type]
+        export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagel-sglang")
     save_head(tiny_head("amphista", target), tmp_path / "amphista", base=target, profile=tiny_profile(Tree.chain(3)))
     with pytest.raises(InvalidSettings, match="no other project has heads of the method amphista"):
         export_head(tmp_path / "amphista", tmp_path / "other", model=name)

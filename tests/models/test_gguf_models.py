@@ -119,6 +119,7 @@ def test_it_is_converted_once_and_again_when_it_changes(
     file = tmp_path / "model.gguf"
     write(file, "llama")
     first = folder_of_gguf(file)
+    assert capsys.readouterr().err == "", "no bar in a file of messages"
     assert folder_of_gguf(file) == first
     os.utime(file, ns=(1, 1))
     assert folder_of_gguf(file) != first

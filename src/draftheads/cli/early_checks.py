@@ -8,7 +8,6 @@ from typing import Any
 from draftheads.bench.table_paths import table_path
 from draftheads.checkpoints.registry import check_head
 from draftheads.errors import DataError
-from draftheads.formats import check_layout
 from draftheads.models.chat_template import read_template
 from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.models.model_names import check_model
@@ -34,8 +33,6 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             read_template(value)
         elif name == "table" and value is not None:
             table_path(value)
-        elif name == "to":
-            check_layout(value)
     model = dict(pairs).get("model") or SMOLLM2_135M.name
     for name, value in [] if ("resume", True) in pairs else pairs:  # its head may be gone
         if name in _HEADS and value is not None:

@@ -32,16 +32,6 @@ from draftheads.speculation.tree_choice import read_tree
 from draftheads.utils.counts import byte_size, counted
 from draftheads.utils.files import user_path
 
-WORDS = {  # the same table is in docs/trees.md
-    "nodes": "size of a draft tree: its draft tokens and its root, the token that is known already",
-    "static": "a tree that has the same nodes in every step",
-    "growing": "a tree that gets its nodes anew in every step, where the head is confident",
-    "profile": "acceptance.json of a head: tokens per step by kind and size of tree; from it and from the times of "
-    "this machine follows the size of each draft",
-    "train": "makes a head and stores its profile, measured on held-out texts; tune is not needed after it",
-    "tune": "measures the profile again, on the answers to your prompts",
-    "bench": "measures the speed of heads and of plain decoding, side by side on the same prompts",
-}
 _KIND_WORDS = {"static": "static", "dynamic": "growing"}
 _SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
 
@@ -82,7 +72,6 @@ def _print_zoo(console: Console) -> None:
     if not {head.method for head in heads if head.base_name == SMOLLM2_135M.name}.issuperset(DATA_PACKAGE_HEADS):
         console.print(f"More heads for {SMOLLM2_135M.name}: {DATA_PACKAGE_INSTALL}", markup=False)
     console.print(f"Methods that can be trained: {', '.join(head_methods())}", markup=False, soft_wrap=True)
-    _print_section(console, "Words", WORDS)
 
 
 def _zoo_table(heads: Sequence[ZooHead]) -> Table:

@@ -21,7 +21,7 @@ from draftheads.cpu.kernels import native_bf16
 GROUPED_ATTENTION = "draftheads_grouped"
 MAX_TREE_ROWS = 128  # a pass with more tokens of a text is no tree
 _REPEATED: Any = WeakTensorKeyDictionary()  # masks of several query heads by the mask of a pass
-# from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention (LOG.md)
+# from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention
 _MANY_SCORES = 32_000
 _MOST_SCORES = 256_000  # per product; the memory of larger results returns to the system after each use
 

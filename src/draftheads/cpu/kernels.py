@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from draftheads.cpu.native_library import KINDS, VARIABLE, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
-SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (LOG.md)
+SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
 _PART_SIZE = 2**22  # numbers that are converted at a time
 _MOST_INT8_INPUTS = 65_536  # 127 times 255 for each
 

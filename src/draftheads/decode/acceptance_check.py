@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from draftheads.errors import BaseModelWarning
 from draftheads.utils.counts import counted
 
-# accepted draft tokens for each expected one; measured, see "Heads of tuned copies" in LOG.md
+# accepted draft tokens for each expected one; measured, see "Heads of tuned copies" in research/LOG.md
 _LOW = 0.5
 _BET = 1.8  # below 2: no text alone decides
 _SURE = 100.0

@@ -23,7 +23,7 @@ _MEMORY, _FORGETTING = 0.99, 0.995  # weight of older draft tokens, per step wit
 _SMALLEST_GAIN = 1.03  # over plain decoding, or nothing is drafted
 _ALMOST_FREE = 1.05  # times the time of a pass without further nodes
 # tokens that a further level gains, less what verifying them costs, per unit of the probability of the nodes that it
-# extends; measured, see "Growing trees stop early" in LOG.md
+# extends; measured, see "Growing trees stop early" in research/LOG.md
 LEVEL_GAIN = 0.3
 _NEW, _OLD = 0.5, 0.15  # weight of a step in the costs: of a number of tokens not seen for a while, and of others
 _SPEED, _DRIFT = 0.05, 0.993  # the same in the machine's speed; what is left per step of other numbers' corrections

@@ -9,7 +9,19 @@ import torch
 from torch import Tensor
 
 from draftheads.errors import BaseModelWarning, CheckpointCorrupt, UnsupportedModel
-from draftheads.formats.layout import CLOSE, Layout, Made, distance, draft_ids, need_config, refuse, sizes_of
+from draftheads.formats.layout import (
+    CLOSE,
+    SGLANG,
+    Format,
+    Layout,
+    Made,
+    Written,
+    distance,
+    draft_ids,
+    need_config,
+    refuse,
+    sizes_of,
+)
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
@@ -120,7 +132,7 @@ def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, st
     return names | ({"lm_heads.heads.0.weight": "lm_head.weight"} if config.lm_head == "own" else {})
 
 
-def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_eagle3(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     """The published layout of an EAGLE-3 head: its ``config.json``, and its tensors by name.
 
     ``d2t`` (V',) int64 is the target's id of each draft token minus the token's place; ``t2d`` (V,) bool is true for
@@ -168,17 +180,15 @@ def write_eagle3(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
     return about, tensors
 
 
-def write_speculators(
-    head: DraftHead, target: TargetModel, *, verifier: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Written:
     """The layout of vllm-project/speculators, for which ``vllm serve FOLDER`` is enough.
 
     Args:
         head: an EAGLE-3 head.
         target: its base model, whose embedding is written if the head has none: the project starts from it.
-        verifier: the base model's name or folder.
+        name: the base model's name or folder.
     """
-    given, tensors = write_eagle3(head, target)
+    given, tensors = write_eagle3(head, target, name)
     config = head.config
     assert isinstance(config, Eagle3Config)
     own = ("architectures", "target_hidden_size", "draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
@@ -199,7 +209,7 @@ def write_speculators(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
-            "verifier": {"name_or_path": verifier, "architectures": _architectures(target)},
+            "verifier": {"name_or_path": name, "architectures": _architectures(target)},
         },
     }
     renamed = {
@@ -209,7 +219,7 @@ def write_speculators(
     return about, {_EMBEDDING: target.weights.embedding.detach(), **renamed}
 
 
-def write_eagle(head: DraftHead, target: TargetModel, *, with_bias: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_eagle(head: DraftHead, target: TargetModel, _: str = "", *, with_bias: bool = False) -> Written:
     """The layout of EAGLE heads: vLLM's, which has no bias of ``fc``, or SGLang's.
 
     Embeddings that the head scales are scaled by ``fc``. The lm_head is the target's.
@@ -384,3 +394,33 @@ def llama_config(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
+
+
+FORMATS = (
+    Format(
+        "eagle3",
+        ("eagle3",),
+        write_eagle3,
+        {
+            "vLLM": "VLLM(eagle3)",
+            "SGLang": SGLANG.format("EAGLE3"),
+            "llama.cpp": "python convert_hf_to_gguf.py <head> --target-model-dir <model> --outfile draft.gguf && "
+            "llama-server -m MODEL.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max <steps>",
+            "OpenVINO": "pip install optimum-intel==2.2.0 diffusers==0.38.0 einops 'huggingface-hub<1.22' && "
+            "optimum-cli export openvino --model <head> --task text-generation-with-past --trust-remote-code "
+            "openvino-draft  # then openvino_genai.draft_model('openvino-draft', 'CPU')",
+        },
+        is_eagle3,
+        eagle3_layout,
+        keeps_vocab=True,
+    ),
+    Format("speculators", ("eagle3",), write_speculators, {"vLLM": "vllm serve <head>"}, keeps_vocab=True),
+    Format("eagle", ("eagle",), write_eagle, {"vLLM": "VLLM(eagle)"}, is_eagle, eagle_layout),
+    Format(
+        "eagle-sglang",
+        ("eagle",),
+        partial(write_eagle, with_bias=True),
+        {"SGLang": SGLANG.format("EAGLE")},
+        keeps_vocab=True,
+    ),
+)

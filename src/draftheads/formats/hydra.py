@@ -4,10 +4,17 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from torch import Tensor
-
 from draftheads.errors import CheckpointCorrupt, UnsupportedModel
-from draftheads.formats.layout import Layout, numbers_in, partial_vocabulary, refuse, sizes_of, whole_lm_heads
+from draftheads.formats.layout import (
+    Format,
+    Layout,
+    Written,
+    numbers_in,
+    partial_vocabulary,
+    refuse,
+    sizes_of,
+    whole_lm_heads,
+)
 from draftheads.formats.medusa import different_layers
 from draftheads.formats.source import Source
 from draftheads.heads.base import DraftHead, HeadConfig
@@ -80,7 +87,7 @@ def hydra_names(config: HeadConfig) -> dict[str, str]:
     return names
 
 
-def write_hydra(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_hydra(head: DraftHead, target: TargetModel, name: str) -> Written:
     """``config.json`` and the tensors as the project stores them: every head has an lm_head of the whole vocabulary.
 
     Embeddings that the head scales are scaled by the first block.
@@ -95,6 +102,7 @@ def write_hydra(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], d
         "hydra_head_arch": "prefix-mlp" if has_prefix else "mlp",
         "grounded_heads": is_grounded,
         "hidden_state_offset": 0,
+        "base_model_name_or_path": name,
     }
     for i, (weight, bias) in enumerate(whole_lm_heads(head, target)):
         tensors |= {f"lm_heads.heads.{i}.weight": weight, f"lm_heads.heads.{i}.bias": bias}
@@ -103,3 +111,16 @@ def write_hydra(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], d
         tensors[name] = tensors[name].clone()
         tensors[name][:, config.hidden_size :] *= head.embedding_scale
     return about, {theirs: tensors[ours] for ours, theirs in hydra_names(config).items()}
+
+
+FORMATS = (
+    Format(
+        "hydra",
+        ("hydra", "hydra++", "medusa"),
+        write_hydra,
+        {"Hydra": "python -m hydra.inference.cli --model <head>"},
+        is_hydra,
+        hydra_layout,
+        file="hydra_lm_head.pt",
+    ),
+)

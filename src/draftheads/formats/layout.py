@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import weightless_head
+from draftheads.checkpoints.head_files import TENSORS_FILE
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import DraftHead, HeadConfig
@@ -19,6 +20,9 @@ from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
 
 CLOSE = 1e-2  # how far a copy of the base's weights may be from them, relative: 16-bit types differ by less
+
+
+Written = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and the tensors by name
 
 
 class Made(NamedTuple):
@@ -111,6 +115,26 @@ class Layout:
             raise CheckpointMismatch(
                 f"{source.path}: its {name} differs by {apart:.0%} from the {part} of {base.model_id}: {fix}"
             )
+
+
+class Format(NamedTuple):
+    """How a project stores heads. Without ``read`` it is only written."""
+
+    name: str  # for export
+    methods: tuple[str, ...]  # of the heads that it can hold; the first format of a method is its default
+    write: Callable[[DraftHead, TargetModel, str], Written]  # of a head, its base model and that one's name
+    commands: Mapping[str, str]  # that decode with it, by engine; VLLM(method) stands for vLLM's
+    fits: Callable[[Mapping[str, tuple[int, ...]]], bool] = lambda _: False  # whether tensors of these shapes are it
+    read: Callable[[Source, TargetModel], Layout] | None = None
+    file: str = TENSORS_FILE
+    has_tokenizer: bool = False
+    keeps_vocab: bool = False  # whether the draft vocabulary stays; otherwise all tokens are predicted
+
+
+SGLANG = (
+    "python -m sglang.launch_server --model <model> --speculative-algorithm {} --speculative-draft-model-path <head> "
+    "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 12"
+)
 
 
 def distance(given: Tensor, own: Tensor) -> float | None:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree
 from draftheads.formats.layout import (
+    Format,
     Layout,
     Made,
+    Written,
     draft_ids,
     numbers_in,
     partial_vocabulary,
@@ -110,7 +112,7 @@ def vllm_names(config: MedusaConfig) -> dict[str, str]:
     return names if config.draft_vocab_size is None else {**names, "draft_vocab": "token_map"}
 
 
-def write_medusa(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_medusa(head: DraftHead, target: TargetModel, name: str) -> Written:
     """``config.json`` and the tensors as Medusa stores them, with the head's lm_heads written out or shared."""
     config, tensors = head.config, dict(head.state_dict())
     assert isinstance(config, MedusaConfig)
@@ -118,6 +120,7 @@ def write_medusa(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
     fitting = [f"{reason}, or export it --to vllm-medusa" for reason in (*partial_vocabulary(config), *layers)]
     refuse([*_biases(head), *fitting])
     about: dict[str, Any] = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
+    about["base_model_name_or_path"] = name
     if config.lm_head == "shared":
         about["version"] = "2"
     else:
@@ -126,7 +129,7 @@ def write_medusa(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], 
     return about, {theirs: tensors[ours] for ours, theirs in medusa_names(config).items()}
 
 
-def write_vllm(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_vllm(head: DraftHead, *_: object) -> Written:
     """``config.json`` and the tensors for vLLM 0.10 to 0.32: every head has its lm_head, whatever its kind here."""
     config = head.config
     assert isinstance(config, MedusaConfig)
@@ -184,3 +187,30 @@ def _counts(source: Source, places: list[tuple[int, ...]]) -> tuple[int, int]:
     if heads * layers > len(places):
         raise CheckpointCorrupt(f"{source.path}: layers are missing: {heads} × {layers}, and {len(places)} are there")
     return heads, layers
+
+
+FORMATS = (
+    Format(
+        "medusa",
+        ("medusa",),
+        write_medusa,
+        {
+            "Medusa": "python -m medusa.inference.cli --model <head>",
+            "TensorRT-LLM": "python examples/medusa/convert_checkpoint.py --model_dir <model> "
+            "--medusa_model_dir <head> --num_medusa_heads <steps> --output_dir checkpoint "
+            "&& trtllm-build --checkpoint_dir checkpoint --speculative_decoding_mode medusa --output_dir engine",
+        },
+        is_medusa,
+        medusa_layout,
+        file="medusa_lm_head.safetensors",
+    ),
+    Format(
+        "vllm-medusa",
+        ("medusa",),
+        write_vllm,
+        {"vLLM 0.10 to 0.32": "VLLM(medusa)"},
+        is_vllm_medusa,
+        vllm_layout,
+        keeps_vocab=True,
+    ),
+)

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,17 @@ from torch.nn import functional as F
 
 from draftheads.checkpoints.checkpoint import weightless_head
 from draftheads.errors import CheckpointCorrupt
-from draftheads.formats.layout import Layout, Made, numbers_in, partial_vocabulary, refuse, sizes_of, whole_lm_heads
+from draftheads.formats.layout import (
+    Format,
+    Layout,
+    Made,
+    Written,
+    numbers_in,
+    partial_vocabulary,
+    refuse,
+    sizes_of,
+    whole_lm_heads,
+)
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -94,9 +103,7 @@ def mlp_names(config: MlpSpeculatorConfig) -> dict[str, str]:
     }
 
 
-def write_mlp(
-    head: DraftHead, target: TargetModel, *, every_stage: bool = False
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_mlp(head: DraftHead, target: TargetModel, _: str = "", *, every_stage: bool = False) -> Written:
     """``config.json`` and the tensors as the project stores them; ``every_stage`` repeats tied ones, as vLLM needs.
 
     Parts of the target that the head reads become its own: the embeddings with their scale and projection, the lm_head
@@ -126,6 +133,13 @@ def write_mlp(
                     first = f"{_PREFIX}{theirs}.{min(i, 1) if theirs == 'proj' else 0}.{part}"
                     tensors.setdefault(f"{_PREFIX}{theirs}.{i}.{part}", tensors[first].clone())
     return about, tensors
+
+
+def write_arctic(head: DraftHead, target: TargetModel, name: str) -> Written:
+    """As Arctic Inference reads it."""
+    about, tensors = write_mlp(head, target, name, every_stage=True)
+    base = getattr(target.config, "architectures", None) or [type(target.model).__name__]
+    return {**about, "architectures": ["ArcticMLPSpeculatorPreTrainedModel"], "base_model_archs": list(base)}, tensors
 
 
 def _as_own(head: DraftHead, target: TargetModel) -> tuple[MlpSpeculatorConfig, dict[str, Tensor]]:
@@ -197,3 +211,21 @@ def _are_equal(source: Source, prefix: str, theirs: str, part: str, places: Sequ
         source.shapes.get(name) == source.shapes.get(first) and torch.equal(source.tensor(name), source.tensor(first))
         for name in others
     )
+
+
+FORMATS = (
+    Format(
+        "mlp-speculator",
+        ("mlp-speculator",),
+        write_mlp,
+        {"vLLM up to 0.9.2": "VLLM(mlp_speculator)"},
+        is_mlp_speculator,
+        mlp_layout,
+    ),
+    Format(
+        "arctic",
+        ("mlp-speculator",),
+        write_arctic,
+        {"vLLM 0.26 with Arctic Inference": "ARCTIC_INFERENCE_ENABLED=1 VLLM(arctic)"},
+    ),
+)

@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import accumulate
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +15,8 @@ from draftheads.checkpoints.checkpoint import save_head, weightless_head
 from draftheads.checkpoints.head_files import FORMAT_VERSION
 from draftheads.drafters.copying import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
-from draftheads.formats.eagle import eagle3_layout, eagle_layout, is_eagle, is_eagle3
-from draftheads.formats.hydra import hydra_layout, is_hydra
-from draftheads.formats.layout import Layout
-from draftheads.formats.medusa import is_medusa, is_vllm_medusa, medusa_layout, vllm_layout
-from draftheads.formats.mlp_speculator import is_mlp_speculator, mlp_layout
+from draftheads.formats.layout import Format, Layout
+from draftheads.formats.registry import FORMATS
 from draftheads.formats.source import Source
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder
@@ -29,21 +24,7 @@ from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfi
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.messages import first_names
 
-
-class _Format(NamedTuple):
-    fits: Callable[[Mapping[str, tuple[int, ...]]], bool]
-    layout: Callable[[Source, TargetModel], Layout]
-
-
-_FORMATS = (
-    _Format(is_medusa, medusa_layout),
-    _Format(is_vllm_medusa, vllm_layout),
-    _Format(is_hydra, hydra_layout),
-    _Format(is_mlp_speculator, mlp_layout),
-    _Format(is_eagle3, eagle3_layout),
-    _Format(is_eagle, eagle_layout),
-)
-FORMATS = "Medusa, Hydra, IBM's MLP speculator, EAGLE and EAGLE-3"
+NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE and EAGLE-3"
 
 
 def is_published(path: Path) -> bool:
@@ -92,14 +73,15 @@ def _read(path: Path, base: TargetModel) -> tuple[Layout, dict[str, Tensor]]:
     form = _form_of(opened)
     if form is None:
         names = first_names(opened.shapes)
-        raise ModelNotFound(f"{opened.path} has the tensors {names}: they are of no known format, which are {FORMATS}")
-    layout = form.layout(opened, base)
+        raise ModelNotFound(f"{opened.path} has the tensors {names}: they are of no known format, which are {NAMES}")
+    assert form.read is not None
+    layout = form.read(opened, base)
     return layout, layout.read(opened, base)
 
 
-def _form_of(opened: Source) -> _Format | None:
+def _form_of(opened: Source) -> Format | None:
     """The format whose tensors these are."""
-    form = next((form for form in _FORMATS if form.fits(opened.shapes)), None)
+    form = next((form for form in FORMATS if form.fits(opened.shapes)), None)
     if form is None and "model.embed_tokens.weight" in opened.shapes:
         raise ModelNotFound(
             f"{opened.path} is a whole model, not a draft head: use it as a draft model, --draft-model {opened.folder}"

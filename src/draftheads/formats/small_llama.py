@@ -1,18 +1,16 @@
 """A small Llama as an ordinary folder of transformers, for the draft-model options of other programs."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from draftheads.formats.eagle import llama_config, scaled_otherwise
-from draftheads.formats.layout import refuse
+from draftheads.formats.layout import Format, Written, refuse
 from draftheads.heads.base import DraftHead
 from draftheads.heads.small_llama import SmallLlamaConfig
 from draftheads.models.model import TargetModel
 
 
-def write_small_llama(head: DraftHead, target: TargetModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_small_llama(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     """``config.json`` and the tensors, with the target's embedding and an lm_head of the whole vocabulary.
 
     Tokens outside the head's draft vocabulary get the target's rows, too: a model has no draft vocabulary.
@@ -51,3 +49,21 @@ def _layers(head: DraftHead) -> dict[str, Tensor]:
             ours = next(prefix for prefix in names if part.startswith(prefix))
             found[f"layers.{number}.{names[ours]}{part.removeprefix(ours)}"] = tensor
     return found
+
+
+FORMATS = (
+    Format(
+        "small-llama",
+        ("small-llama",),
+        write_small_llama,
+        {
+            "vLLM": "VLLM(draft_model)",
+            "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm STANDALONE "
+            "--speculative-draft-model-path <head> --speculative-num-steps <steps>",
+            "transformers": "model.generate(…, assistant_model=AutoModelForCausalLM.from_pretrained('<head>'))",
+            "llama.cpp": "python convert_hf_to_gguf.py <head> --outfile draft.gguf && llama-server -m MODEL.gguf "
+            "-md draft.gguf",
+        },
+        has_tokenizer=True,
+    ),
+)

@@ -7,8 +7,11 @@ other special tokens.
 """
 
 import hashlib
+import sys
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from importlib import metadata
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +118,9 @@ def _convert(source: Path, folder: Path, *, is_embedded: bool) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(source.parent, output_loading_info=True, **given)
+        # a bar that transformers' own switch does not reach; a file of messages would have a hundred lines of it
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
+            found: Any = AutoModelForCausalLM.from_pretrained(source.parent, output_loading_info=True, **given)
         tokenizer: Any = (
             _tokenizer(reader) if is_embedded else AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         )

@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
-
-from draftheads.formats import ExportFormat
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,7 @@ class ExportOptions:
     """A head. A name, a folder or a Hugging Face id."""
     out: Path
     """Folder to make."""
-    to: Annotated[ExportFormat | None, tyro.conf.arg(constructor=str)] = None
+    to: str | None = None
     """The layout, by default that of the head's own project. For eagle3 heads eagle3 (vLLM, SGLang, llama.cpp,
     OpenVINO) or speculators; for eagle heads eagle (vLLM), or eagle-sglang, which those with a bias of fc get; for
     medusa heads medusa, vllm-medusa (up to 0.32) or hydra; for Hydra's hydra; for MLP speculators mlp-speculator

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 import torch
+from draftheads_vllm.request_chains import RequestChains
 from torch import Tensor
 
 from draftheads.errors import InvalidTree
 from draftheads.heads.base import DraftHead
-from draftheads.interop.request_chains import RequestChains
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
 from families import VOCAB, tiny_head, tiny_model

