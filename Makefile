@@ -19,7 +19,7 @@ CENTRAL := tests/test_lossless.py tests/test_loading_models.py::test_a_loaded_mo
 	tests/train/test_run.py::test_training_improves_the_heads_predictions
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-sanitized test-fast test-versions test-pure native check docs format clean
+.PHONY: help demo test test-all test-page test-thorough test-sanitized test-fast test-versions test-pure native check docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -28,7 +28,13 @@ demo: $(STAMP)  ## answer a few prompts with and without draft heads, and compar
 	$(BIN)/draftheads demo
 
 test: $(STAMP)  ## run the tests, on several cores; each run draws the same random examples
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough and not page"
+
+test-all: test  ## run the tests, and all suites that only some changes can break
+	.ci/suites --all
+
+test-page: $(STAMP)  ## drive the chat page with a browser, and send requests that are made from /openapi.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "page and not thorough" tests/serve
 
 test-thorough: $(STAMP) test-sanitized  ## run all tests, on more families and shapes and with new random examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
@@ -40,7 +46,7 @@ test-sanitized: $(STAMP)  ## run the native library's tests with checks of addre
 		$(BIN)/python -m pytest tests/cpu/test_native.py tests/cpu/test_native_growth.py; status=$$?; $(BIN)/python hatch_build.py && exit $$status
 
 test-fast: $(STAMP)  ## run the tests that do not need the real model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not real and not thorough"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not real and not thorough and not page"
 
 test-versions: $(VENV)/lowest/.stamp $(VENV)/newest/.stamp  ## run the central tests on the oldest and newest transformers
 	set -e; for place in lowest newest; do \

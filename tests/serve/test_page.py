@@ -23,7 +23,7 @@ from serve_world import listening, metrics_of, running, tiny_engines
 
 playwright = pytest.importorskip("playwright.sync_api", reason="drives the browser: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
+pytestmark = [pytest.mark.page, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")]
 
 PAGE = Path(__file__).parents[2] / "src" / "draftheads" / "serve" / "page"
 HTML = ("<img src=x onerror=window.hacked=1>", "<script>window.hacked=1</script>", "&amp;", "<b>")

