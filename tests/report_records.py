@@ -105,12 +105,14 @@ def bench_row(name: str, *, speedup: float, settings: Mapping[str, Any] = GROWIN
         "speedup": speedup,
         "speedup_interval": [speedup - 0.25, speedup + 0.25],
         "speedup_error": 0.125,
-        "draft_milliseconds": 3.0,
-        "verify_milliseconds": 27.0,
-        "rest_milliseconds": 1.0,
-        "step_milliseconds": 31.0,
-        "first_token_milliseconds": 50.0,
-        "latency_seconds": {"50": 1.5, "90": 2.0, "99": 2.5},
+        "numbers": {
+            "draft_milliseconds": 3.0,
+            "verify_milliseconds": 27.0,
+            "rest_milliseconds": 1.0,
+            "step_milliseconds": 31.0,
+            "first_token_milliseconds": 50.0,
+            **{f"p{share}_seconds": seconds for share, seconds in ((50, 1.5), (90, 2.0), (99, 2.5))},
+        },
         "acceptance_by_depth": [0.75, 0.5],
         "steps_by_tokens": [1, 2, 5],
     }
@@ -132,7 +134,7 @@ def bench_record(*rows: Row, **changes: Any) -> dict[str, Any]:
 
 
 BENCH: dict[str, Any] = {
-    "format_version": 2,
+    "format_version": 3,
     "model": "tiny",
     "precision": "fp32",
     "threads": 1,

@@ -170,10 +170,12 @@ def test_all_numbers_of_a_drafter_whose_acceptance_and_times_are_known(model: Ta
     assert scripted.overhead == pytest.approx(3.5 / 2.5), "acceleration rate / overhead = speed-up"
     assert scripted.steps_by_tokens == [2 * 6, 2 * 6, 1 * 6], "the last answer token ends the last step early"
     assert scripted.acceptance_by_depth == pytest.approx([3 / 5, 2 / 5])
-    assert (scripted.draft_milliseconds, scripted.verify_milliseconds, scripted.rest_milliseconds) == (1e3, 2e3, 5e2)
-    assert plain.first_token_milliseconds == scripted.first_token_milliseconds == 4e3
-    assert scripted.latency_seconds["50"] == pytest.approx(21.5)
-    assert (plain.token_milliseconds, scripted.token_milliseconds) == pytest.approx((2500, 17.5e3 / 9))
+    assert tuple(scripted.parts.values()) == (1e3, 2e3, 5e2)
+    assert scripted.number("step_milliseconds") == 35e2
+    assert plain.number("first_token_milliseconds") == scripted.number("first_token_milliseconds") == 4e3
+    assert scripted.number("p50_seconds") == pytest.approx(21.5)
+    assert plain.number("token_milliseconds") == pytest.approx(2500)
+    assert scripted.number("token_milliseconds") == pytest.approx(17.5e3 / 9)
     assert (plain.speedup, plain.decode_speedup, plain.overhead, plain.tokens_per_step) == (1, 1, 1, 1)
     assert (plain.num_different, scripted.num_different, scripted.num_answers) == (0, 0, 6)
 

@@ -35,7 +35,7 @@ from training_world import chat_model, counting_chats, write_chats
 pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE = PaperTable(name="mine", title="Mine", source="Nobody, table 0", needs="nothing")
 ROW = Row(
-    name="medusa", tokens_per_step=1.5, tokens_per_second=20.0, speedup=1.25, token_milliseconds=100.0,
+    name="medusa", tokens_per_step=1.5, tokens_per_second=20.0, speedup=1.25, numbers={"token_milliseconds": 100.0},
     settings={"batch_size": 4, "epsilon": 0.1, "tree": "static", "run": "warm"}, quality={"agreement": 90.0},
 )  # fmt: skip
 

@@ -1,10 +1,11 @@
 """Rows and columns of a comparison, from answers whose times are known."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
+from draftheads.bench import table
 from draftheads.bench.table import (
     ALL,
     SPEED_COLUMNS,
@@ -66,9 +67,9 @@ def test_latencies_are_percentiles_of_all_answers_and_memory_is_the_most_of_a_gr
 
     own = [group(0, range(51, 101), 3), group(1, range(10), 7), group(2, range(10, 51), 5)]
     row = timed_row("medusa", own, own)
-    assert row.latency_seconds == pytest.approx({"50": 50.0, "90": 90.0, "99": 99.0})
-    assert row.first_token_milliseconds == pytest.approx(5e3)
-    assert row.peak_bytes == 7
+    assert [row.number(f"p{share}_seconds") for share in (50, 90, 99)] == pytest.approx([50.0, 90.0, 99.0])
+    assert row.number("first_token_milliseconds") == pytest.approx(5e3)
+    assert row.number("peak_gigabytes") == 7e-9
 
 
 def test_rounds_of_the_same_prompts_are_one_item():
@@ -199,3 +200,13 @@ def test_a_mean_over_some_questions_says_of_how_many():
 def test_smaller_trees_are_advised_where_there_are_trees_of_a_size(tree: str, nodes: int, advised: bool):
     row = replace(ROW, speedup=0.9, speedup_error=0.05, tree=tree, settings={"tree": "best", "num_nodes": nodes})
     assert any("smaller `--num-nodes`" in sentence for sentence in remarks([row])) == advised
+
+
+def test_a_column_is_one_entry(monkeypatch: pytest.MonkeyPatch):
+    """It is in the row, its JSON, the tables, and tables of papers."""
+    one = table.Number("answers_per_question", "answers", lambda own: float(len(own)))
+    monkeypatch.setattr(table, "NUMBERS", (*table.NUMBERS, one))
+    row = timed_row("medusa", FAST, PLAIN)
+    assert row.number("answers_per_question") == asdict(row)["numbers"]["answers_per_question"] == len(FAST)
+    assert {column.heading: column.cell(row) for column in table.columns([row])}["answers"] == f"{len(FAST)}.0"
+    assert any("| answers |" in line for line in table.markdown([row]))

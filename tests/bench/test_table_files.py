@@ -22,7 +22,7 @@ from draftheads.bench.quality import Agreement, Perplexity, Rouge
 from draftheads.bench.reproduce import _MT_BENCH, _with_our_category
 from draftheads.bench.settings import Point, Variant
 from draftheads.bench.studies import Budget, folder_name, options_of
-from draftheads.bench.table import ALL, Row
+from draftheads.bench.table import ALL, NUMBERS, Row
 from draftheads.bench.table_paths import table_names
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.registry import zoo_heads
@@ -65,7 +65,8 @@ def test_a_table_can_be_measured(name: str):
     assert bool(table.heads) != bool(table.variants), "heads or variants"
     assert set(table.heads) <= {head.method for head in zoo_heads()} | set(UNTRAINED)
     assert {*table.rows, *({table.columns} - {"values"})} <= KNOWN_FACETS
-    assert all(value in MEASURES or hasattr(Row, value) or value in Row.__dataclass_fields__ for value in table.values)
+    known = {*MEASURES, *(one.name for one in NUMBERS), *Row.__dataclass_fields__}
+    assert set(table.values) <= known
     assert len(select(read_suite(table.prompts), table.categories)) >= MIN_PROMPTS
     for run in table.runs:
         table.settings(run, rounds=2)
@@ -131,7 +132,7 @@ def possible_rows(table: PaperTable) -> Iterator[Row]:
         "decode_tokens_per_second": 5.0,
         "quality": dict.fromkeys(MEASURES, 6.0),
         "num_parameters": 7,
-        "token_milliseconds": 9.0,
+        "numbers": {one.name: 9.0 for one in NUMBERS},
     }
     mt_bench = [Record((), labels={"category": name}) for name in _MT_BENCH]
     asked = [*read_suite(table.prompts), *mt_bench]

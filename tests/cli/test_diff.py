@@ -278,7 +278,7 @@ def test_results_without_a_common_way_are_an_error(tmp_path: Path, run: Run) -> 
     [
         ("{", "this comparison cannot be read"),
         ("[]", "this comparison cannot be read"),
-        (json.dumps({**BENCH, "format_version": 1}), "its format version is 1; this release reads 2"),
+        (json.dumps({**BENCH, "format_version": 1}), "its format version is 1; this release reads 3"),
         (json.dumps({**BENCH, "rows": [{"name": "x"}]}), "this comparison cannot be read"),
         (json.dumps({**BENCH, "provenance": None}), "this comparison cannot be read"),
         (None, r"cannot be read \(No such file"),

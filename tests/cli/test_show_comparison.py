@@ -90,15 +90,15 @@ def test_the_widest_table_of_the_demo_fits_80_columns(capsys: pytest.CaptureFixt
 
 def test_the_widest_parts_of_a_step_fit_80_columns(capsys: pytest.CaptureFixture[str], narrow: Console):
     parts = {"draft_milliseconds": 1234.5, "verify_milliseconds": 3.0}
-    show_comparison.print_parts([row_of("plain", **parts), row_of("h" * 90, **parts)], narrow)
+    show_comparison.print_parts([row_of("plain", numbers=parts), row_of("h" * 90, numbers=parts)], narrow)
     assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
 
 
 def test_the_tables_of_bench_fit_80_columns(capsys: pytest.CaptureFixture[str], narrow: Console):
     names = ["mlp-speculator", "hydra", "prompt-lookup", "x" * 40]
     trees = ["static, 24", "best 8 of 6x3x2, up to 23", "its own, up to 9", "growing, 24"]
-    more = {"decode_speedup": 1.75, "overhead": 1.25, "first_token_milliseconds": 1234.0, "step_milliseconds": 123.4,
-            "latency_seconds": {"50": 10.25, "90": 20.5, "99": 30.75}, "num_parameters": 12_300_000,
+    times = {"first_token_milliseconds": 1234.0, "step_milliseconds": 123.4, "p50_seconds": 10.25, "p99_seconds": 30.75}
+    more = {"decode_speedup": 1.75, "overhead": 1.25, "numbers": times, "num_parameters": 12_300_000,
             "quality": {"agreement": 100.0, "common prefix": 50.0, "ROUGE-1": 30.25}}  # fmt: skip
     varied = ((0.0, 1), (0.7, 16), (1.0, 1), (1.0, 8))
     settings = [{"temperature": t, "acceptance": "typical", "batch_size": size} for t, size in varied]
@@ -127,8 +127,8 @@ def test_answers_that_differ_are_named(capsys: pytest.CaptureFixture[str], narro
 
 def test_rows_are_told_apart_in_every_part_of_a_table(capsys: pytest.CaptureFixture[str], narrow: Console):
     """Also where a head has two kinds of trees: each part that is continued below has the names of both."""
-    more = {"decode_speedup": 1.75, "overhead": 1.25, "first_token_milliseconds": 12.0, "step_milliseconds": 123.4,
-            "latency_seconds": {"50": 10.25, "90": 20.5, "99": 30.75}, "num_different": 1}  # fmt: skip
+    times = {"first_token_milliseconds": 12.0, "step_milliseconds": 123.4, "p50_seconds": 10.25, "p99_seconds": 30.75}
+    more = {"decode_speedup": 1.75, "overhead": 1.25, "numbers": times, "num_different": 1}
     rows = [
         row_of("eagle", tree=words, settings={"tree": tree}, part=part, **more)
         for part in ("all", "retrieval", "maths")

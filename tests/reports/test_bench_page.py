@@ -145,8 +145,8 @@ def test_batch_sizes_have_curves_of_speed_and_latency():
         rows.append(plain_row(settings={**POINT, "batch_size": size}, tokens_per_second=40.0 * size))
         for nodes in (8, 24):
             settings = {**GROWING, "batch_size": size, "num_nodes": nodes}
-            latency = {"50": size / 2}
-            rows.append(bench_row("hydra", speedup=speedup + nodes / 100, settings=settings, latency_seconds=latency))
+            latency = {"p50_seconds": size / 2}
+            rows.append(bench_row("hydra", speedup=speedup + nodes / 100, settings=settings, numbers=latency))
     page = page_of(*rows)
     curves = drawn(page, "batch_size")["panels"]
     assert curves["tokens/s"] == {

@@ -116,7 +116,7 @@ def test_a_record_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "damage", [{"format_version": 1}, {"rows": []}, {"rows": [{"name": "hydra"}]}, {"drafting": {"hydra": {}}}]
+    "damage", [{"format_version": 2}, {"rows": []}, {"rows": [{"name": "hydra"}]}, {"drafting": {"hydra": {}}}]
 )
 def test_a_comparison_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, Any]):
     (tmp_path / "bench.json").write_text(json.dumps({**BENCH, **damage}))

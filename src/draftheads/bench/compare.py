@@ -160,7 +160,7 @@ def compare_heads(
             rows = bench.run()
             disturbed = target.device.type == "cpu" and others.disturb(torch.get_num_threads())
     record = {
-        "format_version": 2,
+        "format_version": 3,
         "model": model,
         "precision": target.precision,
         "threads": torch.get_num_threads(),

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from draftheads.bench.quality import Agreement
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import ALL, Interval, Row, markdown_table, setting_in_words
+from draftheads.bench.table import ALL, NUMBERS, Interval, Row, markdown_table, setting_in_words
 from draftheads.bench.table_paths import table_path
 from draftheads.bench.timing import PLAIN
 from draftheads.errors import DataError
@@ -163,8 +163,7 @@ WORDS = {
     "tokens_per_step": "tokens/step",
     "accepted_per_step": "accepted/step",
     "tokens_per_second": "tokens/s",
-    "token_milliseconds": "ms/token",
-    **{f"{part}_milliseconds": f"{part} ms" for part in ("draft", "verify", "rest", "step")},
+    **{one.name: one.heading for one in NUMBERS},
     "num_parameters": "parameters",
 }
 

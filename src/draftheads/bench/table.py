@@ -1,6 +1,7 @@
 """The table of a comparison: a row for each way of decoding, the columns, and what it says in sentences.
 
-To add a column: a field of :class:`Row`, a line in :func:`columns`, and where it is computed (:func:`timed_row`).
+A column that is computed from a way's answers is one entry of :data:`NUMBERS`: terminals, Markdown, JSON, pages and
+tables of papers have it. Numbers over plain decoding, with intervals, are fields of :class:`Row`.
 """
 
 from collections import Counter
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,16 +51,9 @@ class Row:
     decode_tokens_per_second: float | None = None
     overhead: float | None = None  # time of a step over that of plain decoding; tokens per step / it = decode_speedup
     speedup_over_transformers: float | None = None
-    draft_milliseconds: float = 0.0  # of a step
-    verify_milliseconds: float = 0.0
-    rest_milliseconds: float = 0.0
-    step_milliseconds: float = 0.0
-    first_token_milliseconds: float | None = None  # median over answers, waiting in the group included
-    token_milliseconds: float | None = None  # mean time of a token of an answer after its first one
-    latency_seconds: Mapping[str, float] = field(default_factory=dict)  # percentiles of answers: "50", "90", "99"
+    numbers: Mapping[str, float] = field(default_factory=dict)  # by name, see NUMBERS
     acceptance_by_depth: Sequence[float] = ()  # share of the steps that accepted a draft token at depth 1, 2, …
     steps_by_tokens: Sequence[int] = ()  # how many steps gave 1, 2, … tokens
-    peak_bytes: int = 0  # of an accelerator's memory
     num_different: int = 0  # answers that are not the reference's
     worst_margin: float | None = None  # largest gap between the best logit and an emitted token's, re-scored in fp32
     num_tokens: int = 0  # of all timed answers
@@ -72,17 +66,13 @@ class Row:
     @property
     def parts(self) -> dict[str, float]:
         """Milliseconds of the parts of a step, by name."""
-        milliseconds = (self.draft_milliseconds, self.verify_milliseconds, self.rest_milliseconds)
-        return dict(zip(PARTS, milliseconds, strict=True))
-
-    @property
-    def median_seconds(self) -> float | None:
-        """The median time of an answer."""
-        return self.latency_seconds.get("50")
+        names = ("draft_milliseconds", "verify_milliseconds", "rest_milliseconds")
+        return {part: self.numbers.get(name, 0.0) for part, name in zip(PARTS, names, strict=True)}
 
     def number(self, name: str) -> Any:
-        """A measure of quality or a field; None: was not measured."""
-        return self.quality[name] if name in self.quality else getattr(self, name, None)
+        """A measure of quality, one of the numbers, or a field; None: was not measured."""
+        found = {**self.numbers, **self.quality}
+        return found[name] if name in found else getattr(self, name, None)
 
     def interval(self, name: str) -> Interval | None:
         """The interval of the number with that name; None where it has none."""
@@ -141,10 +131,6 @@ def timed_row(
     per_step = bootstrap(sums.tokens_per_step, count)
     everything = np.arange(count)[None]
     low, _, high = quartiles((sums.tokens / sums.seconds / (of_plain.tokens / of_plain.seconds)).tolist())
-    steps = max(1, sum(answer.num_timed_steps for answer in own))
-    draft, verify, rest = (
-        sum(getattr(answer, f"{part}_milliseconds") for answer in own) / steps for part in ("draft", "verify", "rest")
-    )
     rate = bootstrap(sums.speed, count)
     return Row(
         name=name,
@@ -163,14 +149,9 @@ def timed_row(
         decode_tokens_per_second=float(sums.decode_speed(everything)[0]),
         overhead=per_step.value / decode.value,
         speedup_over_transformers=rate.value / float(_Sums.of(stock).speed(everything)[0]) if stock else None,
-        draft_milliseconds=draft,
-        verify_milliseconds=verify,
-        rest_milliseconds=rest,
-        step_milliseconds=draft + verify + rest,
-        **_latencies(own),
+        numbers={one.name: value for one in NUMBERS if (value := one.compute(own)) is not None},
         acceptance_by_depth=_acceptance(own),
         steps_by_tokens=_histogram(own),
-        peak_bytes=max(answer.peak_bytes for answer in own),
         num_tokens=sum(answer.num_tokens for answer in own),
         num_drafted=sum(answer.num_drafted for answer in own),
         num_copied=sum(answer.num_copied for answer in own),
@@ -182,18 +163,60 @@ def _interval(estimate: Estimate, count: int) -> Interval | None:
     return None if count < _FEWEST else (estimate.low, estimate.high)
 
 
-def _latencies(own: Sequence[Answers]) -> dict[str, Any]:
+class Number(NamedTuple):
+    """A number of a way of decoding, and its column."""
+
+    name: str  # in JSON and in tables of papers
+    heading: str
+    compute: Callable[[Sequence[Answers]], float | None]  # from the way's answers; None: was not measured
+    form: str = ".1f"
+
+
+def _of_step(*parts: str) -> Callable[[Sequence[Answers]], float | None]:
+    def milliseconds(own: Sequence[Answers]) -> float | None:
+        total = sum(getattr(answer, f"{part}_milliseconds") for answer in own for part in parts)
+        return total / max(1, sum(answer.num_timed_steps for answer in own)) if any(map(_has_steps, own)) else None
+
+    return milliseconds
+
+
+def _has_steps(answer: Answers) -> bool:
+    return answer.draft_milliseconds + answer.verify_milliseconds + answer.rest_milliseconds > 0
+
+
+def _latency(share: int) -> Callable[[Sequence[Answers]], float | None]:
+    def seconds(own: Sequence[Answers]) -> float | None:
+        lasts = [seconds for answer in own for seconds in answer.last_seconds]
+        return float(np.percentile(lasts, share)) if lasts else None
+
+    return seconds
+
+
+def _first_token(own: Sequence[Answers]) -> float | None:
     firsts = [seconds for answer in own for seconds in answer.first_seconds]
-    lasts = [seconds for answer in own for seconds in answer.last_seconds]
-    if not firsts:
-        return {}
-    percentiles = zip(("50", "90", "99"), np.percentile(lasts, (50, 90, 99)).tolist(), strict=True)
-    num_later = sum(len(ids) - 1 for answer in own for ids in answer.token_ids)
-    return {
-        "first_token_milliseconds": 1e3 * float(np.median(firsts)),
-        "token_milliseconds": 1e3 * (sum(lasts) - sum(firsts)) / num_later if num_later else None,
-        "latency_seconds": dict(percentiles),
-    }
+    return 1e3 * float(np.median(firsts)) if firsts else None
+
+
+def _token(own: Sequence[Answers]) -> float | None:
+    firsts, lasts = (sum(sum(getattr(answer, f"{end}_seconds")) for answer in own) for end in ("first", "last"))
+    num_later = sum(len(ids) - 1 for answer in own if answer.first_seconds for ids in answer.token_ids)
+    return 1e3 * (lasts - firsts) / num_later if num_later else None
+
+
+def _peak(own: Sequence[Answers]) -> float | None:
+    return max(answer.peak_bytes for answer in own) / 1e9 or None
+
+
+NUMBERS = (
+    Number("first_token_milliseconds", "first token ms", _first_token, ".0f"),  # median, waiting in the group included
+    Number("token_milliseconds", "ms/token", _token),  # mean time of a token of an answer after its first one
+    Number("draft_milliseconds", "draft ms", _of_step("draft")),
+    Number("verify_milliseconds", "verify ms", _of_step("verify")),
+    Number("rest_milliseconds", "rest ms", _of_step("rest")),
+    Number("step_milliseconds", "step ms", _of_step("draft", "verify", "rest")),
+    *(Number(f"p{share}_seconds", f"p{share} s", _latency(share), ".2f") for share in (50, 90, 99)),
+    Number("peak_gigabytes", "peak memory GB", _peak, ".2f"),  # of an accelerator
+)
 
 
 def _acceptance(own: Sequence[Answers]) -> list[float]:
@@ -249,15 +272,12 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
     def number(row: Row, name: str) -> str:
         return _between(row.number(name), row.interval(name) if intervals else None)
 
+    def own_number(row: Row, one: Number) -> str:
+        return _shown(row.numbers.get(one.name), one.form)
+
     def quality(row: Row, measure: str) -> str:
         count = row.quality_counts.get(measure)
         return number(row, measure) + (f", of {count}" if count is not None else "")
-
-    def latency(row: Row, share: str) -> str:
-        return _shown(row.latency_seconds.get(share))
-
-    def milliseconds(row: Row, part: str) -> str:
-        return f"{getattr(row, f'{part}_milliseconds'):.1f}" if row.step_milliseconds else ""
 
     measures = dict.fromkeys(measure for row in rows for measure in row.quality)
     shown = [
@@ -269,14 +289,7 @@ def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
         Column("× plain, decode", partial(number, name="decode_speedup")),
         Column("overhead", lambda row: _shown(row.overhead)),
         Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
-        Column("first token ms", lambda row: _shown(row.first_token_milliseconds, ".0f"), "time"),
-        Column("ms/token", lambda row: _shown(row.token_milliseconds, ".1f"), "time"),
-        Column("draft ms", partial(milliseconds, part="draft"), "time"),
-        Column("verify ms", partial(milliseconds, part="verify"), "time"),
-        Column("rest ms", partial(milliseconds, part="rest"), "time"),
-        Column("step ms", partial(milliseconds, part="step"), "time"),
-        *(Column(f"p{share} s", partial(latency, share=share), "time") for share in ("50", "90", "99")),
-        Column("peak memory GB", lambda row: f"{row.peak_bytes / 1e9:.2f}" if row.peak_bytes else "", "time"),
+        *(Column(one.heading, partial(own_number, one=one), "time") for one in NUMBERS),
         Column("parameters", lambda row: short_count(row.num_parameters) if row.num_parameters else "", "time"),
         *(Column(measure, partial(quality, measure=measure), "quality") for measure in measures),
     ]

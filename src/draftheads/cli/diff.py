@@ -20,7 +20,7 @@ from draftheads.errors import DataError
 from draftheads.utils.estimates import Estimate, bootstrap
 from draftheads.utils.identity import changes
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _MIN_QUESTIONS = 3  # for an interval
 _POINT = ("batch_size", "temperature", "prompt_tokens")  # settings that plain decoding has, too
 _MEASURES = {"tokens_per_step": "tokens/step", "speedup": "× plain", "tokens_per_second": "tokens/s"}

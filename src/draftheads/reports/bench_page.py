@@ -9,7 +9,7 @@ from draftheads.reports.page import Page, Piece, Table, Text, unbroken, unbroken
 from draftheads.utils.counts import counted
 from draftheads.utils.provenance import machine_in_words
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _INTERVALS = "In brackets: 95 % bootstrap intervals over the prompts."
 _HEADINGS = "× plain: speed over plain decoding. p90 s: 90 % of the answers took at most so many seconds."
 
