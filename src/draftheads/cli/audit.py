@@ -18,6 +18,7 @@ from draftheads.errors import DataError
 from draftheads.interop.audit.client import Server, ServerAddress
 from draftheads.interop.audit.compare import Comparison
 from draftheads.interop.audit.drafting import Drafting
+from draftheads.interop.audit.json_check import json_problem
 from draftheads.interop.audit.model_reference import ModelReference, text_of
 from draftheads.interop.audit.report import GreedyRow, Pass, Report, SeededRow
 from draftheads.interop.audit.run import Audit
@@ -94,6 +95,7 @@ def _schema(path: Path | None) -> dict[str, Any]:
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise DataError(f"a schema for servers is a JSON object, not {schema!r}", path=path)
+    json_problem("null", schema)  # raises where it is none
     return schema
 
 
