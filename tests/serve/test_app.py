@@ -279,6 +279,21 @@ def test_bodies_that_are_no_requests(
         assert (response.status_code, error_of(response)["code"]) == (status, code)
 
 
+@pytest.mark.parametrize("depth", [60, 400, 900, 960, 990, 5000])
+def test_values_that_are_nested_deeply_are_no_error_of_the_server(server: Running, depth: int):
+    deep = "[" * depth + "]" * depth
+    messages = '"messages": [{"role": "user", "content": "a"}]'
+    fields = [f'{messages}, "chat_template_kwargs": {{"x": {deep}}}', f'{messages}, "tool_choice": {deep}']
+    fields += [f'"messages": [{{"role": {deep}, "content": "a"}}]', f'{messages}, "tools": {deep}']
+    schema = f'{{"type": "json_schema", "json_schema": {{"schema": {{"x": {deep}}}}}}}'
+    asked = [("chat/completions", each) for each in [*fields, f'{messages}, "response_format": {schema}']]
+    asked += [("responses", f'"input": {deep}'), ("responses", f'"input": "a", "metadata": {{"x": {deep}}}')]
+    for route, each in asked:
+        body = f'{{"model": "{NAME}", "max_tokens": 2, {each}}}'
+        response = httpx2.post(f"{server.url}/v1/{route}", content=body, headers=JSON, timeout=600)
+        assert response.status_code in (200, 400), (each[:40], response.text)
+
+
 def test_chunked_bodies_are_counted_while_they_are_read(server: Running):
     response = httpx2.post(f"{server.url}/v1/completions", content=(b" " * 100_000 for _ in range(50)), headers=JSON)
     assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")

@@ -56,7 +56,6 @@ def create_app(service: Service) -> FastAPI:
         body_bytes=service.limits.body_bytes,
     )
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _gone)
     key = _KEY if service.access.api_keys else []
@@ -203,10 +202,6 @@ async def _invalid(request: Request, error: Exception) -> Response:
         return ApiError(415, f"Content-Type is {kind!r}; it must be application/json").response()
     errors = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # without "body"
     return validation_error(errors, "").response()
-
-
-async def _too_deep(_: Request, __: Exception) -> Response:
-    return ApiError(400, "the body is nested too deeply", code="invalid_json").response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
