@@ -8,6 +8,7 @@ from reprlib import repr as short_repr
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from draftheads.errors import InvalidSettings
+from draftheads.utils.strict_json import depth_of
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 LmHeadKind = Literal["shared", "own", "low_rank"]
@@ -79,22 +80,12 @@ class Grammar:
 
 
 def _check_schema(text: str) -> None:
-    nesting = deepest = 0
-    in_string = escaped = False
-    for letter in text:
-        if in_string:
-            in_string = escaped or letter != '"'
-            escaped = letter == "\\" and not escaped
-            continue
-        in_string = letter == '"'
-        nesting += (letter in "[{") - (letter in "]}")
-        deepest = max(deepest, nesting)
-    if deepest > DEEPEST_SCHEMA:
-        raise InvalidSettings(f"the JSON schema is nested {deepest} deep; {DEEPEST_SCHEMA} is allowed")
     try:
         schema = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidSettings(f"the JSON schema is not JSON: {error}") from None
+    if (depth := depth_of(schema)) > DEEPEST_SCHEMA:
+        raise InvalidSettings(f"the JSON schema is nested {depth} deep; {DEEPEST_SCHEMA} is allowed")
     if not isinstance(schema, dict | bool):
         raise InvalidSettings(f"a JSON schema is an object, not {short_repr(schema)}")
 

@@ -13,6 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from draftheads.errors import close_name
 from draftheads.serve.api_error import ApiError
 from draftheads.utils.messages import half_character, short
+from draftheads.utils.strict_json import depth_of
 
 _SCHEMA_BYTES, _SCHEMA_DEPTH = 64 << 10, 32  # at most
 # fields of OpenAI's chats and completions that change no answer of ours
@@ -126,19 +127,11 @@ def text_or_list(value: Any) -> list[Any]:
 
 def check_schema(schema: Any) -> Any:
     """A JSON schema, or a list of tools with theirs."""
-    if (depth := _depth_of(schema)) > _SCHEMA_DEPTH:
+    if (depth := depth_of(schema)) > _SCHEMA_DEPTH:
         raise ValueError(f"is nested {depth} levels deep; it must be at most {_SCHEMA_DEPTH}")
     if (size := len(json.dumps(schema))) > _SCHEMA_BYTES:
         raise ValueError(f"has {size} bytes; it must have at most {_SCHEMA_BYTES}")
     return schema
-
-
-def _depth_of(value: Any) -> int:
-    level, depth = [value], 0
-    while level := [inner for inner in level if isinstance(inner, dict | list)]:
-        depth += 1
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    return depth
 
 
 def _unknown(place: str, name: str, close: str | None, fix: str | None) -> ApiError:

@@ -17,6 +17,19 @@ from draftheads.errors import CheckpointCorrupt, CheckpointMismatch
 T = TypeVar("T")
 
 
+def depth_of(value: Any) -> int:
+    """Levels of lists and objects of a JSON value.
+
+    >>> depth_of({"a": [1, {}]}), depth_of("x")
+    (3, 0)
+    """
+    level, depth = [value], 0
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
+        depth += 1
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return depth
+
+
 def read_object(path: Path, *, newest: int) -> dict[str, Any]:
     """The JSON object of a file, whose ``format_version`` must lie in 1 … ``newest``."""
     try:
