@@ -8,10 +8,10 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from cli_world import Run
+from draftheads.bench.options import BenchOptions
 from draftheads.bench.settings import BenchSettings
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli import bench
-from draftheads.cli.options.bench import BenchOptions
 from draftheads.interop.audit import client
 from draftheads.models.model import TargetModel
 from draftheads.utils.machine import OtherPrograms

@@ -21,7 +21,7 @@ from cli_world import on_terminal, without_colours
 from draftheads import loading
 from draftheads.cli.chat import Chat
 from draftheads.cli.main import main
-from draftheads.cli.options.chat import ChatOptions
+from draftheads.cli.options import ChatOptions
 from draftheads.data.records import read_chats
 from draftheads.decode.core import EngineCore
 from draftheads.decode.engine import Engine

@@ -13,7 +13,6 @@ from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
 from draftheads.distill.options import DistillOptions
 from draftheads.models.model import TargetModel
-from draftheads.speculation.tree import Tree
 from training_world import chat_model
 
 
@@ -22,7 +21,7 @@ def target() -> TargetModel:
     return chat_model(seed=3)
 
 
-def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPatch, target: TargetModel):
+def test_a_tree_is_passed_on(monkeypatch: pytest.MonkeyPatch, target: TargetModel):
     asked: list[Any] = []
 
     def loading(*_: Any, tree: Any, **__: Any) -> Engine:
@@ -30,10 +29,10 @@ def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPat
         return Engine(target)
 
     monkeypatch.setattr(command_line, "load", loading)
-    for chain in (None, 2):
-        chosen = DistillOptions(out=Path("out.jsonl"), prompts=(Path("prompts.jsonl"),), head="hydra", chain=chain)
+    for tree in ("auto", "[[0],[0,0]]"):
+        chosen = DistillOptions(out=Path("out.jsonl"), prompts=(Path("prompts.jsonl"),), head="hydra", tree=tree)
         command_line._source(chosen, Mock())
-    assert asked == [None, Tree.chain(2)]
+    assert asked == ["auto", "[[0],[0,0]]"]
 
 
 def test_the_command_line(target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,7 +14,7 @@ import draftheads
 from cli_world import Run, run_on_terminal, run_process
 from draftheads.cli import generate
 from draftheads.cli.main import main
-from draftheads.cli.options.generate import GenerateOptions
+from draftheads.cli.options import GenerateOptions
 from draftheads.cli.show import DRAFTED, drafted_text
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine

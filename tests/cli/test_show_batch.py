@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 
 from cli_world import Run
 from draftheads.cli.main import main
-from draftheads.cli.options.show_batch import ShowBatchOptions
 from draftheads.cli.show_batch import bracketed, coloured, planned_batch
+from draftheads.cli.train_options import ShowBatchOptions
 from draftheads.data.compute_features import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel

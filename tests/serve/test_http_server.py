@@ -13,9 +13,9 @@ import pytest
 from cli_world import write_model
 from draftheads.cli import serving
 from draftheads.cli.main import main
-from draftheads.cli.options.serve import ServeOptions
 from draftheads.errors import MissingDependency
 from draftheads.loading import load
+from draftheads.serve.options import ServeOptions
 from serve_process import ServerProcess, chat_body
 
 LONG = {"max_tokens": 400, "n": 8}

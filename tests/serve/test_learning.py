@@ -17,12 +17,12 @@ import draftheads
 from adapter_world import saved_adapter
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cli.main import main
-from draftheads.cli.options.serve import ServeOptions
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.load_models import load_served
+from draftheads.serve.options import ServeOptions
 from draftheads.settings import LoadSettings
 from draftheads.speculation.shapes import BestPaths
 from families import tiny_head

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from draftheads.bench.table import Row
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head
-from draftheads.cli.options.train import defaults
+from draftheads.cli.train_options import defaults
 from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.head_options import parse_head_options

@@ -12,8 +12,8 @@ import tyro
 
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
+from draftheads.cli import train_options as command
 from draftheads.cli.main import main
-from draftheads.cli.options import train as command
 from draftheads.data.compute_features import load_texts
 from draftheads.data.features import FeatureStore
 from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSettings, ModelNotFound

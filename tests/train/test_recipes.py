@@ -7,8 +7,8 @@ import pytest
 import tyro
 
 from draftheads.cli import train as train_command
+from draftheads.cli import train_options as command
 from draftheads.cli.main import main
-from draftheads.cli.options import train as command
 from draftheads.models.model import TargetModel
 from draftheads.train import run
 from draftheads.train.joint.options import JointOptions

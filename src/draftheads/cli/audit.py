@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.cli.options.audit import AuditOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
 from draftheads.data.records import TextPrompt, prompts_in
@@ -22,7 +21,7 @@ from draftheads.interop.audit.json_check import json_problem
 from draftheads.interop.audit.model_reference import ModelReference, text_of
 from draftheads.interop.audit.report import GreedyRow, Pass, Report, SeededRow
 from draftheads.interop.audit.run import Audit
-from draftheads.interop.audit.settings import DEFAULT_SCHEMA, AuditSettings
+from draftheads.interop.audit.settings import DEFAULT_SCHEMA, AuditOptions, AuditSettings
 from draftheads.loading import load
 from draftheads.settings import Grammar
 from draftheads.utils.api_keys import api_key, origin

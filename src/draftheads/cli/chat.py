@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.cli.generate import load_engine, no_draft_sentence
-from draftheads.cli.options.chat import ChatOptions
+from draftheads.cli.options import ChatOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
 from draftheads.decode.core import CoreLimits, EngineCore, Lane

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
+from draftheads.bench.options import DiffOptions
 from draftheads.bench.settings import LOADED
 from draftheads.bench.table import ALL, SETTINGS, Interval, Row, namer, setting_in_words, varied_in
 from draftheads.bench.timing import PLAIN
-from draftheads.cli.options.diff import DiffOptions
 from draftheads.cli.show import check_json_path, write_json
 from draftheads.cli.show_comparison import print_lines
 from draftheads.data.json_lines import read_json_lines

@@ -1,6 +1,6 @@
 """``draftheads export``: a head for other engines."""
 
-from draftheads.cli.options.export import ExportOptions
+from draftheads.cli.options import ExportOptions
 from draftheads.interop.export import export_head
 from draftheads.utils.counts import counted
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from draftheads.cli.options.chat import ChatOptions
-from draftheads.cli.options.generate import GenerateOptions
+from draftheads.cli.options import ChatOptions, GenerateOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import drafted_text, print_logprobs, quiet_transformers, show_stream, speed_words
 from draftheads.data.records import read_prompts

@@ -28,35 +28,33 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "audit": Command(
-        "check whether a server's speculative decoding is lossless", "cli.options.audit.AuditOptions", error_code=2
+        "check whether a server's speculative decoding is lossless", "interop.audit.settings.AuditOptions", error_code=2
     ),
-    "bench": Command(
-        "compare draft heads, and drafters without a head", "cli.options.bench.BenchOptions", continues=True
-    ),
-    "bench diff": Command("compare two results of bench", "cli.options.diff.DiffOptions"),
+    "bench": Command("compare draft heads, and drafters without a head", "bench.options.BenchOptions", continues=True),
+    "bench diff": Command("compare two results of bench", "bench.options.DiffOptions"),
     "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
-    "chat": Command("chat with a model on the terminal", "cli.options.chat.ChatOptions"),
+    "chat": Command("chat with a model on the terminal", "cli.options.ChatOptions"),
     "completion": Command("print a script for shell completion", "cli.completion.CompletionOptions"),
-    "demo": Command("answer prompts with and without draft heads, and compare", "cli.options.demo.DemoOptions"),
+    "demo": Command("answer prompts with and without draft heads, and compare", "bench.options.DemoOptions"),
     "distill": Command("let a model answer prompts, to get training data", "distill.options.DistillOptions"),
     "doctor": Command("show what was found on this machine, with advice", "cli.doctor.DoctorOptions"),
-    "export": Command("write a head in the layout of other engines", "cli.options.export.ExportOptions"),
-    "generate": Command("answer prompts", "cli.options.generate.GenerateOptions"),
+    "export": Command("write a head in the layout of other engines", "cli.options.ExportOptions"),
+    "generate": Command("answer prompts", "cli.options.GenerateOptions"),
     "import": Command("read a head of another project", "cli.import_.ImportOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
-    "push": Command("upload a head to the Hugging Face Hub", "cli.options.push.PushOptions"),
-    "report": Command("write the pages of a train, tune or bench folder again", "cli.options.report.ReportOptions"),
+    "push": Command("upload a head to the Hugging Face Hub", "cli.options.PushOptions"),
+    "report": Command("write the pages of a train, tune or bench folder again", "cli.options.ReportOptions"),
     "reproduce": Command(
-        "rebuild a table or figure of a paper for your model", "cli.options.reproduce.ReproduceOptions", continues=True
+        "rebuild a table or figure of a paper for your model", "bench.options.ReproduceOptions", continues=True
     ),
-    "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "cli.options.serve.ServeOptions"),
-    "show-batch": Command("show which tokens of a batch are learned", "cli.options.show_batch.ShowBatchOptions"),
-    "train": Command("train draft heads for a model", "cli.options.train.TrainOptions"),
+    "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "serve.options.ServeOptions"),
+    "show-batch": Command("show which tokens of a batch are learned", "cli.train_options.ShowBatchOptions"),
+    "train": Command("train draft heads for a model", "cli.train_options.TrainOptions"),
     "tune": Command(
-        "measure a head's acceptance profile on your prompts", "cli.options.tune.TuneOptions", continues=True
+        "measure a head's acceptance profile on your prompts", "search.settings.TuneOptions", continues=True
     ),
-    "train-joint": Command("tune a model and its draft heads together", "cli.options.train.JointOptions"),
+    "train-joint": Command("tune a model and its draft heads together", "cli.train_options.JointOptions"),
 }
 
 
@@ -204,7 +202,7 @@ def options_of(name: str) -> tuple[type, Callable[[Sequence[str]], Any] | None]:
     module_name, _, class_name = COMMANDS[name].options.rpartition(".")
     module: Any = importlib.import_module(f"draftheads.{module_name}")
     kind = getattr(module, class_name)
-    return kind, partial(module.defaults, options=kind) if hasattr(module, "defaults") else None
+    return kind, partial(module.defaults, options=kind) if hasattr(kind, "of") else None
 
 
 def _usage() -> str:

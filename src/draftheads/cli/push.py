@@ -1,6 +1,6 @@
 """``draftheads push``: a head to the Hugging Face Hub."""
 
-from draftheads.cli.options.push import PushOptions
+from draftheads.cli.options import PushOptions
 from draftheads.interop.hub import push_head, write_repository
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draftheads.cli.options.report import ReportOptions
+from draftheads.cli.options import ReportOptions
 from draftheads.errors import MissingDependency
 from draftheads.reports.write import PageKind, write_report
 

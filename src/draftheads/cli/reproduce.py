@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
+from draftheads.bench.options import ReproduceOptions
 from draftheads.bench.paper_tables import read_table
 from draftheads.bench.reproduce import reproduce
 from draftheads.bench.studies import Budget
 from draftheads.bench.table_paths import table_names
 from draftheads.cli.bench import measures_of
-from draftheads.cli.options.reproduce import ReproduceOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.show_comparison import print_lines

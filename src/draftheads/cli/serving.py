@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from draftheads.cli.options.serve import ServeOptions
 from draftheads.cli.show import quiet_transformers
 from draftheads.errors import DeviceLost, InvalidSettings, MissingDependency
 from draftheads.models.chat_template import template_of
+from draftheads.serve.options import ServeOptions
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
 

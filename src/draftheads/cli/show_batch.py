@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.cli.options.show_batch import ShowBatchOptions
 from draftheads.cli.show import quiet_transformers
+from draftheads.cli.train_options import ShowBatchOptions
 from draftheads.data.batches import choose_texts, plan_batches
 from draftheads.data.compute_features import load_texts
 from draftheads.errors import InvalidSettings

@@ -10,12 +10,12 @@ from rich.table import Table
 from draftheads.bench.table import speed_sentence
 from draftheads.bench.timing import over_plain
 from draftheads.checkpoints.registry import find_head
-from draftheads.cli.options.tune import TuneOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.search.replay import encoded
+from draftheads.search.settings import TuneOptions
 from draftheads.search.tune import RECORD, tune_head
 from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile
 from draftheads.utils.files import write_atomic

@@ -1,4 +1,4 @@
-"""Options of ``draftheads serve``."""
+"""Options of ``draftheads serve``; the sentence under a field is its help."""
 
 import re
 from dataclasses import dataclass, field

@@ -1,4 +1,8 @@
-"""Options of ``draftheads generate``."""
+"""Options of commands that import something slow, apart from it: ``--help`` and wrong options answer at once.
+
+The first sentence under a field is its line in ``--help``; ``--help-all`` shows all sentences. ``BASIC`` of a class
+names the options that come first. Options of other jobs are in their rooms.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +11,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.settings import Grammar, LoadSettings, SamplingOptions, SamplingSettings
+from draftheads.settings import Effort, Grammar, LoadSettings, SamplingOptions, SamplingSettings
 from draftheads.speculation.tree_choice import read_tree
 from draftheads.utils.files import user_path
 
@@ -97,3 +101,83 @@ class GenerateOptions:
 
     def settings(self) -> SamplingSettings:
         return SamplingSettings(**vars(self.sampling), grammar=self.grammar.grammar())
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Chat with a model on the terminal."""
+
+    BASIC: ClassVar = ("model", "head", "system", "max_new_tokens", "temperature", "seed", "precision")
+
+    model: Annotated[str, tyro.conf.Positional] = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    head: str | None = None
+    """The draft head: a name, a folder or a Hugging Face id. `draftheads info` lists the installed ones. prompt-lookup
+    copies from the text so far; lookahead refines draft tokens of the model itself. Plain decoding when left out."""
+    system: str | None = None
+    """System prompt: what the model is told before the conversation."""
+    reasoning_effort: Effort | None = None
+    """How much the model thinks before it answers, as far as its chat template knows it. none: not at all."""
+    settings: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(
+        default_factory=lambda: SamplingOptions(max_new_tokens=512)
+    )
+    draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
+    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+    plain_text: bool = False
+    """Do not colour draft tokens."""
+
+    def __post_init__(self) -> None:
+        if self.settings.logprobs is not None:
+            raise InvalidSettings(f"--logprobs {self.settings.logprobs}: a chat shows none; use `draftheads generate`")
+        _ = SamplingSettings(**vars(self.settings))  # raises what is impossible
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a head in the layout that another engine reads, in bf16, and print the engine's command.
+
+    Engines take the embedding from the model, and the lm_head where the head shares it.
+    """
+
+    head: tyro.conf.Positional[str]
+    """A head. A name, a folder or a Hugging Face id."""
+    out: Path
+    """Folder to make."""
+    to: str | None = None
+    """The layout, by default that of the head's own project. For eagle3 heads eagle3 (vLLM, SGLang, llama.cpp,
+    OpenVINO) or speculators; for eagle heads eagle (vLLM), or eagle-sglang, which those with a bias of fc get; for
+    medusa heads medusa, vllm-medusa (up to 0.32) or hydra; for Hydra's hydra; for MLP speculators mlp-speculator
+    (IBM's) or arctic; for small-llama heads small-llama, an ordinary Llama."""
+    with_embedding: bool = False
+    """Write the model's embedding into eagle3 and eagle heads. vllm-project/speculators trains them further from it."""
+    model: str = "smollm2-135m"
+    """The model of the head. A name, a folder or a Hugging Face id."""
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """Upload a head to the Hugging Face Hub, for draftheads and for generate of transformers.
+
+    With the head go its card, its acceptance profile, and code by which transformers decodes with it.
+    """
+
+    head: tyro.conf.Positional[str]
+    """The head. A name, a folder or a Hugging Face id."""
+    repo: tyro.conf.Positional[str]
+    """Where it goes on the Hub: owner/name. It is made if it is not there."""
+    private: bool = False
+    """Only you and your organisation may see it."""
+    to_folder: Path | None = None
+    """Write the files to this folder in place of the Hub. The folder is made."""
+    model: str = "smollm2-135m"
+    """The model of a head that is given by its name."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Write the pages of a folder again: report.html of a training run, tune.html of `tune`, bench.html of `bench`."""
+
+    folder: tyro.conf.Positional[Path]
+    """The output folder."""
+    figures: bool = False
+    """Also write each plot to figures/ there. As PNG (200 dpi) and SVG, black on white."""

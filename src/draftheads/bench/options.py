@@ -1,0 +1,172 @@
+"""Options of ``bench``, ``bench diff``, ``reproduce`` and ``demo``; the sentence under a field is its help."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+
+from draftheads.bench.settings import BenchSettings
+from draftheads.settings import LoadSettings
+from draftheads.utils.option_group import FROM_1, OptionGroup
+
+MeasureName = Literal["agreement", "perplexity", "rouge", "gsm8k", "judge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions(OptionGroup):
+    """Quality of the answers."""
+
+    quality: tuple[MeasureName, ...] = ()
+    """Measure quality. Of all answers."""
+    judge: str | None = None
+    """OpenAI-compatible endpoint that judges the answers."""
+    judge_model: str | None = None
+    """The model that judges there."""
+    judge_prompts: Path | None = None
+    """Prompts of the judge. In the form of FastChat's judge_prompts.jsonl; default: our own words."""
+    api_key_env: str | None = None
+    """Environment variable with the judge's key. Default: OPENAI_API_KEY if it is https://api.openai.com, else none."""
+    original_model: str | None = None
+    """What the model was tuned from. Perplexity is under this model; default: the model itself."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Compare draft heads, and drafters without a head, on the same prompts.
+
+    Each head drafts on the tree of --num-nodes nodes with the most tokens per step, found on built-in prompts, and with
+    the defaults. Options with several values measure each of them. An interrupted comparison continues with the same
+    command.
+    """
+
+    BASIC: ClassVar = (
+        *("heads", "prompts", "category", "limit", "quick", "out", "json", "num_nodes", "batch_sizes", "temperatures"),
+        *("max_new_tokens", "quality", "precision"),
+    )
+
+    model: tyro.conf.Positional[str] = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    heads: tuple[str, ...] = ()
+    """Draft heads: names, folders or Hugging Face ids. prompt-lookup and lookahead need no training. Default: these two
+    and all installed heads of the model."""
+    draft_model: str | None = None
+    """Also compare a smaller model that drafts. With the same tokenizer, on growing trees: a folder or a Hugging Face
+    id."""
+    transformers: bool = False
+    """Also time transformers' own generate. One prompt at a time."""
+    prompts: str | None = None
+    """Questions: a file, a folder or a Hugging Face dataset. Or our own: tasks (six categories, some with two turns;
+    the default), demo or calibration. MT-Bench, Spec-Bench, SPEED-Bench, GSM8K, HumanEval, AlpacaEval, CNN/DM, XSUM and
+    ShareGPT are known by their fields."""
+    category: tuple[str, ...] = ()
+    """Use only questions of these categories."""
+    limit: int | None = None
+    """Use only the first LIMIT questions of each category. Default: 4 of our own."""
+    quick: bool = False
+    """A short comparison of about five minutes. Six questions, the defaults of each head, answers of 64 tokens."""
+    quality: tyro.conf.OmitArgPrefixes[QualityOptions] = field(default_factory=QualityOptions)
+    out: Path | None = None
+    """Folder for bench.json, bench.md, answers.jsonl and bench.html. The numbers, the tables, all answers, and a page
+    with plots."""
+    json: str | None = None
+    """Write all numbers as JSON to this file. - writes them to standard output."""
+    settings: tyro.conf.OmitArgPrefixes[BenchSettings] = field(default_factory=BenchSettings)
+    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+    fresh: bool = False
+    """Ignore what an earlier comparison saved. Needed after a change of the code: saved trees and answers of a stopped
+    comparison are found again by model, drafter, settings, machine and versions only."""
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """Compare two results of `draftheads bench`: tokens per step, speed over plain decoding, and tokens per second.
+
+    Where both have the same questions in answers.jsonl, the ratio has a 95 % bootstrap interval, question by question.
+    """
+
+    a: tyro.conf.Positional[Path]
+    """The first result: an output folder of `bench`, or its bench.json."""
+    b: tyro.conf.Positional[Path]
+    """The second result."""
+    json: str | None = None
+    """Write all numbers as JSON to this file. - writes them to standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions(OptionGroup):
+    """For tables that train heads."""
+
+    data: tuple[Path, ...] = ()
+    """Chats to train on."""
+    text: tuple[Path, ...] = ()
+    """Plain text for a first stage."""
+    max_tokens: Annotated[int | None, FROM_1] = None
+    """Tokens of text, the same for all heads."""
+    epochs: Annotated[int | None, FROM_1] = None
+    """Passes over the text, in place of each head's own."""
+    train: tuple[str, ...] = ()
+    """Further settings of training for all heads. NAME=VALUE, such as batch_tokens=4096."""
+
+
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """Rebuild a table or figure of a paper for a model and its heads, beside the published numbers.
+
+    Without a table, all of them are listed with what they need. An interrupted run continues with the same command.
+    """
+
+    BASIC: ClassVar = ("model", "heads", "quick", "data", "max_tokens", "limit", "out", "precision")
+
+    table: tyro.conf.Positional[str | None] = None
+    """The table: a name, or your own file (.toml)."""
+    model: str = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    heads: tuple[str, ...] = ()
+    """Draft heads in place of the table's."""
+    quick: bool = False
+    """A short run. One question of each category, short answers, at most three values of each setting, and training on
+    3,000 tokens of the model's own answers if there is no --data."""
+    prompts: str | None = None
+    """Questions in place of our own, as for `bench`. The papers use MT-Bench and Spec-Bench."""
+    category: tuple[str, ...] = ()
+    """Only questions of these categories. Names are those of the file, such as writing and roleplay of MT-Bench."""
+    limit: int | None = None
+    """Use only the first LIMIT questions of each category."""
+    draft_model: str | None = None
+    """A smaller model, for tables that compare one."""
+    out: Path | None = None
+    """Folder for trained heads, table.md and table.json. Default: the name of the table."""
+    budget: tyro.conf.OmitArgPrefixes[BudgetOptions] = field(default_factory=BudgetOptions)
+    quality: tyro.conf.OmitArgPrefixes[QualityOptions] = field(default_factory=QualityOptions)
+    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Answer prompts in several ways: transformers, our plain decoding, and draft heads; compare speed and text."""
+
+    BASIC: ClassVar = ("model", "heads", "prompts", "limit", "max_new_tokens", "seconds", "precision", "json")
+
+    model: str = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    heads: tuple[str, ...] = ("hydra", "medusa")
+    """Draft heads, the best one first. Names, folders or Hugging Face ids."""
+    prompts: Path | None = None
+    """A JSONL file of prompts, in place of six built-in ones. "prompt", "messages" or "turns" in each line."""
+    limit: int | None = None
+    """Use only the first LIMIT prompts."""
+    max_new_tokens: int = 128
+    """Stop an answer after this many tokens."""
+    seconds: float = 100.0
+    """Time for all answers together. On a slow machine, answers get shorter (at least 32 tokens), then fewer. inf: no
+    limit."""
+    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+    copy: bool = True
+    """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
+    transformers: bool = True
+    """Measure transformers' own generate, too."""
+    stream: bool = True
+    """Show one answer as it is decoded."""
+    json: str | None = None
+    """Write all numbers as JSON to this file. - writes them to standard output."""
