@@ -30,7 +30,7 @@ demo: $(STAMP)  ## answer a few prompts with and without draft heads, and compar
 test: $(STAMP)  ## run the tests, on several cores; each run draws the same random examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough and not page"
 
-test-all: test  ## run the tests, and all suites that only some changes can break
+test-all: test test-sanitized  ## run the tests, and all suites that only some changes can break
 	.ci/suites --all
 
 test-page: $(STAMP)  ## drive the chat page with a browser, and send requests that are made from /openapi.json
@@ -41,7 +41,7 @@ test-thorough: $(STAMP) test-sanitized  ## run all tests, on more families and s
 
 # detect_leaks: Python keeps what it has until the end
 test-sanitized: $(STAMP)  ## run the native library's tests with checks of addresses and undefined behaviour
-	CXX=g++ CXXFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=undefined -g' $(BIN)/python hatch_build.py
+	CXX=g++ CXXFLAGS='-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -g' $(BIN)/python hatch_build.py
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/cpu/test_native.py tests/cpu/test_native_growth.py; status=$$?; $(BIN)/python hatch_build.py && exit $$status
 

@@ -94,7 +94,7 @@ def test_who_does_not_read_holds_no_row(hasty: Running):
     before = hasty.scheduler.snapshot().finished
     fields = {"stream": True, "n": 4, "logprobs": True, "top_logprobs": 20}  # many bytes for each token
     with connection(hasty, buffer=2048) as client:
-        client.sendall(raw_request("chat/completions", {**MANY, **fields}))
+        client.sendall(raw_request("chat/completions", {**MANY, **fields, "max_tokens": 700}))
         wait_until(lambda: hasty.scheduler.snapshot().finished == before + 4)
         assert hasty.scheduler.snapshot().running == 0
     wait_until(lambda: num_connections(hasty) == 0)

@@ -31,7 +31,7 @@ def read_tree(tree: TreeChoice) -> ChosenTree:
     Raises:
         InvalidTree: it is none of what is known, or a file that cannot be read.
 
-    >>> read_tree("static:24").static_nodes, read_tree("[[0]]").shape == Tree.chain(1), read_tree("plain").is_plain
+    >>> read_tree("static:24").static_nodes, read_tree("[[0]]").shape == as_shape([[0]]), read_tree("plain").is_plain
     (24, True, True)
     """
     if isinstance(tree, ChosenTree):
