@@ -208,3 +208,16 @@ def test_tags_that_are_special_tokens_are_in_the_text_and_others_are_not(tags: t
         for token in [*tokenizer(text)["input_ids"], 0]:
             request.append([token], num_drafted=0)
         assert request.text == (text.replace("<|turn|>", "") if skip else text)
+
+
+@pytest.mark.parametrize("step", [1, 7, 500])
+def test_calls_of_a_stream_are_numbered_in_their_order(server: tuple[str, Running], step: int):
+    """Whether they come with one event or with several."""
+    name, one = server
+    if name != "other tags":
+        return
+    call = chat_of(one, tools=TOOLS, stream=True)
+    chunks = asyncio.run(_chunks(call, events_of(one, call.requests[0], f"{CALL}\n{CALL}\n{CALL}", step)))
+    calls = [each for chunk in chunks for choice in chunk["choices"] for each in choice["delta"].get("tool_calls", ())]
+    assert [each["index"] for each in calls] == [0, 1, 2]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
