@@ -30,7 +30,7 @@ demo: $(STAMP)  ## answer a few prompts with and without draft heads, and compar
 test: $(STAMP)  ## run the tests, on several cores; each run draws the same random examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough and not page"
 
-test-all: test test-sanitized  ## run the tests, and all suites that only some changes can break
+test-all: test  ## run the tests, and all suites that only some changes can break
 	.ci/suites --all
 
 test-page: $(STAMP)  ## drive the chat page with a browser, and send requests that are made from /openapi.json
