@@ -224,11 +224,11 @@ def engine_on(
     :func:`template_of` finds the one of a head. For ``keep_cost`` see :func:`head_engine`.
     """
     chosen = read_tree(tree)
-    if chosen.is_plain or drafts is None:
+    if chosen.is_plain:
         return Engine(target, max_batch_size=max_batch_size)
     if not isinstance(drafts, ResolvedHead):
         _check_what_drafts(drafts, None, chosen)
-        return Engine(target, UNTRAINED[drafts](), max_batch_size=max_batch_size)
+        return Engine(target, None if drafts is None else UNTRAINED[drafts](), max_batch_size=max_batch_size)
     return head_engine(
         target,
         load_drafter(drafts, target, fast=fast),

@@ -220,3 +220,5 @@ def test_a_number_of_paths_replaces_the_rule_for_trees(world: Path) -> None:
     assert engine.profile is None
     (engine,) = load().engines.values()
     assert engine.shape is None
+    with pytest.raises(InvalidSettings, match="nothing is there to fill it"):
+        load_served(str(world / "model"), (), LoadSettings(precision="fp32"), tree="8")

@@ -1,7 +1,8 @@
 """The routes. Each reads its request on a thread, and waits for events of the model thread."""
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -60,7 +62,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _gone)
     key = _KEY if service.access.api_keys else []
     _add_state_routes(app, service, key)
-    router = APIRouter(prefix="/v1", dependencies=key)
+    router = APIRouter(prefix="/v1", dependencies=key, route_class=_JsonRoute)
     _add_model_routes(router, service)
     _add_answer_routes(router, service)
     app.include_router(router)
@@ -69,6 +71,27 @@ def create_app(service: Service) -> FastAPI:
         path = "/" if file.name == "index.html" else f"/{file.name}"
         app.get(path, include_in_schema=False)(_sender_of(file))
     return app
+
+
+class _JsonRequest(Request):
+    """Its body is JSON, which knows no NaN and no Infinity."""
+
+    async def json(self) -> Any:
+        return json.loads(await self.body(), parse_constant=_no_number)
+
+
+class _JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+def _no_number(word: str) -> float:
+    raise json.JSONDecodeError(f"{word} is not a number of JSON", word, 0)
 
 
 def _sender_of(file: Path) -> Callable[[], FileResponse]:
@@ -149,7 +172,7 @@ async def _answered(request: Request, service: Service, call: Call) -> Response:
     finally:
         answers.cancel()
     # on a thread: many log-probabilities take a while
-    content = await asyncio.to_thread(lambda: to_json(call.response(), inf_nan_mode="null"))
+    content = await asyncio.to_thread(lambda: to_json(call.response()))
     return Response(content, media_type="application/json")
 
 
@@ -210,10 +233,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         path = ascii(request.url.path[:100])[1:-1]
         words = {404: f"there is no {path} here", 405: f"{request.method} is not a method of {path}"}
         code = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-        headers, error = (
-            error.headers,
-            ApiError(error.status_code, words.get(error.status_code, error.detail), code=code),
-        )
+        headers = error.headers
+        error = ApiError(error.status_code, words.get(error.status_code, error.detail), code=code)
         error.headers = headers
     return error.response()
 
