@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import reduce
 
 _TIMEOUT = timedelta(hours=24)  # one process may read texts for hours; if it dies, the launcher ends the others
 
@@ -55,3 +56,8 @@ def most_of(here: int) -> int:
     number = torch.tensor(here, device=_state().device)
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
     return int(number)
+
+
+def mean(here: torch.Tensor) -> torch.Tensor:
+    """The mean of all processes; all must call this."""
+    return here if count() == 1 else reduce(here, "mean")

@@ -6,7 +6,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
@@ -39,7 +40,8 @@ from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
-from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, fit
+from draftheads.train.schedule import staged_rate
+from draftheads.train.trainer import Steps, TrainingInterrupted, fit, head_optimizer
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
@@ -224,13 +226,13 @@ class Run:
         started = time.monotonic()
         first_step = fit(
             self.module(),
+            self.optimizer(),
+            self.steps(),
             self.batches(),
             self.folder,
-            stages=self.data.stages,
             epoch_ends=self.data.epoch_ends,
             progress=self.progress,
             validate=self.validate,
-            trainer_class=self.trainer_class(),
         )
         seconds = time.monotonic() - started
         num_tokens = sum(self.data.tokens_per_step[first_step:])
@@ -244,9 +246,14 @@ class Run:
         """What the optimizer trains: batches go in, a loss comes out."""
         raise NotImplementedError
 
-    def trainer_class(self) -> Callable[..., HeadTrainer]:
-        """The Trainer to use."""
-        return HeadTrainer
+    def optimizer(self) -> Optimizer:
+        """The optimizer of what is trained; :meth:`module` was called before."""
+        return head_optimizer(self.options, self.head)
+
+    def steps(self) -> Steps:
+        """Learning rates and other numbers by the step."""
+        warmup, final = self.options.schedule.warmup, self.options.schedule.final_learning_rate
+        return Steps([partial(staged_rate, stages=self.data.stages, warmup=warmup, final=final)])
 
     def batches(self) -> PlannedTexts:
         """All batches in their order."""

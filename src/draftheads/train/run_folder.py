@@ -74,8 +74,8 @@ class RunFolder:
             raise InvalidSettings(f"--out is {self.path}, which holds a {kind}: name another --out")
         return locked(self.path, "name another --out") if processes.is_first() else contextlib.nullcontext()
 
-    def checkpoint(self) -> str | None:
-        """The newest whole checkpoint, to resume from; None without ``--resume`` or without a checkpoint."""
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint, to resume from; None without ``--resume`` or without a checkpoint."""
         return find_checkpoint(self.path) if self.options.resume else None
 
     def kept(self, features: Path | None) -> str:
@@ -154,12 +154,6 @@ class RunFolder:
         (self.path / "run.json").unlink(missing_ok=True)
         remove_leftovers(self.path / "*")
 
-    def drop_incomplete_checkpoints(self) -> None:
-        """Removes checkpoints that were cut short: the Trainer keeps two, and might count them and drop whole ones."""
-        for path in self.checkpoints.glob("checkpoint-*"):
-            if not _is_whole(path):
-                shutil.rmtree(path, ignore_errors=True)
-
     def _settings(self) -> dict[str, Any]:
         """All options as JSON values; the text of the chat template instead of its name."""
         return as_json_values({**self.options.flat(), "chat_template": chat_template_text(self.options)})
@@ -178,25 +172,10 @@ class RunFolder:
         return differences
 
 
-def find_checkpoint(out: Path) -> str | None:
-    """The newest whole checkpoint below an output folder."""
-    whole = filter(_is_whole, (out / "checkpoints").glob("checkpoint-*"))
-    newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-    return None if newest is None else str(newest)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether all of it was written. The Trainer writes its state last, but not in one operation."""
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    try:  # the number of processes that made it, which may not be the number of processes now
-        count = int(json.loads((checkpoint.parents[1] / "run.json").read_text(encoding="utf-8"))["processes"])
-    except (OSError, ValueError, KeyError):
-        count = 1
-    # each process writes the state of its random numbers, without waiting for the others
-    return count == 1 or all((checkpoint / f"rng_state_{number}.pth").exists() for number in range(count))
+def find_checkpoint(out: Path) -> Path | None:
+    """The newest checkpoint below an output folder."""
+    found = (out / "checkpoints").glob("checkpoint-*.pt")
+    return max(found, key=lambda path: int(path.stem.rpartition("-")[2]), default=None)
 
 
 def as_json(value: dict[str, Any]) -> bytes:

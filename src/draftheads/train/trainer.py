@@ -1,26 +1,24 @@
-"""Training steps: the Hugging Face Trainer with our batches, our losses and our log.
+"""Training steps: batches of the plan in their order, the optimizer, checkpoints, and the log.
 
-Only this file and ``joint/run.py`` know the Trainer. It has optimizer, clipping, checkpoints and resuming.
+A checkpoint is one file, written whole or not at all. accelerate shares the steps between processes.
 """
 
 import json
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from operator import itemgetter
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import gather_object, send_to_device, set_seed
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from torch.optim import AdamW, Optimizer
 
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
@@ -30,11 +28,9 @@ from draftheads.train.muon import MuonAdamW
 from draftheads.train.options import HardwareOptions, RunOptions
 from draftheads.train.report import mean_loss
 from draftheads.train.run_folder import RunFolder
-from draftheads.train.schedule import Stage, staged_rate
 from draftheads.utils.files import write_atomic
 from draftheads.utils.progress import Progress
 
-Rate = Callable[[int], float]  # by step, the part of the highest learning rate
 Validate = Callable[[], dict[str, Any]]  # measures the head as it is now
 
 
@@ -42,16 +38,25 @@ class TrainingInterrupted(TrainingError):
     """Ctrl-C stopped a run that can be resumed."""
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What changes from step to step, counted from 0."""
+
+    rates: Sequence[Callable[[int], float]]  # part of the highest learning rate; of each group of parameters, or one
+    inputs: Callable[[int], dict[str, Any]] = lambda _: {}  # for the learner, beside the batch; numbers are logged
+    all_are_trained: bool = True  # whether each step has gradients of all parameters
+
+
 def fit(
     learner: nn.Module,
+    optimizer: Optimizer,
+    steps: Steps,
     batches: PlannedTexts,
     folder: RunFolder,
     *,
-    stages: Sequence[Stage],
     epoch_ends: frozenset[int],
     progress: Progress,
     validate: Validate,
-    trainer_class: "Callable[..., HeadTrainer]",
 ) -> int:
     """Trains a learner in place on all batches; with ``--resume`` from the last checkpoint.
 
@@ -61,50 +66,119 @@ def fit(
     Returns:
         The number of steps that were done before.
     """
-    folder.drop_incomplete_checkpoints()
-    checkpoint, options = folder.checkpoint(), folder.options
-    first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
-    writer = None
-    if options.report.tensorboard and processes.is_first():
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+    options, report = folder.options, folder.options.report
+    set_seed(options.schedule.seed)
+    highest = [group["lr"] for group in optimizer.param_groups]
+    rates = steps.rates if len(steps.rates) == len(highest) else [steps.rates[0]] * len(highest)
+    checkpoint = folder.checkpoint()
+    first_step = 0 if checkpoint is None else _load(checkpoint, learner, optimizer)
+    log, validations = _logs(folder, first_step)
+    model = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="no",  # of other types than fp32 is only the pass below
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=not steps.all_are_trained)],
+    ).prepare_model(learner)
+    compute = _Compute(model, batches, bf16=computes_in_bf16(options.hardware))
+    parameters = [parameter for parameter in learner.parameters() if parameter.requires_grad]
+    total = len(batches) // (options.schedule.accumulate * processes.count())
+    notes: dict[str, str] = {}
 
-        # removes what an earlier part of the run showed after its last checkpoint
-        writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=first_step + 1)
-    log, validations = (
-        StepLog(folder.path / f"{name}.jsonl", keep_until=first_step, writer=writer) for name in ("log", "validation")
-    )
+    def measure(step: int) -> None:
+        is_due = report.eval_steps and (step % report.eval_steps == 0 or step in {*epoch_ends, total})
+        if is_due and processes.is_first():
+            measured = validate()
+            validations.add({"step": step, **measured})
+            notes["held-out loss"] = f"{mean_loss(measured['losses']):.3f} at step {step}"
+
+    if first_step == 0:
+        measure(0)
     with _interruptible() as interrupted:
-        trainer = trainer_class(
-            rates=partial(
-                staged_rate, stages=stages, warmup=options.schedule.warmup, final=options.schedule.final_learning_rate
-            ),
-            model=learner,
-            args=_arguments(options, folder.checkpoints),
-            train_dataset=batches,
-            data_collator=itemgetter(0),
-            optimizer_cls_and_kwargs=_own_optimizer(options),
-        )
-        trainer.remove_callback(PrinterCallback)
-        eval_steps = options.report.eval_steps
-        trainer.add_callback(
-            _Callback(trainer, log, validations, validate, eval_steps, epoch_ends, progress, interrupted)
-        )
-        try:
-            trainer.train(resume_from_checkpoint=checkpoint)
-        except (OSError, SafetensorError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
-                raise
-            folder.drop_incomplete_checkpoints()
-            raise StorageError(
-                f"a checkpoint cannot be saved in {folder.checkpoints}: {error}; earlier ones are kept"
-            ) from error
-    done, total = trainer.state.global_step, trainer.state.max_steps
-    if interrupted.is_set() and done < total:
-        raise TrainingInterrupted(
-            f"stopped after step {done} of {total}; a checkpoint is in {folder.checkpoints}: "
-            "the same command with --resume continues from there"
-        )
+        for step in range(first_step + 1, total + 1):
+            inputs = steps.inputs(step - 1)
+            for group, rate, most in zip(optimizer.param_groups, rates, highest, strict=True):
+                group["lr"] = most * rate(step - 1)
+            compute.gradients(step, options.schedule.accumulate, inputs)
+            norm = nn.utils.clip_grad_norm_(parameters, options.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            measure(step)
+            named = [f"{name} {notes[name]}" for name in ("loss", "held-out loss") if name in notes]
+            progress.progress(step, total, ", ".join(named))
+            is_last = processes.any_of(interrupted.is_set()) or step == total
+            saves = is_last or step % report.save_steps == 0
+            if saves or step % report.log_steps == 0:  # a resumed run does not know the losses before its checkpoint
+                means = compute.take_means()
+                notes["loss"] = f"{mean_loss(means['head_losses']):.3f}"
+                numbers = {name: value for name, value in inputs.items() if isinstance(value, float)}
+                of_step = {"learning_rate": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
+                log.add({"step": step, "loss": means.pop("loss"), **of_step, **means, **numbers})
+            if saves:
+                _save(folder, step, learner, optimizer)
+            if is_last and step < total:
+                raise TrainingInterrupted(
+                    f"stopped after step {step} of {total}; a checkpoint is in {folder.checkpoints}: "
+                    "the same command with --resume continues from there"
+                )
     return first_step
+
+
+class _Compute:
+    """Gradients of a step, and means over all processes of what the learner reported since the last log."""
+
+    def __init__(self, model: nn.Module, batches: PlannedTexts, *, bf16: bool) -> None:
+        self.model, self.batches, self.device = model, batches, processes.device()
+        self.autocast = lambda: torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+        self.reported: dict[str, list[Tensor]] = {}
+
+    def gradients(self, step: int, accumulate: int, more: dict[str, Any]) -> None:
+        """Means of ``accumulate`` batches in each process; process p of n has every n-th batch, from p on."""
+        self.model.train()
+        number, count = processes.number(), processes.count()
+        for part in range(accumulate):
+            index = ((step - 1) * accumulate + part) * count + number
+            is_waiting = count > 1 and part < accumulate - 1  # for the last part: then the processes exchange gradients
+            with self.model.no_sync() if is_waiting else nullcontext():
+                (self.loss(step, self.batches[index], more) / accumulate).backward()
+
+    def loss(self, step: int, batch: dict[str, Any], more: dict[str, Any]) -> Tensor:
+        documents = batch.pop("documents").tolist()
+        with self.autocast():
+            output = self.model(**send_to_device(batch, self.device), **more)
+        for name, value in output.items():
+            self.reported.setdefault(name, []).append(value.detach().float())
+        loss: Tensor = output["loss"].float()
+        if not torch.isfinite(loss):
+            texts = ", ".join(self.batches.store.sources[i] for i in documents)
+            fix = "check these texts, or lower --learning-rate"
+            raise NonFiniteLoss(f"the loss is {loss.item()} at step {step}, on {texts}: {fix}")
+        return loss
+
+    def take_means(self) -> dict[str, Any]:
+        means = {name: processes.mean(torch.stack(values).mean(0)) for name, values in sorted(self.reported.items())}
+        self.reported.clear()
+        return {name: value.tolist() for name, value in means.items()}
+
+
+def make_optimizer(options: RunOptions, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """AdamW over groups of parameters, which may have their own ``lr`` and ``weight_decay``."""
+    adamw, kind = options.optimizer, AdamW
+    given: dict[str, Any] = {"lr": options.schedule.learning_rate, "betas": adamw.betas}
+    if adamw.optimizer == "adamw-8bit":
+        from bitsandbytes.optim import AdamW8bit as kind  # noqa: PLC0415, N813 - an extra
+    else:
+        given["fused"] = True
+    return kind(list(groups), weight_decay=adamw.weight_decay, **given)
+
+
+def head_optimizer(options: RunOptions, head: nn.Module) -> Optimizer:
+    """For a head alone: matrices may decay, vectors do not."""
+    adamw = options.optimizer
+    if adamw.optimizer == "muon":
+        rate = options.schedule.learning_rate
+        return MuonAdamW(head, lr=rate, weight_decay=adamw.weight_decay, betas=adamw.betas, fused=True)
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    wide, vectors = ([weight for weight in trained if (weight.ndim > 1) == is_wide] for is_wide in (True, False))
+    return make_optimizer(options, [{"params": wide}, {"params": vectors, "weight_decay": 0.0}])
 
 
 def computes_in_bf16(options: HardwareOptions) -> bool:
@@ -112,6 +186,59 @@ def computes_in_bf16(options: HardwareOptions) -> bool:
     if options.precision == "auto":
         return default_dtype(default_device()) == torch.bfloat16
     return options.precision == "bf16"
+
+
+def _save(folder: RunFolder, step: int, learner: nn.Module, optimizer: Optimizer) -> None:
+    """Writes a checkpoint and removes the one before."""
+    random = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random["cuda"] = torch.cuda.get_rng_state()
+    state = {
+        "learner": learner.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": gather_object([random]),  # of each process
+    }
+    if not processes.is_first():
+        return
+    path = folder.checkpoints / f"checkpoint-{step}.pt"
+    try:
+        write_atomic(path, lambda file: torch.save(state, file))
+    except (StorageError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        raise StorageError(
+            f"a checkpoint cannot be saved in {folder.checkpoints}: {error}; earlier ones are kept"
+        ) from error
+    for other in folder.checkpoints.glob("checkpoint-*.pt"):
+        if other != path:
+            other.unlink()
+
+
+def _load(path: Path, learner: nn.Module, optimizer: Optimizer) -> int:
+    """Restores a checkpoint; returns its step."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        learner.load_state_dict(state["learner"])
+        optimizer.load_state_dict(state["optimizer"])
+        random = state["random"][processes.number()]
+    except (OSError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as error:
+        raise StorageError(f"{path} cannot be read: {error}; delete it, and the run begins again") from error
+    torch.set_rng_state(random["cpu"])
+    if "cuda" in random and torch.cuda.is_available():
+        torch.cuda.set_rng_state(random["cuda"])
+    return int(path.stem.rpartition("-")[2])
+
+
+def _logs(folder: RunFolder, first_step: int) -> list["StepLog"]:
+    """``log.jsonl`` and ``validation.jsonl``, up to that step."""
+    writer = None
+    if folder.options.report.tensorboard and processes.is_first():
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+
+        # removes what an earlier part of the run showed after its last checkpoint
+        writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=first_step + 1)
+    names = ("log", "validation")
+    return [StepLog(folder.path / f"{name}.jsonl", keep_until=first_step, writer=writer) for name in names]
 
 
 class StepLog:
@@ -155,140 +282,6 @@ def _step(line: str) -> float:
         return int(json.loads(line)["step"])
     except ValueError:
         return float("inf")
-
-
-class HeadTrainer(Trainer):
-    """Takes the batches of the plan in their order, checks losses, and averages what the learner reports."""
-
-    def __init__(self, *, rates: Rate | list[Rate], **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.rates = rates  # of all groups of parameters, or one per group
-        self._reported: dict[str, list[Tensor]] = {}  # by name, since they were last taken
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        if self.lr_scheduler is None:
-            self.lr_scheduler = LambdaLR(optimizer or self.create_optimizer(), self.rates)
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
-        """The learner's loss."""
-        documents = inputs.pop("documents")
-        output = model(**inputs)
-        loss: Tensor = output["loss"]
-        if not torch.isfinite(loss):
-            sources = self.train_dataset.store.sources  # type: ignore[union-attr]
-            texts = ", ".join(sources[i] for i in documents.tolist())
-            raise NonFiniteLoss(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {texts}: check these texts, "
-                "or lower --learning-rate"
-            )
-        for name in output.keys() - {"loss"}:
-            self._reported.setdefault(name, []).append(output[name].detach())
-        return loss
-
-    def take_means(self) -> dict[str, Any]:
-        """Means over all processes of what learners reported since the last call: ``head_losses`` and other values."""
-        means = {
-            name: self.accelerator.reduce(torch.stack(values).mean(0), "mean").tolist()
-            for name, values in sorted(self._reported.items())
-        }
-        self._reported.clear()
-        return means
-
-
-@dataclass(eq=False)
-class _Callback(TrainerCallback):
-    """Logs, measures, shows progress, and stops with a checkpoint after Ctrl-C."""
-
-    trainer: HeadTrainer
-    log: StepLog
-    validations: StepLog
-    validate: Validate
-    eval_steps: int  # between two measurements; 0 for none
-    epoch_ends: frozenset[int]  # steps after which it is measured, too
-    progress: Progress
-    interrupted: threading.Event
-    losses: dict[str, str] = field(default_factory=dict)  # what to show of the last ones, each the mean of the heads
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        # a checkpoint has the --save-steps and --log-steps of the run that wrote it; this run may have others
-        state.compute_steps(args, state.max_steps)
-        if state.global_step == 0:
-            self._validate(state)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._validate(state)
-        names = ("loss", "held-out loss")
-        note = ", ".join(f"{name} {self.losses[name]}" for name in names if name in self.losses)
-        self.progress.progress(state.global_step, state.max_steps, note)
-        if processes.any_of(self.interrupted.is_set()):
-            self.interrupted.set()
-            control.should_save = control.should_training_stop = True
-        # a resumed run does not know losses from before its checkpoint, so no line of the log may need them
-        control.should_log |= control.should_save
-
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
-    ) -> None:
-        if logs and "loss" in logs:
-            record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
-            means = self.trainer.take_means()
-            self.losses["loss"] = f"{mean_loss(means['head_losses']):.3f}"
-            self.log.add({"step": state.global_step, **record, **means})
-
-    def _validate(self, state: TrainerState) -> None:
-        step = state.global_step
-        is_due = self.eval_steps and (step % self.eval_steps == 0 or step in {*self.epoch_ends, state.max_steps})
-        if processes.is_first() and is_due:
-            measured = self.validate()
-            self.validations.add({"step": step, **measured})
-            self.losses["held-out loss"] = f"{mean_loss(measured['losses']):.3f} at step {step}"
-
-
-def _own_optimizer(options: RunOptions) -> tuple[Any, dict[str, Any]] | None:
-    """What makes the optimizer, and its arguments; None for those that the Trainer makes by name."""
-    adamw = options.optimizer
-    if adamw.optimizer != "muon":
-        return None
-    rate, decay = options.schedule.learning_rate, adamw.weight_decay
-    arguments = {"lr": rate, "weight_decay": decay, "betas": adamw.betas, "fused": True}
-    # the Trainer calls the first part, and the result with the learner and the arguments
-    return lambda: lambda learner, **given: MuonAdamW(learner.head, **given), arguments
-
-
-def _arguments(options: RunOptions, output: Path) -> TrainingArguments:
-    schedule, adamw, report = options.schedule, options.optimizer, options.report
-    use_cpu = not torch.cuda.is_available()
-    return TrainingArguments(
-        output_dir=str(output),
-        num_train_epochs=1,  # the plan holds all epochs
-        per_device_train_batch_size=1,  # one batch of the plan
-        train_sampling_strategy="sequential",
-        gradient_accumulation_steps=schedule.accumulate,
-        learning_rate=schedule.learning_rate,
-        weight_decay=adamw.weight_decay,
-        max_grad_norm=adamw.max_grad_norm,
-        adam_beta1=adamw.betas[0],
-        adam_beta2=adamw.betas[1],
-        optim="adamw_bnb_8bit" if adamw.optimizer == "adamw-8bit" else "adamw_torch_fused",
-        logging_steps=report.log_steps,
-        logging_nan_inf_filter=False,
-        save_steps=report.save_steps,
-        save_total_limit=2,
-        bf16=computes_in_bf16(options.hardware),
-        seed=schedule.seed,
-        data_seed=schedule.seed,
-        use_cpu=use_cpu,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=not use_cpu,
-        ddp_find_unused_parameters=False,
-        remove_unused_columns=False,
-        label_names=[],
-        disable_tqdm=True,
-        report_to="none",
-        log_level="error",
-    )
 
 
 @contextmanager

@@ -5,13 +5,13 @@ names the model that it is for) and ``movement.json``, and the head in ``head/``
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch.optim import Optimizer
 
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.checkpoints.head_files import HEAD_FOLDER
@@ -35,7 +35,7 @@ from draftheads.train.report import Report
 from draftheads.train.run import Run
 from draftheads.train.run_folder import as_json, chat_template_text
 from draftheads.train.schedule import JointSchedule
-from draftheads.train.trainer import HeadTrainer, computes_in_bf16
+from draftheads.train.trainer import Steps, computes_in_bf16, make_optimizer
 from draftheads.train.training_data import TrainingData, plan_training
 from draftheads.utils.files import atomic_directory, write_atomic
 from draftheads.utils.progress import Progress
@@ -129,8 +129,15 @@ class JointRun(Run):
         self.learner = JointLearner(learner, self.tuned, self.adapter, backbone_loss=options.tuning.backbone_loss)
         return self.learner
 
-    def trainer_class(self) -> Callable[..., HeadTrainer]:
-        """The Trainer with the schedule of two stages."""
+    def optimizer(self) -> Optimizer:
+        """Heads (group 0) and adapter (group 1), each with its learning rate."""
+        rate = self.options.schedule.learning_rate
+        heads = {"params": list(self.head.parameters()), "lr": rate * self.options.tuning.head_rate_factor}
+        assert self.adapter is not None
+        return make_optimizer(self.options, [heads, {"params": self.adapter.parameters}])
+
+    def steps(self) -> Steps:
+        """The schedule of two stages. In the first one the adapter has no gradients, so it does not change."""
         tuning, rates, num_steps = self.options.tuning, self.options.schedule, self.data.num_steps
         schedule = JointSchedule(
             num_steps=num_steps,
@@ -140,7 +147,11 @@ class JointRun(Run):
             warmup=rates.warmup,
             final=rates.final_learning_rate,
         )
-        return partial(JointTrainer, schedule=schedule, head_rate_factor=tuning.head_rate_factor)
+
+        def inputs(step: int) -> dict[str, Any]:
+            return {"head_weight": schedule.head_weight(step), "only_heads": schedule.only_heads(step)}
+
+        return Steps([schedule.head_rate, schedule.model_rate], inputs, all_are_trained=False)
 
     def batches(self) -> PlannedTexts:
         return PlannedTexts(self.data.store, self.data.plan)
@@ -176,40 +187,3 @@ class JointRun(Run):
             (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
         super().save(whole, profile)
         return whole
-
-
-class JointTrainer(HeadTrainer):
-    """The Trainer for heads (group 0) and adapter (group 1): two learning rates, two stages, and λ0 by the step.
-
-    In the first stage the adapter's gradients are None, so it does not change.
-    """
-
-    def __init__(self, *, schedule: JointSchedule, head_rate_factor: float, **arguments: Any) -> None:
-        arguments["args"].ddp_find_unused_parameters = True  # the adapter's, in the first stage
-        super().__init__(**{**arguments, "rates": [schedule.head_rate, schedule.model_rate]})
-        self.schedule = schedule
-        self.head_rate_factor = head_rate_factor
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """One optimizer with a learning rate per group."""
-        if self.optimizer is None:
-            learner: JointLearner = self.model  # type: ignore[assignment]
-            kind, settings = self.get_optimizer_cls_and_kwargs(self.args)
-            rate = self.args.learning_rate
-            groups = [
-                {"params": list(learner.learner.head.parameters()), "lr": rate * self.head_rate_factor},
-                {"params": learner.adapter.parameters, "lr": rate},
-            ]
-            self.optimizer = kind(groups, **{"weight_decay": self.args.weight_decay, **settings})
-        optimizer: torch.optim.Optimizer = self.optimizer
-        return optimizer
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
-        """The combined loss of the step's stage."""
-        step = self.state.global_step
-        stage = {"head_weight": self.schedule.head_weight(step), "only_heads": self.schedule.only_heads(step)}
-        return super().compute_loss(model, {**inputs, **stage})
-
-    def take_means(self) -> dict[str, Any]:
-        """Also λ0 of the last step."""
-        return {**super().take_means(), "head_weight": self.schedule.head_weight(max(0, self.state.global_step - 1))}
