@@ -71,7 +71,7 @@ def first_progress(events: Events, stage: str) -> int | None:
 def check_message(message: str, out: Path, after: Events) -> None:
     """What a message says is there, and the next run began with it."""
     texts = re.search(r"hidden states of (\d+) texts? \((\d+) tokens\) are kept", message)
-    step = re.search(r"stopped after step (\d+) of", message) or re.search(r"checkpoint-(\d+) is kept", message)
+    step = re.search(r"stopped after step (\d+) of", message) or re.search(r"checkpoint-(\d+)\.pt is kept", message)
     if texts:
         assert first_progress(after, "hidden states") == int(texts[2]) > 0
     elif step:

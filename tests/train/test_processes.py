@@ -125,7 +125,7 @@ def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, singl
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=600)[0]
-    checkpoints = list((world / "stopped" / "checkpoints").glob("checkpoint-*/trainer_state.json"))
+    checkpoints = list((world / "stopped" / "checkpoints").glob("checkpoint-*.pt"))
     assert checkpoints, output
     assert 3 <= len(lines(log.parent)) < len(lines(single))
     finish(start(world, *arguments, "--resume", processes=2))

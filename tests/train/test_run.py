@@ -206,7 +206,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
         train_for(target, settings, FakeProgress(6, stop, stage="training"))
     assert signal.getsignal(signal.SIGINT) is before
     last = {stop_by_ctrl_c: 6, stop_by_crash: 4}[stop]
-    assert (parts / "checkpoints" / f"checkpoint-{last}").is_dir()
+    assert (parts / "checkpoints" / f"checkpoint-{last}.pt").is_file()
     assert not (parts / "model.safetensors").exists()
     with pytest.raises(InvalidSettings, match="add --resume"):
         run.train(settings, FakeProgress())
@@ -232,7 +232,7 @@ def test_a_full_disk_keeps_earlier_checkpoints(
         reporter = FakeProgress(6, lambda: patch.setattr(torch, "save", full), stage="training")
         with pytest.raises(StorageError, match="a checkpoint cannot be saved"):
             train_for(target, settings, reporter)
-    assert [path.name for path in (settings.out / "checkpoints").iterdir()] == ["checkpoint-4"]
+    assert [path.name for path in (settings.out / "checkpoints").iterdir()] == ["checkpoint-4.pt"]
     found = train_for(target, settings.changed(resume=True))
     assert without_time(found) == without_time(expected)
 

@@ -90,7 +90,7 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
     reporter = FakeProgress()
     run.train(settings, reporter)
     last = (kill_after - 1) // SAVE_STEPS * SAVE_STEPS  # a step is reported before it is saved
-    where = f"resuming from {settings.out}/checkpoints/checkpoint-{last}" if last else "no checkpoint in"
+    where = f"resuming from {settings.out}/checkpoints/checkpoint-{last}.pt" if last else "no checkpoint in"
     assert reporter.stages[0].startswith(where)
     assert reporter.steps[0] == last + 1
     assert found_in(settings.out) == found_in(whole)
@@ -149,45 +149,38 @@ def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
 # --- what a kill leaves half-written ---
 
 
-def checkpoint(out: Path, step: int, state: str | None) -> Path:
-    folder = out / "checkpoints" / f"checkpoint-{step}"
-    folder.mkdir(parents=True)
-    (folder / "optimizer.pt").touch()
-    if state is not None:
-        (folder / "trainer_state.json").write_text(state)
-    return folder
+def test_half_a_checkpoint_is_ignored_and_removed(data: Path, whole: Path, tmp_path: Path):
+    settings = options(tmp_path / "out", data)
+    train_until_killed(settings, after=SAVE_STEPS + 1)
+    newest = find_checkpoint(settings.out)
+    assert newest == settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS}.pt"
+    half = newest.with_name(f".checkpoint-{SAVE_STEPS + 1}.pt.a1b2c3d4.tmp")
+    half.write_bytes(newest.read_bytes()[:1000])
+    assert find_checkpoint(settings.out) == newest
+    train_until_killed(settings, after=SAVE_STEPS + 1)
+    assert not half.exists()
+    run.train(settings, FakeProgress())
+    assert found_in(settings.out) == found_in(whole)
 
 
-def test_a_checkpoint_without_its_whole_state_is_ignored(tmp_path: Path):
-    for step, state in ((4, "{}"), (8, '{"global_step": 8}'), (12, ""), (16, '{"global_st'), (20, None)):
-        checkpoint(tmp_path, step, state)
-    assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoints" / "checkpoint-8")
+def test_a_damaged_checkpoint_is_an_error_that_names_it(data: Path, tmp_path: Path):
+    settings = options(tmp_path / "out", data)
+    train_until_killed(settings, after=SAVE_STEPS + 1)
+    newest = find_checkpoint(settings.out)
+    assert newest
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(StorageError, match=rf"checkpoint-{SAVE_STEPS}\.pt cannot be read: .*delete it"):
+        run.train(settings, FakeProgress())
 
 
 def test_resuming_with_another_number_of_processes_is_an_error(data: Path, tmp_path: Path):
-    """A checkpoint of two processes is whole if it has the random state of both."""
+    """A checkpoint has the random state of each process."""
     settings = options(tmp_path / "out", data)
     train_until_killed(settings, after=SAVE_STEPS + 1)
     path = settings.out / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}), encoding="utf-8")
-    assert find_checkpoint(settings.out) is None
-    whole = settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS}"
-    for number in range(2):
-        (whole / f"rng_state_{number}.pth").touch()
     with pytest.raises(InvalidSettings, match="processes was 2 and is 1"):
         run.train(settings.changed(resume=True), FakeProgress())
-    assert find_checkpoint(settings.out) == str(whole)
-
-
-def test_incomplete_checkpoints_do_not_replace_whole_ones(data: Path, tmp_path: Path):
-    """The Trainer keeps the two that look newest."""
-    settings = options(tmp_path / "out", data)
-    train_until_killed(settings, after=SAVE_STEPS + 1)
-    for step in (SAVE_STEPS + 2, SAVE_STEPS + 3):
-        os.utime(checkpoint(settings.out, step, None), (2**31, 2**31))
-    settings = settings.changed(save_steps=1)  # so that the next one is older than those
-    train_until_killed(settings, after=SAVE_STEPS + 2)
-    assert find_checkpoint(settings.out) == str(settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS + 1}")
 
 
 # --- real processes ---
@@ -204,7 +197,8 @@ class Victim:
     @property
     def step(self) -> int:
         """Of the newest checkpoint; 0 without."""
-        return int((find_checkpoint(self.out) or "-0").rpartition("-")[2])
+        newest = find_checkpoint(self.out)
+        return int(newest.stem.rpartition("-")[2]) if newest else 0
 
 
 def nothing(_: Victim) -> bool:
@@ -224,7 +218,7 @@ def checkpoint_at(step: int) -> Callable[[Victim], bool]:
 
 
 def half_a_checkpoint_at(step: int) -> Callable[[Victim], bool]:
-    return lambda victim: any(victim.out.glob(f"checkpoints/checkpoint-{step}"))
+    return lambda victim: any(victim.out.glob(f"checkpoints/*checkpoint-{step}.pt*"))
 
 
 def measuring(victim: Victim) -> bool:

@@ -266,9 +266,8 @@ def test_bad_settings_and_data_fail_before_the_model_reads(
     """Reading may take hours."""
     train_for(target, chat_options(tmp_path / "whole", data=(chats,), save_steps=4, keep_features=True), FakeProgress())
     shutil.copytree(tmp_path / "whole", tmp_path / "parts", ignore=shutil.ignore_patterns("config.json", "features"))
-    checkpoint = tmp_path / "parts" / "checkpoints" / "checkpoint-4"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "parts" / "checkpoints").mkdir()
+    (tmp_path / "parts" / "checkpoints" / "checkpoint-4.pt").touch()
     settings = chat_options(tmp_path / "parts", data=(chats,), save_steps=4, resume=True)
     data = plan_training(LiveStore(target, read_texts(target, settings)), settings, settings.plain_text)
     RunFolder(settings.changed(resume=False)).claim(data, model=target.model_id, start=None)

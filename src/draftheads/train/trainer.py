@@ -28,7 +28,7 @@ from draftheads.train.muon import MuonAdamW
 from draftheads.train.options import HardwareOptions, RunOptions
 from draftheads.train.report import mean_loss
 from draftheads.train.run_folder import RunFolder
-from draftheads.utils.files import write_atomic
+from draftheads.utils.files import remove_leftovers, write_atomic
 from draftheads.utils.progress import Progress
 
 Validate = Callable[[], dict[str, Any]]  # measures the head as it is now
@@ -70,6 +70,8 @@ def fit(
     set_seed(options.schedule.seed)
     highest = [group["lr"] for group in optimizer.param_groups]
     rates = steps.rates if len(steps.rates) == len(highest) else [steps.rates[0]] * len(highest)
+    if processes.is_first():
+        remove_leftovers(folder.checkpoints / "*")
     checkpoint = folder.checkpoint()
     first_step = 0 if checkpoint is None else _load(checkpoint, learner, optimizer)
     log, validations = _logs(folder, first_step)
