@@ -17,6 +17,8 @@ MeasureName = Literal["agreement", "perplexity", "rouge", "gsm8k", "judge"]
 class QualityOptions(OptionGroup):
     """Quality of the answers."""
 
+    RARE: ClassVar = ("judge_model", "judge_prompts", "api_key_env", "original_model")
+
     quality: tuple[MeasureName, ...] = ()
     """Measure quality. Of all answers."""
     judge: str | None = None
@@ -39,6 +41,8 @@ class BenchOptions:
     the defaults. Options with several values measure each of them. An interrupted comparison continues with the same
     command.
     """
+
+    RARE: ClassVar = ("chat_template", "rounds")
 
     BASIC: ClassVar = (
         *("heads", "prompts", "category", "limit", "quick", "out", "json", "num_nodes", "batch_sizes", "temperatures"),
@@ -116,6 +120,8 @@ class ReproduceOptions:
     Without a table, all of them are listed with what they need. An interrupted run continues with the same command.
     """
 
+    RARE: ClassVar = ("draft_model", "category", "quality", "judge", "chat_template", "device", "trust_remote_code")
+
     BASIC: ClassVar = ("model", "heads", "quick", "data", "max_tokens", "limit", "out", "precision")
 
     table: tyro.conf.Positional[str | None] = None
@@ -145,6 +151,8 @@ class ReproduceOptions:
 @dataclass(frozen=True)
 class DemoOptions:
     """Answer prompts in several ways: transformers, our plain decoding, and draft heads; compare speed and text."""
+
+    RARE: ClassVar = ("chat_template", "device", "trust_remote_code", "seconds", "copy")
 
     BASIC: ClassVar = ("model", "heads", "prompts", "limit", "max_new_tokens", "seconds", "precision", "json")
 

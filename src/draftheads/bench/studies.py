@@ -12,9 +12,7 @@ from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.loading import load
 from draftheads.models.model_names import ADAPTER_FOLDER
-from draftheads.train.joint.options import JointOptions
-from draftheads.train.joint.run import train_jointly
-from draftheads.train.options import RunOptions, TrainOptions
+from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.train.report import Report
 from draftheads.train.run import train
@@ -57,35 +55,33 @@ def train_variants(
         progress.stage(f"variant {number} of {len(table.variants)}: {name}")
         folder = out / folder_name(name)
         options = options_of({**table.shared, **changes}, model, folder, budget, **more)
-        is_joint = isinstance(options, JointOptions)
         start = changes.get("after")  # the heads of another variant
         if start is not None:
             heads = next(variant.head for variant in found if variant.name == start)
             options = options.changed(head=heads)
-        report = train_jointly(options, progress) if isinstance(options, JointOptions) else train(options, progress)  # type: ignore[arg-type]
+        report = train(options, progress)
         assert report is not None
-        head, tuned = (folder / HEAD_FOLDER, folder / ADAPTER_FOLDER) if is_joint else (folder, None)
+        head, tuned = (folder / HEAD_FOLDER, folder / ADAPTER_FOLDER) if options.joint else (folder, None)
         found.append(Variant(name, head, report, tuned))
     return found
 
 
-def options_of(changes: Mapping[str, Any], model: str, out: Path, budget: Budget, **more: Any) -> RunOptions:
+def options_of(changes: Mapping[str, Any], model: str, out: Path, budget: Budget, **more: Any) -> TrainOptions:
     """The options of one variant: of its recipe, its own, and the budget's, which count most.
 
     ``changes`` are options of training, and may have ``joint`` (the model is tuned, too), ``after`` (another variant,
     with whose heads it begins) and ``only_text`` (the budget's chats are left out).
     """
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
-    kind: type[RunOptions] = JointOptions if settings.pop("joint", False) else TrainOptions
     settings.pop("after", None)
     only_text = settings.pop("only_text", False)
     given = {"model": model, "out": out, "resume": True, "data": budget.data, **more}
-    if budget.text and kind is TrainOptions:
+    if budget.text and not settings.get("joint"):
         given["text"] = budget.text
         given["data"] = () if only_text else budget.data
     given |= {name: value for name in ("max_tokens", "epochs") if (value := getattr(budget, name)) is not None}
-    recipe = defaults_from({**given, **settings}, tunes_model=kind is JointOptions)
-    return kind.of(**{**recipe, **settings, **given, **dict(budget.settings)})
+    recipe = defaults_from({**given, **settings})
+    return TrainOptions.of(**{**recipe, **settings, **given, **dict(budget.settings)})
 
 
 def own_chats(model: str, path: Path, num_tokens: int, progress: Progress, **load_options: Any) -> Path:

@@ -73,6 +73,8 @@ def _on_one_line(command: str) -> Any:
     kind, defaults = options_of(command)
     fields = []
     for option in options_in(kind, defaults([]) if defaults else None):
+        if option.is_rare:
+            continue
         help_line = tyro.conf.arg(help=option.line(whole=False))
         hint = getitem(Annotated, (option.hint, help_line))
         value = MISSING if option.default is tyro.MISSING else option.default

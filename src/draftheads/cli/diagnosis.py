@@ -32,7 +32,7 @@ EXTRAS = {
     "demo": "the default model from its package",
     "serve": "serve, and grammars",
     "report": "HTML pages of train, tune and bench",
-    "lora": "train-joint and merge",
+    "lora": "train --joint and merge",
     "quantised": "--four-bit, --optimizer adamw-8bit",
     "endpoint": "distill --endpoint",
     "tensorboard": "train --tensorboard",

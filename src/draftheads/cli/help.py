@@ -17,6 +17,7 @@ from rich.text import Text
 
 _POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
 _NUMBERS = {int: "N", float: "X"}
+_SETTING = "NAME=VALUE"
 _WIDTH = 100  # of the text, where the terminal is wider
 _NAMES = 29  # the widest first column
 
@@ -33,6 +34,7 @@ class Option:
     text: str  # its documentation
     default: Any  # tyro.MISSING if it must be given
     hint: Any  # its type, with all annotations
+    is_rare: bool = False  # given as --set NAME=VALUE
 
     @property
     def is_place(self) -> bool:
@@ -44,6 +46,8 @@ class Option:
         """How it is written on a command line."""
         if self.is_positional:
             return self.values if self.default is tyro.MISSING else f"[{self.values}]"
+        if self.is_rare:
+            return f"{self.name}={self.values or 'on|off'}"
         name = self.name.replace("_", "-")
         return f"--{'[no-]' * (self.default is True)}{name}" + f" {self.values}" * bool(self.values)
 
@@ -61,8 +65,12 @@ class Option:
         return f"{text} [{'on' if self.default is True else words}]"
 
 
-def options_of(kind: Any, default: Any = None) -> Iterator[Option]:
-    """The options of a command's dataclass and of its groups; ``default`` is an instance with other defaults."""
+def options_of(kind: Any, default: Any = None, rare: frozenset[str] = frozenset()) -> Iterator[Option]:
+    """The options of a command's dataclass and of its groups; ``default`` is an instance with other defaults.
+
+    ``RARE`` of a class names those of it and of its groups that are given as ``--set NAME=VALUE``.
+    """
+    rare = rare.union(getattr(kind, "RARE", ()))
     hints = typing.get_type_hints(kind, include_extras=True)
     documentation = documented(kind)
     for field in fields(kind):
@@ -70,13 +78,14 @@ def options_of(kind: Any, default: Any = None) -> Iterator[Option]:
         value = _default(field) if default is None else getattr(default, field.name)
         if is_dataclass(hint):
             title = (hint.__doc__ or "").partition("\n")[0].rstrip(".")
-            inner = options_of(hint, None if value is tyro.MISSING else value)
+            inner = options_of(hint, None if value is tyro.MISSING else value, rare)
             yield from (Option(**{**vars(option), "group": option.group or title}) for option in inner)
         else:
             positional = _POSITIONAL in marks
             shown = _values(hint, field.name, positional=positional)
             text = documentation.get(field.name, "")
-            yield Option(field.name, "", positional, shown, _choices(hint), text, value, hints[field.name])
+            is_rare = field.name in rare
+            yield Option(field.name, "", positional, shown, _choices(hint), text, value, hints[field.name], is_rare)
 
 
 @cache
@@ -99,16 +108,22 @@ def print_help(console: Console, command: str, kind: Any, default: Any = None, *
     console.print(description if whole else description.partition("\n\n")[0], markup=False, width=width)
     basic = getattr(kind, "BASIC", None)
     groups: dict[str, list[Option]] = {"Arguments": [], "Options": []}
+    rare = [option for option in options if option.is_rare]
     for option in options:
+        if option.is_rare:
+            continue
         is_basic = not option.group if basic is None else option.name in basic
         title = "Options" if is_basic else f"Advanced: {option.group.lower()}" if option.group else "Advanced"
         groups.setdefault("Arguments" if option.is_positional else title, []).append(option)
     if basic is not None:
         groups["Options"].sort(key=lambda option: basic.index(option.name))
+    if rare and whole:
+        groups["Settings for --set"] = rare
     column = min(_NAMES, max(len(option.flag) for option in options) if options else 0)
     for title, group in groups.items():
         rows = [(option.flag, option.line(whole=whole)) for option in group]
         if title == "Options":  # there is always one
+            rows += [(f"--set {_SETTING} …", "Further settings; --help-all lists them")] if rare else []
             rows += [("--help, --help-all", "This list; with all that is known about each option")]
         _print_group(console, title, rows, column=column, width=width)
 

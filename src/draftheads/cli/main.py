@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ class Command(NamedTuple):
     """
 
     summary: str
-    options: str  # module and class; next to it may be a function ``defaults(arguments, options=class)``
+    options: str  # module and class; next to it may be a function ``defaults(arguments)``
     error_code: int = 1  # the exit code after an error
     continues: bool = False  # the same command continues what was interrupted
 
@@ -42,7 +43,7 @@ COMMANDS = {
     "generate": Command("answer prompts", "cli.options.GenerateOptions"),
     "import": Command("read a head of another project", "cli.import_.ImportOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
-    "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
+    "merge": Command("merge a model and its adapter into one model", "train.options.MergeOptions"),
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.ReportOptions"),
     "reproduce": Command(
@@ -50,11 +51,10 @@ COMMANDS = {
     ),
     "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "serve.options.ServeOptions"),
     "show-batch": Command("show which tokens of a batch are learned", "cli.train_options.ShowBatchOptions"),
-    "train": Command("train draft heads for a model", "cli.train_options.TrainOptions"),
+    "train": Command("train draft heads for a model, or together with it", "cli.train_options.TrainOptions"),
     "tune": Command(
         "measure a head's acceptance profile on your prompts", "search.settings.TuneOptions", continues=True
     ),
-    "train-joint": Command("tune a model and its draft heads together", "cli.train_options.JointOptions"),
 }
 
 
@@ -150,36 +150,82 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> list[str]:
-    """The arguments with positional ones that are given by name, such as --model, in their places."""
+    """The arguments: positional ones that are given by name, such as --model, are in their places, ``--set`` is gone."""
     from draftheads.cli.help import options_of  # noqa: PLC0415 - slow to import
 
-    options = {f"--{option.name.replace('_', '-')}": option for option in options_of(kind, default)}
+    every = list(options_of(kind, default))
+    options = {f"--{option.name.replace('_', '-')}": option for option in every if not option.is_rare}
+    rare = {option.name: option for option in every if option.is_rare}
     places = [flag for flag, option in options.items() if option.is_place]
     known = [flag for flag, option in options.items() if option.is_place or not option.is_positional]
     named: dict[str, str] = {}
-    rest, placed, problem, words = [], [], None, iter(given)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        flag = flag.replace("_", "-").replace("--no-", "--")
-        if flag in places:
-            named[flag] = value if equals else next(words, "")
-            continue
-        rest.append(word)
-        if flag in options and flag not in known:
-            problem = f"no option {word}: give {options[flag].flag} without a name before it"
-        elif flag.startswith("--") and flag not in known:
-            close = close_name(flag, known)
-            problem = f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}"
-            problem = NO_BATCH_INVARIANT if flag.endswith("batch-invariant") else problem
+    rest: list[str] = []
+    words = deque(given)
+    try:
+        while words:
+            word = words.popleft()
+            flag, equals, value = word.partition("=")
+            flag = flag.replace("_", "-").replace("--no-", "--")
+            if flag == "--set":
+                if equals:
+                    words.appendleft(value)
+                rest += _as_option(words.popleft() if words else "", rare)
+                while words and words[0].partition("=")[0] in rare:
+                    rest += _as_option(words.popleft(), rare)
+            elif flag in places:
+                named[flag] = value if equals else words.popleft() if words else ""
+            else:
+                rest.append(word)
+                _check_flag(name, word, flag, options=options, known=known, rare=rare)
+        return [*_placed(named, places, rest), *rest]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _placed(named: Mapping[str, str], places: Sequence[str], rest: list[str]) -> list[str]:
+    """The values of all places up to the last one that is named; those without a name are taken from ``rest``."""
+    placed = []
     for flag in places[: max(map(places.index, named), default=-1) + 1]:
         if flag not in named and (not rest or rest[0].startswith("-")):
-            problem = problem or f"{' and '.join(named)} is given by name: give {flag}, too"
-        else:
-            placed.append(named[flag] if flag in named else rest.pop(0))
-    if problem is not None:
-        print(f"error: {problem}", file=sys.stderr)
-        raise SystemExit(2)
-    return [*placed, *rest]
+            raise ValueError(f"{' and '.join(named)} is given by name: give {flag}, too")
+        placed.append(named[flag] if flag in named else rest.pop(0))
+    return placed
+
+
+def _check_flag(
+    name: str, word: str, flag: str, *, options: Mapping[str, Any], known: Sequence[str], rare: Mapping[str, Any]
+) -> None:
+    """ValueError if a word is an option that the command has not, or has in another way."""
+    if flag in options and flag not in known:
+        raise ValueError(f"no option {word}: give {options[flag].flag} without a name before it")
+    if not flag.startswith("--") or flag in known:
+        return
+    if flag.endswith("batch-invariant"):
+        raise ValueError(NO_BATCH_INVARIANT)
+    if (setting := flag[2:].replace("-", "_")) in rare:
+        raise ValueError(f"no option {word}: give --set {setting}={rare[setting].values or 'on'}")
+    close = close_name(flag, known)
+    raise ValueError(f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}")
+
+
+def _as_option(given: str, rare: Mapping[str, Any]) -> list[str]:
+    """The words of an option for NAME=VALUE of ``--set``. ValueError: no such setting, or no switch."""
+    name, equals, value = given.partition("=")
+    name = name.replace("-", "_")
+    if not equals:
+        raise ValueError(f"--set {given}: write NAME=VALUE")
+    if name not in rare:
+        close = close_name(name, rare)
+        raise ValueError(
+            f"--set {given}: no such setting; {f'did you mean {close}?' if close else f'choose among {list(rare)}'}"
+        )
+    flag, hint = name.replace("_", "-"), rare[name].values
+    if not hint:  # on or off
+        if value not in ("on", "off", "true", "false"):
+            raise ValueError(f"--set {given}: give on or off")
+        return [f"--{flag}" if value in ("on", "true") else f"--no-{flag}"]
+    return [f"--{flag}", *value.split(",")] if " " in hint else [f"--{flag}={value}"]
 
 
 def import_quickly(name: str) -> Any:
@@ -202,7 +248,7 @@ def options_of(name: str) -> tuple[type, Callable[[Sequence[str]], Any] | None]:
     module_name, _, class_name = COMMANDS[name].options.rpartition(".")
     module: Any = importlib.import_module(f"draftheads.{module_name}")
     kind = getattr(module, class_name)
-    return kind, partial(module.defaults, options=kind) if hasattr(kind, "of") else None
+    return kind, module.defaults if hasattr(kind, "of") else None
 
 
 def _usage() -> str:

@@ -72,6 +72,8 @@ class GrammarOptions:
 class GenerateOptions:
     """Answer prompts with a model and an optional draft head."""
 
+    RARE: ClassVar = ("batch_size", "plain_text")
+
     BASIC: ClassVar = ("model", "head", "prompts", "out", "max_new_tokens", "temperature", "seed", "precision")
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -106,6 +108,8 @@ class GenerateOptions:
 @dataclass(frozen=True)
 class ChatOptions:
     """Chat with a model on the terminal."""
+
+    RARE: ClassVar = ("top_k", "draft_model", "stop", "logprobs", "acceptance", "trust_remote_code", "plain_text")
 
     BASIC: ClassVar = ("model", "head", "system", "max_new_tokens", "temperature", "seed", "precision")
 

@@ -1,7 +1,4 @@
-"""``draftheads train`` and what ``train-joint`` shares with it: defaults, and tables of the results."""
-
-from collections.abc import Callable, Sequence
-from typing import Any
+"""``draftheads train``: trains, and shows the results."""
 
 from rich.console import Console
 from rich.table import Table
@@ -10,38 +7,43 @@ from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.train import processes
-from draftheads.train.options import RunOptions, TrainOptions
+from draftheads.train.joint.run import JointReport
+from draftheads.train.joint.tuned_model import Movement
+from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import recipe
 from draftheads.train.report import Report, mean_loss
 from draftheads.train.run import train
 from draftheads.train.summary import verdict_of
 from draftheads.utils.counts import counted
-from draftheads.utils.progress import Progress
 
 
 def run(options: TrainOptions) -> None:
-    """Trains, then prints a table of the heads' accuracy."""
-    run_and_print(options, train, lambda _: [f"saved in {options.out}"])
-
-
-def run_and_print(
-    options: RunOptions, train: Callable[[Any, Progress], Report | None], more: Callable[[Any], Sequence[str | Table]]
-) -> None:
-    """Trains, prints the results and writes the page; of several processes only the first one prints.
-
-    ``train`` returns the report, in the first process at least; ``more`` is printed after the table of the heads.
-    """
+    """Trains, prints the results and writes the page; of several processes only the first one prints."""
     quiet_transformers()
     console = Console(quiet=not processes.is_first())
     if options.recipe is not None:
         console.print(recipe_table(options))
     with ProgressDisplay(console) as display:
         report = train(options, display)
-    if report is not None and processes.is_first():
-        print_results(console, report)
-        for part in more(report):
-            console.print(part, soft_wrap=isinstance(part, str))
-        write_pages(console, options.out, "training")
+    if report is None or not processes.is_first():
+        return
+    print_results(console, report)
+    merge = ""
+    if isinstance(report, JointReport):
+        console.print(movement_table(report.movement))
+        merge = f"; `draftheads merge --model {options.model} --adapter {options.out} --out …` makes one model of it"
+    console.print(f"saved in {options.out}{merge}", soft_wrap=True)
+    write_pages(console, options.out, "training")
+
+
+def movement_table(movement: Movement) -> Table:
+    """How far the tuned model is from the original."""
+    title = f"how far the model moved, on {counted(movement.num_tokens, 'held-out token')}"
+    table = Table("", "original", "tuned", title=title)
+    table.add_row("perplexity", f"{movement.original_perplexity:.3f}", f"{movement.tuned_perplexity:.3f}")
+    table.add_row("KL(original || tuned) per token", "", f"{movement.kl:.4f}")
+    table.add_row("same greedy token", "", f"{movement.agreement:.1%}")
+    return table
 
 
 def print_results(console: Console, report: Report) -> None:
@@ -70,10 +72,10 @@ def print_results(console: Console, report: Report) -> None:
     console.print(verdict_of(vars(report)), soft_wrap=True)
 
 
-def recipe_table(options: RunOptions) -> Table:
+def recipe_table(options: TrainOptions) -> Table:
     """All settings of the recipe with their sources, and the values that replace them."""
     assert options.recipe is not None
-    chosen = recipe(options.recipe, tunes_model=not isinstance(options, TrainOptions))
+    chosen = recipe(options.recipe)
     table = Table("option", "value", "source", title=f"recipe {options.recipe}: {chosen.source}")
     values = options.flat()
     for name, value in chosen.settings.items():

@@ -1,4 +1,4 @@
-"""Defaults of the options of ``train`` and ``train-joint``, and the options of ``show-batch``."""
+"""Defaults of the options of ``train``, and the options of ``show-batch``."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,13 +9,12 @@ from typing import Annotated, ClassVar
 import tyro
 
 from draftheads.cli.early_checks import check_names
-from draftheads.train.joint.options import JointOptions
-from draftheads.train.options import ChatOptions, RunOptions, ScheduleOptions, TrainOptions
+from draftheads.train.options import ChatOptions, ScheduleOptions, TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.utils.option_group import FRACTION, FROM_0, FROM_1, OptionGroup
 
 
-def defaults(arguments: Sequence[str], options: type[RunOptions] = TrainOptions) -> RunOptions:
+def defaults(arguments: Sequence[str]) -> TrainOptions:
     """Default values of the options, which depend on the recipe and the head to start from in these arguments.
 
     >>> defaults(["--recipe=hydra", "--epochs", "3"]).heads.method
@@ -26,28 +25,32 @@ def defaults(arguments: Sequence[str], options: type[RunOptions] = TrainOptions)
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="?")
     for name in ("data", "text"):
         parser.add_argument(f"--{name}", nargs="*", type=Path, default=[])
-    parser.add_argument("--resume", action="store_true")
+    for name in ("resume", "joint"):
+        parser.add_argument(f"--{name}", action="store_true")
     given = parser.parse_known_args(arguments)[0]
-    model = given.model or options.model
+    model = given.model or TrainOptions.model
     if not {"-h", "--help", "--help-all"}.intersection(arguments):  # the options themselves import torch
         named = {**vars(given), "model": model, "data": tuple(given.data), "text": tuple(given.text)}
         check_names(named.items())
-    settings = defaults_from({**vars(given), "model": model}, tunes_model=options is JointOptions)
-    required = {} if options is JointOptions else {"method": tyro.MISSING}
-    return options.of(**{"out": tyro.MISSING, **required, **settings})
+    settings = defaults_from({**vars(given), "model": model})
+    return TrainOptions.of(**{"out": tyro.MISSING, "method": tyro.MISSING, **settings})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowBatchOptions(OptionGroup):
     """Show a batch of `draftheads train` with the learned tokens in colour, to check the chat template."""
 
+    RARE: ClassVar = (
+        *("plain_text", "max_texts", "batch_tokens", "max_length", "max_tokens", "epochs", "held_out", "seed"),
+    )
+
     BASIC: ClassVar = ("data", "model", "chat_template", "index", "max_texts", "html", "plain_text")
 
     data: tuple[Path, ...]
     """Chat files (.jsonl, .jsonl.gz). One {"messages": [...]} a line."""
-    model: str = RunOptions.model
+    model: str = TrainOptions.model
     """The model: a name, a folder or a Hugging Face id. Its tokenizer and chat template are used."""
-    chat_template: str | None = RunOptions.chat_template
+    chat_template: str | None = TrainOptions.chat_template
     """Chat template in place of the tokenizer's own. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     index: Annotated[int, FROM_0] = 0
     """Which batch. A training run with the same settings takes batch 0 in its first step."""

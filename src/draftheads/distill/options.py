@@ -32,6 +32,12 @@ _NOT_WITH_ENDPOINT = {
 class DistillOptions(OptionGroup):
     """Let a model answer prompts and write its answers as training data."""
 
+    RARE: ClassVar = (
+        *("chat_template", "turns", "document_tokens", "self_talk_turns", "self_talk_temperature"),
+        *("max_question_tokens", "chunk_size", "four_bit", "request_timeout", "request_retries", "top_k"),
+        *("top_p",),
+    )
+
     BASIC: ClassVar = (
         *("prompts", "documents", "out", "model", "head"),
         *("temperature", "max_new_tokens", "batch_size", "num_self_talk"),

@@ -17,7 +17,7 @@ from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FOLDER, BASE_FILE = "adapter", "base.json"  # of a `draftheads train-joint` run
+ADAPTER_FOLDER, BASE_FILE = "adapter", "base.json"  # of a run of `draftheads train --joint`
 _HUB_TIMEOUT_SECONDS = 10.0
 _MODEL_FIX = f"give {SMOLLM2_135M.name}, a folder, a Hugging Face id, or a loaded transformers model"
 _LONGEST_NAME = 255  # of a folder on usual file systems; paths of several folders may be longer
@@ -95,7 +95,7 @@ def base_of(name: str) -> str:
         return SMOLLM2_135M.name if _is_embedded(name) else name
     base: Any = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not (isinstance(base, str) and user_path(base).is_dir()):
-        recorded = _json(adapter / BASE_FILE).get("base")  # of train-joint, with the Hub id
+        recorded = _json(adapter / BASE_FILE).get("base")  # of `train --joint`, with the Hub id
         base = recorded.get("model_id", base) if isinstance(recorded, dict) else base
     if not isinstance(base, str) or not base:
         raise CheckpointCorrupt(
@@ -111,7 +111,7 @@ def _is_embedded(name: str) -> bool:
 
 
 def find_adapter(folder: Path) -> Path | None:
-    """The folder of the adapter in this folder: the folder itself, or ``adapter/`` of a train-joint run."""
+    """The folder of the adapter in this folder: the folder itself, or ``adapter/`` of a run with ``--joint``."""
     places = (folder, folder / ADAPTER_FOLDER)
     return next((place for place in places if (place / ADAPTER_CONFIG).is_file()), None)
 

@@ -37,6 +37,8 @@ class TuneOptions:
     run `draftheads bench MODEL --heads HEAD --prompts FILE` with other prompts.
     """
 
+    RARE: ClassVar = ("device", "top_k", "beam", "chat_template", "trust_remote_code")
+
     BASIC: ClassVar = ("prompts", "out", "temperature", "num_prompts", "precision")
 
     model: tyro.conf.Positional[str]

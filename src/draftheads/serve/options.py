@@ -27,6 +27,11 @@ class ServeOptions(OptionGroup):
     /v1/models, /health, /ready, /metrics and /openapi.json.
     """
 
+    RARE: ClassVar = (
+        *("copy", "request_seconds", "api_key", "max_waiting", "chunk_tokens", "default_tokens"),
+        *("drain_seconds", "record_gib", "log_requests"),
+    )
+
     BASIC: ClassVar = ("model", "head", "host", "port", "api_key_file", "max_rows", "kv_gib", "precision")
 
     model: Annotated[str, tyro.conf.Positional] = "smollm2-135m"

@@ -10,7 +10,7 @@ from draftheads.models.model_config import head_sizes, num_weights
 from draftheads.models.pretrained import default_dtype
 from draftheads.train import processes
 from draftheads.train.new_head import head_config
-from draftheads.train.options import HeadOptions, RunOptions
+from draftheads.train.options import HeadOptions, TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.utils.counts import byte_size, short_count
 from draftheads.utils.machine import find_memory
@@ -19,7 +19,7 @@ from draftheads.utils.machine import find_memory
 BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10, "muon": 16}
 
 
-def check_sizes(options: RunOptions, config: Any) -> None:
+def check_sizes(options: TrainOptions, config: Any) -> None:
     """Checks the sizes of new heads against a model's configuration and the memory of this machine."""
     config, heads = config.get_text_config(), options.heads
     if any(getattr(config, name, None) is None for name in ("hidden_size", "vocab_size", "num_attention_heads")):
@@ -72,7 +72,7 @@ def memory_bytes() -> int | None:
     return memory.total if memory.limit is None else memory.limit
 
 
-def reading_dtype(options: RunOptions, config: Any) -> torch.dtype:
+def reading_dtype(options: TrainOptions, config: Any) -> torch.dtype:
     """The type in which the model reads the texts: that of its device.
 
     With ``--precision fp32`` on a CPU it is fp32, if the model then takes at most half of the memory.

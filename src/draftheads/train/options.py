@@ -17,6 +17,7 @@ from draftheads.settings import LK_ETA, LmHeadKind, LossKind
 from draftheads.utils.identity import as_json_values
 from draftheads.utils.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range, up_to
 
+HEAD_WEIGHTS = {"text": 0.2, "original": 0.01}  # λ0 of Medusa, sections 4.1 and 4.2
 _SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
 _MANY = 1 << 20  # tokens
 _SIZE = Range("give 0 for the whole vocabulary", FROM_0.has)
@@ -30,6 +31,8 @@ _INTERVAL = Range("give 0 for none", FROM_0.has)
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(OptionGroup):
     """Architecture of the draft heads."""
+
+    RARE: ClassVar = ("lm_head_rank",)
 
     method: str
     """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, markov-medusa, or
@@ -81,6 +84,8 @@ class HeadOptions(OptionGroup):
 class ChatOptions(OptionGroup):
     """Chats to train on."""
 
+    RARE: ClassVar = ("held_out",)
+
     data: tuple[Path, ...] = ()
     """Chat files (.jsonl, .jsonl.gz), or folders of them. One {"messages": [...]} a line, or {"prompt": ...,
     "completion": ...}, or what `draftheads serve --record` wrote."""
@@ -96,6 +101,8 @@ class ChatOptions(OptionGroup):
 class PlainTextOptions(OptionGroup):
     """A first stage on plain text."""
 
+    RARE: ClassVar = ("text_length", "text_part", "second_stage_rate")
+
     text: tuple[Path, ...] = ()
     """Plain text files for a first stage, before the chats. .txt, or .jsonl with {"text": ...} a line. --max-tokens
     counts for them and for the chats, each."""
@@ -110,6 +117,8 @@ class PlainTextOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions(OptionGroup):
     """Hidden states of the frozen model."""
+
+    RARE: ClassVar = ("extracted", "features_budget", "keep_features", "feature_weight", "shard_model")
 
     features: Path | None = None
     """Folder of the model's hidden states. Made if they are not there; OUT/features when left out."""
@@ -130,6 +139,8 @@ class FeatureOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOptions(OptionGroup):
     """Loss and regularisation."""
+
+    RARE: ClassVar = ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "dropout", "depth_decay")
 
     loss: LossKind = "teacher"
     """What heads learn. The model's distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), the
@@ -155,6 +166,8 @@ class ObjectiveOptions(OptionGroup):
 class ScheduleOptions(OptionGroup):
     """Steps and learning rate."""
 
+    RARE: ClassVar = ("accumulate", "final_learning_rate", "warmup")
+
     epochs: Annotated[int, up_to(10_000)] = 2
     """Passes over the training text."""
     batch_tokens: Annotated[int, up_to(_MANY)] = 1024
@@ -162,7 +175,7 @@ class ScheduleOptions(OptionGroup):
     accumulate: Annotated[int, up_to(10_000)] = 1
     """Batches whose gradients are averaged for one step. In every process."""
     learning_rate: Annotated[float, ABOVE_0] = 1e-3
-    """Highest learning rate. It rises during warm-up and falls along a cosine. In train-joint: of the model."""
+    """Highest learning rate. It rises during warm-up and falls along a cosine. With --joint: of the model."""
     final_learning_rate: Annotated[float, FRACTION] = 0.0
     """End of the cosine, as a part of the highest learning rate."""
     warmup: Annotated[float, _WARMUP] = 0.05
@@ -174,6 +187,8 @@ class ScheduleOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions(OptionGroup):
     """AdamW or Muon."""
+
+    RARE: ClassVar = ("betas", "weight_decay", "max_grad_norm")
 
     optimizer: Literal["adamw", "adamw-8bit", "muon"] = "adamw"
     """The optimizer. adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes. muon moves
@@ -195,17 +210,21 @@ class OptimizerOptions(OptionGroup):
 class HardwareOptions(OptionGroup):
     """Precision."""
 
+    RARE: ClassVar = ("four_bit",)
+
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the heads' products. Weights and losses stay fp32; auto is bf16 where the machine computes in it. Try
     fp32 on a CPU: some multiply large matrices faster in it. The model then reads the texts in fp32, too, if it takes
     at most half of the memory."""
     four_bit: bool = False
-    """Hold the model's linear layers in 4 bits. In train-joint: QLoRA. Needs bitsandbytes."""
+    """Hold the model's linear layers in 4 bits. With --joint: QLoRA. Needs bitsandbytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(OptionGroup):
     """Checkpoints, logs and measurements."""
+
+    RARE: ClassVar = ("log_steps", "tensorboard", "eval_texts", "tree_nodes", "chain")
 
     save_steps: Annotated[int, FROM_1] = 200
     """Steps between checkpoints."""
@@ -225,8 +244,51 @@ class ReportOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What every training run has."""
+class TuningOptions(OptionGroup):
+    """Tuning the model with its heads: --joint."""
+
+    RARE: ClassVar = ("backbone_loss", "head_weight", "head_weight_rise", "head_rate_factor", "heads_first")
+
+    head: Path | None = None
+    """Continue with this trained head. Its own architecture and sizes are used, and --heads-first 0 is enough."""
+    backbone_loss: Literal["text", "original"] = "text"
+    """What the model learns. text: the tokens of the text; original: its own distribution (self-distillation)."""
+    head_weight: Annotated[float | None, ABOVE_0] = None
+    """λ0, weight of the heads' loss relative to the model's. When left out 0.2 with text and 0.01 with original."""
+    head_weight_rise: Literal["constant", "sine"] = "constant"
+    """How λ0 changes while both are trained. sine: it rises along a quarter sine and reaches its value at the end."""
+    heads_first: Annotated[float, FRACTION] = 0.25
+    """Part of the steps in which only the heads are trained."""
+    head_rate_factor: Annotated[float, ABOVE_0] = 4.0
+    """The heads' learning rate as a multiple of the model's."""
+
+    @property
+    def peak_head_weight(self) -> float:
+        """λ0, as given or by default."""
+        return HEAD_WEIGHTS[self.backbone_loss] if self.head_weight is None else self.head_weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(OptionGroup):
+    """LoRA layers in the model, with --joint."""
+
+    RARE: ClassVar = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+
+    lora_rank: Annotated[int, FROM_1] = 32
+    """Rank of the adapter."""
+    lora_alpha: Annotated[int, ABOVE_0] = 16
+    """Factor of the adapter's product, over the rank."""
+    lora_dropout: Annotated[float, FRACTION] = 0.05
+    """Dropout before the adapter's layers."""
+    lora_targets: tuple[str, ...] = ()
+    """Ends of the names of layers to adapt. All linear layers when left out, but no lm_head that is
+    the embedding, too: `merge` would make two matrices of them."""
+
+
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train draft heads for a frozen model on chats; with --joint, tune the model together with them (Medusa-2)."""
 
     BASIC: ClassVar = (
         *("recipe", "method", "num_heads", "model", "data", "out", "resume", "start_from"),
@@ -244,7 +306,8 @@ class RunOptions:
     always right."""
     recipe: str | None = None
     """Settings of a paper as defaults: medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
-    mlp-speculator, eagle, eagle3, blockwise, small. Options on the command line replace them."""
+    mlp-speculator, eagle, eagle3, blockwise, small; medusa-2, medusa-2-self (with the model). Options on the command
+    line replace them."""
     heads: HeadOptions
     chats: ChatOptions = ChatOptions()
     objective: ObjectiveOptions = ObjectiveOptions()
@@ -252,6 +315,13 @@ class RunOptions:
     optimizer: OptimizerOptions = OptimizerOptions()
     hardware: HardwareOptions = HardwareOptions()
     report: ReportOptions = ReportOptions()
+    plain_text: PlainTextOptions = PlainTextOptions()
+    hidden_states: FeatureOptions = FeatureOptions()
+    joint: bool = False
+    """Tune the model together with its heads, as Medusa-2 does. A LoRA adapter; `draftheads merge` then makes one model
+    folder. Recipes medusa-2 and medusa-2-self set it."""
+    tuning: TuningOptions = TuningOptions()
+    adapter: AdapterOptions = AdapterOptions()
 
     def __post_init__(self) -> None:
         if self.out is not tyro.MISSING:  # the defaults of a command line have no --out yet
@@ -260,7 +330,7 @@ class RunOptions:
     @property
     def first_head(self) -> str | None:
         """The trained head that the run starts with or copies from, if any."""
-        return self.heads.start_from
+        return self.heads.start_from if self.tuning.head is None else str(self.tuning.head)
 
     def check(self) -> None:
         """Checks settings of different groups against each other.
@@ -278,6 +348,43 @@ class RunOptions:
         ):
             if value and not fine:
                 raise InvalidSettings(f"--{name} is {value}, but {self.heads.method} heads {fix}")
+        if self.joint:
+            self._check_joint()
+        else:
+            self._check_frozen()
+
+    def _check_frozen(self) -> None:
+        method, weight = self.heads.method, self.hidden_states.feature_weight
+        if self.tuning != TuningOptions() or self.adapter != AdapterOptions():
+            raise InvalidSettings("--head, --backbone-loss and settings of the adapter need --joint")
+        if weight and not head_classes(method)[1].predicts_hidden_states:
+            raise InvalidSettings(
+                f"--feature-weight is {weight}, but the features of {method} heads do not predict hidden states"
+            )
+        extracted, features = self.hidden_states.extracted, self.hidden_states.features
+        if extracted is not None and (features is not None or self.hidden_states.shard_model):
+            other = "--set shard_model" if features is None else f"--features {features}"
+            raise InvalidSettings(f"--extracted {extracted} has the hidden states already: leave out {other}")
+        if self.hidden_states.shard_model and self.hardware.four_bit:
+            raise InvalidSettings("shard_model does not work with four_bit: leave one of them out")
+        if not self.chats.data and not self.plain_text.text and self.hidden_states.features is None:
+            raise InvalidSettings("give --data FILE…, --text FILE… or a finished --features DIR to train on")
+
+    def _check_joint(self) -> None:
+        if not self.chats.data:
+            raise InvalidSettings("give --data FILE… to train on")
+        if self.plain_text != PlainTextOptions() or self.hidden_states != FeatureOptions():
+            raise InvalidSettings(
+                "--text, --features and other settings of hidden states are not for --joint: it trains on chats, and "
+                "the model's hidden states change at each step"
+            )
+        if self.optimizer.optimizer == "muon":
+            raise InvalidSettings("--optimizer muon is not for --joint: an adapter has no full matrices; give adamw")
+        if self.tuning.head is not None and self.heads.start_from is not None:
+            raise InvalidSettings(
+                f"--head is {self.tuning.head} and --start-from {self.heads.start_from}: give one; "
+                "--head continues with that head as it is, --start-from copies its weights into a new head"
+            )
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
@@ -343,27 +450,17 @@ class RunOptions:
         return by_field
 
 
-@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(RunOptions):
-    """Train draft heads for a frozen model on chats."""
+class MergeOptions(OptionGroup):
+    """Merge a model and its adapter into one model folder. OUT/head is the head of a run with `train --joint`."""
 
-    plain_text: PlainTextOptions = PlainTextOptions()
-    hidden_states: FeatureOptions = FeatureOptions()
+    RARE: ClassVar = ("dtype",)
 
-    def check(self) -> None:
-        """As of every run, and where the text is from."""
-        super().check()
-        method, weight = self.heads.method, self.hidden_states.feature_weight
-        if weight and not head_classes(method)[1].predicts_hidden_states:
-            raise InvalidSettings(
-                f"--feature-weight is {weight}, but the features of {method} heads do not predict hidden states"
-            )
-        extracted, features = self.hidden_states.extracted, self.hidden_states.features
-        if extracted is not None and (features is not None or self.hidden_states.shard_model):
-            other = "--shard-model" if features is None else f"--features {features}"
-            raise InvalidSettings(f"--extracted {extracted} has the hidden states already: leave out {other}")
-        if self.hidden_states.shard_model and self.hardware.four_bit:
-            raise InvalidSettings("--shard-model does not work with --four-bit: leave one of them out")
-        if not self.chats.data and not self.plain_text.text and self.hidden_states.features is None:
-            raise InvalidSettings("give --data FILE…, --text FILE… or a finished --features DIR to train on")
+    model: str | None = None
+    """The model that was tuned. A name, a folder or a Hugging Face id; the one that the adapter names when left out."""
+    adapter: Path
+    """Folder of a PEFT adapter, or of a run of `train --joint`."""
+    out: Path
+    """Folder to make."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Type of the saved weights. The type of the model's files when left out."""

@@ -20,7 +20,6 @@ class Recipe:
 
     source: str
     parts: _Parts
-    tunes_model: bool = False  # for train-joint
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -41,8 +40,10 @@ _MEDUSA: _Parts = {
     "equation 1": {"loss": "hard"},
     "section 4": {"num_heads": 5, "num_layers": 1, "depth_decay": 0.8},
 }
+_JOINT: Mapping[str, Any] = {"method": "medusa", "learning_rate": 2.5e-4}  # of --joint without a recipe
 _MEDUSA_2: _Parts = {
     **_MEDUSA,
+    "section 3.2": {"joint": True},
     "section 4": {
         **_MEDUSA["section 4"],
         "head_rate_factor": 4.0,
@@ -75,7 +76,6 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 "section 4.1": {"learning_rate": 5e-4, "warmup": 40, "epochs": 2, "head_weight": 0.2},
                 OURS: {"heads_first": 0.5},
             },
-            tunes_model=True,
         ),
         "medusa-2-self": Recipe(
             "Medusa: self-distillation of the model, the weight of the heads rises along a sine",
@@ -92,7 +92,6 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 },
                 OURS: {"epochs": 2},
             },
-            tunes_model=True,
         ),
         "hydra": Recipe(
             "Hydra: four grounded heads, one epoch on the text",
@@ -191,26 +190,21 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def recipe(name: str, *, tunes_model: bool = False) -> Recipe:
-    """The recipe of that name, for ``train`` or (``tunes_model``) for ``train-joint``."""
-    fitting = [known for known, found in RECIPES.items() if found.tunes_model == tunes_model]
+def recipe(name: str) -> Recipe:
+    """The recipe of that name."""
     if name not in RECIPES:
-        raise InvalidSettings(f"no recipe {name!r}; choose among {', '.join(fitting)}")
-    if name not in fitting:
-        other = "train" if tunes_model else "train-joint"
-        what = "does not tune the model" if tunes_model else "also tunes the model"
-        raise InvalidSettings(f"recipe {name} {what}: draftheads {other} --recipe {name} …")
+        raise InvalidSettings(f"no recipe {name!r}; choose among {', '.join(RECIPES)}")
     return RECIPES[name]
 
 
-def defaults_from(given: Mapping[str, Any], *, tunes_model: bool = False) -> dict[str, Any]:
+def defaults_from(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by name that follow from a recipe, and from a head to start from, which goes first.
 
-    Of the user's settings, recipe, start_from, model, method and resume are read. With resume, a missing head to start
-    from is no error: a resumed run does not need it.
+    Of the user's settings, recipe, joint, start_from, model, method and resume are read. With resume, a missing head to
+    start from is no error: a resumed run does not need it.
     """
     name, start = given.get("recipe"), given.get("start_from")
-    settings = {} if name is None else recipe(name, tunes_model=tunes_model).settings
+    settings = dict(_JOINT if given.get("joint") else {}) if name is None else recipe(name).settings
     method = given.get("method") or settings.get("method")
     if start is not None and method:
         from draftheads.train.new_head import settings_of  # noqa: PLC0415 - slow to import; few runs start from a head

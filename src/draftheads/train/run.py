@@ -36,7 +36,7 @@ from draftheads.train.learner import Learner, head_learner
 from draftheads.train.likeness import share_in_other_texts
 from draftheads.train.memory import check_sizes, reading_dtype
 from draftheads.train.new_head import Start, in_float32, layers_read, new_head
-from draftheads.train.options import RunOptions, TrainOptions
+from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
@@ -51,7 +51,7 @@ from draftheads.utils.progress import NoProgress, Progress, shown
 def train_head(
     *, out: str | Path, data: str | Path | Sequence[str | Path] = (), progress: Progress | bool = True, **settings: Any
 ) -> Report | None:
-    """Trains a draft head for a frozen model, as ``draftheads train`` does.
+    """Trains a draft head, as ``draftheads train`` does.
 
     >>> import draftheads
     >>> report = draftheads.train_head(
@@ -91,14 +91,16 @@ def _path(value: object, what: str) -> Path:
 
 def train(options: TrainOptions, progress: Progress) -> Report | None:
     """Trains a head with these options; results and errors as of :func:`train_head`."""
-    report: Report | None = HeadRun(options, progress).run()
+    from draftheads.train.joint.run import JointRun  # noqa: PLC0415 - it is built on this module
+
+    report: Report | None = (JointRun if options.joint else HeadRun)(options, progress).run()
     return report
 
 
 class Run:
     """The steps of a training run in their order; what is trained, and on what, is up to the subclasses."""
 
-    options: RunOptions
+    options: TrainOptions
     head_folder = ""  # of the head within the output folder
     report_class: type[Report] = Report
 
@@ -109,7 +111,7 @@ class Run:
     features: Path | None = None  # where hidden states are stored, as soon as there may be some
     reading_seconds = 0.0  # for them
 
-    def __init__(self, options: RunOptions, progress: Progress) -> None:
+    def __init__(self, options: TrainOptions, progress: Progress) -> None:
         self.options = options
         self.progress = progress
         self.folder = RunFolder(options, self.head_folder)
@@ -330,7 +332,6 @@ class Run:
 class HeadRun(Run):
     """Trains heads on stored or live hidden states of a frozen model."""
 
-    options: TrainOptions
     learner: Learner
 
     @property

@@ -18,7 +18,7 @@ from draftheads.models.chat_template import read_template
 from draftheads.models.model_names import kind_of_folder
 from draftheads.train import processes
 from draftheads.train.new_head import Start, digest_of
-from draftheads.train.options import RunOptions
+from draftheads.train.options import TrainOptions
 from draftheads.train.training_data import TrainingData
 from draftheads.utils.counts import counted
 from draftheads.utils.file_set import current
@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = frozenset(
 _MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "extracted", "tree_nodes"}
 
 
-def chat_template_text(options: RunOptions) -> str | None:
+def chat_template_text(options: TrainOptions) -> str | None:
     """Text of the chat template of a run: the given one, else the one that its first head was trained with."""
     try:
         first = None if options.first_head is None else resolve(options.first_head, options.model, ignore_profile=True)
@@ -50,7 +50,7 @@ def chat_template_text(options: RunOptions) -> str | None:
 class RunFolder:
     """``--out`` of a run with these options."""
 
-    options: RunOptions
+    options: TrainOptions
     head_name: str = ""  # subfolder of the head; the folder itself by default
 
     @property

@@ -25,7 +25,7 @@ from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.models.pretrained import default_device, default_dtype
 from draftheads.train import processes
 from draftheads.train.muon import MuonAdamW
-from draftheads.train.options import HardwareOptions, RunOptions
+from draftheads.train.options import HardwareOptions, TrainOptions
 from draftheads.train.report import mean_loss
 from draftheads.train.run_folder import RunFolder
 from draftheads.utils.files import remove_leftovers, write_atomic
@@ -161,7 +161,7 @@ class _Compute:
         return {name: value.tolist() for name, value in means.items()}
 
 
-def make_optimizer(options: RunOptions, groups: Sequence[dict[str, Any]]) -> Optimizer:
+def make_optimizer(options: TrainOptions, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """AdamW over groups of parameters, which may have their own ``lr`` and ``weight_decay``."""
     adamw, kind = options.optimizer, AdamW
     given: dict[str, Any] = {"lr": options.schedule.learning_rate, "betas": adamw.betas}
@@ -172,7 +172,7 @@ def make_optimizer(options: RunOptions, groups: Sequence[dict[str, Any]]) -> Opt
     return kind(list(groups), weight_decay=adamw.weight_decay, **given)
 
 
-def head_optimizer(options: RunOptions, head: nn.Module) -> Optimizer:
+def head_optimizer(options: TrainOptions, head: nn.Module) -> Optimizer:
     """For a head alone: matrices may decay, vectors do not."""
     adamw = options.optimizer
     if adamw.optimizer == "muon":

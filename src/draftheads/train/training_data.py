@@ -19,7 +19,7 @@ from draftheads.data.vllm_features import ExtractedStore
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train import processes
-from draftheads.train.options import PlainTextOptions, RunOptions, TrainOptions
+from draftheads.train.options import PlainTextOptions, TrainOptions
 from draftheads.train.schedule import Stage
 from draftheads.utils.progress import Progress
 
@@ -110,7 +110,7 @@ def with_hidden_states(
     return FeatureStore(folder)
 
 
-def plan_training(store: Documents, options: RunOptions, plain_text: PlainTextOptions | None = None) -> TrainingData:
+def plan_training(store: Documents, options: TrainOptions, plain_text: PlainTextOptions | None = None) -> TrainingData:
     """Holds texts out and decides all batches; the same for the same options."""
     chat_options, schedule = options.chats, options.schedule
     plain, chats = (_documents(store, chat_options.max_tokens, plain=kind) for kind in (True, False))

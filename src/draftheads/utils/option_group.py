@@ -58,4 +58,5 @@ class OptionGroup:
             value = getattr(self, name)
             several = " ".join(map(str, value)) if isinstance(value, tuple) and value else repr(value)
             shown = str(value) if isinstance(value, Path) else several
-            raise InvalidSettings(f"--{name.replace('_', '-')} is {shown}: {fix}")
+            flag = name if name in getattr(self, "RARE", ()) else f"--{name.replace('_', '-')}"  # RARE: of --set
+            raise InvalidSettings(f"{flag} is {shown}: {fix}")

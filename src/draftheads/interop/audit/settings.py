@@ -94,6 +94,11 @@ class AuditOptions(OptionGroup):
     wrong, 1 if one is, and 2 if it could not be checked.
     """
 
+    RARE: ClassVar = (
+        *("device", "route", "server_name", "baseline_name", "json_schema", "examples", "parallel"),
+        *("temperature", "seed", "request_timeout", "request_retries", "trust_remote_code", "chat_template"),
+    )
+
     BASIC: ClassVar = ("prompts", "baseline", "model", "limit", "checks", "max_new_tokens", "tolerance", "json")
 
     url: Annotated[str, tyro.conf.Positional]

@@ -26,7 +26,6 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.tuned_model import Movement, TunedModel, measure_movement
 from draftheads.train.learner import Learner, head_learner
 from draftheads.train.memory import check_sizes
@@ -38,7 +37,6 @@ from draftheads.train.schedule import JointSchedule
 from draftheads.train.trainer import Steps, computes_in_bf16, make_optimizer
 from draftheads.train.training_data import TrainingData, plan_training
 from draftheads.utils.files import atomic_directory, write_atomic
-from draftheads.utils.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -53,16 +51,9 @@ class JointReport(Report):
         return super().of({**metrics, "movement": Movement(**metrics["movement"])})
 
 
-def train_jointly(options: JointOptions, progress: Progress) -> JointReport | None:
-    """Tunes a model and its heads, and saves both; results and errors as of :func:`draftheads.train.run.train_head`."""
-    report: JointReport | None = JointRun(options, progress).run()
-    return report
-
-
 class JointRun(Run):
     """Trains a LoRA adapter in the model together with heads that read the model's live hidden states."""
 
-    options: JointOptions
     head_folder = HEAD_FOLDER
     report_class = JointReport
 
