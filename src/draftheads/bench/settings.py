@@ -93,7 +93,7 @@ class BenchSettings(OptionGroup):
             SamplingSettings(temperature=point.temperature, typical_epsilon=epsilon)  # raises what is impossible
         if self.temperatures == (0.0,) and self.acceptance != ("exact",):
             raise InvalidSettings(
-                f"--acceptance is {' '.join(self.acceptance)}, but greedy answers need no rule: add --temperatures 0.7"
+                f"acceptance is {' '.join(self.acceptance)}, but greedy answers need no rule: add --temperatures 0.7"
             )
 
     def points(self) -> Iterator[Point]:

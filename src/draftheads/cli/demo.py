@@ -38,7 +38,7 @@ _FIELDS = (
 
 def run(options: DemoOptions) -> None:
     if not options.seconds > 0:
-        raise InvalidSettings(f"--seconds is {options.seconds:g}; it must be above 0")
+        raise InvalidSettings(f"seconds is {options.seconds:g}; it must be above 0")
     check_json_path(options.json)
     names_of(options.heads, taken=(PLAIN, STOCK))  # raises now what would fail after minutes
     int8 = options.load.precision == "int8"

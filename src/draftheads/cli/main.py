@@ -123,23 +123,17 @@ def _command(arguments: list[str]) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    import tyro  # noqa: PLC0415 - slow to import; the list of commands does not need it
-
-    kind, defaults = options_of(name)
     given = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if asked := {"-h", "--help", "--help-all"}.intersection(given):
         from rich.console import Console  # noqa: PLC0415
 
         from draftheads.cli.help import print_help  # noqa: PLC0415
 
+        kind, defaults = options_of(name)
         default = None if defaults is None else defaults(arguments)
         print_help(Console(highlight=False), name, kind, default, whole="--help-all" in asked)
         return 0
-    # some commands have defaults that depend on other options, such as --recipe
-    default = {} if defaults is None else {"default": defaults(arguments)}
-    marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
-    arguments = [*_in_places(name, given, kind, default.get("default")), *arguments[len(given) :]]
-    options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
+    options = read_options(name, arguments)
     from draftheads.cli.early_checks import check_names, flat  # noqa: PLC0415 - `--help` does not need it
 
     if name != "info":  # which loads nothing: a head may be of any model
@@ -149,8 +143,21 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     return import_quickly(name).run(options) or 0
 
 
+def read_options(name: str, arguments: Sequence[str]) -> Any:
+    """The options of a command in these words. SystemExit: they are not valid."""
+    import tyro  # noqa: PLC0415 - slow to import
+
+    kind, defaults = options_of(name)
+    # some commands have defaults that depend on other options, such as --recipe
+    default = {} if defaults is None else {"default": defaults(arguments)}
+    marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = [*_in_places(name, arguments[:end], kind, default.get("default")), *arguments[end:]]
+    return tyro.cli(kind, args=words, prog=f"draftheads {name}", config=marks, **default)
+
+
 def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> list[str]:
-    """The arguments: positional ones that are given by name, such as --model, are in their places, ``--set`` is gone."""
+    """The arguments: positional ones that are given by name, such as --model, in their places, and without --set."""
     from draftheads.cli.help import options_of  # noqa: PLC0415 - slow to import
 
     every = list(options_of(kind, default))

@@ -250,7 +250,7 @@ class TuningOptions(OptionGroup):
     RARE: ClassVar = ("backbone_loss", "head_weight", "head_weight_rise", "head_rate_factor", "heads_first")
 
     head: Path | None = None
-    """Continue with this trained head. Its own architecture and sizes are used, and --heads-first 0 is enough."""
+    """Continue with this trained head. Its own architecture and sizes are used, and --set heads_first=0 is enough."""
     backbone_loss: Literal["text", "original"] = "text"
     """What the model learns. text: the tokens of the text; original: its own distribution (self-distillation)."""
     head_weight: Annotated[float | None, ABOVE_0] = None
@@ -344,10 +344,10 @@ class TrainOptions:
         _, head_class = head_classes(self.heads.method)
         for name, value, fine, fix in (
             ("dropout", self.objective.dropout, has_blocks(self.heads.method), "have no MLP to drop inputs of"),
-            ("noise-alpha", self.objective.noise_alpha, head_class.reads_hidden, "read no hidden states"),
+            ("noise_alpha", self.objective.noise_alpha, head_class.reads_hidden, "read no hidden states"),
         ):
             if value and not fine:
-                raise InvalidSettings(f"--{name} is {value}, but {self.heads.method} heads {fix}")
+                raise InvalidSettings(f"{name} is {value}, but {self.heads.method} heads {fix}")
         if self.joint:
             self._check_joint()
         else:
@@ -356,15 +356,15 @@ class TrainOptions:
     def _check_frozen(self) -> None:
         method, weight = self.heads.method, self.hidden_states.feature_weight
         if self.tuning != TuningOptions() or self.adapter != AdapterOptions():
-            raise InvalidSettings("--head, --backbone-loss and settings of the adapter need --joint")
+            raise InvalidSettings("--head and settings of the tuning and its adapter need --joint")
         if weight and not head_classes(method)[1].predicts_hidden_states:
             raise InvalidSettings(
-                f"--feature-weight is {weight}, but the features of {method} heads do not predict hidden states"
+                f"feature_weight is {weight}, but the features of {method} heads do not predict hidden states"
             )
         extracted, features = self.hidden_states.extracted, self.hidden_states.features
         if extracted is not None and (features is not None or self.hidden_states.shard_model):
-            other = "--set shard_model" if features is None else f"--features {features}"
-            raise InvalidSettings(f"--extracted {extracted} has the hidden states already: leave out {other}")
+            other = "shard_model" if features is None else f"--features {features}"
+            raise InvalidSettings(f"extracted={extracted} has the hidden states already: leave out {other}")
         if self.hidden_states.shard_model and self.hardware.four_bit:
             raise InvalidSettings("shard_model does not work with four_bit: leave one of them out")
         if not self.chats.data and not self.plain_text.text and self.hidden_states.features is None:

@@ -166,7 +166,7 @@ class Run:
         if self.options.optimizer.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
             raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes: pip install 'draftheads[quantised]'")
         if self.options.report.tensorboard and find_spec("tensorboard") is None:
-            raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'")
+            raise MissingDependency("tensorboard=on needs tensorboard: pip install 'draftheads[tensorboard]'")
 
     def check_files(self) -> None:
         """Reads the start of all text files, before the model is loaded.
@@ -350,12 +350,10 @@ class HeadRun(Run):
             raise DataError(f"--features {folder} has no hidden states: give --data FILE… or --text FILE… to make them")
 
     def load_target(self) -> TargetModel:
-        """The model; with ``--shard-model`` sharded over all processes."""
+        """The model; with ``shard_model`` sharded over all processes."""
         options, is_sharded = self.options, self.options.hidden_states.shard_model
         if is_sharded and processes.count() == 1:
-            raise InvalidSettings(
-                "--shard-model is for several processes: start them with accelerate launch or torchrun"
-            )
+            raise InvalidSettings("shard_model is for several processes: start them with accelerate launch or torchrun")
         target = TargetModel.load(
             options.model,
             dtype=partial(reading_dtype, options),
