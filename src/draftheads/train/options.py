@@ -123,7 +123,7 @@ class FeatureOptions(OptionGroup):
     features: Path | None = None
     """Folder of the model's hidden states. Made if they are not there; OUT/features when left out."""
     extracted: Path | None = None
-    """Folder of hidden states that vLLM wrote. They are of the texts of --data and --text; see docs/train.md."""
+    """Folder of hidden states that vLLM wrote. They are of the texts of --data and --text; see docs/train/large.md."""
     features_budget: Annotated[float, FROM_0] = 50.0
     """Gigabytes of disk for hidden states. If they need more, they are computed for each batch."""
     keep_features: bool = False
