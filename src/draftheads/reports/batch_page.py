@@ -100,7 +100,7 @@ def batch_page(
 
 
 def _pieces(shown: Iterable[Span]) -> Pieces:
-    return [(span.visible, "learned " * span.is_learned + "special" * span.is_special) for span in shown]
+    return [(span.visible, ("learned " * span.is_learned + "special" * span.is_special).rstrip()) for span in shown]
 
 
 def padding_share(batches: Sequence[Sequence[int]]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from draftheads.bench.table import ALL, PARTS, TURN, Row, has_copies, heads_only, setting_in_words
 from draftheads.bench.timing import PLAIN, STOCK
-from draftheads.reports.plots import PLAIN_STYLE, Bars, Curves, Plot, Style
+from draftheads.reports.plots import PLAIN_STYLE, Bars, Curves, Panels, Plot, Style
 from draftheads.utils.counts import counted
 
 _MOST = 7  # drafters in a plot
@@ -62,80 +62,51 @@ def bench_plots(rows: Sequence[Row], drafting: Mapping[str, Any]) -> Iterator[Pl
         row.name: [(row.tokens_per_step, row.speedup, row.interval("speedup"), row.interval("tokens_per_step"))]
         for row in every
     }
-    yield curves(
-        name="speed-and-tokens",
-        title="Speed and tokens per step",
-        caption="Further right, drafts are better; a drafter far right but low takes too long to draft. "
-        f"{_INTERVALS}{every_note}",
-        x_label="tokens per step",
-        panels={"× plain decoding": dots},
-    )
-    if lengths := {
-        row.name: _percent(row.steps_by_tokens, sum(row.steps_by_tokens)) for row in few if row.steps_by_tokens
-    }:
-        yield curves(
-            name="lengths",
-            title="Tokens of a step",
-            caption=f"The further right a drafter's steps are, the more tokens they give at once.{few_note}",
-            x_label="tokens of a step",
-            panels={"steps, %": lengths},
-        )
+    caption = "Further right, drafts are better; a drafter far right but low takes too long to draft. "
+    caption += _INTERVALS + every_note
+    panels: Panels = {"× plain decoding": dots}
+    yield curves("speed-and-tokens", "Speed and tokens per step", "tokens per step", caption, panels=panels)
+    lengths = {row.name: _percent(row.steps_by_tokens, sum(row.steps_by_tokens)) for row in few if row.steps_by_tokens}
+    if lengths:
+        caption = f"The further right a drafter's steps are, the more tokens they give at once.{few_note}"
+        yield curves("lengths", "Tokens of a step", "tokens of a step", caption, panels={"steps, %": lengths})
     if depths := {row.name: _percent(row.acceptance_by_depth, 1) for row in few if row.acceptance_by_depth}:
-        yield curves(
-            name="depths",
-            title="Acceptance by depth",
-            caption="Steps that accept a draft token at that depth: where a curve is low, deeper drafts gain little."
-            f"{few_note}",
-            x_label="depth of the draft token",
-            panels={"steps, %": depths},
+        caption = "Steps that accept a draft token at that depth: where a curve is low, deeper drafts gain little."
+        panels = {"steps, %": depths}
+        yield curves("depths", "Acceptance by depth", "depth of the draft token", caption + few_note, panels=panels)
+    if timed := [row for row in every if any(row.parts.values())]:
+        caption = "Drafting is what draft tokens cost; verification is the model's pass, as in plain decoding."
+        parts = {part: [row.parts[part] for row in timed] for part in PARTS}
+        yield _stacks("parts", "Parts of a step", caption + every_note, [row.name for row in timed], parts)
+    if drafting:
+        caption = (
+            "Shorter bars cost less in every step; the prefix is the time of layers that read the accepted tokens."
         )
-    timed = [row for row in every if any(row.parts.values())]
-    yield from _stacks(
-        [row.name for row in timed],
-        {part: [row.parts[part] for row in timed] for part in PARTS},
-        name="parts",
-        title="Parts of a step",
-        caption="Drafting is what draft tokens cost; verification is the model's pass, as in plain decoding."
-        f"{every_note}",
-    )
-    costs = [(cost["prefix"], *cost["heads"]) for cost in drafting.values()]
-    yield from _stacks(
-        list(drafting),
-        {f"head {i}" if i else "prefix": list(part) for i, part in enumerate(zip_longest(*costs, fillvalue=0.0))},
-        name="drafting",
-        title="Drafting one chain",
-        caption="Shorter bars cost less in every step; the prefix is the time of layers that read the accepted tokens.",
-    )
+        costs = zip_longest(*((cost["prefix"], *cost["heads"]) for cost in drafting.values()), fillvalue=0.0)
+        parts = {f"head {i}" if i else "prefix": list(part) for i, part in enumerate(costs)}
+        yield _stacks("drafting", "Drafting one chain", caption, list(drafting), parts)
     yield from against(
-        [row for row in overall if point(row)[1:] == point(overall[0])[1:]],
         "batch_size",
-        {"tokens/s": "tokens_per_second", "median answer, s": "p50_seconds"},
-        "A drafter is worth it up to the batch size at which plain decoding reaches its tokens/s.",
-        title="Batch size",
-        x_label="batch size",
+        "Batch size",
+        "batch size",
+        f"A drafter is worth it up to the batch size at which plain decoding reaches its tokens/s. {_INTERVALS}",
+        rows=[row for row in overall if point(row)[1:] == point(overall[0])[1:]],
+        values={"tokens/s": "tokens_per_second", "median answer, s": "p50_seconds"},
         log=True,
     )
-    yield from against(
-        first,
-        "num_nodes",
-        {"× plain decoding": "speedup"},
-        "The best size of a tree is where its curve is highest: more nodes take longer to verify.",
-        where,
-        title="Speed by tree size",
-        x_label="nodes",
-        log=True,
-    )
+    caption = "The best size of a tree is where its curve is highest: more nodes take longer to verify. "
+    caption += _INTERVALS + where
+    values = {"× plain decoding": "speedup"}
+    yield from against("num_nodes", "Speed by tree size", "nodes", caption, rows=first, values=values, log=True)
     typical = [row for row in overall if row.settings.get("epsilon") is not None]
     typical = [row for row in typical if point(row) == point(typical[0])]
     if measures := dict.fromkeys(measure for row in typical for measure in row.quality):
-        yield from against(
-            typical,
-            "epsilon",
-            {"tokens/step": "tokens_per_step", **{measure: measure for measure in measures}},
-            "A smaller threshold accepts more draft tokens; choose the smallest one whose quality is good enough.",
-            title="Typical acceptance",
-            x_label="threshold ε",
+        caption = (
+            "A smaller threshold accepts more draft tokens; choose the smallest one whose quality is good enough. "
         )
+        values = {"tokens/step": "tokens_per_step", **{measure: measure for measure in measures}}
+        caption += _INTERVALS
+        yield from against("epsilon", "Typical acceptance", "threshold ε", caption, rows=typical, values=values)
 
 
 def _fastest(
@@ -176,13 +147,13 @@ def _speeds(rows: Sequence[Row], chosen: Sequence[Row], note: str, styles: Mappi
     found = {(way(row), row.part): row for row in rows}
     groups = [*parts, ALL]
     of_groups = {row.name: [found.get((way(row), part)) for part in groups] for row in chosen}
+    caption = "Bars beyond the line are faster than plain decoding"
+    caption += "; where they are short, texts are harder to draft." if parts else "."
     return Bars(
-        name="speed",
-        title="Speed over plain decoding" + (", by category" if parts else ""),
-        caption="Bars beyond the line are faster than plain decoding"
-        + ("; where they are short, texts are harder to draft." if parts else ".")
-        + f" Thin lines are ± one standard error.{note}",
-        x_label="× plain decoding",
+        "speed",
+        "Speed over plain decoding" + (", by category" if parts else ""),
+        "× plain decoding",
+        f"{caption} Thin lines are ± one standard error.{note}",
         styles=styles,
         groups=groups,
         series={name: [row.speedup if row else None for row in own] for name, own in of_groups.items()},
@@ -190,20 +161,20 @@ def _speeds(rows: Sequence[Row], chosen: Sequence[Row], note: str, styles: Mappi
     )
 
 
-def _stacks(names: Sequence[str], parts: Mapping[str, Sequence[float]], **words: Any) -> Iterator[Plot]:
+def _stacks(name: str, title: str, caption: str, groups: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Plot:
     """Bars of milliseconds, without parts that took no time."""
-    if names:
-        series = {part: values for part, values in parts.items() if any(values)}
-        yield Bars(x_label="milliseconds", groups=names, series=series, is_stacked=True, **words)
+    series = {part: values for part, values in parts.items() if any(values)}
+    return Bars(name, title, "milliseconds", caption, groups=groups, series=series, is_stacked=True)
 
 
 def _against(
-    rows: Sequence[Row],
     setting: str,
-    values: Mapping[str, str],
+    title: str,
+    x_label: str,
     caption: str,
-    where: str = "",
     *,
+    rows: Sequence[Row],
+    values: Mapping[str, str],
     names: Sequence[str],
     **how: Any,
 ) -> Iterator[Plot]:
@@ -228,4 +199,4 @@ def _against(
         }
         for label, value in values.items()
     }
-    yield Curves(name=setting, caption=f"{caption} {_INTERVALS}{where}{note}", panels=panels, **how)
+    yield Curves(setting, title, x_label, caption + note, panels=panels, **how)

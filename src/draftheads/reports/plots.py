@@ -4,7 +4,7 @@ import base64
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from draftheads.errors import MissingDependency
@@ -32,6 +32,7 @@ class Table(NamedTuple):
 
 
 Points = Sequence[tuple[Any, ...]]  # x, y and, where they are known, two bounds of y and two of x
+Panels = Mapping[str, Mapping[str, Points]]  # by label of the vertical axis and by name of the curve
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,15 @@ class Style:
 PLAIN_STYLE = Style(COLOURS[-1], "X")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Plot:
     """A plot with its title and sentences on what to read from it."""
 
     name: str  # of its files
     title: str
-    caption: str
     x_label: str
+    caption: str
+    _: KW_ONLY
     styles: Mapping[str, Style] = field(default_factory=dict)  # by name; others have a style by their place
 
     def draw(self, figure: Any) -> None:
@@ -121,7 +123,7 @@ class Plot:
 class Curves(Plot):
     """Curves in panels one below the other, from 0 upwards; a curve of one point is a dot."""
 
-    panels: Mapping[str, Mapping[str, Points]]  # by label of the vertical axis and by name of the curve
+    panels: Panels
     guide: Points = ()  # a dotted line in the first panel, to compare with
     log: bool = False  # for x that double from one to the next: a tick at each
     top: float | None = None  # where the vertical axis ends

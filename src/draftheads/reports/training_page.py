@@ -54,24 +54,19 @@ def _plots(log: Lines, validation: Lines) -> Iterator[Plot]:
         return
     steps = [line["step"] for line in validation]
     kinds = {kind: [line[f"tokens_per_step_{kind}"] for line in validation] for kind in ("tree", "chain")}
-    yield Curves(
-        name="tokens",
-        title="Tokens per step on held-out text",
-        caption="Expected during training, on a part of the held-out texts. Dotted: plain decoding.",
-        x_label="step",
-        panels={"tokens per step": {kind: list(zip(steps, values, strict=True)) for kind, values in kinds.items()}},
-        guide=[(steps[0], 1), (steps[-1], 1)],
-    )
+    panels = {"tokens per step": {kind: list(zip(steps, values, strict=True)) for kind, values in kinds.items()}}
+    caption = "Expected during training, on a part of the held-out texts. Dotted: plain decoding."
+    guide = [(steps[0], 1), (steps[-1], 1)]
+    yield Curves("tokens", "Tokens per step on held-out text", "step", caption, panels=panels, guide=guide)
     yield _losses(log, validation)
     heads = [[100 * share for share in shares] for shares in zip(*(line["top1"] for line in validation), strict=True)]
+    curves = {f"head {number}": list(zip(steps, own, strict=True)) for number, own in enumerate(heads, 1)}
     yield Curves(
-        name="accuracy",
-        title="Top-1 accuracy on held-out text",
-        caption="How often the best draft token of a head is the token that follows.",
-        x_label="step",
-        panels={
-            "top-1 accuracy, %": {f"head {i}": list(zip(steps, own, strict=True)) for i, own in enumerate(heads, 1)}
-        },
+        "accuracy",
+        "Top-1 accuracy on held-out text",
+        "step",
+        "How often the best draft token of a head is the token that follows.",
+        panels={"top-1 accuracy, %": curves},
         top=max(10.0, *(1.05 * share for own in heads for share in own)),  # a range of 1 % would magnify noise
     )
 
@@ -101,13 +96,7 @@ def _losses(log: Lines, validation: Lines) -> Plot:
     if is_cut := bool(late) and any(loss > limit for _, loss in points):
         caption += f" Early losses above {limit:.3g} are cut off."
     return Curves(
-        name="losses",
-        title="Loss",
-        caption=caption,
-        x_label="step",
-        panels={"loss": curves},
-        styles=styles,
-        top=limit if is_cut else None,
+        "losses", "Loss", "step", caption, panels={"loss": curves}, styles=styles, top=limit if is_cut else None
     )
 
 

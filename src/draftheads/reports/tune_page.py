@@ -6,7 +6,7 @@ from typing import Any
 
 from draftheads.bench.table import speed_sentence
 from draftheads.reports.page import Page
-from draftheads.reports.plots import Curves, Plot, Table
+from draftheads.reports.plots import Curves, Panels, Plot, Table
 from draftheads.utils.counts import counted
 from draftheads.utils.provenance import machine_in_words
 
@@ -14,6 +14,7 @@ _FORMAT_VERSION = 2
 _SETTINGS = ("method", "model_id", "head", "dtype", "temperature", "num_texts", "num_tokens", "format_version")
 _KINDS = {"static": "static tree", "dynamic": "growing tree", "none": "plain decoding"}
 _MIN_COUNT = 30  # draft tokens; with fewer, the error of a share can be more than 9 points
+_NODES, _DOTTED = "nodes in the tree", "Dotted: plain decoding."
 
 Record = dict[str, Any]
 
@@ -76,27 +77,18 @@ def _plots(record: Record, winners: list[Record]) -> Iterator[Plot]:
         speeds[name] = sorted(best.items())
         fastest.append(f"{name} {winner['speedup']:.2f} with {counted(winner['num_nodes'], 'node')}")
     last = max(nodes for points in speeds.values() for nodes, _ in points)
-    yield Curves(
-        name="speedups",
-        title="Predicted speed by tree size",
-        caption="More nodes gain tokens, but verifying them takes time. Dotted: plain decoding. "
-        f"Fastest: {', '.join(fastest)}.",
-        x_label="nodes in the tree",
-        panels={"× plain decoding": speeds},
-        guide=[(1, 1), (last, 1)],
-    )
+    panels: Panels = {"× plain decoding": speeds}
+    caption = f"More nodes gain tokens, but verifying them takes time. {_DOTTED} Fastest: {', '.join(fastest)}."
+    guide = [(1, 1), (last, 1)]
+    yield Curves("speedups", "Predicted speed by tree size", _NODES, caption, panels=panels, guide=guide)
     trees = {}
     for kind in ("static", "dynamic"):
         tokens = enumerate(zip(record[kind]["expected"], record[kind]["error"], strict=True), 1)
         trees[_KINDS[kind]] = [(nodes, value, (value - error, value + error)) for nodes, (value, error) in tokens]
-    yield Curves(
-        name="sizes",
-        title="Tokens per step by tree size",
-        caption="Measured on the model's answers. Thin lines: one standard error. Dotted: plain decoding.",
-        x_label="nodes in the tree",
-        panels={"tokens per step": trees},
-        guide=[(1, 1), (max(map(len, trees.values())), 1)],
-    )
+    caption = f"Measured on the model's answers. Thin lines: one standard error. {_DOTTED}"
+    guide = [(1, 1), (max(map(len, trees.values())), 1)]
+    panels = {"tokens per step": trees}
+    yield Curves("sizes", "Tokens per step by tree size", _NODES, caption, panels=panels, guide=guide)
     shares, counts, gaps = {}, {}, []
     for label, bins in ((f"{name} calibration", record["confidence"][name]) for name in ("before", "after")):
         counts[label] = [(100 * confidence, int(count)) for confidence, _, count in bins if count]
@@ -104,16 +96,14 @@ def _plots(record: Record, winners: list[Record]) -> Iterator[Plot]:
         gap = sum(abs(confidence - accepted) * count for confidence, accepted, count in bins)
         gaps.append(f"{100 * gap / max(1, sum(count for *_, count in bins)):.1f} points {label}")
     num_small = sum(len(counts[label]) - len(shares[label]) for label in counts)
-    small = f" Shares of fewer than {_MIN_COUNT} draft tokens have no dot." if num_small else ""
-    yield Curves(
-        name="calibration",
-        title="Confidence against acceptance",
-        caption="On the dotted line, the head's confidence is right. Thin lines: one standard error. Mean difference: "
-        f"{', '.join(gaps)}.{small}",
-        x_label="confidence, %",
-        panels={"accepted, %": shares, "draft tokens": counts},
-        guide=[(0, 0), (100, 100)],
-    )
+    caption = "On the dotted line, the head's confidence is right. Thin lines: one standard error. Mean difference: "
+    caption += f"{', '.join(gaps)}."
+    if num_small:
+        caption += f" Shares of fewer than {_MIN_COUNT} draft tokens have no dot."
+    panels = {"accepted, %": shares, "draft tokens": counts}
+    guide = [(0, 0), (100, 100)]
+    title = "Confidence against acceptance"
+    yield Curves("calibration", title, "confidence, %", caption, panels=panels, guide=guide)
 
 
 def _share(confidence: float, accepted: float, count: float) -> tuple[float, float, tuple[float, float]]:
