@@ -113,6 +113,10 @@ def test_every_other_place_finds_it_too(zoo: Path, tuned: Path) -> None:
     assert Start.read("hydra", load_target(tuned, **FP32)).saved.folder == folder
     change_base(zoo / "base-1", "hydra", **{'"provenance"': '"chat_template": "{{ messages }}", "provenance"'})
     assert template_of(None, resolve("hydra", tuned)) == "{{ messages }}"
+    options = TrainOptions.of(
+        method="hydra", out=Path("out"), data=(Path("chats.jsonl"),), model=str(tuned), start_from="hydra"
+    )
+    assert chat_template_text(options) == "{{ messages }}"
 
 
 def test_a_copy_whose_layers_moved_far_is_warned_of(tuned: Path, tmp_path: Path) -> None:
@@ -140,21 +144,9 @@ def test_a_merged_adapter_and_an_adapter_of_a_copy_have_the_heads_of_the_base(
     assert draftheads.load(tmp_path / "merged", "hydra", **FP32).profile == PROFILE
 
 
-def test_the_command_line_drafts_for_a_copy(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--model", str(tuned), "--max-new-tokens", "9", "--precision", "fp32"]
-    assert main(["generate", "a dog", *options]) == 0
-    plain = capsys.readouterr()
-    assert main(["generate", "a dog", *options, "--head", "hydra"]) == 0
-    drafted = capsys.readouterr()
-    assert drafted.out == plain.out
-    assert "warning" not in drafted.err
-
-
 def test_other_sizes_are_named_with_both_values(zoo: Path, tuned: Path) -> None:
     change_base(zoo / "base-1", "hydra", **{'"hidden_size": 32': '"hidden_size": 64'})
-    with pytest.raises(
-        ModelNotFound, match=r"'hydra' for .*my-model.*the one for base-1: hidden_size was 64 and is 32\. Train a head"
-    ):
+    with pytest.raises(ModelNotFound, match=r"'hydra' for .*my-model.*base-1: hidden_size was 64 and is 32"):
         find_head("hydra", str(tuned))
     assert find_head("medusa", str(tuned)) == zoo / "base-1" / "medusa"
 
@@ -194,14 +186,6 @@ def test_heads_of_the_package_that_is_not_installed_are_named_for_copies(zoo: Pa
     assert base_in_zoo(str(tuned)) == "smollm2-135m"
     with pytest.raises(ModelNotFound, match="the head 'eagle' for smollm2-135m is in the package draftheads-zoo"):
         find_head("eagle", str(tuned))
-
-
-def test_a_run_that_starts_from_an_installed_head_reads_its_template(zoo: Path, tuned: Path) -> None:
-    change_base(zoo / "base-1", "hydra", **{'"provenance"': '"chat_template": "{{ messages }}", "provenance"'})
-    options = TrainOptions.of(
-        method="hydra", out=Path("out"), data=(Path("chats.jsonl"),), model=str(tuned), start_from="hydra"
-    )
-    assert chat_template_text(options) == "{{ messages }}"
 
 
 @pytest.mark.real
