@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftheads.train.joint.options import JointOptions
 from torch import Tensor
 
 from draftheads.data.batches import PlannedTexts
@@ -12,7 +13,6 @@ from draftheads.data.live_features import LiveStore
 from draftheads.models.adapter import Adapter
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import JointRun
 from draftheads.train.joint.tuned_model import TunedModel
 from draftheads.train.learner import Learner

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftheads.train.joint.options import JointOptions
 
 from draftheads.bench import reproduce as reproduce_module
 from draftheads.bench.paper_tables import (
@@ -27,7 +28,6 @@ from draftheads.bench.table_paths import table_names
 from draftheads.data.plain_text import read_texts
 from draftheads.data.records import Record
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
-from draftheads.train.joint.options import JointOptions
 from draftheads.utils.progress import NoProgress
 from fake_progress import FakeProgress
 from training_world import chat_model, counting_chats, write_chats

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftheads.train.joint.options import JointOptions
 
 from draftheads import heads
 from draftheads.bench.compare import MIN_PROMPTS
@@ -29,7 +30,6 @@ from draftheads.checkpoints.registry import zoo_heads
 from draftheads.data.records import Record
 from draftheads.data.suites import read_suite, select
 from draftheads.loading import UNTRAINED
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.options import TrainOptions
 
 EXPECTED = {

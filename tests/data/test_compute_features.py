@@ -66,7 +66,9 @@ def test_an_interrupted_store_is_completed_to_the_same_bytes(
     with pytest.raises(DataError, match=r"shard-00001.safetensors"):
         FeatureStore(tmp_path / "parts")
     first_made = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
-    build_features(target, texts, tmp_path / "parts")
+    progress = FakeProgress()
+    build_features(target, texts, tmp_path / "parts", progress)
+    assert 0 < progress.done[0] < progress.last[0], "what is there counts as done"
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == first_made
     monkeypatch.setattr(TargetModel, "hidden_states", None)  # a complete store needs no pass of the model

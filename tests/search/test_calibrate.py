@@ -12,10 +12,9 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import calibrate
 from draftheads.search.calibrate import DIVISORS, Answer, Observation, fit_confidence, observe, reached, reliability
-from draftheads.speculation.draft import Context, Draft
-from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.draft import Context
 from families import PROMPTS, tiny_head, tiny_model
-from observed_heads import HEADS, K, drafted_along, head_of
+from observed_heads import HEADS, K
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -246,59 +245,3 @@ def test_bins_of_confidence_hold_means_and_counts():
     for (_, pairs), row in zip(sorted(expected.items()), found, strict=True):
         means = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]
         assert row == pytest.approx([*means, len(pairs)], rel=1e-6)
-
-
-# --- trees that grow ---
-
-
-def drafts_of(head: DraftHead, model: TargetModel, answer: Answer, shape: BestFirst) -> list[Draft]:
-    """What the head drafts at each token of the answer, one row alone."""
-    session, drafts = head.start(), []
-    for place in range(len(answer.token_ids)):
-        context = context_at(model, answer, place, head.hidden_layers)
-        if head.needs_history and place == 0:
-            prompt = torch.tensor([answer.prompt_ids])
-            hidden = model.run(head.hidden_layers, input_ids=prompt, use_cache=False)[1].detach()
-            context = Context(hidden, prompt, torch.tensor([prompt.shape[1]]), context.root_ids)
-        drafts.append(session.propose(context, shape))
-    return drafts
-
-
-def true_nodes(draft: Draft, truth: tuple[int, ...]) -> list[int]:
-    """The nodes below the root that follow the text, found step by step."""
-    parents, tokens = draft.parents[0].tolist(), draft.token_ids[0].tolist()
-    node, found = 0, []
-    for token in truth:
-        children = [n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (node, token)]
-        if not children:
-            break
-        (node,) = children
-        found.append(node)
-    return found
-
-
-KINDS = ["medusa", "hydra", "trimmed hydra", "remembering"]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "hydra++", "eagle", "eagle3"])
-def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: str):
-    model = model_of("llama")
-    head = head_of(kind, model)
-    confidence = (1.7, 0.8, 2.5)
-    answers = [
-        Answer(one.prompt_ids, one.token_ids[:length])
-        for one, length in zip(said(model, temperature=0.7), (14, 5, 1), strict=True)
-    ]
-    found = drafted_along(head, model, answers, BestFirst(30, top_k=6, beam=3, temperatures=confidence))
-    kept_by_size = []
-    for size in (1, 2, 9, 30):
-        kept = []
-        for answer in answers:
-            drafts = drafts_of(head, model, answer, BestFirst(size, top_k=6, beam=3, temperatures=confidence))
-            kept += [
-                len(true_nodes(draft, answer.token_ids[place + 1 : place + 1 + K]))
-                for place, draft in enumerate(drafts)
-            ]
-        assert torch.cat([(sizes[-1] <= size).sum(1) for sizes in found]).tolist() == kept
-        kept_by_size.append(sum(kept))
-    assert kept_by_size[0] == 0 < kept_by_size[1] < kept_by_size[2] < kept_by_size[-1]

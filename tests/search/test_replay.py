@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
-from draftheads.heads.base import DraftHead, HeadSession
+from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import replay
 from draftheads.search.calibrate import Answer, Observation
@@ -161,28 +161,18 @@ def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: C
     assert (found["paths"], found["expected"]) == ([[0]], [1.0, 1.0])
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
-@pytest.mark.parametrize(("top_k", "beam"), [(2, 1), (2, 3), (3, 6)])
+@pytest.mark.parametrize(
+    ("method", "beam", "most"),
+    [("medusa", 1, 1 + 2 + 4 + 8), ("hydra", 1, 1 + 2 + 2 + 2), ("hydra", 3, 1 + 2 + 4 + 6)],
+)
 def test_growing_trees_are_measured_up_to_their_largest_size(
-    model: TargetModel, tmp_path: Path, method: str, top_k: int, beam: int
+    model: TargetModel, tmp_path: Path, method: str, beam: int, most: int
 ):
     head = tiny_head(method, model)
-    one = case(model, head, tmp_path, PROMPTS, top_k=top_k, beam=beam, max_nodes=1000)
-    drafted: list[int] = []
-    start = head.start
-
-    def watched() -> HeadSession:
-        session = start()
-        propose = session.propose
-        session.propose = lambda *args: drafted.append(propose(*args).num_nodes) or propose(*args)  # type: ignore[method-assign]
-        return session
-
-    head.start = watched  # type: ignore[method-assign]
-    Engine(model, head, shape=BestFirst(1000, top_k=top_k, beam=beam)).generate(PROMPTS, max_new_tokens=4)
-    (most,) = set(drafted)
-    assert one.replay._most_grown(head) == (most, most)
-    one.replay.settings = ReplaySettings(top_k=top_k, beam=beam, max_nodes=4)
-    assert one.replay._most_grown(head) == (4, min(most, 12 if head.reads_path else 4))
+    options = {"top_k": 2, "beam": beam}
+    assert case(model, head, tmp_path, PROMPTS, **options, max_nodes=1000).replay._most_grown(head) == (most, most)
+    spare = min(most, 12 if head.reads_path else 4)  # for trees of a lower depth
+    assert case(model, head, tmp_path, PROMPTS, **options, max_nodes=4).replay._most_grown(head) == (4, spare)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +20,6 @@ from draftheads.search.settings import ReplaySettings
 from draftheads.search.tune import answers_folder
 from draftheads.speculation.acceptance_profile import AcceptanceProfile, read_profile
 from draftheads.utils.files import locked
-from nursery import Nursery
 
 QUICK = ["--num-prompts", "6", "--max-new-tokens", "10", "--max-nodes", "6"]
 
@@ -154,28 +150,6 @@ def test_a_search_for_a_temperature_counts_probabilities(here: Path, tmp_path: P
     counted = [share * record["num_tokens"] for share in record["static"]["shares"][1:]]
     assert any(abs(count - round(count)) > 1e-3 for count in counted)
     assert read_profile(tmp_path / "warm" / "acceptance.json").temperature == 0.9
-
-
-def test_a_killed_run_continues_with_the_answers_it_had_saved(world: Path, tmp_path: Path):
-    out = tmp_path / "killed"
-    more = ["--num-prompts", "32", "--max-new-tokens", "11"]
-    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "mom" + "a" * n}) for n in range(32)))
-    arguments = [*tune("hydra", "--out", str(out))[1:], *more, "--prompts", str(tmp_path / "many.jsonl")]
-    known = saved_answers(out)
-    with Nursery("tune") as nursery:
-        process = nursery.start(arguments, folder=world)
-        until = time.monotonic() + 60
-        while saved_answers(out) == known and time.monotonic() < until:
-            time.sleep(0.001)
-        os.kill(process, signal.SIGKILL)
-        assert nursery.wait() == -signal.SIGKILL
-        written = saved_answers(out)
-        assert written != known
-        assert not (out / "acceptance.json").exists()
-        nursery.start(arguments, folder=world)
-        assert nursery.wait() == 0
-    assert saved_answers(out).items() >= written.items(), "answers from before the kill are used"
-    assert read_profile(out / "acceptance.json").num_texts == 32
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

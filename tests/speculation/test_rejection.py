@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import draft_paths
-from distribution import ODDS, SAMPLED, Answer, chi_square, joint_distribution, p_value, sampled_answers
+from distribution import ODDS, SAMPLED, chi_square, joint_distribution, p_value, sampled_answers
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import InvalidTree
@@ -343,6 +343,9 @@ def test_to_draw_tokens_random_numbers_are_needed() -> None:
 # --- whole answers ---
 
 
+RULES = ("exact", "rejection", "block", "typical")
+
+
 def drafter_of(model: TargetModel, kind: str) -> Any:
     if kind == "draft model":
         return DraftModel(tiny_model("llama", seed=5, num_hidden_layers=1), model)
@@ -381,43 +384,33 @@ def test_answers_have_the_models_distribution(
 
 
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "draft model"])
-@pytest.mark.parametrize("rule", some(["exact", "rejection", "block", "typical"], "block"))
-def test_drawn_drafts_change_no_greedy_text(model: TargetModel, kind: str, rule: Any) -> None:
-    expected = texts(Engine(model), acceptance=rule)
+@pytest.mark.parametrize(
+    ("rule", "temperature"),
+    some_rows([*((rule, 0.0) for rule in RULES), ("exact", 0.9)], ("block", 0.0), ("exact", 0.9)),
+)
+def test_drawn_drafts_change_no_token_that_plain_decoding_decides(
+    model: TargetModel, kind: str, rule: Any, temperature: float
+) -> None:
+    own = SamplingSettings(max_new_tokens=30, ignore_eos=True, acceptance=rule, temperature=temperature, seed=3)
+    expected = [result.token_ids for result in Engine(model).generate(PROMPTS, own)]
     for shape in SHAPES.values():
-        assert texts(Engine(model, drafter_of(model, kind), shape=shape), acceptance=rule) == expected
+        found = Engine(model, drafter_of(model, kind), shape=shape).generate(PROMPTS, own)
+        assert [result.token_ids for result in found] == expected
 
 
-def test_greedy_rows_are_drafted_their_best_tokens(model: TargetModel) -> None:
-    """So a model that drafts for itself is always right."""
-    engine = Engine(model, DraftModel(model, model), shape=SHAPES["chain"])
-    for result in engine.generate(PROMPTS, max_new_tokens=41, ignore_eos=True):
-        assert result.tokens_per_step == 4.0
-
-
-def texts(engine: Engine, prompts: Sequence[list[int]] = PROMPTS, **settings: Any) -> list[Answer]:
-    results = engine.generate(prompts, max_new_tokens=30, ignore_eos=True, **settings)
-    return [result.token_ids for result in results]
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_seed_fixes_the_answer_whatever_the_other_rows(model: TargetModel, rule: Any) -> None:
-    engine = Engine(model, tiny_head("hydra", model), shape=SHAPES["chain"])
-    options: dict[str, Any] = {"temperature": 0.9, "acceptance": rule}
-    together = texts(engine, **options, seed=3)
-    assert together == [text for prompt in PROMPTS for text in texts(engine, [prompt], **options, seed=3)]
-    assert together != texts(engine, **options, seed=4)
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_model_that_drafts_for_itself_is_always_right(model: TargetModel, rule: Any, penalty: float) -> None:
-    drafter = DraftModel(model, model)
-    options: dict[str, Any] = {"max_new_tokens": 41, "ignore_eos": True, "temperature": 0.9, "acceptance": rule}
-    engine = Engine(model, drafter, shape=SHAPES["chain"])
-    found = engine.generate(PROMPTS, **options, repetition_penalty=penalty, seed=1)
-    for result in found:
-        assert (result.tokens_per_step == 4.0) == (penalty == 1.0), "the draft model knows no penalty"
+@pytest.mark.parametrize(
+    ("temperature", "rule", "penalty"),
+    [(0.0, "rejection", 1.0), *((0.9, rule, penalty) for rule in ("rejection", "block") for penalty in (1.0, 1.3))],
+)
+def test_a_model_that_drafts_for_itself_is_always_right(
+    model: TargetModel, temperature: float, rule: Any, penalty: float
+) -> None:
+    """Greedy rows are drafted their best tokens; the draft model knows no penalty."""
+    own = SamplingSettings(
+        max_new_tokens=41, ignore_eos=True, temperature=temperature, acceptance=rule, repetition_penalty=penalty, seed=1
+    )
+    for result in Engine(model, DraftModel(model, model), shape=SHAPES["chain"]).generate(PROMPTS, own):
+        assert (result.tokens_per_step == 4.0) == (penalty == 1.0)
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 20}])

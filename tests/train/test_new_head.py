@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import tyro
+from draftheads.train.joint.options import JointOptions
 
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
@@ -20,7 +21,6 @@ from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSetti
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
 from draftheads.train import run
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.new_head import Start, frequent_tokens, new_head
 from draftheads.train.options import HeadOptions, TrainOptions
 from draftheads.train.report import Report

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftheads.train.joint.options import JointOptions
 
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings, UnknownMethod
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.options import RunOptions, TrainOptions
 from training_world import train_options
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import tyro
+from draftheads.train.joint.options import JointOptions
 
 from draftheads.cli import train as train_command
 from draftheads.cli import train_options as command
 from draftheads.cli.main import main
 from draftheads.models.model import TargetModel
 from draftheads.train import run
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES

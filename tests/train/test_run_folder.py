@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftheads.train.joint.options import JointOptions
 
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.train import processes, run
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly
 from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder, find_checkpoint

@@ -66,6 +66,22 @@ def test_it_is_read_again_if_a_file_was_replaced_meanwhile(tmp_path: Path, name:
     assert read_set(tmp_path, NAMES, read) == texts(tmp_path) == tries[1] != tries[0]
 
 
+def test_it_is_read_again_if_new_files_come_in_meanwhile(tmp_path: Path) -> None:
+    write(tmp_path, "old")
+    tries = []
+
+    def read() -> Sequence[str]:
+        first = current(tmp_path, "a").read_text()
+        if not tries:
+            (tmp_path / ".incoming").mkdir()
+            for name in NAMES:
+                (tmp_path / ".incoming" / name).write_text("new")
+        tries.append([first, current(tmp_path, "b").read_text()])
+        return tries[-1]
+
+    assert read_set(tmp_path, NAMES, read) == ["new", "new"]
+
+
 def test_a_file_that_is_moved_while_it_is_read_is_read_from_its_new_place(half_moved: Path) -> None:
     def read() -> str:
         path = current(half_moved, "b")

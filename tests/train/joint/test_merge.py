@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftheads.train.joint.options import MergeOptions
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from draftheads.models.adapter import Adapter
 from draftheads.models.fingerprint import difference
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.merge import merge, merged_model
-from draftheads.train.joint.options import MergeOptions
 from draftheads.train.joint.run import train_jointly
 from fake_progress import FakeProgress
 from families import fitting

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftheads.train.joint.options import JointOptions
 
 from draftheads.errors import InvalidSettings
-from draftheads.train.joint.options import JointOptions
 from joint_world import joint_options
 
 

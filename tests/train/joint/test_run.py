@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftheads.train.joint.options import MergeOptions
 from safetensors.torch import load_file
 
 from draftheads.cli import merge as merge_command
@@ -22,7 +23,6 @@ from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
-from draftheads.train.joint.options import MergeOptions
 from draftheads.train.joint.run import train_jointly
 from draftheads.train.joint.tuned_model import Movement
 from draftheads.train.learner import Learner
