@@ -1,6 +1,5 @@
 """A saved head is loaded unchanged, for its own base model only; errors name the broken file and the cause."""
 
-import errno
 import json
 import stat
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from draftheads.checkpoints import checkpoint
 from draftheads.checkpoints.checkpoint import (
     CARD_FILE,
     CONFIG_FILE,
@@ -235,25 +233,6 @@ def test_a_profile_of_another_head_is_not_saved(base: TargetModel, tmp_path: Pat
 
 
 # --- saving is all or nothing ---
-
-
-def on_full_disk(tensors: object, path: Path, **_: object) -> None:
-    """Stands in for ``save_file`` on a disk that fills up after half of the tensors."""
-    path.write_bytes(b"half")
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("name", ["head", "new"])
-def test_a_full_disk_leaves_the_old_head_or_nothing(
-    base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    before = {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()}
-    monkeypatch.setattr(checkpoint, "save_file", on_full_disk)
-    with pytest.raises(StorageError, match="no space left"):
-        save_head(random_head(base, seed=2), folder.with_name(name), base=base)
-    assert {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()} == before
-    assert [path.name for path in folder.parent.iterdir()] == ["head"]
-    load_head(folder, base)
 
 
 def test_a_new_head_replaces_the_old_one_and_leaves_other_files(base: TargetModel, folder: Path) -> None:

@@ -146,10 +146,3 @@ def test_offline_the_error_comes_from_the_hubs_client(monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as it was read on import
     with pytest.raises(ModelNotFound, match=r"'owner/head': .* \(.+\); installed for"):
         find_head("owner/head", "smollm2-135m")
-
-
-@pytest.mark.usefixtures("zoo")
-def test_an_error_without_a_message_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=ConnectionResetError))
-    with pytest.raises(ModelNotFound, match="ConnectionResetError"):
-        find_head("owner/head", "smollm2-135m")

@@ -107,18 +107,6 @@ def test_each_prompt_gets_a_temperature_by_the_seed(target: TargetModel, tmp_pat
     assert [record["temperature"] == 0 for record in records(other)] != cold
 
 
-def test_a_sampled_answer_can_be_made_again_from_its_line(target: TargetModel, tmp_path: Path):
-    chosen = options(tmp_path, temperature=(1.0,))
-    run(target, chosen)
-    one, other = records(chosen)[3:5]
-    prompt = Prompt(("w3",), None, "x")
-    dialogue = Dialogue(prompt, index=3, options=chosen)
-    dialogue.ask_next()
-    settings = SamplingSettings(max_new_tokens=12, temperature=1.0, seed=dialogue.next_seed)
-    assert dialogue.seed == one["seed"] != other["seed"]
-    assert Engine(target).generate(["w3"], settings)[0].text == one["messages"][1]["content"]
-
-
 def read_and_written(target: TargetModel, record: dict[str, Any], chosen: Any) -> list[tuple[list[int], list[int]]]:
     """Tokens of each prompt and answer of a chat, made again."""
     engine, found = Engine(target, max_batch_size=1), []
@@ -265,20 +253,6 @@ def test_prompts_that_are_too_long_are_counted_and_left_out(tmp_path: Path):
     outcome = run(target, chosen)
     assert [record["index"] for record in records(chosen)] == [0, 2]
     assert (outcome.counts.num_too_long, outcome.counts.num_done) == (1, 3)
-
-
-def test_a_conversation_that_becomes_too_long_keeps_its_first_turns(target: TargetModel, tmp_path: Path):
-    plain = options(tmp_path, temperature=(0.0,), max_new_tokens=200)
-    run(target, plain)
-    done = next(r for r in records(plain) if r["finished"] and roles(r) == ["user", "assistant"])
-    small = chat_model(seed=3)
-    small.config.max_position_embeddings = 300
-    question = user_turns(done)[0]
-    prompts = write_prompts(tmp_path / "two.jsonl", [{"turns": [question, " ".join(["w1"] * 300)]}])
-    chosen = replace(plain, prompts=(prompts,), out=tmp_path / "t.jsonl")
-    outcome = run(small, chosen)
-    assert records(chosen)[0]["messages"] == done["messages"]
-    assert (outcome.counts.num_shortened, outcome.counts.num_too_long) == (1, 0)
 
 
 def test_an_error_of_the_template_names_the_prompt(tmp_path: Path):

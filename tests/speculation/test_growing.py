@@ -224,22 +224,6 @@ def test_trees_of_equal_guesses_hang_together(world: World, shape: BestFirst, da
 
 
 @settings(deadline=None)
-@given(worlds(), best_first_rules, st.integers(1, 12))
-def test_the_first_nodes_are_the_tree_of_so_few_nodes(world: World, shape: BestFirst, num_nodes: int) -> None:
-    """So trees are nested. With equal probabilities the smaller search may come upon another guess."""
-    large, small = world.grow(shape), world.grow(replace(shape, num_nodes=min(num_nodes, shape.num_nodes)))
-    first = large.first(num_nodes)
-    assert first.max_depth == small.max_depth
-    for row in range(world.num_rows):
-        nodes, expected = nodes_of(first, row), nodes_of(small, row)
-        totals = [node.log_prob for node in expected]
-        assert [node.log_prob for node in nodes] == pytest.approx(totals, abs=1e-4)
-        if all(before - after > 1e-3 for before, after in itertools.pairwise(totals)):
-            # the last one's equals may stand behind it
-            assert_equal(nodes[:-1], expected[:-1])
-
-
-@settings(deadline=None)
 @given(worlds(), best_first_rules, st.sampled_from([0.001, 0.03, 0.2, 0.6, 0.999]))
 def test_the_threshold_leaves_out_what_is_unlikely_in_every_row(
     world: World, shape: BestFirst, threshold: float
@@ -256,16 +240,6 @@ def test_the_threshold_leaves_out_what_is_unlikely_in_every_row(
         assert nodes_of(found, row) == nodes_of(every.first(found.num_nodes), row)
 
 
-@settings(deadline=None)
-@given(worlds(), best_first_rules, st.data())
-def test_asking_for_more_than_there_is_gives_all(world: World, shape: BestFirst, data: st.DataObject) -> None:
-    widths = data.draw(best_paths_rules(world)).widths
-    assert world.grow(BestPaths(widths, math.prod(widths))).num_nodes == Tree.cartesian(widths).num_nodes
-    ranks = min(shape.top_k, world.head.table.shape[1])
-    unbounded = replace(shape, num_nodes=10_000, beam=10_000, threshold=0.0)
-    assert world.grow(unbounded).num_nodes == Tree.cartesian([ranks] * world.depth_of(shape)).num_nodes
-
-
 def test_logits_in_half_precision_are_normed_in_single_precision() -> None:
     world = world_of([[0.0, 1.0, 3.0]], 1)
     table = world.head.table.bfloat16()
@@ -274,17 +248,6 @@ def test_logits_in_half_precision_are_normed_in_single_precision() -> None:
 
 
 # --- levels that are left out ---
-
-
-@settings(deadline=None)
-@given(worlds(ties=False), best_first_rules)
-def test_levels_that_cannot_change_the_tree_are_left_out(world: World, shape: BestFirst) -> None:
-    whole, all_levels = world.grow(replace(shape, min_level_probability=None)), [*world.head.stepped]
-    draft, levels = world.grow(shape), world.head.stepped
-    for row in range(world.num_rows):
-        assert_equal(nodes_of(draft, row), nodes_of(whole, row))
-    assert len(levels) <= len(all_levels)
-    assert all(few <= many for few, many in zip(levels, all_levels, strict=False))
 
 
 def world_of(table: list[list[float]], depth: int = 3, *, reads_path: bool = True) -> World:

@@ -118,16 +118,6 @@ def test_penalties_are_transformers_own_in_every_type(dtype: torch.dtype, penalt
     assert torch.equal(penalised(logits, of(*[own] * 20), seen_in(texts)), expected)
 
 
-def test_without_a_penalty_the_logits_are_untouched() -> None:
-    logits = torch.randn(2, V)
-    everything = SeenTokens(torch.ones(2, V, dtype=torch.bool), torch.ones(2, V, dtype=torch.int32))
-    assert penalised(logits, of(SamplingSettings(), SamplingSettings()), everything) is logits
-    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
-        some = penalised(logits, of(SamplingSettings(), SamplingSettings(**{name: 1.25})), everything)
-        assert torch.equal(some[0], logits[0])
-        assert not torch.isclose(some[1], logits[1]).any()
-
-
 @pytest.mark.parametrize(
     ("logits", "kept"),
     [
