@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftheads.train.joint.options import JointOptions
 from torch import Tensor
 
 from draftheads.data.batches import PlannedTexts

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftheads.train.joint.options import JointOptions
 
 from draftheads.bench import reproduce as reproduce_module
 from draftheads.bench.paper_tables import (
