@@ -36,7 +36,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts
-from draftheads.decode.engine import Engine, Prompt
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import Prompt
 from draftheads.decode.request import Request
 from draftheads.decode.step_costs import StepTimer, typical_tree, wait_for
 from draftheads.drafters.copying import Copying

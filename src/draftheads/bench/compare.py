@@ -26,7 +26,8 @@ from draftheads.bench.timing import PLAIN, STOCK, Answers, engine_way, stock_way
 from draftheads.bench.trees import TreeFinder
 from draftheads.checkpoints.registry import head_name
 from draftheads.data.records import Record, own_prompts, prompts_in, read_prompts
-from draftheads.decode.engine import Engine, Prompt, prompt_list
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import Prompt, prompt_list
 from draftheads.decode.step_costs import machine_of
 from draftheads.decode.text import TextStream, pieces_of
 from draftheads.drafters.copying import Copying

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draftheads.bench.timing import Answers, Way
-from draftheads.decode.engine import Engine, prompt_ids
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import prompt_ids
 from draftheads.errors import InvalidPrompt
 from draftheads.models.model import TargetModel
 from draftheads.utils.messages import Message
