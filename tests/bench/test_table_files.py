@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftheads.train.joint.options import JointOptions
 
 from draftheads import heads
-from draftheads.bench.compare import MIN_PROMPTS
 from draftheads.bench.contenders import DRAFT_MODEL
 from draftheads.bench.paper_tables import (
     Cells,
@@ -20,7 +20,7 @@ from draftheads.bench.paper_tables import (
 )
 from draftheads.bench.quality import Agreement, Perplexity, Rouge
 from draftheads.bench.reproduce import _MT_BENCH, _with_our_category
-from draftheads.bench.settings import Point, Variant
+from draftheads.bench.settings import MIN_PROMPTS, Point, Variant
 from draftheads.bench.studies import Budget, folder_name, options_of
 from draftheads.bench.table import ALL, NUMBERS, Row
 from draftheads.bench.table_paths import table_names
@@ -29,7 +29,6 @@ from draftheads.checkpoints.registry import zoo_heads
 from draftheads.data.records import Record
 from draftheads.data.suites import read_suite, select
 from draftheads.loading import UNTRAINED
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.options import TrainOptions
 
 EXPECTED = {

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from draftheads.bench.table import ALL, Column, Row, by_part, columns, heads_only, remarks, verdict
+from draftheads.bench.table import ALL, Column, Row, by_part, columns, heads_only
+from draftheads.bench.verdict import remarks, verdict
 from draftheads.reports.bench_figures import at, bench_figures, point, way
 from draftheads.reports.page import Page, Piece, Table, Text, unbroken, unbroken_speed
 from draftheads.utils.counts import counted

@@ -5,7 +5,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from draftheads.bench.table import speed_sentence
+from draftheads.bench.verdict import speed_sentence
 from draftheads.reports.page import Page, Table, unbroken_speed
 from draftheads.reports.plots import Figure, draw_calibration, draw_speedups, draw_tree_sizes
 from draftheads.utils.counts import counted
