@@ -24,8 +24,8 @@ from draftheads.errors import NO_BATCH_INVARIANT, InvalidSettings, no_such, requ
 from draftheads.formats.reading import imported_once, is_published
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import read_template
-from draftheads.models.model import TargetModel, name_of_loaded
-from draftheads.models.model_names import kind_of_folder, model_name
+from draftheads.models.model import TargetModel
+from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, tokenizer_of
 from draftheads.runners.structure import checked
 from draftheads.settings import Precision
