@@ -103,7 +103,7 @@ def compare_heads(
         StorageError: another process makes the same comparison.
     """
     model, settings, progress = model_name(model), settings or BenchSettings(), shown(progress)
-    records = _records(list(read_prompts(own_prompts("demo"))) if prompts is None else prompts)
+    records: list[Prompt | Record] = [*(read_prompts(own_prompts("demo")) if prompts is None else prompt_list(prompts))]
     if len(records) < MIN_PROMPTS:
         raise DataError(f"{counted(len(records), 'prompt')}: give at least {MIN_PROMPTS}, better 80")
     if isinstance(heads, str | PathLike) or not isinstance(heads, Sequence):
@@ -175,13 +175,6 @@ def compare_heads(
     if not keep and not bench.ratings.unmeasured:
         comparison.forget()
     return comparison
-
-
-def _records(prompts: Sequence[Prompt | Record]) -> list[Prompt | Record]:
-    """Checked prompts, and records as they are."""
-    if isinstance(prompts, Sequence) and not isinstance(prompts, str):
-        return [one if isinstance(one, Record) else prompt_list([one])[0] for one in prompts]
-    return list(prompt_list(prompts))
 
 
 def _saved_folder(identity: dict[str, Any]) -> Path | None:

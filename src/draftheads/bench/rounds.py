@@ -43,16 +43,8 @@ class _Way:
 class Bench:
     """A comparison of drafters for one model.
 
-    Args:
-        target: the model.
-        contenders: each with a name of its own.
-        prompts: to answer.
-        calibration: other prompts, as token ids, on which trees are found.
-        settings: what is compared.
-        stock: transformers' own model, timed as well.
-        measures: of the answers' quality.
-        folder: where findings are saved; they are used again.
-        progress: receives each stage.
+    Trees are found on the ``calibration`` prompts, token ids. ``stock`` is transformers' own model, timed as well.
+    Findings are saved in the folder, and used again.
     """
 
     def __init__(
@@ -246,7 +238,7 @@ class Bench:
                         "question_id": self.ids[number],
                         "category": self.categories[number],
                         "turn": answers.turn + 1,
-                        "text": self._text(ids),
+                        "text": self.target.tokenizer.decode(ids, skip_special_tokens=True),
                         "token_ids": ids,
                         "step_tokens": answers.step_tokens[place],
                         "seconds": answers.seconds if len(answers.token_ids) == 1 else None,
@@ -282,10 +274,6 @@ class Bench:
         problem = {"question": None if number is None else self.ids[number], "turn": turn, "problem": reason}
         if problem not in self.problems:
             self.problems.append(problem)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        text: str = self.target.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
 
     # --- quality ---
 

@@ -200,10 +200,6 @@ def _token(own: Sequence[Answers]) -> float | None:
     return 1e3 * (lasts - firsts) / num_later if num_later else None
 
 
-def _peak(own: Sequence[Answers]) -> float | None:
-    return max(answer.peak_bytes for answer in own) / 1e9 or None
-
-
 NUMBERS = (
     Number("first_token_milliseconds", "first token ms", _first_token, ".0f"),  # median, waiting in the group included
     Number("token_milliseconds", "ms/token", _token),  # mean time of a token of an answer after its first one
@@ -212,7 +208,8 @@ NUMBERS = (
     Number("rest_milliseconds", "rest ms", _of_step("rest")),
     Number("step_milliseconds", "step ms", _of_step("draft", "verify", "rest")),
     *(Number(f"p{share}_seconds", f"p{share} s", _latency(share), ".2f") for share in (50, 90, 99)),
-    Number("peak_gigabytes", "peak memory GB", _peak, ".2f"),  # of an accelerator
+    # of an accelerator
+    Number("peak_gigabytes", "peak memory GB", lambda own: max(one.peak_bytes for one in own) / 1e9 or None, ".2f"),
 )
 
 

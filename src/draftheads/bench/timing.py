@@ -78,12 +78,11 @@ def _as_tuple(value: Any) -> Any:
 def together(first: Sequence[Answers], second: Sequence[Answers]) -> tuple[list[Answers], list[Answers]]:
     """The answers to turns that both have: a conversation can become too long for one way alone."""
 
-    def turns(answers: Sequence[Answers]) -> set[Any]:
-        return {(answer.group, answer.turn, answer.questions) for answer in answers}
+    def turn(one: Answers) -> tuple[Any, ...]:
+        return one.group, one.turn, one.questions
 
-    both = turns(first) & turns(second)
-    kept = [[one for one in each if (one.group, one.turn, one.questions) in both] for each in (first, second)]
-    return kept[0], kept[1]
+    both = set(map(turn, first)) & set(map(turn, second))
+    return [one for one in first if turn(one) in both], [one for one in second if turn(one) in both]
 
 
 def first_texts(own: Sequence[Answers]) -> dict[tuple[int, int], tuple[int, ...]]:

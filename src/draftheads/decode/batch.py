@@ -46,8 +46,7 @@ class Batch:
     :meth:`keep` are what both do.
 
     Args:
-        model: the target.
-        drafter: what drafts.
+        model, drafter: the target, and what drafts for it.
         shape: what it fills at each step; its default where left out.
         planner: chooses the shape at each step, in place of that.
         on_phase: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
@@ -151,7 +150,10 @@ class Batch:
         new_ids, counts, copied, by_depth, watched = tokens_of(draft, result, found.asked)  # the step's one read
         self.advance(found, result, [ids[:n] for ids, n in zip(new_ids, counts, strict=True)], watched)
         logprobs = logprobs_of(self.requests, logits, result.path, new_ids, counts)
-        self._note_hidden(counts)
+        if self.on_leave is not None:
+            assert self._context is not None
+            for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
+                parts.append(states[:count].clone())
         events = []
         for row, request in enumerate(self.requests):
             request.num_steps += 1
@@ -215,11 +217,7 @@ class Batch:
 
     @torch.inference_mode()
     def advance(
-        self,
-        found: Verified,
-        result: AcceptResult,
-        new_ids: Sequence[list[int]],
-        asked: Sequence[Sequence[int]],
+        self, found: Verified, result: AcceptResult, new_ids: Sequence[list[int]], asked: Sequence[Sequence[int]]
     ) -> None:
         """The accepted nodes become text: new tokens of each row, the last of them the next root.
 
@@ -307,12 +305,6 @@ class Batch:
         token_ids = [*request.prompt_ids, *request.token_ids][: self.rows[row].length]
         entries = self.runner.entries(self.rows[row], len(token_ids))
         return ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)])
-
-    def _note_hidden(self, counts: Sequence[int]) -> None:
-        if self.on_leave is not None:
-            assert self._context is not None
-            for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
-                parts.append(states[:count].clone())
 
     def _read_settings(self) -> None:
         self._settings, self._seen, self._rules = self._settings_of(self.requests)

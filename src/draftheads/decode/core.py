@@ -152,8 +152,7 @@ class EngineCore(Generic[AnyEngine]):
         self._drop_empty_lanes()
 
     def clear(self) -> None:
-        self.waiting.clear()
-        self.reading, self.lanes = [], []
+        self.waiting, self.reading, self.lanes = WaitingLine(), [], []
 
     @property
     def has_work(self) -> bool:

@@ -155,12 +155,7 @@ class Engine:
         ]
 
     def request(
-        self,
-        prompt: Prompt,
-        settings: SamplingSettings,
-        *,
-        index: int = 0,
-        variables: Mapping[str, Any] | None = None,
+        self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0, variables: Mapping[str, Any] | None = None
     ) -> Request:
         """One checked request; its events carry ``index``. ``variables`` are further ones of the chat template."""
         prompt_ids, vocab_size, eos_ids = self.encode(prompt, variables), self.model.vocab_size, self.model.eos_ids

@@ -123,10 +123,6 @@ class WaitingLine:
                     return True
         return False
 
-    def clear(self) -> None:
-        with self._lock:
-            self._lines.clear()
-
     def count(self, client: str) -> int:
         """How many requests of a client wait."""
         with self._lock:

@@ -185,10 +185,7 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "") -> Written:
 def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Written:
     """The layout of vllm-project/speculators, for which ``vllm serve FOLDER`` is enough.
 
-    Args:
-        head: an EAGLE-3 head.
-        target: its base model, whose embedding is written if the head has none: the project starts from it.
-        name: the base model's name or folder.
+    ``name`` is the base model's, whose embedding is written if the head has none: the project starts from it.
     """
     given, tensors = write_eagle3(head, target, name)
     config = head.config
