@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftheads.train.joint.options import JointOptions
 from torch import Tensor
 
 from draftheads.data.batches import PlannedTexts

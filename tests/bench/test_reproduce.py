@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from draftheads.train.joint.options import JointOptions
 
 from draftheads.bench import reproduce as reproduce_module
 from draftheads.bench.paper_tables import (

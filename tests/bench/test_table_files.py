@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from draftheads import heads
-from draftheads.bench.compare import MIN_PROMPTS
 from draftheads.bench.contenders import DRAFT_MODEL
 from draftheads.bench.paper_tables import (
     Cells,
@@ -20,7 +19,7 @@ from draftheads.bench.paper_tables import (
 )
 from draftheads.bench.quality import Agreement, Perplexity, Rouge
 from draftheads.bench.reproduce import _MT_BENCH, _with_our_category
-from draftheads.bench.settings import Point, Variant
+from draftheads.bench.settings import MIN_PROMPTS, Point, Variant
 from draftheads.bench.studies import Budget, folder_name, options_of
 from draftheads.bench.table import ALL, NUMBERS, Row
 from draftheads.bench.table_paths import table_names

@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from draftheads.cpu.optimise import TYPICAL_TEXT
 from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.live_features import LiveStore
 from draftheads.data.vllm_features import ExtractedStore
 from draftheads.errors import DataError
 from draftheads.loading import load_target
-from draftheads.models.model import TYPICAL_TEXT, TargetModel
+from draftheads.models.model import TargetModel
 from families import FAMILIES, tiny_model
 from vllm_files import extract_as_vllm
 

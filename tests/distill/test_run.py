@@ -11,7 +11,8 @@ import pytest
 from distill_world import RECORDS, manifest, options, records, run, write_prompts
 from draftheads.data.compute_features import load_texts
 from draftheads.data.records import read_prompts
-from draftheads.decode.engine import Engine, prompt_ids
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import prompt_ids
 from draftheads.decode.request import GenerationResult
 from draftheads.distill.conversation import Dialogue, mixed_seed
 from draftheads.distill.local import _add_result, user_turn_opening

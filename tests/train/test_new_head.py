@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import tyro
-from draftheads.train.joint.options import JointOptions
 
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head

@@ -11,6 +11,7 @@ from draftheads.settings import AcceptanceRule, SamplingSettings
 from draftheads.utils.option_group import FROM_1, OptionGroup, at_least
 
 TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths", "adaptive"]
+MIN_PROMPTS = 3  # or groups of them, for an interval
 LOADED = ("defaults", "adaptive")  # kinds of trees that an engine chooses by itself at each step
 DRAWN: tuple[AcceptanceRule, ...] = ("rejection", "block")  # rules for drafts of drawn tokens
 

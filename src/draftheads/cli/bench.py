@@ -12,7 +12,8 @@ from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.judge import Judge
 from draftheads.bench.options import BenchOptions, QualityOptions
 from draftheads.bench.quality import Gsm8k, Measure, Rouge
-from draftheads.bench.table import ALL, Row, by_part, columns, markdown, remarks, verdict
+from draftheads.bench.table import ALL, Row, by_part, columns, markdown
+from draftheads.bench.verdict import remarks, verdict
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json

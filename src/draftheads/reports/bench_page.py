@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftheads.bench.table import ALL, Row, by_part, columns, heads_only, remarks, verdict
+from draftheads.bench.table import ALL, Row, by_part, columns, heads_only
+from draftheads.bench.verdict import remarks, verdict
 from draftheads.reports.bench_plots import at, bench_plots, point, way
 from draftheads.reports.page import Page
 from draftheads.reports.plots import Table

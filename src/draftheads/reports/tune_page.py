@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from draftheads.bench.table import speed_sentence
+from draftheads.bench.verdict import speed_sentence
 from draftheads.reports.page import Page
 from draftheads.reports.plots import Curves, Panels, Plot, Table
 from draftheads.utils.counts import counted
