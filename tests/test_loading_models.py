@@ -10,7 +10,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from draftheads.train.joint.options import MergeOptions
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
 import draftheads
@@ -38,6 +37,7 @@ from draftheads.models.pretrained import load_tokenizer, stored_dtype
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from draftheads.train.joint.merge import merge
+from draftheads.train.joint.options import MergeOptions
 from families import SMALL, tiny_head, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 

@@ -43,7 +43,7 @@ COMMANDS = {
     "generate": Command("answer prompts", "cli.options.GenerateOptions"),
     "import": Command("read a head of another project", "cli.import_.ImportOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
-    "merge": Command("merge a model and its adapter into one model", "train.options.MergeOptions"),
+    "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.ReportOptions"),
     "reproduce": Command(

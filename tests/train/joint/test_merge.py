@@ -18,7 +18,7 @@ from draftheads.models.adapter import Adapter
 from draftheads.models.fingerprint import difference
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.merge import merge, merged_model
-from draftheads.train.options import MergeOptions
+from draftheads.train.joint.options import MergeOptions
 from draftheads.train.run import train
 from fake_progress import FakeProgress
 from families import fitting

@@ -22,11 +22,11 @@ from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
+from draftheads.train.joint.options import MergeOptions
 from draftheads.train.joint.tuned_model import Movement
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
-from draftheads.train.options import MergeOptions
 from draftheads.train.report import measure
 from draftheads.train.run import train
 from draftheads.train.trainer import TrainingInterrupted
