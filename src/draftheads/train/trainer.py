@@ -142,12 +142,13 @@ class _Compute:
             index = ((step - 1) * accumulate + part) * count + number
             is_waiting = count > 1 and part < accumulate - 1  # the processes exchange gradients after the last part
             with self.model.no_sync() if is_waiting else nullcontext():
-                torch.autograd.backward(self.loss(step, self.batches[index], more) / accumulate)
+                mean = self.loss(step, self.batches[index], more) / accumulate
+                mean.backward()
 
     def loss(self, step: int, batch: dict[str, Any], more: dict[str, Any]) -> Tensor:
         documents = batch.pop("documents").tolist()
         with self.autocast():
-            output = self.model(**send_to_device(batch, self.device), **more)
+            output = self.model(**send_to_device(batch, self.device), **more)  # type: ignore[no-untyped-call]
         for name, value in output.items():
             self.reported.setdefault(name, []).append(value.detach().float())
         loss: Tensor = output["loss"].float()

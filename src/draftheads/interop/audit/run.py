@@ -35,16 +35,7 @@ class _Answers:
 
 
 class Audit:
-    """One audit.
-
-    Args:
-        server: with drafting.
-        baseline: without; None if the model gives the references.
-        load: loads the model; None if there is none.
-        prompts: what is asked.
-        settings: of the audit.
-        schema: of answers in JSON checks.
-        progress: shows it.
+    """One audit: of a server with drafting, by a baseline without it, by the model, or by both.
 
     Raises:
         InvalidSettings: neither a baseline nor a model, or no prompt.
