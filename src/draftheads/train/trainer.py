@@ -147,8 +147,8 @@ class _Compute:
 
     def loss(self, step: int, batch: dict[str, Any], more: dict[str, Any]) -> Tensor:
         documents = batch.pop("documents").tolist()
-        with self.autocast():
-            output = self.model(**send_to_device(batch, self.device), **more)  # type: ignore[no-untyped-call]
+        with self.autocast():  # type: ignore[no-untyped-call]
+            output = self.model(**send_to_device(batch, self.device), **more)
         for name, value in output.items():
             self.reported.setdefault(name, []).append(value.detach().float())
         loss: Tensor = output["loss"].float()
