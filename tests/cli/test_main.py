@@ -164,6 +164,11 @@ def test_bash_completes(words: str, expected: list[str], tmp_path: Path):
         ("tune --out o model --head ./x", "--head is given by name: give --model, too"),
         ("reproduce --zzzzzz", "no option --zzzzzz; see draftheads reproduce --help"),
         ("generate abc --max_new_token 3", "no option --max_new_token; did you mean --max-new-tokens?"),
+        ("generate abc --frequency-penalty 1", "no option --frequency-penalty: give --set frequency_penalty=X"),
+        ("generate abc --no-fast", "no option --no-fast: give --set fast=on|off"),
+        ("generate abc --set min_q=1", "--set min_q=1: no such setting; did you mean min_p?"),
+        ("generate abc --set seed", "--set seed has no value: write NAME=VALUE"),
+        ("generate abc --set=fast=maybe", "--set fast=maybe: give on or off"),
     ],
 )
 def test_the_option_that_was_meant_is_named(command: str, meant: str, capsys: pytest.CaptureFixture[str]):
@@ -171,6 +176,14 @@ def test_the_option_that_was_meant_is_named(command: str, meant: str, capsys: py
         main(shlex.split(command))
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {meant}\n"  # and nothing else
+
+
+def test_rare_settings_are_read_as_options_are():
+    words = "--set=min_p=0.25 stop_token_ids=3,4 fast=off --set four_bit=on hello"
+    options = read_options("generate", ["ask", *words.split()])
+    assert options.prompt == ("ask", "hello")
+    assert (options.sampling.min_p, options.sampling.stop_token_ids) == (0.25, (3, 4))
+    assert (options.load.fast, options.load.four_bit) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def _check_flag(
     if flag.endswith("batch-invariant"):
         raise ValueError(NO_BATCH_INVARIANT)
     if (setting := flag[2:].replace("-", "_")) in rare:
-        raise ValueError(f"no option {word}: give --set {setting}={rare[setting].values or 'on'}")
+        raise ValueError(f"no option {word}: give --set {rare[setting].flag}")
     close = close_name(flag, known)
     raise ValueError(f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}")
 
@@ -221,7 +221,7 @@ def _as_option(given: str, rare: Mapping[str, Any]) -> list[str]:
     name, equals, value = given.partition("=")
     name = name.replace("-", "_")
     if not equals:
-        raise ValueError(f"--set {given}: write NAME=VALUE")
+        raise ValueError(f"--set {given} has no value: write NAME=VALUE")
     if name not in rare:
         close = close_name(name, rare)
         raise ValueError(
