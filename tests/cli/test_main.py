@@ -18,7 +18,7 @@ import pytest
 from cli_world import Run, slow_imports
 from draftheads.bench.settings import TreeKind
 from draftheads.cli.help import options_of as help_options
-from draftheads.cli.main import COMMANDS, import_quickly, main, options_of
+from draftheads.cli.main import COMMANDS, import_quickly, main, options_of, read_options
 from draftheads.decode import step_costs
 from draftheads.decode.engine import Engine
 from draftheads.heads import head_methods
@@ -179,9 +179,9 @@ def test_the_option_that_was_meant_is_named(command: str, meant: str, capsys: py
 
 
 def test_rare_settings_are_read_as_options_are():
-    words = "--set=min_p=0.25 stop_token_ids=3,4 fast=off --set four_bit=on hello"
+    words = "--set=min_p=0.25 stop_token_ids=3,4 fast=off --set four_bit=on"
     options = read_options("generate", ["ask", *words.split()])
-    assert options.prompt == ("ask", "hello")
+    assert options.prompt == ("ask",)
     assert (options.sampling.min_p, options.sampling.stop_token_ids) == (0.25, (3, 4))
     assert (options.load.fast, options.load.four_bit) == (False, True)
 

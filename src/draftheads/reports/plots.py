@@ -17,7 +17,8 @@ _LEGEND_CHARACTERS = 66  # in a line of the legend; the sample and the gap of an
 _NAME_CHARACTERS = 24
 _TITLE_CHARACTERS = 72  # in a line
 _MOST_TICKS = 12
-_MOST_POINTS = 30  # of a curve, with markers or in its table
+_MOST_MARKERS = 30  # on a curve
+_MOST_ROWS = 100  # of a curve in its table
 
 
 class Table(NamedTuple):
@@ -140,7 +141,7 @@ class Curves(Plot):
                     [point[1] for point in points],
                     label=_shortened(name),
                     color=style.colour,
-                    marker=style.marker if len(points) <= _MOST_POINTS else "",
+                    marker=style.marker if len(points) <= _MOST_MARKERS else "",
                     markerfacecolor="none" if style.is_dashed else style.colour,
                     linestyle=(0, (2, 1)) if style.is_dashed else "-",
                     markersize=4.5,
@@ -168,11 +169,11 @@ class Curves(Plot):
         rows: dict[tuple[str, Any], dict[str, Any]] = {}
         for label, curves in self.panels.items():
             for name, points in curves.items():
-                for x, y, *bounds in points[:: -1 - len(points) // (_MOST_POINTS + 1)][::-1]:
+                for x, y, *bounds in points[:: -1 - len(points) // (_MOST_ROWS + 1)][::-1]:
                     row = rows.setdefault((name, x), {"": name, self.x_label: _cell(x, *bounds[1:2], form=".3g")})
                     row[label] = _cell(y, *bounds[:1])
         columns = ["", self.x_label, *self.panels]
-        is_long = any(len(points) > _MOST_POINTS for curves in self.panels.values() for points in curves.values())
+        is_long = any(len(points) > _MOST_ROWS for curves in self.panels.values() for points in curves.values())
         note = "Of long curves, the table has some points." if is_long else ""
         return Table(self.title, columns, [[row.get(name, "") for name in columns] for row in rows.values()], note)
 
