@@ -1,13 +1,16 @@
 """The scheduler driven iteration by iteration: turns, limits, deadlines, failures, memory and its end."""
 
+import logging
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from threading import get_ident
+from threading import Event, get_ident
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.lanes import RunningLane, bytes_per_token
 from draftheads.decode.request import StreamEvent
@@ -29,7 +32,6 @@ from scheduler_world import (
     scheduler_of,
     submit,
 )
-from serve_process import wait_until
 
 MODEL = tiny_model("llama")
 ENGINES = {
@@ -65,6 +67,13 @@ def test_clients_take_turns_and_each_ones_jobs_keep_their_order():
     assert ended == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
+def test_no_more_rows_than_allowed():
+    scheduler = scheduler_of(ENGINES, max_rows=3, chunk_tokens=4)
+    inboxes = [submit(scheduler, [3, 4, 5 + n], Lane(("m", "plain")[n % 2]))[1] for n in range(9)]
+    assert max(counts.running + counts.reading for counts in snapshots(scheduler)) == 3
+    assert all(len(inbox.answer) == 12 for inbox in inboxes)
+
+
 # --- what is refused ---
 
 
@@ -73,13 +82,16 @@ def test_a_full_queue_refuses_and_names_the_time_after_which_to_retry():
     scheduler = scheduler_of(ENGINES, clock=clock, max_rows=1, max_waiting=2)
     for client in "ab":
         submit(scheduler, [3, 4], max_new_tokens=2, client=client)
+    with pytest.raises(QueueFull, match="2 requests wait and at most 2 may: retry after 1 s") as caught:
+        submit(scheduler, [3, 4])
+    assert caught.value.retry_after == 1.0
     for _ in range(2):
         clock.now += 10
         run_to_end(scheduler)
         for client in "ab":
             submit(scheduler, [3, 4], max_new_tokens=2, client=client)
     # four jobs ended in the ten seconds since the first of them; rates of long ago do not count
-    for seconds, retry_after in ((0, 10 / 4), (49, 59 / 4), (6, 55 / 2), (50, 1.0)):
+    for seconds, retry_after in ((0, 10 / 4), (100, 1.0)):
         clock.now += seconds
         with pytest.raises(QueueFull) as caught:
             submit(scheduler, [3, 4])
@@ -91,11 +103,14 @@ def test_no_client_fills_the_queue_alone():
     scheduler = scheduler_of(ENGINES, max_rows=1, max_waiting=8)
     for _ in range(4):
         submit(scheduler, [3, 4], client="greedy")
-    for client in ("b", "c", "b", "d"):  # what is left is shared in the same way
-        with pytest.raises(QueueFull) as caught:
-            submit(scheduler, [3, 4], client="b" if client == "d" else "greedy")
-        assert caught.value.retry_after == 1.0
+    message = "4 requests of this client wait, and as many places stay free for other clients: retry after 1 s"
+    with pytest.raises(QueueFull, match=message):
+        submit(scheduler, [3, 4], client="greedy")
+    for client in ("b", "c", "b"):  # what is left is shared in the same way
         submit(scheduler, [3, 4], client=client)
+    with pytest.raises(QueueFull):
+        submit(scheduler, [3, 4], client="b")
+    submit(scheduler, [3, 4], client="d")
     assert scheduler.snapshot().waiting == 8
 
 
@@ -103,22 +118,35 @@ def test_a_request_that_cannot_fit_is_refused_at_once():
     exact = 128 * PER_SLOT
     fits = scheduler_of(ENGINES, kv_bytes=exact)
     submit(fits, [3] * 50, PLAIN, max_new_tokens=77)
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooLarge, match=r"77 new tokens need 0 MiB .* ask for fewer tokens"):
         submit(scheduler_of(ENGINES, kv_bytes=exact - 1), [3] * 50, PLAIN, max_new_tokens=77)
     for lane, length in ((PLAIN, 78), (Lane("m"), 77)):  # one slot more is another block, and so are a tree's nodes
         with pytest.raises(TooLarge):
             submit(fits, [3] * 50, lane, max_new_tokens=length)
 
 
-@pytest.mark.parametrize("lane", [Lane("n"), Lane("m", 129), Lane("m", -1), Lane("plain", 4)])
-def test_impossible_lanes_are_refused(lane: Lane):
+@pytest.mark.parametrize(
+    ("lane", "message"),
+    [
+        (Lane("n"), "no model 'n'; choose among m, m:hydra, plain"),
+        (Lane("m", 129), "draft_nodes is 129; it must be at most 128"),
+        (Lane("m", -1), "draft_nodes is -1; it must be at least 0"),
+        (Lane("plain", 4), "draft_nodes is 4, which is for drafters that fill trees.*plain decoding does not"),
+    ],
+)
+def test_impossible_lanes_are_refused(lane: Lane, message: str):
     scheduler = scheduler_of(ENGINES)
     job = Job(request_of(ENGINES["m"], [3, 4]), lane, "someone", Inbox())
-    with pytest.raises(InvalidSettings, match="draft_nodes is" if lane.draft_nodes else "'n'"):
+    with pytest.raises(InvalidSettings, match=message):
         scheduler.submit(job)
     check_empty(scheduler)
-    with pytest.raises(InvalidSettings, match="kv_bytes"):
+
+
+def test_limits_and_engines_are_checked():
+    with pytest.raises(InvalidSettings, match="kv_bytes is 0; it must be at least 1"):
         Limits(kv_bytes=0)
+    with pytest.raises(InvalidSettings, match="at least one engine"):
+        Scheduler({}, Limits(kv_bytes=1))
 
 
 @pytest.mark.parametrize(("asked", "nodes"), [(0, 0), (3, 0), (4, 8), (9, 8), (25, 32), (47, 32), (48, 64), (64, 64)])
@@ -185,6 +213,34 @@ def test_a_deadline_ends_a_job_wherever_it_is():
     check_empty(scheduler)
 
 
+def test_a_step_that_fails_fails_the_jobs_of_its_batch_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    scheduler = scheduler_of(ENGINES, chunk_tokens=8)
+    inboxes = [submit(scheduler, [3, 4 + n], Lane(name))[1] for n, name in enumerate(("m", "m", "plain"))]
+    iterate(scheduler, 2)
+    read_later = submit(scheduler, [5] * 30, Lane("m"))[1]
+    iterate(scheduler)
+    step = Batch.step
+
+    def failing(batch: Batch) -> Any:
+        if batch.drafter is ENGINES["m"].drafter:
+            raise RuntimeError("out of memory\nand more")
+        return step(batch)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(Batch, "step", failing)
+        iterate(scheduler)
+    assert "out of memory" in caplog.text
+    for inbox in (*inboxes[:2], read_later):
+        assert inbox.failure == JobFailed("error", "the answer could not be computed: out of memory")
+    _, after = submit(scheduler, [3, 4], Lane("m"))
+    run_to_end(scheduler)
+    assert after.answer == plain([3, 4])
+    assert inboxes[2].answer == plain([3, 6])
+    check_empty(scheduler)
+
+
 def test_an_error_in_one_request_fails_it_alone(monkeypatch: pytest.MonkeyPatch):
     scheduler = scheduler_of(ENGINES)
     bad_text, other, bad_prompt = (submit(scheduler, [3, 4, number]) for number in (5, 6, 7))
@@ -205,13 +261,15 @@ def test_an_error_in_one_request_fails_it_alone(monkeypatch: pytest.MonkeyPatch)
     check_empty(scheduler)
 
 
-def test_a_job_whose_callback_raises_is_cancelled():
+def test_a_callback_that_raises_is_logged_and_its_job_cancelled(caplog: pytest.LogCaptureFixture):
     scheduler = scheduler_of(ENGINES)
     job, _ = submit(scheduler, [3, 4])
     _, other = submit(scheduler, [3, 5])
     job.on_event = Mock(side_effect=ConnectionError("gone"))
-    run_to_end(scheduler)
+    with caplog.at_level(logging.ERROR):
+        run_to_end(scheduler)
     job.on_event.assert_called_once()
+    assert "gone" in caplog.text
     assert other.answer == plain([3, 5])
     assert scheduler.snapshot().cancelled == 1
     check_empty(scheduler)
@@ -225,7 +283,7 @@ def test_a_token_takes_the_states_of_all_layers_that_a_head_reads():
     assert of_two - of_one == MODEL.hidden_size * MODEL.dtype.itemsize
 
 
-@pytest.mark.parametrize("method", ["hydra++", "eagle3", "small-llama"])
+@pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "amphista", "small-llama"])
 def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(method: str):
     engine = Engine(MODEL, Copying(tiny_head(method, MODEL)), shape=TREES["chain"])
     limit = 6 * 128 * bytes_per_token(engine)
@@ -246,6 +304,18 @@ def history_bytes(lane: RunningLane) -> int:
     assert isinstance(session.session, StatefulSession)
     kept = [layer for layer in session.session.history.layers if layer is not None]
     return sum(part.untyped_storage().nbytes() for layer in kept for part in layer)
+
+
+def test_requests_wait_for_memory_and_never_take_more():
+    limit = 5 * 128 * PER_SLOT  # five rows of a block, or fewer of two blocks
+    scheduler = scheduler_of(ENGINES, kv_bytes=limit, max_rows=8)
+    prompts = [[3 + n] * (110 if n == 2 else 20) for n in range(7)]
+    inboxes = [submit(scheduler, prompt, PLAIN, max_new_tokens=60)[1] for prompt in prompts]
+    all_counts = list(snapshots(scheduler))
+    assert all(counts.kv_bytes + counts.prefix_bytes <= limit for counts in all_counts)
+    assert 2 <= max(counts.running for counts in all_counts) < 7
+    for prompt, inbox in zip(prompts, inboxes, strict=True):
+        assert inbox.answer == plain(prompt, max_new_tokens=60)
 
 
 def test_cached_texts_make_room_for_requests():
@@ -299,7 +369,7 @@ def test_a_replaced_engine_gets_the_requests_that_come_then():
     _, late = submit(scheduler, [3, 6], Lane("m"))
     iterate(scheduler)
     assert scheduler.snapshot().lanes == 2
-    assert "draft_nodes is 8" in waiting.failure.message
+    assert "draft_nodes is 8, which is for drafters that fill trees" in waiting.failure.message
     run_to_end(scheduler)
     assert old.answer == plain([3, 4], max_new_tokens=30)
     assert late.answer == plain([3, 6])
@@ -310,15 +380,11 @@ def test_a_replaced_engine_gets_the_requests_that_come_then():
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_closing_finishes_streams_and_takes_no_more(started: bool):
-    scheduler = scheduler_of(ENGINES, max_rows=2)
-    inboxes = []
+def test_after_closing_nothing_is_taken(started: bool):
+    scheduler = scheduler_of(ENGINES)
     if started:
         scheduler.start()
-        inboxes = [submit(scheduler, [3, 4 + n])[1] for n in range(5)]
-    scheduler.close(drain_seconds=60)
-    for n, inbox in enumerate(inboxes):
-        assert inbox.answer == plain([3, 4 + n])
+    scheduler.close(drain_seconds=1)
     with pytest.raises(ShuttingDown):
         submit(scheduler, [3, 4])
     assert isinstance(scheduler.call(get_ident).exception(timeout=1), ShuttingDown)
@@ -326,38 +392,50 @@ def test_closing_finishes_streams_and_takes_no_more(started: bool):
     check_empty(scheduler)
 
 
-def test_what_does_not_end_in_time_fails():
-    """Of two times the shorter one."""
-    scheduler = scheduler_of(ENGINES, max_rows=1)
-    job, slow = submit(scheduler, [3, 4], max_new_tokens=200)
-    _, waiting = submit(scheduler, [3, 5])
-    calls: list[Future[int]] = []
-
-    def closes(event: StreamEvent | JobFailed) -> None:
-        slow(event)
-        calls.append(scheduler.call(get_ident))
-        for seconds in (600, 0, 600):
-            scheduler.close(drain_seconds=seconds)
-
-    job.on_event = closes
+def test_closing_finishes_streams():
+    scheduler = scheduler_of(ENGINES, max_rows=2)
     scheduler.start()
-    for inbox in (slow, waiting):
-        inbox.end.get(timeout=600)
-        assert inbox.failure.reason == "shutdown"
-    scheduler.close(drain_seconds=0)
-    assert {type(call.exception(timeout=0)) for call in calls} == {ShuttingDown}
+    inboxes = [submit(scheduler, [3, 4 + n])[1] for n in range(5)]
+    scheduler.close(drain_seconds=60)
+    for n, inbox in enumerate(inboxes):
+        assert inbox.answer == plain([3, 4 + n])
     check_empty(scheduler)
 
 
-def test_an_idle_scheduler_sleeps(monkeypatch: pytest.MonkeyPatch):
-    scheduler = scheduler_of(ENGINES)
-    sleeps = Mock(side_effect=scheduler._changed.wait)
-    monkeypatch.setattr(scheduler._changed, "wait", sleeps)
+def test_what_does_not_end_in_time_fails():
+    scheduler = scheduler_of(ENGINES, max_rows=1)
+    hold, go = Event(), Event()
+    job, slow = submit(scheduler, [3, 4], max_new_tokens=200)
+
+    def waits(event: StreamEvent | JobFailed) -> None:
+        slow(event)
+        hold.set()
+        assert go.wait(timeout=600)
+
+    job.on_event = waits
+    _, waiting = submit(scheduler, [3, 5])
+    pending = scheduler.call(get_ident)
     scheduler.start()
-    for count in (1, 2):
-        wait_until(lambda count=count: sleeps.call_count == count)
-        submit(scheduler, [3, 4])[1].end.get(timeout=600)
-    wait_until(lambda: sleeps.call_count == 3)
+    assert hold.wait(timeout=600)
+    go.set()
+    scheduler.close(drain_seconds=0)
+    for inbox in (slow, waiting):
+        assert inbox.failure == JobFailed("shutdown", "the server shut down before the answer was finished")
+    assert pending.result(timeout=0) != get_ident()
+    check_empty(scheduler)
+
+
+def test_an_idle_scheduler_takes_no_processor_time(monkeypatch: pytest.MonkeyPatch):
+    scheduler = scheduler_of(ENGINES)
+    iterations = Mock(side_effect=scheduler._iterate)
+    monkeypatch.setattr(scheduler, "_iterate", iterations)
+    scheduler.start()
+    _, inbox = submit(scheduler, [3, 4])
+    inbox.end.get(timeout=600)
+    scheduler.call(get_ident).result(timeout=600)
+    count = iterations.call_count
+    time.sleep(0.2)  # time in which a loop that does not sleep would run thousands of times
+    assert iterations.call_count <= count + 1
     scheduler.close(drain_seconds=0)
 
 

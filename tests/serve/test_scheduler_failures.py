@@ -1,7 +1,7 @@
 """What becomes of jobs and memory when the core fails, prompts are scored, or grammars are compiled."""
 
 import asyncio
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -22,24 +22,24 @@ def test_a_job_that_comes_while_others_fail_is_answered(monkeypatch: pytest.Monk
     engine = Engine(tiny_model("llama"))
     scheduler = scheduler_of({"m": engine})
     _, first = submit(scheduler, [3, 4])
-    late = list[Inbox]()
-    clear, others = scheduler.core.clear, list[Thread]()
+    late, came = list[Inbox](), Event()
+    clear, turns = scheduler.core.clear, iter((True, False))
 
     def fail() -> Any:
         raise RuntimeError("a fault of the core")
 
     def clear_and_submit() -> None:
         clear()
-        others.append(Thread(target=lambda: late.append(submit(scheduler, [5, 6])[1])))
-        others[0].start()
+        Thread(target=lambda: (late.append(submit(scheduler, [5, 6])[1]), came.set())).start()
+        came.wait(0.2)  # the other thread has to wait longer
 
-    with monkeypatch.context() as patch:
-        patch.setattr(scheduler.core, "step", fail)
-        patch.setattr(scheduler.core, "clear", clear_and_submit)
-        patch.setattr(scheduler, "_wait_for_work", lambda: not others)
-        patch.setattr(scheduler, "_end", lambda: None)
-        scheduler._run()
-    others[0].join()
+    monkeypatch.setattr(scheduler.core, "step", fail)
+    monkeypatch.setattr(scheduler.core, "clear", clear_and_submit)
+    monkeypatch.setattr(scheduler, "_wait_for_work", lambda: next(turns))
+    monkeypatch.setattr(scheduler, "_end", lambda: None)
+    scheduler._run()
+    assert came.wait(60)
+    monkeypatch.undo()
     assert isinstance(first.events[-1], JobFailed)
     run_to_end(scheduler)
     assert late[0].answer == plain_answer(engine, [5, 6])
@@ -91,7 +91,7 @@ def test_scored_prompts_are_part_of_the_memory_budget():
     run_to_end(scheduler)
     for number, inbox in enumerate(inboxes):
         assert inbox.answer == plain_answer(engine, [5 + number] * 300, max_new_tokens=40)
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooLarge, match="send a shorter one"):
         scored(scheduler_of({"m": engine}, kv_bytes=alone // 2), engine, prompt)
 
 
