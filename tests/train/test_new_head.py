@@ -157,7 +157,7 @@ def test_a_head_is_trained_further_after_the_layers_were_tuned(
         load_head(hydra, tuned)
     settings = options(tmp_path / "out", features, start_from=str(hydra), epochs=1)
     train_for(tuned, settings)  # without a warning
-    joint = TrainOptions.of(joint=True, out=tmp_path / "joint", data=(chats,), model="tiny-chat", head=hydra, epochs=1)
+    joint = joint_options(tmp_path / "joint", chats, head=hydra, epochs=1)
     train_jointly_for(tuned, joint)
     load_head(settings.out, tuned)
 
@@ -288,7 +288,7 @@ def test_a_start_with_the_whole_vocabulary_needs_the_whole_vocabulary(
 
 def test_head_and_start_from_together_are_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match=r"--head is .* and --start-from .*: give one"):
-        TrainOptions.of(joint=True, out=tmp_path, data=(chats,), head=hydra, start_from=str(hydra))
+        joint_options(tmp_path, chats, head=hydra, start_from=str(hydra))
 
 
 # --- on the command line ---
