@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftheads.cli import merge as merge_command
-from draftheads.cli import train_joint as command
+from draftheads.cli import train as command
 from draftheads.data.batches import split_held_out
 from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
