@@ -15,12 +15,12 @@ from distill_world import RECORDS, manifest, options, records, write_prompts
 from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
 from draftheads.data.compute_features import load_texts
-from draftheads.distill import endpoint
 from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.errors import DistillationInterrupted, EndpointError, InvalidSettings, MissingDependency
 from draftheads.models.pretrained import ModelTokenizer
+from draftheads.utils import openai_client
 from fake_progress import FakeProgress
 from think_world import WORDS, think_tokenizer
 from training_world import EOS
@@ -90,7 +90,7 @@ def refusal(status: int, text: str = "no", **headers: str) -> Response:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(openai_client, "FIRST_WAIT_SECONDS", 0.01)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     found = Server()
@@ -170,14 +170,14 @@ def test_failed_requests_are_repeated(server: Server, tmp_path: Path):
 
 
 def test_waits_grow_and_follow_the_retry_after_header():
-    waits = [endpoint._wait_seconds(attempt, None, 500) for attempt in range(9)]
+    waits = [openai_client.wait_seconds(attempt, None, 500) for attempt in range(9)]
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert endpoint._wait_seconds(0, None, 0) < endpoint._wait_seconds(0, None, 999)
+    assert openai_client.wait_seconds(0, None, 0) < openai_client.wait_seconds(0, None, 999)
 
     class Busy:
         headers = {"retry-after": "7"}  # noqa: RUF012 - as a response has them
 
-    assert endpoint._wait_seconds(3, Busy(), 0) == 7  # type: ignore[arg-type]
+    assert openai_client.wait_seconds(3, Busy(), 0) == 7  # type: ignore[arg-type]
 
 
 def test_a_run_ends_if_the_server_stays_down_and_can_be_continued(server: Server, tmp_path: Path):
@@ -188,7 +188,7 @@ def test_a_run_ends_if_the_server_stays_down_and_can_be_continued(server: Server
     num_before = len(server.requests)
     with pytest.raises(
         EndpointError,
-        match=r"did not answer in 3 attempts; the last problem: status 503, tired; .*the same command continues",
+        match=r"/v1/chat/completions: status 503: tired, in 3 attempts; .*; the same command continues",
     ):
         run(chosen)
     tried = [request for request in server.requests[num_before:] if "w20" in str(request["messages"])]
@@ -307,7 +307,7 @@ def test_prompts_that_the_server_refuses_are_set_aside_with_the_reason(
     reasons = ["a content filter stopped", "content is ", "refusal: I cannot help with that."]
     said = json.loads(response[2])["choices"][0] if response[0] == 200 else {}
     place = 0 if said.get("finish_reason") == "content_filter" else 2 if "refusal" in said.get("message", {}) else 1
-    reason = reasons[place] if said else f"status {response[0]}, {response[2].decode()}"
+    reason = reasons[place] if said else f"status {response[0]}: {response[2].decode()}"
     assert all(one["reason"].startswith(reason) for one in outcome.refused)
     assert outcome.counts.num_unfinished == 0
     assert manifest(chosen)["refused"] == list(outcome.refused)
@@ -327,7 +327,7 @@ def test_a_refused_prompt_does_not_block_the_run_that_continues(server: Server, 
         if request["messages"][-1]["content"] in down
         else answer(request)
     )
-    with pytest.raises(EndpointError, match="did not answer"):
+    with pytest.raises(EndpointError, match="status 503: no, in 1 attempt"):
         run(chosen)
     down.clear()
     outcome = run(chosen)
@@ -339,7 +339,7 @@ def test_a_server_that_refuses_every_prompt_is_an_error(server: Server, tmp_path
     """Not the prompts are wrong then, but an option."""
     server.behave = lambda _: refusal(400, "bad top_p")
     chosen = remote(tmp_path, server)
-    with pytest.raises(EndpointError, match=r"refused all of 6 prompts \(prompts.jsonl:1: status 400, bad top_p\)"):
+    with pytest.raises(EndpointError, match=r"refused all of 6 prompts \(prompts.jsonl:1: status 400: bad top_p\)"):
         run(chosen)
     server.behave = answer
     assert run(chosen).counts.num_records == len(RECORDS)
@@ -348,12 +348,15 @@ def test_a_server_that_refuses_every_prompt_is_an_error(server: Server, tmp_path
 @pytest.mark.parametrize(
     ("response", "words"),
     [
-        (refusal(404, "no such model"), "status 404, no such model; see --endpoint and --endpoint-model"),
+        (
+            refusal(404, "no such model"),
+            "was not found: no such model; is --endpoint .*the model 'parrot'.*; the same command continues",
+        ),
         (refusal(401), "refuses the key .*--api-key-env"),
-        (refusal(200, "<html>"), "not return a valid chat completion .*<html>"),
-        (refusal(200, '{"choices": []}'), "not return a valid chat completion .*choices"),
-        (refusal(200, "[]"), "not return a valid chat completion"),
-        (refusal(200, '{"choices": [{"message": {"tool_calls": [5]}}]}'), "not return a valid .* a call is 5"),
+        (refusal(200, "<html>"), "not a valid completion .*<html>; see --endpoint and --endpoint-model"),
+        (refusal(200, '{"choices": []}'), "not a valid completion .*choices"),
+        (refusal(200, "[]"), "not a valid completion"),
+        (refusal(200, '{"choices": [{"message": {"tool_calls": [5]}}]}'), "not a valid completion .* a call is 5"),
     ],
 )
 def test_a_refusal_or_an_invalid_response_ends_the_run(server: Server, tmp_path: Path, response: Response, words: str):
@@ -366,14 +369,14 @@ def test_a_refusal_or_an_invalid_response_ends_the_run(server: Server, tmp_path:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("127.0.0.1:9/v1", "is not a valid address"),
-        ("ftp://x/v1", "is not a valid address"),
-        ("http://x:y/v1", "is not a valid address"),
-        ("http://127.0.0.1:1/v1", "127.0.0.1:1/v1/chat/completions did not answer in 2 attempts"),
+        ("127.0.0.1:9/v1", "--endpoint is '127.0.0.1:9/v1'; give an address"),
+        ("ftp://x/v1", "--endpoint is 'ftp://x/v1'; give an address"),
+        ("http://x:y/v1", "--endpoint is 'http://x:y/v1'; give an address"),
+        ("http://127.0.0.1:1/v1", "cannot reach http://127.0.0.1:1/v1/chat/completions in 2 attempts: .*--endpoint"),
     ],
 )
 def test_an_invalid_or_unreachable_address_is_an_error(server: Server, tmp_path: Path, url: str, words: str):
-    with pytest.raises(EndpointError, match=words):
+    with pytest.raises((EndpointError, InvalidSettings), match=words):
         run(remote(tmp_path, server, endpoint=url, request_retries=1))
 
 
@@ -389,7 +392,7 @@ def test_the_key_comes_from_the_environment(server: Server, tmp_path: Path, monk
 
 def test_an_endpoint_that_sends_elsewhere_is_not_followed(server: Server, tmp_path: Path):
     server.behave = lambda _: (307, {"location": "/v1/elsewhere"}, b"moved")
-    with pytest.raises(EndpointError, match="refuses the request: status 307"):
+    with pytest.raises(EndpointError, match="status 307: moved; see --endpoint"):
         run(remote(tmp_path, server, batch_size=1))
     assert server.paths == {"/v1/chat/completions"}
 
