@@ -6,13 +6,12 @@ The only file that knows httpx2.
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 from zlib import crc32
@@ -31,6 +30,7 @@ CHAT, COMPLETIONS, MODELS = "/chat/completions", "/completions", "/models"
 OPENAI = "https", "api.openai.com", 443  # the only address that has a key by default
 FIRST_WAIT_SECONDS = 1.0  # before a request is repeated; doubled each time
 _LONGEST_WAIT_SECONDS = 60.0
+_CLOSED = "the request was given up"
 _BUSY_STATUSES = frozenset({408, 409, 425, 429})  # these and all from 500 on: worth a repeated request
 
 
@@ -75,10 +75,19 @@ class OpenAIClient:
 
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         self._http = Client(headers=headers, timeout=self.timeout, limits=Limits())  # of connections: those of threads
+        self._closed, self._lock, self._num_users = Event(), Lock(), 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._http.close()
+        self._closed.set()
+        self._release()
+
+    def _release(self) -> None:
+        """The last user closes it, perhaps a thread for whose request nobody waits any more."""
+        with self._lock:
+            self._num_users -= 1
+            if not self._num_users:
+                self._http.close()
 
     def connect(self) -> list[dict[str, Any]]:
         """Finds the model's name. Returns what the server lists: all models, or nothing if it has no list."""
@@ -134,9 +143,18 @@ class OpenAIClient:
         return ""
 
     def _send(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> "Response":
+        with self._lock:
+            if self._closed.is_set():
+                raise NoAnswer(_CLOSED)
+            self._num_users += 1
+        try:
+            return self._tried(method, self.base + route, b"" if body is None else json.dumps(body).encode())
+        finally:
+            self._release()
+
+    def _tried(self, method: str, url: str, content: bytes) -> "Response":
         from httpx2 import ConnectError, InvalidURL, RequestError, TimeoutException  # noqa: PLC0415 - an extra
 
-        url, content = self.base + route, b"" if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if content else {}
         problem, is_down = "", False
         for attempt in range(self.retries + 1):
@@ -156,8 +174,8 @@ class OpenAIClient:
                 if response.status_code not in _BUSY_STATUSES and response.status_code < 500:
                     return response
                 problem, is_down = f"status {response.status_code}: {_message_in(response)}", False
-            if attempt < self.retries:
-                time.sleep(wait_seconds(attempt, response, crc32(content)))
+            if attempt < self.retries and self._closed.wait(wait_seconds(attempt, response, crc32(content))):
+                raise NoAnswer(_CLOSED)
         attempts = counted(self.retries + 1, "attempt")
         if is_down:
             raise EndpointError(
