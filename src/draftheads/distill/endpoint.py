@@ -45,7 +45,8 @@ class EndpointSource:
                 for place, _ in ended:
                     on_progress(dialogues[place].num_tokens, 1)
         except EndpointError as error:
-            raise EndpointError(f"{error}; the same command continues") from None
+            fix = "see --endpoint and --endpoint-model; the same command continues"
+            raise EndpointError(f"{error}; {fix}") from None
 
     def _continue(self, dialogue: Dialogue) -> None:
         while not dialogue.is_over:
@@ -57,8 +58,7 @@ class EndpointSource:
                 dialogue.stop("refused")
             except NoAnswer as error:
                 if error.status not in _REFUSED_STATUSES:
-                    where = f"{self._client.base}{CHAT}"
-                    raise EndpointError(f"{where}: {error}; see --endpoint and --endpoint-model") from None
+                    raise EndpointError(f"{self._client.base}{CHAT} failed: {error}") from None
                 if any(words in error.text.lower() for words in _TOO_LONG_WORDS):
                     dialogue.stop("too_long")
                 else:
