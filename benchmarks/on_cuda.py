@@ -36,7 +36,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts
-from draftheads.decode.engine import Engine, Prompt
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import Prompt
 from draftheads.decode.request import Request
 from draftheads.decode.step_costs import StepTimer, typical_tree, wait_for
 from draftheads.drafters.copying import Copying
@@ -44,7 +45,8 @@ from draftheads.errors import MissingDependency, ModelNotFound
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.loading import head_engine, load_drafter, load_target
-from draftheads.models.model import StepMode, TargetModel
+from draftheads.models.model import TargetModel
+from draftheads.models.model_facts import StepMode
 from draftheads.models.pretrained import default_dtype
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import SamplingSettings

@@ -12,20 +12,21 @@ from draftheads.data.live_features import LiveStore
 from draftheads.models.adapter import Adapter
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import JointRun
 from draftheads.train.joint.tuned_model import TunedModel
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.new_head import layers_read, new_head
+from draftheads.train.options import TrainOptions
 from draftheads.utils.progress import NoProgress
 from training_world import chat_model
 
 
-def joint_options(out: Path, data: Path, **changes: Any) -> JointOptions:
+def joint_options(out: Path, data: Path, **changes: Any) -> TrainOptions:
     """Of a small run."""
     values: dict[str, Any] = {
         "model": "tiny-chat",
+        "method": "medusa",
         "num_heads": 3,
         "draft_vocab_size": 48,
         "epochs": 2,
@@ -38,10 +39,10 @@ def joint_options(out: Path, data: Path, **changes: Any) -> JointOptions:
         "lora_rank": 4,
         "lora_alpha": 8,
     }
-    return JointOptions.of(out=out, data=(data,), **{**values, **changes})
+    return TrainOptions.of(joint=True, out=out, data=(data,), **{**values, **changes})
 
 
-def train_jointly_for(target: TargetModel, options: JointOptions, progress: Any = None) -> Any:
+def train_jointly_for(target: TargetModel, options: TrainOptions, progress: Any = None) -> Any:
     """A run with a model that is loaded already. The adapter is removed at the end."""
     return JointRun(options, progress or NoProgress()).run_for(target)
 

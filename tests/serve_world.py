@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -27,6 +30,8 @@ from draftheads.speculation.shapes import BestFirst
 from families import SMALL, tiny_head
 
 NAME = "tiny"
+PLAIN = f"{NAME}:plain"
+SNAPSHOTS = Path(__file__).parent / "serve" / "snapshots"
 USER = {"role": "user", "content": "the cat sat on"}
 
 
@@ -39,7 +44,7 @@ def tiny_engines(template: str | None = "hermes", *, positions: int = 2048) -> d
     target = TargetModel(model, tokenizer, "org/tiny", chat_template=read_template(template))
     plain = Engine(target)
     drafting = Engine(target, tiny_head("medusa", target), shape=BestFirst(12))
-    return {NAME: drafting, f"{NAME}:plain": plain}
+    return {NAME: drafting, PLAIN: plain}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,10 @@ class Running:
     def scheduler(self) -> Scheduler:
         return self.service.scheduler
 
+    def ids(self, text: str) -> list[int]:
+        ids: list[int] = self.engines[NAME].model.tokenizer(text)["input_ids"]
+        return ids
+
     def post(self, route: str, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx2.Response:
         content = json.dumps({"model": NAME, **fields})  # httpx2 would not send half characters
         headers = {"content-type": "application/json", **(headers or {})}
@@ -74,7 +83,7 @@ class Running:
 
     def plain_answer(self, prompt: Any, **settings: Any) -> GenerationResult:
         """What the offline engine says without drafts."""
-        return self.engines[f"{NAME}:plain"].generate([prompt], **settings)[0]
+        return self.engines[PLAIN].generate([prompt], **settings)[0]
 
 
 @contextmanager
@@ -119,6 +128,48 @@ def raw_request(route: str, fields: Mapping[str, Any]) -> bytes:
     head = f"POST /v1/{route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    return error
+
+
+def chunks_of(response: httpx2.Response) -> list[dict[str, Any]]:
+    """The objects of a stream, or that of a whole answer."""
+    lines = re.findall(r"^data: (\{.*)", response.text, re.MULTILINE) or [response.text]
+    return list(map(json.loads, lines))
+
+
+def texts_of(response: httpx2.Response) -> list[str]:
+    """The texts of the answers to a chat or to completions, streamed or not."""
+    assert response.status_code == 200, response.text
+    texts: dict[int, str] = {}
+    for chunk in chunks_of(response):
+        for choice in chunk["choices"]:
+            part = choice.get("message") or choice.get("delta") or choice
+            texts.setdefault(choice["index"], "")
+            texts[choice["index"]] += part.get("content") or part.get("text") or ""
+    return [texts[index] for index in range(len(texts))]
+
+
+def check_snapshot(name: str, text: str) -> None:
+    """Compares a text with the file of this name, which DRAFTHEADS_SNAPSHOTS=write writes.
+
+    Ids are numbered, so that equal ones stay equal; times and the digits of log-probabilities are left out.
+    """
+    ids: dict[str, int] = {}
+    number = lambda found: f"{found[1]}{ids.setdefault(found[0], len(ids) + 1)}"  # noqa: E731
+    text = re.sub(r"(?<=\")(chatcmpl-|cmpl-|resp_|msg_|fc_|call_|fp_)[0-9a-f]{8,}(?=\")", number, text)
+    text = re.sub(r'(?<="created":|eated_at":|leted_at":)\d+', "0", text)
+    text = re.sub(r"-?\d+\.\d{3,}(e-?\d+)?", "0.5", text)
+    file = SNAPSHOTS / name
+    if os.environ.get("DRAFTHEADS_SNAPSHOTS") == "write":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
 
 
 def metrics_of(url: str) -> dict[str, float]:

@@ -8,7 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/*.md")]}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("docs/**/*.md"))]
+}
 MADE_BY_COMMANDS = {
     *("answers/", "costs/", "profiles/", "README.md", "bench.md"),
     *("judge_prompts.jsonl", "answers.jsonl", "table.md"),

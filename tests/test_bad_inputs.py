@@ -159,7 +159,7 @@ ON_THE_COMMAND_LINE: dict[str, tuple[str, ...]] = {
     "train --method medusa --model model --out out": ("--data",),
     "train --method medusa --data chats.jsonl": ("--out",),
     "train --recipe medusaa --out out --data chats.jsonl": ("medusaa", "medusa-1"),
-    "train-joint --model model --out out": ("--data",),
+    "train --joint --model model --out out": ("--data",),
     "merge --model model --adapter nowhere --out merged": ("nowhere",),
     "merge --model model --adapter empty --out merged": ("empty", "adapter_config.json"),
     "distill --model model --out d.jsonl": ("--prompts", "--num-self-talk"),

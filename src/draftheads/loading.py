@@ -1,18 +1,13 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from inspect import signature
-from itertools import pairwise
 from os import PathLike, fspath
 from os.path import isfile
 from pathlib import Path
 from typing import Any, Never, Unpack
 
 import torch
-import transformers
-from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import ResolvedHead, bound_head, resolve_head
 from draftheads.checkpoints.profile_store import find_profile
@@ -21,30 +16,19 @@ from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import costs_of
-from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import (
-    NO_BATCH_INVARIANT,
-    InvalidSettings,
-    SpeedWarning,
-    UnsupportedModel,
-    first_line,
-    no_such,
-    require_at_least,
-    require_bool,
-)
+from draftheads.errors import NO_BATCH_INVARIANT, InvalidSettings, no_such, require_at_least, require_bool
 from draftheads.formats.reading import imported_once, is_published
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import read_template
-from draftheads.models.model import TargetModel, name_of_loaded
-from draftheads.models.model_names import kind_of_folder, model_name
-from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, load_tokenizer
-from draftheads.runners.structure import check_numbers, check_trees, own_numbers, probe_of
+from draftheads.models.model import TargetModel
+from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
+from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, tokenizer_of
+from draftheads.runners.structure import checked
 from draftheads.settings import Precision
-from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import calibrated
 from draftheads.speculation.tree import Tree
@@ -61,9 +45,6 @@ PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, "int8": tor
 
 Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
 
-_SHORT_TEXT = 5  # tokens; a whole model reads a dozen of them
-# errors of modules that do not fit this version of transformers
-_MISFITS = (UnsupportedModel, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 _OTHER_NAMES = {  # in transformers and vLLM
     "dtype": "precision",
@@ -164,11 +145,10 @@ def load(
     if chosen.is_plain:
         head = draft_model = None
     drafts, published = _find_drafts(head, name)
-    template = template_of(chat_template, drafts)
     target = load_target(
         model,
         tokenizer=tokenizer,
-        chat_template=template,
+        chat_template=template_of(chat_template, drafts),
         precision=precision,
         device=device,
         max_length=max_length,
@@ -194,8 +174,6 @@ def load(
             trust_remote_code=is_named and trust_remote_code,
         )
         draft = DraftModel(small, target)
-        if chosen.shape is not None:
-            draft.check_shape(chosen.shape)
         whole = Copying(draft) if copy else draft
         return Engine(target, whole, shape=chosen.shape, max_batch_size=max_batch_size)
     return engine_on(target, drafts, tree=chosen, copy=copy, max_batch_size=max_batch_size, fast=fast)
@@ -229,14 +207,9 @@ def engine_on(
     if not isinstance(drafts, ResolvedHead):
         _check_what_drafts(drafts, None, chosen)
         return Engine(target, None if drafts is None else UNTRAINED[drafts](), max_batch_size=max_batch_size)
+    drafter = load_drafter(drafts, target, fast=fast)
     return head_engine(
-        target,
-        load_drafter(drafts, target, fast=fast),
-        drafts,
-        tree=chosen,
-        copy=copy,
-        max_batch_size=max_batch_size,
-        keep_cost=keep_cost,
+        target, drafter, drafts, tree=chosen, copy=copy, max_batch_size=max_batch_size, keep_cost=keep_cost
     )
 
 
@@ -256,24 +229,15 @@ def head_engine(
     """
     chosen = read_tree(tree)
     acceptance = find_profile(head, chosen.profile)
-    whole = copying(drafter, acceptance) if copy else drafter
+    whole = Copying.by_profile(drafter, acceptance) if copy else drafter
     shape = acceptance.tree(chosen.static_nodes) if chosen.static_nodes else chosen.shape
     if shape is not None:
-        drafter.check_shape(shape)
         return Engine(target, whole, shape=calibrated(shape, acceptance.temperatures), max_batch_size=max_batch_size)
     costs = costs_of(target, drafter, keep=keep_cost)
     return_freed_memory()
-    check = None
-    if acceptance.num_tokens and not acceptance.temperature:  # measured on greedy answers
-        check = AcceptanceCheck(head.method, head.name, head.model)
+    is_greedy = acceptance.num_tokens and not acceptance.temperature  # measured on greedy answers
+    check = AcceptanceCheck(head.method, head.name, head.model) if is_greedy else None
     return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, costs=costs, check=check)
-
-
-def copying(drafter: DraftHead, profile: AcceptanceProfile) -> Copying:
-    """A head whose trees also hold copies, which compete for nodes by the probabilities in the profile."""
-    gains = [after - before for before, after in pairwise(profile.static_tokens)]
-    values = {tuple(path): gain for path, gain in zip(profile.paths, gains, strict=False) if 0.0 < gain < 1.0}
-    return Copying(drafter, probs=profile.copies or DEFAULT_COPY_PROBS, values=values)
 
 
 def _check_what_drafts(
@@ -314,10 +278,10 @@ def _find_drafts(head: str | PathLike[str] | None, model: str) -> tuple[Resolved
     if isfile(path):  # noqa: PTH113 - the method is an error for names that are too long
         return None, path
     folder = find_head(head, model)
-    if kind_of_folder(folder) != "draft head":
-        found = folder if path.is_dir() else find_published(head, model)
-        if is_published(found):
-            return None, found
+    is_ours = kind_of_folder(folder) == "draft head"
+    found = folder if is_ours or path.is_dir() else find_published(head, model)
+    if not is_ours and is_published(found):
+        return None, found
     return resolve_head(head, model, folder=folder), None
 
 
@@ -361,8 +325,7 @@ def load_target(
     place = device_named(device)
     if cuda_graphs and place.type != "cuda":
         raise InvalidSettings(f"cuda_graphs is for CUDA; the model is on {place}")
-    tokenizer = _as_tokenizer(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
-
+    tokenizer = tokenizer_of(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
     ours: dict[str, Any] = {"chat_template": chat_template, "max_length": max_length}
 
     def read() -> TargetModel:
@@ -383,74 +346,10 @@ def load_target(
         _check_int8(target.device)
     if int8 and not fast:
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
-    if int8 and target.is_quantised:
-        _check_whole(precision, f"{target.model_id}, whose weights are quantised")
+    _check_whole(precision, f"{target.model_id}, whose weights are quantised" if target.is_quantised else None)
     target = checked(target, read, fast=fast, int8=int8)
     return_freed_memory()
     return target
-
-
-def checked(
-    target: TargetModel,
-    read: Callable[[], TargetModel],
-    *,
-    fast: bool,
-    int8: bool = False,
-) -> TargetModel:
-    """The target if its trees are lossless; ``fast``: with faster products and, on a CPU, the native pass.
-
-    ``target`` is changed, and ``read`` reads it again.
-    """
-    probe = probe_of(target)
-    stock = check_trees(probe) if probe else check_trees(target, num_tokens=_SHORT_TEXT)
-    own = None if int8 else own_numbers(target)
-    if fast:
-        try:
-            target = target.sped_up(int8=int8)
-            if probe is None:  # modules were changed, and the native pass would not notice
-                target = replace(target, native=None)
-                check_trees(target, stock=None if int8 else stock, num_tokens=_SHORT_TEXT)
-            else:
-                target = _as_proved(target, probe, stock)
-            if own is not None:
-                check_numbers(target, own)
-        except _MISFITS as error:
-            if int8:
-                raise
-            target = read()
-            warnings.warn(
-                f"faster products do not fit transformers {transformers.__version__} with PyTorch {torch.__version__}, "
-                f"so PyTorch's own are used, which are slower ({first_line(error)})",
-                SpeedWarning,
-                stacklevel=5,
-            )
-    elif own is not None:
-        check_numbers(target, own)
-    return target
-
-
-def _as_proved(target: TargetModel, probe: TargetModel, stock: Tensor) -> TargetModel:
-    """The target with those of its fast ways that have the stock logits in its probe."""
-    quick = probe.twin().sped_up()
-    try:
-        if target.native is None or quick.native is None:
-            raise UnsupportedModel
-        check_trees(quick, stock=stock)
-    except _MISFITS:  # a part of its layers, or of its embedding, is not known to the native library
-        target, quick = replace(target, native=None), replace(quick, native=None)
-        check_trees(quick, stock=stock)
-    return target
-
-
-def _as_tokenizer(tokenizer: Any, *, trust_remote_code: bool) -> Any:
-    """The tokenizer itself, or that of a model's name."""
-    if isinstance(tokenizer, str | PathLike):
-        return load_tokenizer(model_name(tokenizer, "tokenizer"), trust_remote_code=trust_remote_code).tokenizer
-    if tokenizer is None or (callable(tokenizer) and hasattr(tokenizer, "decode")):
-        return tokenizer
-    raise InvalidSettings(
-        f"tokenizer is of type {type(tokenizer).__name__}; give a transformers tokenizer, or the name of its model"
-    )
 
 
 def _is_loaded(model: object) -> bool:

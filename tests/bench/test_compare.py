@@ -13,14 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import draftheads
-from draftheads.bench import compare, timing
-from draftheads.bench.compare import Bench, Comparison, together
+from draftheads.bench import compare, rounds, timing
+from draftheads.bench.compare import Comparison
 from draftheads.bench.contenders import Contender
 from draftheads.bench.conversations import Conversations
 from draftheads.bench.quality import Gsm8k, Item, Measure, Outcome
+from draftheads.bench.rounds import Bench
 from draftheads.bench.settings import BenchSettings, Point
 from draftheads.bench.table import ALL, Row
-from draftheads.bench.timing import PLAIN, STOCK, Answers, StepClock, Way
+from draftheads.bench.timing import PLAIN, STOCK, Answers, StepClock, Way, together
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.data.records import Record
 from draftheads.decode.batch import Batch
@@ -346,13 +347,13 @@ def test_a_turn_that_one_way_does_not_reach_is_left_out_of_both():
 
 def test_prompts_can_have_one_length(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lengths = []
-    real = compare.engine_way
+    real = rounds.engine_way
 
     def way(engine: Engine, *arguments: Any) -> Way:
         decode = real(engine, *arguments)
         return lambda group, tokens: (lengths.extend(map(len, group)), decode(group, tokens))[1]  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(compare, "engine_way", way)
+    monkeypatch.setattr(rounds, "engine_way", way)
     settings = replace(SETTINGS, prompt_tokens=(3, 9), max_new_tokens=3, ignore_eos=True)
     rows = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "1")], settings).run()
     assert set(lengths) == {3, 9}
@@ -404,8 +405,8 @@ class Rater(Measure):
 def test_a_comparison_whose_judge_was_down_can_be_judged_again(world: Path, tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
     rater, answered = Rater(), []
-    way = compare.engine_way
-    monkeypatch.setattr(compare, "engine_way", lambda *args: answered.append(args) or way(*args))
+    way = rounds.engine_way
+    monkeypatch.setattr(rounds, "engine_way", lambda *args: answered.append(args) or way(*args))
 
     def compared() -> list[Row]:
         settings = replace(SETTINGS, num_calibration_prompts=2)
@@ -444,7 +445,7 @@ class Stopping:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.stop_at = 0, -1
-        real = compare.engine_way
+        real = rounds.engine_way
 
         def way(engine: Engine, *arguments: Any) -> Way:
             decode = real(engine, *arguments)
@@ -457,7 +458,7 @@ class Stopping:
 
             return counted
 
-        monkeypatch.setattr(compare, "engine_way", way)
+        monkeypatch.setattr(rounds, "engine_way", way)
 
 
 def test_a_comparison_that_was_stopped_continues(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -498,13 +499,13 @@ def found_trees(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(world)
     names: list[str] = []
-    real = compare.TreeFinder._replay
+    real = rounds.TreeFinder._replay
 
     def noted(self: Any, name: str, head: DraftHead, nodes: int) -> Any:
         names.append(name)
         return real(self, name, head, nodes)
 
-    monkeypatch.setattr(compare.TreeFinder, "_replay", noted)
+    monkeypatch.setattr(rounds.TreeFinder, "_replay", noted)
     return names
 
 

@@ -6,19 +6,9 @@ from typing import Any
 import pytest
 
 from draftheads.bench import table
-from draftheads.bench.table import (
-    ALL,
-    SPEED_COLUMNS,
-    Row,
-    by_part,
-    columns,
-    markdown,
-    parts_of,
-    remarks,
-    timed_row,
-    verdict,
-)
+from draftheads.bench.table import ALL, SPEED_COLUMNS, Row, by_part, columns, markdown, parts_of, timed_row
 from draftheads.bench.timing import Answers
+from draftheads.bench.verdict import remarks, verdict
 
 
 def answers(*each: tuple[int, int, float]) -> list[Answers]:

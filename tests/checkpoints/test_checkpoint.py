@@ -1,10 +1,9 @@
 """A saved head is loaded unchanged, for its own base model only; errors name the broken file and the cause."""
 
-import errno
 import json
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -17,7 +16,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from draftheads.checkpoints import checkpoint
 from draftheads.checkpoints.checkpoint import (
     CARD_FILE,
     CONFIG_FILE,
@@ -33,7 +31,6 @@ from draftheads.errors import (
     BaseModelWarning,
     CheckpointCorrupt,
     CheckpointMismatch,
-    DraftHeadsError,
     InvalidTree,
     ModelNotFound,
     StorageError,
@@ -41,7 +38,6 @@ from draftheads.errors import (
 )
 from draftheads.heads import HEADS, head_classes
 from draftheads.heads.base import DraftHead
-from draftheads.heads.hydra_plus_plus import HydraPlusPlusHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models import fingerprint
 from draftheads.models.fingerprint import difference, tokenizer_fingerprint
@@ -50,7 +46,7 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
-from families import fitting, propose, tiny_head, tiny_model, tiny_profile
+from families import fitting, propose, tiny_model, tiny_profile
 
 VOCAB, SIZE = 64, 32
 TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -116,33 +112,6 @@ def folder(base: TargetModel, tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-# --- chat templates ---
-
-
-def test_a_given_chat_template_is_saved_with_the_head(base: TargetModel, tmp_path: Path):
-    given = TargetModel(base.model, base.tokenizer, base.model_id, "{{ messages[0]['content'] }}")
-    save_head(random_head(base), tmp_path / "head", base=given, profile=tiny_profile(TREE))
-    assert read_head(tmp_path / "head").chat_template == "{{ messages[0]['content'] }}"
-    load_head(tmp_path / "head", base)
-
-
-# --- rotary positions ---
-
-
-def test_rotary_positions_are_saved_where_they_are_scaled(base: TargetModel, tmp_path: Path) -> None:
-    """Heads from before, and heads for other targets, have no such keys."""
-    scaled: dict[str, Any] = {"rope_frequencies": [1.0, 0.5, 0.25, 0.125, 0.1, 0.01, 0.001, 0.0], "rope_scale": 1.25}
-    for name, options in (("plain", {}), ("scaled", scaled)):
-        head = random_head(base, "hydra++", **options)
-        save_head(head, tmp_path / name, base=base, profile=tiny_profile(TREE))
-        saved = json.loads((tmp_path / name / CONFIG_FILE).read_text())["head"]
-        assert {key: value for key, value in saved.items() if key in scaled} == options
-        loaded = load_head(tmp_path / name, base, dtype=torch.float32)
-        assert loaded.config == head.config
-        assert isinstance(loaded, HydraPlusPlusHead)
-        assert loaded.prefix.config == head.config
-
-
 # --- there and back ---
 
 
@@ -165,48 +134,61 @@ def test_a_loaded_head_proposes_what_the_saved_one_did(
     assert loaded.config == head.config
 
 
-def test_a_head_is_saved_in_bf16_and_still_proposes_the_same_tokens(base: TargetModel, tmp_path: Path) -> None:
-    head = random_head(base, "hydra", draft_vocab_size=16).to(torch.bfloat16).float()
-    head.bind(base.weights)
-    save_head(head, tmp_path / "head", base=base, profile=tiny_profile(TREE))
-    kinds = {name: tensor.dtype for name, tensor in load_file(tmp_path / "head" / TENSORS_FILE).items()}
-    assert kinds.pop("draft_vocab") == torch.int64
-    assert set(kinds.values()) == {torch.bfloat16}
-    loaded = load_head(tmp_path / "head", base)
-    assert torch.equal(propose(head, context(), TREE).token_ids, propose(loaded, context()).token_ids)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rope_frequencies": [1.0, 0.5, 0.25, 0.125, 0.1, 0.01, 0.001, 0.0], "rope_scale": 1.25}],
+    ids=["plain", "scaled"],
+)
+def test_rotary_positions_are_saved_where_they_are_scaled(
+    base: TargetModel, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Heads from before, and heads for other targets, have no such keys."""
+    head = random_head(base, "hydra++", **options)
+    save_head(head, tmp_path, base=base, profile=tiny_profile(TREE))
+    saved = json.loads((tmp_path / CONFIG_FILE).read_text())["head"]
+    assert {name: saved[name] for name in ("rope_frequencies", "rope_scale") if name in saved} == options
+    assert load_head(tmp_path, base).config == head.config
 
 
-@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
-def test_a_loaded_head_is_frozen_and_of_the_bases_type(folder: Path, base_dtype: torch.dtype) -> None:
-    base = tiny_base(dtype=base_dtype)
-    head = load_head(folder, base)
-    assert not head.training
-    assert {parameter.dtype for parameter in head.parameters()} == {base_dtype}
-    assert not any(parameter.requires_grad for parameter in head.parameters())
-    assert propose(head, context(dtype=base_dtype)).num_nodes == TREE.num_nodes
-
-
-def test_a_head_of_another_type_than_its_base_computes_in_its_own_type(folder: Path) -> None:
-    base = tiny_base(dtype=torch.bfloat16)
-    base.lm_head.bias = torch.nn.Parameter(torch.arange(VOCAB, dtype=torch.bfloat16))
-    head = load_head(folder, base, dtype=torch.float32)
-    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
-    assert head.target_embedding.data_ptr() == base.weights.embedding.data_ptr(), "the embedding is not copied"
-    assert head.embedded(torch.tensor([1])).dtype == torch.float32
-    assert head.lm_heads.shared_bias is not None
-    assert torch.equal(head.lm_heads.shared_bias, head.draft_vocab.float())
-    assert propose(head, context()).num_nodes == TREE.num_nodes
-
-
-def test_a_head_of_the_bases_type_shares_its_matrices_and_has_an_assumed_profile(
+def test_a_head_is_saved_in_bf16_with_an_assumed_profile_and_shares_the_bases_matrices(
     base: TargetModel, tmp_path: Path
 ) -> None:
-    save_head(random_head(base), tmp_path / "head", base=base)
-    assert read_head(tmp_path / "head").profile == AcceptanceProfile.assumed(3), "none was measured"
-    head = load_head(tmp_path / "head", base)
-    assert head.target_embedding.data_ptr() == base.weights.embedding.data_ptr()
-    assert head.lm_heads.shared is not None
-    assert head.lm_heads.shared.data_ptr() == base.weights.lm_head.data_ptr()
+    head = random_head(base, "hydra", draft_vocab_size=16).to(torch.bfloat16).float()
+    head.bind(base.weights)
+    save_head(head, tmp_path, base=base)
+    kinds = {name: tensor.dtype for name, tensor in load_file(tmp_path / TENSORS_FILE).items()}
+    assert kinds.pop("draft_vocab") == torch.int64
+    assert set(kinds.values()) == {torch.bfloat16}
+    saved = read_head(tmp_path)
+    assert saved.num_parameters == sum(weight.numel() for weight in head.parameters()), "without the map of tokens"
+    assert saved.profile == AcceptanceProfile.assumed(3), "none was measured"
+    loaded = load_head(tmp_path, base)
+    assert torch.equal(propose(head, context(), TREE).token_ids, propose(loaded, context(), TREE).token_ids)
+    assert loaded.target_embedding.data_ptr() == base.weights.embedding.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_loaded_head_is_frozen_and_of_the_bases_type_or_the_given_one(
+    folder: Path, dtype: torch.dtype | None
+) -> None:
+    base = tiny_base(dtype=torch.bfloat16)
+    base.lm_head.bias = torch.nn.Parameter(torch.arange(VOCAB, dtype=torch.bfloat16))
+    head = load_head(folder, base, dtype=dtype)
+    own = dtype or torch.bfloat16
+    assert not head.training
+    assert not any(parameter.requires_grad for parameter in head.parameters())
+    assert {parameter.dtype for parameter in head.parameters()} == {own}
+    assert head.target_embedding.data_ptr() == base.weights.embedding.data_ptr(), "the embedding is not copied"
+    assert head.embedded(torch.tensor([1])).dtype == own
+    assert head.lm_heads.shared_bias is not None
+    assert torch.equal(head.lm_heads.shared_bias.float(), head.draft_vocab.float())
+    ours = propose(head, context(dtype=own))
+    assert ours.num_nodes == TREE.num_nodes
+    twin = copy_for(head, base)
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in head.parameters()} == {own}
+    theirs = propose(twin, context(dtype=torch.bfloat16), TREE)
+    assert (ours.token_ids == theirs.token_ids).double().mean() > 0.8, "up to near-ties"
 
 
 def test_loading_draws_no_random_numbers(base: TargetModel, folder: Path) -> None:
@@ -217,46 +199,25 @@ def test_loading_draws_no_random_numbers(base: TargetModel, folder: Path) -> Non
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_the_files_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
-    head = random_head(base, lm_head="low_rank", lm_head_rank=5)
-    save_head(head, tmp_path / "head", base=base, card="# Card\nfast", profile=tiny_profile(TREE))
-    config, profile = (json.loads((tmp_path / "head" / file).read_text()) for file in (CONFIG_FILE, PROFILE_FILE))
+def test_the_files_on_the_disk_are_described_without_the_base(base: TargetModel, tmp_path: Path) -> None:
+    head, profile = random_head(base, lm_head="low_rank", lm_head_rank=5), tiny_profile(TREE)
+    given = TargetModel(base.model, base.tokenizer, base.model_id, "{{ messages[0]['content'] }}")
+    for name, model, card in (("head", base, "# Card\nfast"), ("other", given, "")):
+        save_head(head, tmp_path / name, base=model, card=card, profile=profile)
+    config = json.loads((tmp_path / "head" / CONFIG_FILE).read_text())
     assert list(config) == ["format_version", "method", "head", "base", "provenance"]
     assert (config["format_version"], config["method"]) == (1, "medusa")
-    assert config["head"] == {
-        "hidden_size": SIZE,
-        "vocab_size": VOCAB,
-        "num_heads": 3,
-        "num_layers": 1,
-        "lm_head": "low_rank",
-        "lm_head_rank": 5,
-        "draft_vocab_size": None,
-    }
-    assert config["base"]["model_id"] == "tiny-0"
-    assert set(config["base"]["fingerprints"]) == {"embedding", "lm_head", "tokenizer", "layers"}
+    own = {"lm_head": "low_rank", "lm_head_rank": 5, "draft_vocab_size": None}
+    assert config["head"] == {"hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3, "num_layers": 1, **own}
     assert config["provenance"]["torch"] == torch.__version__
-    assert profile["format_version"] == 2
-    assert profile["paths"] == [list(path) for path in TREE.paths[1:]]
-    assert profile["temperatures"] == [1.0, 1.0, 1.0]
     assert (tmp_path / "head" / CARD_FILE).read_text() == "# Card\nfast\n"
-
-
-def test_a_saved_head_is_described_without_its_base(base: TargetModel, tmp_path: Path) -> None:
-    head, profile = random_head(base), tiny_profile(TREE, temperatures=[0.5, 1.5, 2.0])
-    save_head(head, tmp_path / "head", base=base, profile=profile)
-    saved = read_head(tmp_path / "head")
+    saved, other = read_head(tmp_path / "head"), read_head(tmp_path / "other")
     assert (saved.method, saved.model_id, saved.config) == ("medusa", "tiny-0", head.config)
     assert (saved.fingerprints, saved.profile) == (base.fingerprints, profile)
-    assert load_head(tmp_path / "head", base).default_shape == TREE
-    assert saved.num_parameters == 3 * (SIZE * SIZE + SIZE)
     assert saved.num_bytes == (tmp_path / "head" / TENSORS_FILE).stat().st_size
-    assert saved.card.startswith("# medusa head for tiny-0")
-
-
-def test_the_map_of_a_trimmed_vocabulary_does_not_count_as_parameters(base: TargetModel, tmp_path: Path) -> None:
-    head = tiny_head("medusa", base, draft_vocab_size=7)
-    save_head(head, tmp_path / "head", base=base)
-    assert read_head(tmp_path / "head").num_parameters == sum(weight.numel() for weight in head.parameters())
+    assert (saved.chat_template, other.chat_template) == (None, given.chat_template)
+    assert other.card.startswith("# medusa head for tiny-0")
+    assert load_head(tmp_path / "other", base).default_shape == TREE
 
 
 def test_a_card_may_be_missing(base: TargetModel, folder: Path) -> None:
@@ -266,41 +227,12 @@ def test_a_card_may_be_missing(base: TargetModel, folder: Path) -> None:
 
 
 def test_a_profile_of_another_head_is_not_saved(base: TargetModel, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointCorrupt, match="temperatures has 2 numbers but the head has 3 heads"):
+    with pytest.raises(CheckpointCorrupt, match="temperatures"):
         save_head(random_head(base), tmp_path / "head", base=base, profile=AcceptanceProfile.assumed(2))
     assert not (tmp_path / "head").exists()
 
 
-def test_a_copy_for_a_base_of_another_type_drafts_the_same_and_leaves_the_head(folder: Path) -> None:
-    base = tiny_base(dtype=torch.bfloat16)
-    head = load_head(folder, base, dtype=torch.float32)
-    twin = copy_for(head, base)
-    assert {parameter.dtype for parameter in twin.parameters()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
-    ours, theirs = propose(head, context(), TREE), propose(twin, context(dtype=torch.bfloat16), TREE)
-    assert (ours.token_ids == theirs.token_ids).double().mean() > 0.8, "up to near-ties"
-
-
 # --- saving is all or nothing ---
-
-
-def on_full_disk(tensors: object, path: Path, **_: object) -> None:
-    """Stands in for ``save_file`` on a disk that fills up after half of the tensors."""
-    path.write_bytes(b"half")
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("name", ["head", "new"])
-def test_a_full_disk_leaves_the_old_head_or_nothing(
-    base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    before = {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()}
-    monkeypatch.setattr(checkpoint, "save_file", on_full_disk)
-    with pytest.raises(StorageError, match="no space left"):
-        save_head(random_head(base, seed=2), folder.with_name(name), base=base)
-    assert {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()} == before
-    assert [path.name for path in folder.parent.iterdir()] == ["head"]
-    load_head(folder, base)
 
 
 def test_a_new_head_replaces_the_old_one_and_leaves_other_files(base: TargetModel, folder: Path) -> None:
@@ -358,9 +290,7 @@ def test_a_head_of_a_model_that_was_tuned_since_is_loaded_with_a_warning(folder:
     add_noise(0.01, *close.layer_matrices())  # as a quantised copy
     add_noise(1.0, *far.layer_matrices())
     load_head(folder, close)
-    with pytest.warns(
-        BaseModelWarning, match=r"layers of tiny-0 differ by \d+%.* --start-from .*head --model tiny-0 "
-    ) as said:
+    with pytest.warns(BaseModelWarning, match=r"tiny-0 differ by \d+%.* --start-from .*head --model tiny-0 ") as said:
         assert load_head(folder, far).config == read_head(folder).config
     assert len(said) == 1
     assert said[0].filename == __file__
@@ -380,15 +310,14 @@ def test_the_print_of_the_layers_covers_all_layers_and_kernels_keep_it() -> None
     assert fingerprint.sampled_layers([torch.zeros(2, 2, dtype=torch.int8)]) is None
 
 
-@pytest.mark.parametrize(("noise", "is_accepted"), [(0.01, True), (0.2, False)])
-def test_a_head_is_accepted_for_a_quantised_copy_of_its_base(folder: Path, noise: float, is_accepted: bool) -> None:
+def test_a_head_is_accepted_for_a_quantised_copy_of_its_base(folder: Path) -> None:
     copy = tiny_base()
-    add_noise(noise, copy.lm_head.weight, copy.model.get_input_embeddings().weight)
-    if is_accepted:
+    weights = (copy.lm_head.weight, copy.model.get_input_embeddings().weight)
+    add_noise(0.01, *weights)
+    load_head(folder, copy)
+    add_noise(0.2, *weights)
+    with pytest.raises(CheckpointMismatch, match=r"embedding .* tiny-0, differs by \d+%"):
         load_head(folder, copy)
-    else:
-        with pytest.raises(CheckpointMismatch, match=r"embedding of this model, tiny-0, differs by \d+%"):
-            load_head(folder, copy)
 
 
 def test_the_tokenizers_fingerprint_depends_on_words_ids_and_splitting_only(tmp_path: Path) -> None:
@@ -414,23 +343,19 @@ def other_embedding() -> TargetModel:
 @pytest.mark.parametrize(
     ("make_other", "what"),
     [
-        (lambda: tiny_base(seed=5), "the embedding of this model"),
-        (other_embedding, "the embedding of this model"),
-        (lambda: tiny_base(tied=True), "the lm_head of this model"),
+        (lambda: tiny_base(seed=5), "the embedding"),
+        (other_embedding, "the embedding"),
+        (lambda: tiny_base(tied=True), "the lm_head"),
         (lambda: tiny_base(tokenizer=tiny_tokenizer(swap=True)), "tokenizer fingerprint"),
-        (lambda: tiny_base(hidden_size=16), "hidden_size 32, this model, tiny-0, has 16"),
-        (lambda: tiny_base(vocab_size=63), "vocab_size 64, this model, tiny-0, has 63"),
+        (lambda: tiny_base(hidden_size=16), "hidden_size 32.* 16"),
+        (lambda: tiny_base(vocab_size=63), "vocab_size 64.* 63"),
     ],
 )
 def test_a_head_of_another_model_is_refused(folder: Path, make_other: Callable[[], TargetModel], what: str) -> None:
     other = make_other()
-    with pytest.raises(CheckpointMismatch, match=what) as caught:
+    with pytest.raises(CheckpointMismatch, match=f"{folder}: trained for tiny-0.*{what}") as caught:
         load_head(folder, other)
-    if what == "tokenizer fingerprint":
-        assert read_head(folder).fingerprints.tokenizer in str(caught.value)
-        assert other.fingerprints.tokenizer in str(caught.value)
-    assert "trained for tiny-0" in str(caught.value)
-    assert f"draftheads train --method medusa --model {other.model_id}" in str(caught.value)
+    assert f"--method medusa --model {other.model_id}" in str(caught.value)
 
 
 # --- broken folders ---
@@ -448,16 +373,6 @@ def change_tensors(path: Path, change: Callable[[dict[str, Tensor]], object]) ->
     save_file(tensors, path)
 
 
-@dataclass
-class Broken:
-    """One way to break a folder, and what the error must say."""
-
-    file: str
-    change: Callable[[Any], object]
-    words: str
-    error: type[DraftHeadsError] = CheckpointCorrupt
-
-
 def put(*keys: str, value: object) -> Callable[[Any], object]:
     """Sets ``config[keys[0]][keys[1]]… = value``."""
     return lambda config: reduce(getitem, keys[:-1], config).__setitem__(keys[-1], value)
@@ -468,109 +383,73 @@ def drop(*keys: str) -> Callable[[Any], object]:
     return lambda config: reduce(getitem, keys[:-1], config).pop(keys[-1])
 
 
+def profile(paths: list[list[int]], **changes: Any) -> Callable[[Any], object]:
+    """Other paths in a profile."""
+    return lambda values: values.update(paths=paths, static_tokens=[1.0] * (len(paths) + 1), **changes)
+
+
 BIAS = "blocks.0.0.linear.bias"
-BROKEN = [
-    Broken(CONFIG_FILE, put("surprise", value=1), "unknown key surprise; known are base"),
-    Broken(CONFIG_FILE, put("head", "surprise", value=1), r"unknown key head\.surprise"),
-    Broken(CONFIG_FILE, drop("provenance"), "provenance is missing"),
-    Broken(CONFIG_FILE, drop("head", "num_heads"), r"head\.num_heads is missing"),
-    Broken(CONFIG_FILE, drop("base", "fingerprints", "lm_head"), r"base\.fingerprints\.lm_head is missing"),
-    Broken(CONFIG_FILE, put("base", value=[]), r"base is \[\]; it must be dict"),
-    Broken(CONFIG_FILE, put("base", "model_id", value=3), r"base\.model_id is 3; it must be str"),
-    Broken(CONFIG_FILE, put("head", "num_heads", value="four"), "num_heads is 'four'; .* int"),
-    Broken(CONFIG_FILE, put("head", "num_heads", value=True), "num_heads is True; .* int"),
-    Broken(CONFIG_FILE, put("head", "num_heads", value=2.0), r"num_heads is 2\.0; .* int"),
-    Broken(CONFIG_FILE, put("head", "num_heads", value=0), "num_heads is 0; .* at least 1"),
-    Broken(CONFIG_FILE, put("head", "num_heads", value=10**9), "num_heads is 1000000000; it must be at most 127"),
-    Broken(CONFIG_FILE, put("head", "num_layers", value=128), "num_layers is 128; it must be at most 127"),
-    Broken(CONFIG_FILE, put("head", "hidden_size", value=10**12), "hidden_size is 1000000000000; .* at most 1048576"),
-    Broken(CONFIG_FILE, put("head", "draft_vocab_size", value="all"), "is 'all'; .* int or null"),
-    Broken(CONFIG_FILE, put("head", "lm_head", value="mine"), "is 'mine'; .* 'shared' or 'own' or 'low_rank'"),
-    Broken(
-        CONFIG_FILE,
-        put("method", value="telepathy"),
-        "'telepathy'; choose one of amphista, eagle, eagle3, hydra, ",
-        UnknownMethod,
-    ),
-    Broken(CONFIG_FILE, put("format_version", value=2), "is 2 .* up to 1: upgrade", CheckpointMismatch),
-    Broken(CONFIG_FILE, put("format_version", value=0), "format_version is 0"),
-    Broken(CONFIG_FILE, put("format_version", value="1"), "format_version is '1'"),
-    Broken(CONFIG_FILE, drop("format_version"), "is this a file of draftheads"),
-    Broken(
-        PROFILE_FILE,
-        lambda profile: profile.update(paths=[[0]], static_tokens=[1.0, 1.5], temperatures=[1.0], shallower_tokens=[]),
-        "temperatures has 1 number but .* 3 heads",
-    ),
-    Broken(
-        PROFILE_FILE,
-        lambda profile: profile.update(
-            paths=[[0] * d for d in range(1, 5)], static_tokens=[1.0] * 5, temperatures=[1.0] * 4, shallower_tokens=[]
-        ),
-        r"acceptance\.json: the tree is 4 deep but the head has 3 heads",
-        InvalidTree,
-    ),
-    Broken(
-        PROFILE_FILE,
-        lambda profile: profile.update(paths=[[rank] for rank in range(17)], static_tokens=[1.0] * 18),
-        "rank 16 is beyond the draft vocabulary of 16",
-        InvalidTree,
-    ),
-    Broken(TENSORS_FILE, drop(BIAS), f"missing tensor {BIAS}: it has 6 tensors, .* needs 7"),
-    Broken(
-        TENSORS_FILE,
-        lambda tensors: tensors.update({f"extra.{i}": torch.zeros(1) for i in range(5)}),
-        r"surplus tensors extra\.0, extra\.1, extra\.2 and 2 more: it has 12",
-    ),
-    Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(32).to(torch.float8_e4m3fn)), r"holds F8_E4M3; it must be torch"),
-    Broken(TENSORS_FILE, put("extra", value=torch.zeros(1)), "surplus tensor extra: it has 8"),
-    Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(31)), r"is \(31,\); .* makes it \(32,\)"),
-    Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(32).int()), r"holds I32; it must be torch\.float"),
-    Broken(TENSORS_FILE, put("draft_vocab", value=torch.zeros(16)), r"holds F32; .* torch\.int64"),
+NO_LEVELS: dict[str, Any] = {"shallower_tokens": []}
+# file, how it is broken, what the error must name, and its class if it is no CheckpointCorrupt
+BROKEN: list[tuple[str, Callable[[Any], object], str] | tuple[str, Callable[[Any], object], str, type]] = [
+    (CONFIG_FILE, put("surprise", value=1), "surprise"),
+    (CONFIG_FILE, put("head", "surprise", value=1), r"head\.surprise"),
+    (CONFIG_FILE, drop("provenance"), "provenance"),
+    (CONFIG_FILE, drop("head", "num_heads"), r"head\.num_heads"),
+    (CONFIG_FILE, drop("base", "fingerprints", "lm_head"), r"base\.fingerprints\.lm_head"),
+    (CONFIG_FILE, put("base", value=[]), r"base is \[\]"),
+    (CONFIG_FILE, put("base", "model_id", value=3), r"base\.model_id is 3"),
+    *((CONFIG_FILE, put("head", "num_heads", value=n), f"num_heads is {n!r}") for n in ("four", True, 2.0, 0, 10**9)),
+    (CONFIG_FILE, put("head", "num_layers", value=128), "num_layers is 128"),
+    (CONFIG_FILE, put("head", "hidden_size", value=10**12), "hidden_size is 1000000000000"),
+    (CONFIG_FILE, put("head", "draft_vocab_size", value="all"), "draft_vocab_size is 'all'"),
+    (CONFIG_FILE, put("head", "lm_head", value="mine"), "lm_head is 'mine'"),
+    (CONFIG_FILE, put("method", value="telepathy"), "'telepathy'; .*amphista, eagle", UnknownMethod),
+    (CONFIG_FILE, put("format_version", value=2), "format_version is 2", CheckpointMismatch),
+    *((CONFIG_FILE, put("format_version", value=version), "format_version is") for version in (0, "1", None)),
+    (PROFILE_FILE, profile([[0]], temperatures=[1.0], **NO_LEVELS), "temperatures has 1 number .* 3 heads"),
+    (PROFILE_FILE, profile([[0] * d for d in range(1, 5)], temperatures=[1.0] * 4, **NO_LEVELS), "4 deep", InvalidTree),
+    (PROFILE_FILE, profile([[rank] for rank in range(17)]), "rank 16", InvalidTree),
+    (TENSORS_FILE, drop(BIAS), f"missing tensor {BIAS}"),
+    (TENSORS_FILE, lambda all_: all_.update({f"x.{i}": torch.zeros(1) for i in range(5)}), r"x\.0, x\.1, x\.2 and 2"),
+    (TENSORS_FILE, put("extra", value=torch.zeros(1)), "surplus tensor extra"),
+    (TENSORS_FILE, put(BIAS, value=torch.zeros(31)), rf"{BIAS} is \(31,\)"),
+    (TENSORS_FILE, put(BIAS, value=torch.zeros(32).to(torch.float8_e4m3fn)), f"{BIAS} holds F8_E4M3"),
+    (TENSORS_FILE, put(BIAS, value=torch.zeros(32).int()), f"{BIAS} holds I32"),
+    (TENSORS_FILE, put("draft_vocab", value=torch.zeros(16)), "draft_vocab holds F32"),
+    (TENSORS_FILE, lambda all_: all_["draft_vocab"].__setitem__(2, -1), "draft_vocab has ids -1"),
+    (TENSORS_FILE, lambda all_: all_["draft_vocab"].__setitem__(2, VOCAB), f"draft_vocab has ids .* {VOCAB}"),
 ]
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.file}: {case.words}")
-def test_a_broken_folder_is_an_error_that_names_the_cause(base: TargetModel, folder: Path, case: Broken) -> None:
-    change = change_tensors if case.file == TENSORS_FILE else change_json
-    change(folder / case.file, case.change)
-    with pytest.raises(case.error, match=case.words) as caught:
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case[0]}: {case[2]}")
+def test_a_broken_folder_is_an_error_that_names_the_cause(base: TargetModel, folder: Path, case: tuple[Any, ...]):
+    file, change, named, error = (*case, CheckpointCorrupt)[:4]
+    (change_tensors if file == TENSORS_FILE else change_json)(folder / file, change)
+    with pytest.raises(error, match=f"{file}: .*{named}") as caught:
         load_head(folder, base)
-    assert str(folder / case.file) in str(caught.value)
-    with pytest.raises(case.error, match=case.words):
-        read_head(folder)
-
-
-@pytest.mark.parametrize("token", [-1, VOCAB])
-def test_a_draft_vocabulary_beyond_the_targets_is_refused(base: TargetModel, folder: Path, token: int) -> None:
-    change_tensors(folder / TENSORS_FILE, lambda tensors: tensors["draft_vocab"].__setitem__(2, token))
-    with pytest.raises(CheckpointCorrupt, match=r"draft_vocab has ids .* must lie in 0 … 63"):
-        load_head(folder, base)
+    assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "words"),
+    ("file", "content"),
     [
-        *(
-            (file, None, f"{file} is missing; a head's folder has README.md, accept")
-            for file in (CONFIG_FILE, PROFILE_FILE, TENSORS_FILE)
-        ),
-        *((CONFIG_FILE, text, "cannot be read as JSON") for text in (b"{", b"", b"\xff\xfe{}", b"[" * 100_000)),
-        (CONFIG_FILE, b"[1]", r"it is \[1\]; it must be an object"),
-        *((TENSORS_FILE, length, "is not a complete safetensors file") for length in (0, 100, 2000)),
+        *((file, None) for file in (CONFIG_FILE, PROFILE_FILE, TENSORS_FILE)),
+        *((CONFIG_FILE, text) for text in (b"{", b"", b"\xff\xfe{}", b"[" * 100_000, b"[1]")),
+        *((TENSORS_FILE, length) for length in (0, 100, 2000)),
     ],
     ids=range(11),
 )
 def test_a_missing_or_damaged_file_is_named(
-    base: TargetModel, folder: Path, file: str, content: bytes | int | None, words: str
+    base: TargetModel, folder: Path, file: str, content: bytes | int | None
 ) -> None:
     path = folder / file
     if content is None:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
-    with pytest.raises(CheckpointCorrupt, match=words) as caught:
+    with pytest.raises(CheckpointCorrupt, match=str(path)):
         load_head(folder, base)
-    assert str(path) in str(caught.value)
 
 
 def test_a_missing_folder_is_named(base: TargetModel, tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def test_it_drafts_the_tokens_that_it_knows(
 def test_another_model_is_refused_although_it_is_larger(tmp_path: Path) -> None:
     base = tiny_model("llama")
     save_head(tiny_head("hydra", base), tmp_path / "head", base=base)
-    with pytest.raises(CheckpointMismatch, match="the embedding of this model, grown, differs by"):
+    with pytest.raises(CheckpointMismatch, match=r"embedding .* grown"):
         load_head(tmp_path / "head", grown(tiny_model("llama", seed=3), 5))
     small = tiny_model("llama", vocab_size=VOCAB - 1)
-    with pytest.raises(CheckpointMismatch, match=f"with vocab_size {VOCAB}, this model, .* has {VOCAB - 1}"):
+    with pytest.raises(CheckpointMismatch, match=f"vocab_size {VOCAB}.* {VOCAB - 1}"):
         load_head(tmp_path / "head", small)
 
 

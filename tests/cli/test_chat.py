@@ -23,8 +23,8 @@ from draftheads.cli.chat import Chat
 from draftheads.cli.main import main
 from draftheads.cli.options import ChatOptions
 from draftheads.data.records import read_chats
-from draftheads.decode.core import EngineCore
 from draftheads.decode.engine import Engine
+from draftheads.decode.lanes import RunningLane
 from draftheads.errors import InvalidSettings
 from draftheads.settings import SamplingOptions
 from serve_world import tiny_engines
@@ -98,10 +98,8 @@ def test_each_answer_follows_all_turns_before_it(typed: Typed, engine: Engine):
 
 def test_earlier_turns_are_not_read_again(typed: Typed, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     read: list[int] = []
-    passes = EngineCore._passes
-    monkeypatch.setattr(
-        EngineCore, "_passes", lambda core, lane, counts: read.extend(counts.values()) or passes(core, lane, counts)
-    )
+    passes = RunningLane.read
+    monkeypatch.setattr(RunningLane, "read", lambda lane, counts: read.extend(counts.values()) or passes(lane, counts))
     out, _ = typed("dead cab", "a dog", "/plain", "/retry", "/head ./hydra", "hello")
     in_chat = list(read)
     first, second, third = offline(engine, "dead cab", "a dog", "hello")
@@ -210,7 +208,7 @@ def test_a_head_with_a_template_of_its_own_is_refused_later(typed: Typed, here: 
 
 
 def test_options_that_a_chat_cannot_use(typed: Typed):
-    _, err = typed(arguments=("--logprobs", "1"), code=1)
+    _, err = typed(arguments=("--set", "logprobs=1"), code=1)
     assert "draftheads generate" in err
 
 

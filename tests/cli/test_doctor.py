@@ -18,7 +18,7 @@ GROUPS = {
     "Machine": [Finding("cores", "2 of 2 usable", facts={"usable": 2}), Finding("variables", LONG)],
     "Packages": [
         Finding("threads", "torch uses 8 on 2 cores", "set OMP_NUM_THREADS=2", "advice"),
-        Finding("[lora]", "for train-joint: peft missing", "pip install 'draftheads[lora]'", "optional"),
+        Finding("[lora]", "for train --joint: peft missing", "pip install 'draftheads[lora]'", "optional"),
     ],
 }
 UNUSABLE = Finding("torch", "not installed", "pip install 'torch>=2.8'", "unusable")
@@ -44,7 +44,7 @@ def test_findings_are_lines_with_marks_and_advice(run: Run):
         "Packages",
         " ! threads        torch uses 8 on 2 cores",
         "                  → set OMP_NUM_THREADS=2",
-        " - [lora]         for train-joint: peft missing",
+        " - [lora]         for train --joint: peft missing",
         "                  → pip install 'draftheads[lora]'",
         "",
         "1 thing to do, marked with !",

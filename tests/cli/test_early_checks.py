@@ -43,7 +43,7 @@ REFUSED = {
     "audit http://127.0.0.1:9 --prompts chats.jsonl --model ./modle": "./modle",
     "tune model ./medusa --prompts none.jsonl": "none.jsonl: cannot be read",
     "train --method medusa --data chats.jsonl none.jsonl --out out": "none.jsonl: cannot be read",
-    "train-joint --model model --head ./hydar --data chats.jsonl --out out": "no head './hydar'",
+    "train --joint --model model --head ./hydar --data chats.jsonl --out out": "no head './hydar'",
     "generate a --model model --chat-template none.jinja": "chat template 'none.jinja' cannot be read",
     "bench --model ./modle --limt 3": "no option --limt; did you mean --limit?",
     "reproduce medusa-tabel-1": "no table 'medusa-tabel-1'; did you mean medusa-table-1?",

@@ -18,7 +18,7 @@ import pytest
 from cli_world import Run, slow_imports
 from draftheads.bench.settings import TreeKind
 from draftheads.cli.help import options_of as help_options
-from draftheads.cli.main import COMMANDS, import_quickly, main, options_of
+from draftheads.cli.main import COMMANDS, import_quickly, main, options_of, read_options
 from draftheads.decode import step_costs
 from draftheads.decode.engine import Engine
 from draftheads.heads import head_methods
@@ -73,13 +73,15 @@ def test_help_has_a_line_for_each_option(name: str, run: Run, monkeypatch: pytes
     lines = out.splitlines()
     assert lines[0].startswith(f"usage: draftheads {name} ")
     assert max(map(len, lines)) <= 100
+    every = run([name, "--help-all"]).out
     for option in known:
         assert option.text, f"{option.name} is not explained"
-        assert any(line.startswith(f"  {option.flag} ") for line in lines)
-        assert f"{option.flag} {option.line(whole=False)}" in " ".join(out.split())
+        assert option.is_rare != any(line.startswith(f"  {option.flag} ") for line in lines)
+        assert option.is_rare or f"{option.flag} {option.line(whole=False)}" in " ".join(out.split())
+        assert any(line.startswith(f"  {option.flag} ") for line in every.splitlines())
+        assert option.text.rstrip(".") in " ".join(every.split())
     assert "None" not in "".join(lines)
-    words = " ".join(run([name, "--help-all"]).out.split())
-    assert all(option.text.rstrip(".") in words for option in known)
+    assert any(option.is_rare for option in known) == ("--set NAME=VALUE" in out)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +95,8 @@ def test_help_names_what_can_be_chosen(command: str, names: Sequence[str], run: 
 def test_help_names_positional_arguments_and_puts_basic_options_first(run: Run):
     out = run(["tune", "-h"]).out
     assert out.startswith("usage: draftheads tune MODEL HEAD [options]\n")
-    assert "(or --model)" in out
-    places = [out.index(word) for word in ("\nArguments", "\nOptions", "--prompts", "\nAdvanced", "--beam")]
+    assert "(or --model)" in " ".join(out.split())
+    places = [out.index(word) for word in ("\nArguments", "\nOptions", "--prompts", "\nAdvanced", "--max-nodes")]
     assert places == sorted(places)
     assert "--num-prompts N" in out
     assert "[64]" in out  # a default
@@ -157,11 +159,16 @@ def test_bash_completes(words: str, expected: list[str], tmp_path: Path):
     [
         ("train --metod hydra", "no option --metod; did you mean --method?"),  # beside a required one that is missing
         ("train --method hydra --out x --dta=y", "no option --dta=y; did you mean --data?"),
-        ("generate abc --no-fst", "no option --no-fst; did you mean --fast?"),
+        ("generate abc --no-cpy", "no option --no-cpy; did you mean --copy?"),
         ("generate --prompt x", "no option --prompt: give [PROMPT …] without a name before it"),
         ("tune --out o model --head ./x", "--head is given by name: give --model, too"),
         ("reproduce --zzzzzz", "no option --zzzzzz; see draftheads reproduce --help"),
         ("generate abc --max_new_token 3", "no option --max_new_token; did you mean --max-new-tokens?"),
+        ("generate abc --frequency-penalty 1", "no option --frequency-penalty: give --set frequency_penalty=X"),
+        ("generate abc --no-fast", "no option --no-fast: give --set fast=on|off"),
+        ("generate abc --set min_q=1", "--set min_q=1: no such setting; did you mean min_p?"),
+        ("generate abc --set seed", "--set seed has no value: write NAME=VALUE"),
+        ("generate abc --set=fast=maybe", "--set fast=maybe: give on or off"),
     ],
 )
 def test_the_option_that_was_meant_is_named(command: str, meant: str, capsys: pytest.CaptureFixture[str]):
@@ -169,6 +176,14 @@ def test_the_option_that_was_meant_is_named(command: str, meant: str, capsys: py
         main(shlex.split(command))
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: {meant}\n"  # and nothing else
+
+
+def test_rare_settings_are_read_as_options_are():
+    words = "--set=min_p=0.25 stop_token_ids=3,4 fast=off --set four_bit=on"
+    options = read_options("generate", ["ask", *words.split()])
+    assert options.prompt == ("ask",)
+    assert (options.sampling.min_p, options.sampling.stop_token_ids) == (0.25, (3, 4))
+    assert (options.load.fast, options.load.four_bit) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +207,7 @@ def test_a_positional_argument_may_be_given_by_its_name(command: str, monkeypatc
 
 def test_only_an_unknown_option_is_named(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        main(["generate", "abc", "--precision", "bf17", "--max_new_tokens", "3", "--no-fast"])
+        main(["generate", "abc", "--precision", "bf17", "--max_new_tokens", "3", "--set", "fast=off"])
     assert "no option" not in capsys.readouterr().err
 
 
@@ -210,7 +225,7 @@ ERRORS = {
     f"generate abc ' ' {ON_MODEL}": "the prompt is empty",
     f"generate {'abc' * 200} {ON_MODEL}": "the prompt has 601 tokens",
     f"generate abc {ON_MODEL} --temperature -1": "temperature is -1.0",
-    f"generate abc {ON_MODEL} --batch-size 0": "max_batch_size is 0",
+    f"generate abc {ON_MODEL} --set batch_size=0": "max_batch_size is 0",
     f"generate abc {ON_MODEL} --tree chain.json": "nothing is there to fill it",
     f"generate abc {ON_MODEL} --head medusa --tree none.json": "none.json cannot be read",
     f"generate abc {ON_MODEL} --head medusa --tree no.json": "a tree must be a JSON list of rank paths",
@@ -240,8 +255,8 @@ ERRORS = {
     "demo --heads medusa medusa": "heads are medusa, medusa: each must have a name of its own",
     "demo --heads plain": "no head 'plain'",
     f"demo {ON_MODEL} --heads nohead": "no head 'nohead'",
-    f"demo {ON_MODEL} --seconds 0": "--seconds is 0; it must be above 0",
-    f"demo {ON_MODEL} --seconds nan": "--seconds is nan; it must be above 0",
+    f"demo {ON_MODEL} --set seconds=0": "seconds is 0; it must be above 0",
+    f"demo {ON_MODEL} --set seconds=nan": "seconds is nan; it must be above 0",
     f"demo {ON_MODEL} --json bad.jsonl/out.json": "cannot save bad.jsonl/out.json",
 }
 
@@ -311,7 +326,18 @@ def test_how_the_model_is_loaded_is_passed_on(command: str, function: str, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"draftheads.cli.{command.split(maxsplit=1)[0]}.{function}", stopped)
-    words = "--precision fp32 --device cpu --four-bit --no-fast --trust-remote-code --attn-implementation eager"
-    assert main([*command.split(), *words.split(), "--cuda-graphs"]) == 130
+    kind = next(kind for kind in COMMANDS if command.startswith(kind))
+    rare = {option.name for option in help_options(options_of(kind)[0]) if option.is_rare}
+    given = {
+        "device": "cpu",
+        "trust_remote_code": "on",
+        "four_bit": "on",
+        "fast": "off",
+        "attn_implementation": "eager",
+    }
+    flags = {"device": ["--device", "cpu"], "trust_remote_code": ["--trust-remote-code"]}
+    words = [word for name in flags.keys() - rare for word in flags[name]]
+    settings = [f"{name}={value}" for name, value in given.items() if name in rare]
+    assert main([*command.split(), "--precision", "fp32", *words, "--set", *settings, "cuda_graphs=on"]) == 130
     how = {"precision": "fp32", "device": "cpu", "four_bit": True, "fast": False, "trust_remote_code": True}
     assert {**seen, **how, "cuda_graphs": True, "attn_implementation": "eager"} == seen

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from draftheads.cpu.threads import native_threads, single_torch_thread
-from draftheads.decode.core import CoreLimits, EngineCore, Lane
+from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
+from draftheads.decode.waiting import Lane
 from families import PROMPTS, tiny_model
 
 

@@ -1,7 +1,5 @@
 """Hidden states are computed once, kept, and completed after a stop."""
 
-import errno
-import os
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +11,7 @@ from draftheads.data import compute_features
 from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.compute_features import left_out_lines, load_texts
 from draftheads.data.features import FeatureStore, shard_path
-from draftheads.errors import DataError, StorageError
+from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
 from fake_progress import FakeProgress
 from think_world import think_model
@@ -65,10 +63,12 @@ def test_an_interrupted_store_is_completed_to_the_same_bytes(
 
     with pytest.raises(KeyboardInterrupt):
         build_features(target, texts, tmp_path / "parts", FakeProgress(done, interrupt))
-    with pytest.raises(DataError, match=r"shard-00001.safetensors is missing, the features are not complete"):
+    with pytest.raises(DataError, match=r"shard-00001.safetensors"):
         FeatureStore(tmp_path / "parts")
     first_made = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
-    build_features(target, texts, tmp_path / "parts")
+    progress = FakeProgress()
+    build_features(target, texts, tmp_path / "parts", progress)
+    assert 0 < progress.done[0] < progress.last[0], "what is there counts as done"
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == first_made
     monkeypatch.setattr(TargetModel, "hidden_states", None)  # a complete store needs no pass of the model
@@ -89,22 +89,6 @@ def test_shards_have_a_few_thousand_tokens_and_are_not_too_many(monkeypatch: pyt
     assert len(tokens_of_shards([1000] * 1000)) == 10
 
 
-def test_a_full_disk_leaves_nothing_half_written(
-    target: TargetModel, texts: list[EncodedChat], store: FeatureStore, monkeypatch: pytest.MonkeyPatch
-):
-    shard_path(store.folder, 2).unlink()
-    before = contents(store.folder)
-
-    def no_space(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", no_space)
-        with pytest.raises(StorageError, match="no space left"):
-            build_features(target, texts, store.folder)
-    assert contents(store.folder) == before
-
-
 def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[EncodedChat], store: FeatureStore):
     last = texts[-1]
     for changed in (
@@ -112,9 +96,9 @@ def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[Enc
         replace(last, token_ids=(*last.token_ids[:-1], 9)),
         replace(last, loss_mask=(*last.loss_mask[:-1], not last.loss_mask[-1])),
     ):
-        with pytest.raises(DataError, match="name another folder or delete this one"):
+        with pytest.raises(DataError, match=str(store.folder)):
             build_features(target, [*texts[:-1], changed], store.folder)
-    with pytest.raises(DataError, match="name another folder or delete this one"):
+    with pytest.raises(DataError, match=str(store.folder)):
         build_features(chat_model(seed=1), texts, store.folder)
 
 
@@ -123,13 +107,6 @@ def test_reading_stops_at_max_tokens(target: TargetModel, tmp_path: Path):
     every = load_texts(target, [path], max_length=64)
     some = load_texts(target, [path, path], max_length=64, max_tokens=len(every[0].token_ids) + 1)
     assert some == every[:2]
-
-
-def test_texts_without_an_answer_in_max_length_are_left_out(target: TargetModel, tmp_path: Path):
-    path = write_chats(tmp_path / "chats.jsonl", [chat("w1 " * 30, "w2"), chat("w1", "w2")])
-    assert len(load_texts(target, [path], max_length=20)) == 1
-    with pytest.raises(DataError, match="no answer within the first 3 tokens"):
-        load_texts(target, [path], max_length=3)
 
 
 REFUSING = "{% if messages[0].content == 'w9' %}{{ raise_exception('no w9') }}{% endif %}" + TEMPLATE
@@ -154,13 +131,10 @@ def test_chats_that_cannot_be_learned_are_counted_by_their_reasons(tmp_path: Pat
         ["3"],
         ["5"],
     ]
-    assert (
-        left_out_lines(left_out)[0]
-        == f"2 chats were left out: the chat template refuses the chat: no w9 (the first is {path}:1)"
-    )
-    with pytest.raises(
-        DataError, match=r"no chat to learn from .*: 2 chats were left out: .* no w9 .*chats.jsonl:1\)$"
-    ):
+    first = left_out_lines(left_out)[0]
+    assert first.startswith("2 chats")
+    assert first.endswith(f"no w9 (the first is {path}:1)")
+    with pytest.raises(DataError, match=r"2 chats .* no w9 .*chats.jsonl:1\)$"):
         load_texts(model, [write_chats(path, [chat("w9", "w2"), chat("w9", "w2")])], max_length=20)
 
 

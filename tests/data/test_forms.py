@@ -5,14 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from draftheads.data.compute_features import load_texts
 from draftheads.data.forms import tool_call
 from draftheads.data.records import NO_ANSWER, prompts_in, read_chats, read_prompts
 from draftheads.errors import DataError
-from training_world import chat_model, counting_chats, train_for, train_options, write_chats
 
 CODE = 'def one():\n    """One."""\n'
 TASK = {"task_id": "HumanEval/0", "prompt": f"\n\n{CODE}", "entry_point": "one", "test": "def check(f): ..."}
@@ -53,19 +49,18 @@ FORMS: dict[str, tuple[dict[str, Any], str, str | None, Any]] = {
 }
 
 
-def written(path: Path, lines: list[Any], *, as_array: bool = False) -> Path:
-    path.write_text(json.dumps(lines) if as_array else "".join(json.dumps(line) + "\n" for line in lines))
+def written(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("as_array", [False, True])
-def test_a_form_is_a_question_and_a_chat(tmp_path: Path, name: str, as_array: bool):
+def test_a_form_is_a_question_and_a_chat(tmp_path: Path, name: str):
     line, question, answer, reference = FORMS[name]
-    path = written(tmp_path / "any name", [{"prompt": "first"}, line], as_array=as_array)
+    path = written(tmp_path / "any name", [{"prompt": "first"}, line])
     _, record = read_prompts(path)
     assert (record.prompt, record.user_turns, record.reference) == (question, (question,), reference)
-    (chat,) = read_chats(written(path, [line], as_array=as_array))
+    (chat,) = read_chats(written(path, [line]))
     spoken = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     assert list(chat.messages) == (spoken if answer else [])
     assert not chat.is_completion
@@ -95,7 +90,7 @@ def test_our_fields_count_before_those_of_others(tmp_path: Path):
 
 
 def test_a_conversation_of_share_gpt_begins_with_a_question_and_ends_before_an_empty_turn(tmp_path: Path):
-    path = written(tmp_path / "sharegpt.json", [SHARE_GPT], as_array=True)
+    path = written(tmp_path / "sharegpt.jsonl", [SHARE_GPT])
     said = [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
     for reader in (read_prompts, read_chats):
         (record,) = reader(path)
@@ -119,10 +114,10 @@ def test_names_of_roles_in_capitals_or_of_other_projects(tmp_path: Path, name: s
 
 
 NO_TEXT = [  # messages that hold something else than texts, and the reason
-    ({"role": "assistant", "content": None}, "a message has null as its content"),
-    ({"from": "human", "value": None}, "a message has null as its content"),
+    ({"role": "assistant", "content": None}, "null as its content"),
+    ({"from": "human", "value": None}, "null as its content"),
     ({"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {}}]}, "image_url"),
-    ({"from": "human", "value": [{"type": "image"}, {"type": "audio"}]}, "parts that are not text: audio, image"),
+    ({"from": "human", "value": [{"type": "image"}, {"type": "audio"}]}, "audio, image"),
     ({"role": "function_call", "content": "now(at=UTC)"}, "a call is not JSON"),
     ({"role": "assistant", "content": "", "tool_calls": "{'name': 'now'}"}, "a call is not JSON"),
 ]
@@ -130,20 +125,15 @@ NO_TEXT = [  # messages that hold something else than texts, and the reason
 
 @pytest.mark.parametrize(("message", "reason"), NO_TEXT)
 @pytest.mark.parametrize("field", ["messages", "conversations", "prompt"])
-def test_chats_with_more_than_texts_are_counted_and_skipped(
+def test_chats_with_more_than_texts_are_no_prompts_and_are_not_learned(
     tmp_path: Path, field: str, message: dict[str, Any], reason: str
 ):
     said = [{"role": "user", "content": "w1"}, message, {"role": "assistant", "content": "w2"}]
     line = {"prompt": said[:-1], "completion": said[-1:]} if field == "prompt" else {field: said}
-    path = written(tmp_path / "a.jsonl", [line, FORMS["alpaca"][0], line])
-    left_out: dict[str, list[str]] = {}
-    assert len(load_texts(chat_model(), [path], max_length=64, left_out=left_out)) == 1
-    ((found, places),) = left_out.items()
-    assert reason in found
-    assert places == [f"{path}:1", f"{path}:3"]
-    alone = written(tmp_path / "alone.jsonl", [line])
-    with pytest.raises(DataError, match=reason):
-        train_for(chat_model(), train_options(tmp_path / "head", None, data=(alone,), epochs=1))
+    path = written(tmp_path / "a.jsonl", [line, FORMS["alpaca"][0]])
+    first, second = read_chats(path)
+    assert (first.messages, second.problem) == ((), "")
+    assert reason in first.problem
     if field == "messages":
         with pytest.raises(DataError, match=f"a.jsonl, line 1: .*{reason}"):
             list(read_prompts(path))
@@ -236,60 +226,36 @@ NOTHING = [
 def test_published_lines_without_a_question_are_left_out(tmp_path: Path):
     path = written(tmp_path / "a.jsonl", [*NOTHING, SHARE_GPT])
     assert [record.line_number for record in read_prompts(path)] == [5]
-    assert [len(record.messages) for record in read_chats(path)] == [0, 0, 0, 0, 5]
-    left_out: dict[str, list[str]] = {}
-    assert len(load_texts(chat_model(), [path], max_length=64, left_out=left_out)) == 1
-    assert left_out == {NO_ANSWER: [f"{path}:{line}" for line in range(1, 5)]}
-
-
-KNOWN = "or the fields of HumanEval, GSM8K, Alpaca, CNN/DM, XSUM, ShareGPT or LMSYS-Chat"
+    chats = list(read_chats(path))
+    assert [(len(chat.messages), chat.problem) for chat in chats] == [(0, NO_ANSWER)] * 4 + [(5, "")]
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "named"),
     [
-        ({"question": "q?"}, KNOWN),
-        ({"question": 5, "answer": "x"}, "question is 5; it must be a text"),
-        ({"instruction": ["x"]}, r"instruction is \['x'\]; it must be a text"),
-        ({"article": "a", "highlights": 1}, "highlights is 1; it must be a text"),
-        ({"conversations": "x"}, "conversations is 'x'; it must be a list of objects"),
-        ({"conversations": {"from": "human"}}, "conversations is .*; it must be a list of objects"),
-        ({"conversations": ["x"]}, r"conversations is \['x'\]; it must be a list of objects"),
+        ({"question": "q?"}, "GSM8K"),
+        ({"question": 5, "answer": "x"}, "question is 5"),
+        ({"instruction": ["x"]}, r"instruction is \['x'\]"),
+        ({"article": "a", "highlights": 1}, "highlights is 1"),
+        ({"conversations": "x"}, "conversations is 'x'"),
+        ({"conversations": {"from": "human"}}, "conversations is "),
+        ({"conversations": ["x"]}, r"conversations is \['x'\]"),
         ({"conversations": [{"from": "human", "value": 5}]}, "message 0: content is 5"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "cat", "value": "a"}]}, "role is 'cat'"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": ["x"], "value": "a"}]}, r"role is \['x'\]"),
         ({"conversations": [{"role": "User", "content": "q"}, {"role": "Bot", "content": "a"}]}, "role is 'Bot'"),
         ({"conversations": [{"speaker": "human", "text": "q"}]}, "message 0: role is None"),
-        ({"conversation": "x"}, "conversation is 'x'; it must be a list of objects"),
+        ({"conversation": "x"}, "conversation is 'x'"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, line: dict[str, Any], message: str):
+def test_a_malformed_line_is_named(tmp_path: Path, line: dict[str, Any], named: str):
     path = written(tmp_path / "a.jsonl", [FORMS["alpaca"][0], line])
     for reader in (read_prompts, read_chats):
-        with pytest.raises(DataError, match=f"a.jsonl, line 2: .*{message}"):
+        with pytest.raises(DataError, match=f"a.jsonl, line 2: .*{named}"):
             list(reader(path))
 
 
 def test_a_masked_line_of_speed_bench_is_an_error(tmp_path: Path):
     masked = {"question_id": "1", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE …"]}
-    with pytest.raises(DataError, match=r"a.jsonl, line 1: the question is a placeholder: run .* prepare_data.py"):
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: .*prepare_data.py"):
         list(read_prompts(written(tmp_path / "a.jsonl", [masked])))
-
-
-def test_a_head_is_trained_on_share_gpt(tmp_path: Path):
-    """The same head as on the same chats in our own form."""
-    records = counting_chats(40)
-    sides = {"user": "human", "assistant": "gpt"}
-    lines = [
-        {"conversations": [{"from": sides[m["role"]], "value": m["content"]} for m in record["messages"]]}
-        for record in records
-    ]
-    theirs = written(tmp_path / "sharegpt.json", [*lines, *NOTHING], as_array=True)
-    ours = write_chats(tmp_path / "ours.jsonl", [{"messages": record["messages"]} for record in records])
-    weights = []
-    for path in (theirs, ours):
-        options = train_options(tmp_path / path.stem, None, data=(path,), epochs=1)
-        train_for(chat_model(), options)
-        weights.append(load_file(options.out / "model.safetensors"))
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ from training_world import chat, counting_chats, write_chats
             ("a",),
         ),
         ('{"prompt": null, "turns": ["one"]}', "one", ("one",)),
+        ('{"prompt": "dead\u2028cab\u0085"}', "dead\u2028cab\u0085", ("dead\u2028cab\u0085",)),  # no line breaks
     ],
 )
 def test_a_prompt_has_one_of_three_forms(tmp_path: Path, line: str, prompt: object, user_turns: tuple[str, ...]):
@@ -47,12 +49,6 @@ def test_files_are_read_zipped_or_not(tmp_path: Path, name: str):
         assert [record.line_number for record in found] == [1, 2, 3, 4, 5]
 
 
-def test_line_separators_other_than_line_feed_belong_to_the_text(tmp_path: Path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "dead\u2028cab\u0085"}\n', encoding="utf-8")
-    assert prompts_in(path) == ["dead\u2028cab\u0085"]
-
-
 def test_a_prompt_and_its_completion_are_texts_or_messages(tmp_path: Path):
     path = tmp_path / "chats.jsonl"
     user, assistant = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
@@ -70,69 +66,59 @@ def test_a_prompt_and_its_completion_are_texts_or_messages(tmp_path: Path):
 
 BOTH = [
     ("hello", "not JSON"),
-    ("[" * 100_000, r"nested too deeply to be read: '\[{57}…'"),
+    ("[" * 100_000, r"nested .*'\[{57}…'"),
     ('{"messages": ["w1"]}', "message 0 is 'w1'"),
     ('{"messages": [{"role": "user"}]}', "message 0: content is None"),
-    ('{"messages": [{"role": "assistant", "tool_calls": [{"name": 5}]}]}', "a call is {'name': 5}; it must be"),
-    ('{"messages": [{"role": "user", "content": "w1"}], "tools": [5]}', r"tools is \[5\]; it must be a list"),
-    ('{"messages": [{"role": "user", "content": "w1 \\ud800"}]}', r"message 0: content holds half a character"),
+    ('{"messages": [{"role": "assistant", "tool_calls": [{"name": 5}]}]}', "a call is {'name': 5}"),
+    ('{"messages": [{"role": "user", "content": "w1"}], "tools": [5]}', r"tools is \[5\]"),
+    ('{"messages": [{"role": "user", "content": "w1 \\ud800"}]}', "message 0: content"),
+    ('{"mesages": []}', "'mesages'; did you mean 'messages'"),
+]
+NO_CHATS = [
+    *((line, "a chat is") for line in ("[1, 2]", '{"messages": "w1"}', '{"messages": []}')),
+    ('{"prompt": [], "completion": []}', "a chat is"),
+    ('{"prompt": "w1", "complet": "w2"}', "'complet'; did you mean 'completion'"),
+    ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
+    ('{"prompt": "w1", "completion": 3}', "prompt and completion"),
+    ('{"completion": "w1"}', "prompt and completion"),
+    ('{"prompt": "w1", "completion": "w2 \\ud800"}', "message 1: content"),
+]
+NO_PROMPTS = [
+    *((line, 'needs "prompt"') for line in ('"hello"', "{}", '{"prompt": 5}', '{"prompt": ""}', '{"prompt": " "}')),
+    *((f'{{"{name}": {value}}}', "needs") for name, value in (("messages", "[]"), ("turns", "[]"), ("turns", '[""]'))),
+    ('{"promt": "w1"}', "'promt'; did you mean 'prompt'"),
+    ('{"messages": [{"role": "assistant", "content": "w1"}]}', "needs"),
+    ('{"turns": "w1"}', "needs"),
+    ('{"turns": ["w1", 5]}', "message 1: content is 5"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("reader", "line", "named"),
     [
-        *BOTH,
-        ("[1, 2]", "a chat is an object"),
-        ('{"messages": "w1"}', "a chat is an object"),
-        ('{"messages": []}', "a chat is an object"),
-        ('{"mesages": []}', r"unknown field 'mesages'; did you mean 'messages'\? a chat is an object"),
-        ('{"prompt": "w1", "complet": "w2"}', "unknown field 'complet'; did you mean 'completion'"),
-        ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
-        ('{"prompt": "w1", "completion": 3}', "prompt and completion must be two texts or two lists of messages, not"),
-        ('{"completion": "w1"}', "prompt and completion must be two texts"),
-        ('{"prompt": [], "completion": []}', "a chat is an object"),
-        ('{"prompt": "w1", "completion": "w2 \\ud800"}', "message 1: content holds half a character"),
+        *((read_chats, *case) for case in (*BOTH, *NO_CHATS)),
+        *((read_prompts, *case) for case in (*BOTH, *NO_PROMPTS)),
     ],
 )
-def test_a_malformed_chat_is_named(tmp_path: Path, line: str, message: str):
-    path = tmp_path / "chats.jsonl"
-    path.write_text(f"{json.dumps(chat('w1', 'w2'))}\n{line}\n", encoding="utf-8")
-    found = read_chats(path)
+def test_a_malformed_line_is_named(tmp_path: Path, reader: Any, line: str, named: str):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(f"{json.dumps(chat('w1', 'w2'))}\n\n{line}\n", encoding="utf-8")  # empty lines count, too
+    found = reader(path)
     assert next(found).line_number == 1
-    with pytest.raises(DataError, match=message) as caught:
-        next(found)
-    assert f"{path}, line 2" in str(caught.value)
-    assert caught.value.line_number == 2
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        *BOTH,
-        ('"hello"', 'needs "prompt"'),
-        ("{}", 'needs "prompt"'),
-        ('{"prompt": 5}', 'needs "prompt"'),
-        ('{"prompt": ""}', 'needs "prompt"'),
-        ('{"prompt": " "}', 'needs "prompt"'),
-        ('{"messages": []}', 'needs "prompt"'),
-        ('{"mesages": []}', r"unknown field 'mesages'; did you mean 'messages'\? needs \"prompt\""),
-        ('{"promt": "w1"}', "unknown field 'promt'; did you mean 'prompt'"),
-        ('{"messages": [{"role": "assistant", "content": "w1"}]}', 'needs "prompt"'),
-        ('{"turns": "w1"}', 'needs "prompt"'),
-        ('{"turns": []}', 'needs "prompt"'),
-        ('{"turns": [""]}', 'needs "prompt"'),
-        ('{"turns": ["w1", 5]}', "message 1: content is 5"),
-    ],
-)
-def test_a_malformed_prompt_is_named(tmp_path: Path, line: str, message: str):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n', encoding="utf-8")  # empty lines are skipped, but counted
-    found = read_prompts(path)
-    assert next(found).prompt == "fine"
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=named) as caught:
         next(found)
     assert f"{path}, line 3" in str(caught.value)
+    assert caught.value.line_number == 3
+
+
+def test_of_a_folder_all_files_are_read_and_of_each_what_is_whole(tmp_path: Path):
+    """A server may be writing the last line."""
+    line = json.dumps(chat("w1", "w2"))
+    (tmp_path / "b.jsonl").write_text(f"{line}\n{line}", encoding="utf-8")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(f"{line}\n".encode()))
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    assert [record.source for record in read_chats(tmp_path)] == [f"{tmp_path}/a.jsonl.gz:1", f"{tmp_path}/b.jsonl:1"]
+    assert len(list(read_chats(tmp_path / "b.jsonl"))) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbled", "no gzip", "not utf-8", "missing", "folder"])
@@ -144,12 +130,8 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, damage: str):
         path.mkdir()
     elif damage != "missing":
         path.write_bytes(contents[damage])
-    words = "not UTF-8 text: byte 0xff" if damage == "not utf-8" else "cannot be read|not UTF-8"
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match="byte 0xff" if damage == "not utf-8" else str(path)):
         list(read_chats(path))
-
-
-# --- our own prompts ---
 
 
 def test_there_are_64_different_calibration_prompts_and_each_eight_in_a_row_are_of_all_kinds():
@@ -157,12 +139,4 @@ def test_there_are_64_different_calibration_prompts_and_each_eight_in_a_row_are_
     assert prompts_in(own_prompts("calibration")) == [record["prompt"] for record in records]
     assert len(records) == len({record["prompt"] for record in records}) == 64
     kinds = [record["kind"] for record in records]
-    assert all(len(set(kinds)) == 8 and set(kinds[start : start + 8]) == set(kinds) for start in range(0, 64, 8))
-    for record in records:  # as long as first turns
-        low, high = (80, 190) if record["kind"] == "extraction" else (15, 120)
-        assert low <= len(record["prompt"].split()) <= high, record["kind"]
-
-
-def test_the_demos_own_prompts_are_a_handful():
-    prompts = prompts_in(own_prompts("demo"))
-    assert len(prompts) == len(set(map(str, prompts))) == 6
+    assert all(len({*kinds[start : start + 8]}) == len({*kinds}) == 8 for start in range(0, 64, 8))

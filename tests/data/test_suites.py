@@ -30,25 +30,17 @@ def test_our_own_suites_have_names(name: Any):
     assert {record.path for record in records} == {own_prompts(name)}
 
 
-def test_tasks_has_at_least_twenty_questions_of_each_of_six_kinds():
+def test_tasks_has_questions_of_six_kinds_with_second_turns_and_results():
     records = read_suite("tasks")
     counts = Counter(record.category for record in records)
     assert counts.keys() == {"chat", "question_answering", "maths", "retrieval", "summarisation", "translation"}
     assert min(counts.values()) >= 20
-    assert len({record.labels["question_id"] for record in records}) == len(records)
     assert len({record.user_turns[0] for record in records}) == len(records) == 135
-
-
-def test_a_third_of_the_chats_of_tasks_have_two_turns_and_most_sums_have_a_result():
-    records = read_suite("tasks")
     assert Counter(len(record.user_turns) for record in records if record.category == "chat") == {1: 16, 2: 8}
-    assert {len(record.user_turns) for record in records if record.category != "chat"} == {1}
     results = {record.labels["question_id"]: record.reference for record in records if record.reference is not None}
     assert set(results) == {*range(49, 71)} - {55, 62, 68}  # several numbers, or not a whole one
-    assert all(float(result) > 0 for result in results.values())
-    # three that are computed here again
+    # two that are computed here again
     assert results[51] == str(13 * 60 + 15 - (9 * 60 + 40) - 4 * 5)
-    assert results[63] == str(2 * 36 / (36 / 18 + 36 / 12))
     assert results[67] == f"{0.4 * sum(10 + 3 * row for row in range(7)):.1f}"
 
 
@@ -72,26 +64,26 @@ def test_a_folder_stands_for_its_files_by_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "named"),
     [
-        ("taskz", "no file, folder or suite has the name 'taskz': give calibration, demo, tasks, a file, a folder, or"),
-        ("a/b/c", "no file, folder or suite has the name 'a/b/c'"),
-        ("data/missing.jsonl", "data/missing.jsonl: cannot be read"),
-        ("missing.parquet", "missing.parquet: cannot be read"),
-        ("empty.jsonl", "empty.jsonl: there is no question in it"),
-        ("folder", "folder: there is no question in it"),
-        ("bad.jsonl", r"bad.jsonl, line 2: needs \"prompt\" .* or the fields of HumanEval, GSM8K"),
-        ("damaged.parquet", "damaged.parquet: cannot be read: magic bytes"),
+        ("taskz", "'taskz'.*calibration, demo, tasks"),
+        ("a/b/c", "'a/b/c'"),
+        *((name, f"{name}: ") for name in ("data/missing.jsonl", "missing.parquet", "empty.jsonl", "folder")),
+        ("bad.jsonl", r"bad.jsonl, line 2: "),
+        ("damaged.parquet", "damaged.parquet: .*magic bytes"),
+        ("nobody/nothing", r"nobody/nothing: .*Couldn't reach [^\n]* Hub$"),
+        ("openai/gsm8k:main:validation", "openai/gsm8k:main:validation: "),
+        ("me/a-bad-line", "me/a-bad-line, line 2: "),
     ],
 )
-@pytest.mark.usefixtures("parquet")
-def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str):
+@pytest.mark.usefixtures("parquet", "hub")
+def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, named: str):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"ask": "x"}\n')
     (tmp_path / "damaged.parquet").write_text("x")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=named):
         read_suite(source)
 
 
@@ -136,20 +128,24 @@ def test_a_parquet_file_is_read_by_rows(tmp_path: Path):
         assert [record.source for record in records] == [f"{path}:{number}" for number in (1, 2, 3)]
 
 
-ROWS = {"train": [{"prompt": "train"}], "test": [GSM8K, {"question": "r?", "answer": "8"}]}
+TRAIN, TEST = [{"prompt": "train"}], [GSM8K, {"question": "r?", "answer": "8"}]
+DATA_SETS = {
+    "openai/gsm8k": {"train": TRAIN, "test": TEST},
+    "me/only-train": {"train": TRAIN},
+    "me/a-bad-line": {"train": [GSM8K, {"text": "x"}]},
+}
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A Hub with two data sets; all calls."""
+    """A Hub with some data sets; all calls."""
     calls: list[Any] = []
 
     def load_dataset(name: str, config: str | None = None, *, split: str | None = None) -> Any:
         calls.append((name, config, split))
-        if name not in ("openai/gsm8k", "me/only-train"):
+        if name not in DATA_SETS:
             raise ConnectionError(f"Couldn't reach '{name}' on the Hub\nmore")
-        splits = ROWS if name == "openai/gsm8k" else {"train": ROWS["train"]}
-        return splits if split is None else splits[split]
+        return DATA_SETS[name] if split is None else DATA_SETS[name][split]
 
     module = ModuleType("datasets")
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
@@ -176,39 +172,10 @@ def test_a_data_set_of_the_hub_has_a_configuration_and_a_split(
     assert records[0].source == f"{source}:1"
 
 
-@pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("nobody/nothing", r"nobody/nothing: no file, and no data set that can be loaded: Couldn't reach [^\n]* Hub$"),
-        ("openai/gsm8k:main:validation", "openai/gsm8k:main:validation: no file, and no data set"),
-    ],
-)
-def test_a_data_set_that_cannot_be_loaded_is_an_error(source: str, message: str):
-    with pytest.raises(DataError, match=message):
-        read_suite(source)
-
-
-def test_a_line_of_the_hub_is_named_in_an_error(hub: list[Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ROWS, "train", [GSM8K, {"text": "x"}])
-    with pytest.raises(DataError, match=r"me/only-train, line 2: needs \"prompt\""):
-        read_suite("me/only-train")
-
-
-@pytest.mark.parametrize(
-    ("source", "package", "message"),
-    [
-        (
-            "openai/gsm8k",
-            "datasets",
-            "there is no file openai/gsm8k, and data sets .* need datasets; install it with: pip",
-        ),
-        ("x.parquet", "pyarrow", r"parquet files need pyarrow; install it with: pip install 'draftheads\[bench\]'"),
-    ],
-)
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, source: str, package: str, message: str):
+@pytest.mark.parametrize(("source", "package"), [("openai/gsm8k", "datasets"), ("x.parquet", "pyarrow")])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, source: str, package: str):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependency, match=message):
+    with pytest.raises(MissingDependency, match=rf"{package}.*draftheads\[bench\]"):
         read_suite(source)
 
 
@@ -237,13 +204,14 @@ def test_a_selection_keeps_the_order_and_the_first_ones_of_each_category(
         assert [record for record in chosen if record.category == name] == of_it[:expected]
 
 
-def test_an_unknown_category_names_the_known_ones():
-    with pytest.raises(InvalidSettings, match=r"no question has the category 'd'; the categories are b, a$"):
-        select(records_of(["b", "a", "", "b"]), ["a", "d"])
-    with pytest.raises(InvalidSettings, match="'d'; the categories are none: the questions have no category"):
-        select(records_of(["", ""]), ["d"])
-
-
-def test_a_limit_below_one_is_refused():
-    with pytest.raises(InvalidSettings, match="limit is 0"):
-        select(records_of(["a"]), limit=0)
+@pytest.mark.parametrize(
+    ("categories", "options", "named"),
+    [
+        (["b", "a", "", "b"], {"categories": ["a", "d"]}, "'d'; .* b, a$"),
+        (["", ""], {"categories": ["d"]}, "'d'; .* none"),
+        (["a"], {"limit": 0}, "limit is 0"),
+    ],
+)
+def test_an_impossible_choice_is_named(categories: list[str], options: dict[str, Any], named: str):
+    with pytest.raises(InvalidSettings, match=named):
+        select(records_of(categories), **options)

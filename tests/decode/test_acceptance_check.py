@@ -15,8 +15,8 @@ from adapter_world import saved_adapter
 from cli_world import PROMPTS, write_model
 from draftheads.cli.main import main
 from draftheads.decode.acceptance_check import AcceptanceCheck
-from draftheads.decode.core import Lane
 from draftheads.decode.engine import Engine
+from draftheads.decode.waiting import Lane
 from draftheads.errors import BaseModelWarning
 from draftheads.serve.scheduler import Job, Limits, Scheduler
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -235,7 +235,7 @@ def test_the_command_line_warns_in_one_line_after_the_answers(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    arguments = ["generate", "--prompts", str(tmp_path / "a.jsonl"), "--batch-size", "1"]
+    arguments = ["generate", "--prompts", str(tmp_path / "a.jsonl"), "--set", "batch_size=1"]
     arguments += ["--model", str(place / "model"), "--head", str(place / "hydra")]
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftheads.decode import batch as batch_module
+from draftheads.decode import step_tokens
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, StreamEvent
 from draftheads.drafters.copying import Copying
@@ -152,13 +152,13 @@ def test_an_answer_that_stops_inside_a_run_has_one_for_each_of_its_tokens():
 def test_nothing_is_computed_if_nobody_asks(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model("llama")
     rows: list[int] = []
-    own = batch_module.token_logprobs
+    own = step_tokens.token_logprobs
 
     def counted(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Any:
         rows.append(len(logits))
         return own(logits, token_ids, num_top)
 
-    monkeypatch.setattr(batch_module, "token_logprobs", counted)
+    monkeypatch.setattr(step_tokens, "token_logprobs", counted)
     engine = Engine(model, tiny_head("hydra", model))
     assert {event.logprobs for event in engine.stream(FIVE[0], **ON)} == {None}
     assert rows == []

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from draftheads.decode.core import CoreLimits, EngineCore, Lane, bytes_per_token
+from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
+from draftheads.decode.lanes import bytes_per_token
 from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.waiting import Lane
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.errors import TooLarge

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import draftheads
-from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, TargetModel, Tree, loading
+from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, TargetModel, Tree
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.batch import Batch
@@ -27,7 +27,8 @@ from draftheads.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from draftheads.models.model import StepMode
+from draftheads.models.model_facts import StepMode
+from draftheads.runners import structure
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst, Shape
@@ -588,7 +589,7 @@ def test_int8_is_for_cpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: elsewhere)
     monkeypatch.setattr(TargetModel, "device", torch.device("meta"))
     monkeypatch.setattr(TargetModel, "dtype", torch.float32)
-    monkeypatch.setattr(loading, "check_trees", lambda _: None)
+    monkeypatch.setattr(structure, "check_trees", lambda _: None)
     with pytest.raises(InvalidSettings, match="precision int8 is for CPUs; the model is on meta: give device="):
         draftheads.load("tiny", precision="int8", device_map="auto")
 

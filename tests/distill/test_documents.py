@@ -1,6 +1,7 @@
 """Documents that the model continues: their beginnings, the completions, and what training reads of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,10 @@ import draftheads.distill.run as distill_run
 from distill_world import manifest, options, records, run
 from draftheads.data.compute_features import load_texts
 from draftheads.decode.engine import Engine
-from draftheads.distill.options import DistillOptions
-from draftheads.errors import InvalidSettings
+from draftheads.errors import DistillationInterrupted, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
-from training_world import EOS, chat_model
+from training_world import EOS, chat_model, chat_tokenizer
 
 TEXTS = [" ".join(f"w{(3 * i + j) % 57}" for j in range(3 + i)) for i in range(9)]  # of 3 to 11 tokens
 
@@ -31,13 +31,11 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_model_reads_64_tokens_of_a_document_as_in_the_mlp_speculators_second_stage():
-    assert DistillOptions(out=Path("out.jsonl"), num_self_talk=1).document_tokens == 64
-
-
 def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, book: Path, tmp_path: Path):
     chosen = options(tmp_path, prompts=(), documents=(book,), document_tokens=5, temperature=(0.0,))
-    run(target, chosen)
+    bare = replace(target, tokenizer=chat_tokenizer(""))  # it needs no chat template
+    bare.tokenizer.chat_template = None
+    run(bare, chosen)
     found = records(chosen)
     assert [record["prompt"] for record in found] == [" ".join(text.split()[:5]) for text in TEXTS]
     assert [record["source"] for record in found] == [f"book.jsonl:{i + 1}" for i in range(9)]
@@ -71,18 +69,13 @@ def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(
     real = distill_run._lines
     with monkeypatch.context() as patch:
         patch.setattr(distill_run, "_lines", stop_in_the_last_chunk)
-        with pytest.raises(Exception, match="the same command continues"):
+        with pytest.raises(DistillationInterrupted):
             run(target, stopped)
     run(target, stopped)
     assert stopped.out.read_bytes() == whole.out.read_bytes()
-
-
-def test_other_documents_are_another_run(target: TargetModel, book: Path, tmp_path: Path):
-    chosen = options(tmp_path, prompts=(), documents=(book,))
-    run(target, chosen)
     book.write_text(json.dumps({"text": "w1 w2"}) + "\n")
-    with pytest.raises(InvalidSettings, match="belongs to another run"):
-        run(target, chosen)
+    with pytest.raises(InvalidSettings, match="fingerprint was"):
+        run(target, stopped)
 
 
 def test_training_learns_the_completions_only(target: TargetModel, book: Path, tmp_path: Path):
@@ -99,11 +92,3 @@ def test_training_learns_the_completions_only(target: TargetModel, book: Path, t
     assert [(text.token_ids, text.is_cut) for text in cut] == [
         (text.token_ids[:6], len(text.token_ids) > 6) for text in texts
     ]
-
-
-def test_a_model_without_a_chat_template_continues_documents(book: Path, tmp_path: Path):
-    bare = chat_model(seed=3)
-    bare.tokenizer.chat_template = None
-    chosen = options(tmp_path, prompts=(), documents=(book,))
-    run(bare, chosen)
-    assert len(records(chosen)) == len(TEXTS)

@@ -129,15 +129,6 @@ def test_the_server_answers_turn_by_turn(server: Server, tmp_path: Path):
     assert manifest(chosen)["identity"]["model"] == "parrot"
 
 
-def test_answers_that_were_cut_off_are_not_finished(server: Server, tmp_path: Path):
-    chosen = remote(tmp_path, server)
-    server.behave = lambda request: completion(" " if "w3" in str(request) else "w1", "length")
-    outcome = run(chosen)
-    assert not any(record["finished"] for record in records(chosen))
-    assert records(chosen)[3]["messages"][1]["content"] == " "
-    assert outcome.counts.num_unfinished == len(RECORDS)
-
-
 def test_at_most_batch_size_requests_run_at_the_same_time(server: Server, tmp_path: Path):
     now, most, lock, met = [0], [0], threading.Lock(), threading.Event()
 
@@ -181,22 +172,16 @@ def test_waits_grow_and_follow_the_retry_after_header():
 
 
 def test_a_run_ends_if_the_server_stays_down_and_can_be_continued(server: Server, tmp_path: Path):
-    plain = remote(tmp_path, server, out=tmp_path / "plain.jsonl")
-    run(plain)
     chosen = remote(tmp_path, server, request_retries=2)
     server.behave = lambda request: refusal(503, "tired") if "w20" in str(request["messages"]) else answer(request)
-    num_before = len(server.requests)
-    with pytest.raises(
-        EndpointError,
-        match=r"/v1/chat/completions: status 503: tired, in 3 attempts; .*; the same command continues",
-    ):
+    with pytest.raises(EndpointError, match=r"status 503: tired, in 3 attempts; .*the same command continues"):
         run(chosen)
-    tried = [request for request in server.requests[num_before:] if "w20" in str(request["messages"])]
+    tried = [request for request in server.requests if "w20" in str(request["messages"])]
     assert len(tried) == 3
     assert manifest(chosen)["counts"]["num_done"] == 12
     server.behave, num_before = answer, len(server.requests)
     run(chosen)
-    assert chosen.out.read_bytes() == plain.out.read_bytes()
+    assert [record["index"] for record in records(chosen)] == list(range(len(RECORDS)))
     assert len(server.requests) - num_before == len(RECORDS) - 12 + 3
 
 
@@ -210,7 +195,7 @@ def ctrl_c() -> Iterator[Callable[[], None]]:
 
 def test_ctrl_c_stops_all_requests(server: Server, tmp_path: Path, ctrl_c: Callable[[], None]):
     chosen = remote(tmp_path, server)
-    with pytest.raises(DistillationInterrupted, match="stopped after 6 of 25"):
+    with pytest.raises(DistillationInterrupted, match="6 of 25"):
         run(chosen, FakeProgress(8, ctrl_c))
     run(chosen)
     assert len(records(chosen)) == len(RECORDS)
@@ -218,14 +203,18 @@ def test_ctrl_c_stops_all_requests(server: Server, tmp_path: Path, ctrl_c: Calla
 
 def test_chats_that_are_too_long_for_the_server_are_left_out(server: Server, tmp_path: Path):
     text = '{"error": {"message": "This model\'s maximum context length is 8 tokens"}}'
+    cut = completion("w1", "length")
     server.behave = lambda request: (
-        refusal(400, text) if request["messages"][-1]["content"] == "w3" else answer(request)
+        refusal(400, text)
+        if request["messages"][-1]["content"] == "w3"
+        else (cut if request["messages"][-1]["content"] == "w5" else answer(request))
     )
     chosen = remote(tmp_path, server)
     outcome = run(chosen)
     assert [record["index"] for record in records(chosen)] == [i for i in range(len(RECORDS)) if i != 3]
     assert (outcome.counts.num_too_long, outcome.counts.num_shortened) == (1, 1)  # it is a second turn, too
     assert len(records(chosen)[11]["messages"]) == 2
+    assert [record["index"] for record in records(chosen) if not record["finished"]] == [5]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "w30", "arguments": '{"at": "w31"}'}}
@@ -276,38 +265,36 @@ def test_thoughts_and_calls_are_kept_and_learned(
 
 
 REFUSALS = [
-    refusal(400, "against the policy"),
-    refusal(422, "role not allowed"),
-    refusal(413, "much too large"),
-    completion("w1", "content_filter"),
-    completion(None),
-    completion(None, "length"),
-    completion("", "length"),
-    completion(None, "length", tool_calls=[CALL]),
-    completion(None, refusal="I cannot help with that."),
-    completion("", refusal="I cannot help with that."),
+    (refusal(400, "against the policy"), "status 400: against the policy"),
+    *((refusal(status, "no"), f"status {status}: no") for status in (413, 422, 451)),
+    (completion("w1", "content_filter"), "a content filter"),
+    (completion(None), "content is None"),
+    (completion("", "length"), "content is ''"),
+    (completion(None, "length", tool_calls=[CALL]), "content is None"),
+    *((completion(text, refusal="I cannot."), "refusal: I cannot.") for text in (None, "")),
 ]
 
 
-@pytest.mark.parametrize("response", REFUSALS)
-@pytest.mark.parametrize("chunk_size", [1, 7, 100])
+@pytest.mark.parametrize(("response", "reason"), REFUSALS)
 def test_prompts_that_the_server_refuses_are_set_aside_with_the_reason(
-    server: Server, tmp_path: Path, response: Response, chunk_size: int
+    server: Server, tmp_path: Path, response: Response, reason: str
 ):
-    refused = {"w0", "w5", "w3"}  # w3 is a second turn, too
-    server.behave = lambda request: response if request["messages"][-1]["content"] in refused else answer(request)
-    chosen = remote(tmp_path, server, chunk_size=chunk_size)
-    progress = FakeProgress()
-    outcome = run(chosen, progress)
-    kept = [i for i in range(len(RECORDS)) if i not in (0, 3, 5)]
-    assert [record["index"] for record in records(chosen)] == kept
-    assert progress.last[:2] == (len(RECORDS), len(RECORDS))
+    """Also if the last one before the server goes down is one of them, alone in its chunk."""
+    refused, down = {"w0", "w5", "w3"}, {"w2"}  # w3 is a second turn, too
+
+    def behave(request: dict[str, Any]) -> Response:
+        said = request["messages"][-1]["content"]
+        return response if said in refused else refusal(503) if said in down else answer(request)
+
+    server.behave = behave
+    chosen = remote(tmp_path, server, chunk_size=1, request_retries=0)
+    with pytest.raises(EndpointError, match="503"):
+        run(chosen)
+    down.clear()
+    outcome = run(chosen)
+    assert [record["index"] for record in records(chosen)] == [i for i in range(len(RECORDS)) if i not in (0, 3, 5)]
     assert (outcome.counts.num_refused, outcome.counts.num_shortened, outcome.counts.num_done) == (3, 1, len(RECORDS))
     assert [one["source"] for one in outcome.refused] == [f"prompts.jsonl:{n}" for n in (1, 4, 6, 13)]
-    reasons = ["a content filter stopped", "content is ", "refusal: I cannot help with that."]
-    said = json.loads(response[2])["choices"][0] if response[0] == 200 else {}
-    place = 0 if said.get("finish_reason") == "content_filter" else 2 if "refusal" in said.get("message", {}) else 1
-    reason = reasons[place] if said else f"status {response[0]}: {response[2].decode()}"
     assert all(one["reason"].startswith(reason) for one in outcome.refused)
     assert outcome.counts.num_unfinished == 0
     assert manifest(chosen)["refused"] == list(outcome.refused)
@@ -316,73 +303,45 @@ def test_prompts_that_the_server_refuses_are_set_aside_with_the_reason(
     assert len(server.requests) == num_requests
 
 
-def test_a_refused_prompt_does_not_block_the_run_that_continues(server: Server, tmp_path: Path):
-    """It was the last one before the server went down, and is the only one of its chunk."""
-    chosen = remote(tmp_path, server, chunk_size=2, batch_size=1, request_retries=0)
-    down = {"w2", "w3"}
-    server.behave = lambda request: (
-        refusal(400)
-        if request["messages"][-1]["content"] == "w0"
-        else refusal(503)
-        if request["messages"][-1]["content"] in down
-        else answer(request)
-    )
-    with pytest.raises(EndpointError, match="status 503: no, in 1 attempt"):
-        run(chosen)
-    down.clear()
-    outcome = run(chosen)
-    assert [one["source"] for one in outcome.refused] == ["prompts.jsonl:1"]
-    assert len(records(chosen)) == len(RECORDS) - 1
-
-
 def test_a_server_that_refuses_every_prompt_is_an_error(server: Server, tmp_path: Path):
     """Not the prompts are wrong then, but an option."""
     server.behave = lambda _: refusal(400, "bad top_p")
     chosen = remote(tmp_path, server)
-    with pytest.raises(EndpointError, match=r"refused all of 6 prompts \(prompts.jsonl:1: status 400: bad top_p\)"):
+    with pytest.raises(EndpointError, match=r"prompts.jsonl:1: status 400: bad top_p"):
         run(chosen)
     server.behave = answer
     assert run(chosen).counts.num_records == len(RECORDS)
 
 
 @pytest.mark.parametrize(
-    ("response", "words"),
+    ("response", "named"),
     [
-        (
-            refusal(404, "no such model"),
-            "was not found: no such model; is --endpoint .*the model 'parrot'.*; the same command continues",
-        ),
-        (refusal(401), "refuses the key .*--api-key-env"),
-        (refusal(200, "<html>"), "not a valid completion .*<html>; see --endpoint and --endpoint-model"),
-        (refusal(200, '{"choices": []}'), "not a valid completion .*choices"),
-        (refusal(200, "[]"), "not a valid completion"),
-        (refusal(200, '{"choices": [{"message": {"tool_calls": [5]}}]}'), "not a valid completion .* a call is 5"),
+        (refusal(404, "no such model"), "not found: no such model; .*'parrot'.*--endpoint-model"),
+        (refusal(401), "401.*--api-key-env"),
+        (refusal(307, "moved", location="/v1/elsewhere"), "status 307"),
+        (refusal(200, "<html>"), "<html>"),
+        (refusal(200, '{"choices": []}'), "choices"),
+        (refusal(200, "[]"), r"\[\]"),
+        (refusal(200, '{"choices": [{"message": {"tool_calls": [5]}}]}'), "a call is 5"),
     ],
 )
-def test_a_refusal_or_an_invalid_response_ends_the_run(server: Server, tmp_path: Path, response: Response, words: str):
+def test_a_refusal_or_an_invalid_response_ends_the_run(server: Server, tmp_path: Path, response: Response, named: str):
     server.behave = lambda _: response
-    with pytest.raises(EndpointError, match=words):
+    with pytest.raises(EndpointError, match=f"{server.url}/chat/completions .*{named}"):
         run(remote(tmp_path, server, batch_size=1))
     assert len(server.requests) <= 2  # the next one may have been sent already
+    assert server.paths == {"/v1/chat/completions"}
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("127.0.0.1:9/v1", "--endpoint is '127.0.0.1:9/v1'; give an address"),
-        ("ftp://x/v1", "--endpoint is 'ftp://x/v1'; give an address"),
-        ("http://x:y/v1", "--endpoint is 'http://x:y/v1'; give an address"),
-        ("http://127.0.0.1:1/v1", "cannot reach http://127.0.0.1:1/v1/chat/completions in 2 attempts: .*--endpoint"),
-    ],
-)
-def test_an_invalid_or_unreachable_address_is_an_error(server: Server, tmp_path: Path, url: str, words: str):
-    with pytest.raises((EndpointError, InvalidSettings), match=words):
+@pytest.mark.parametrize("url", ["127.0.0.1:9/v1", "ftp://x/v1", "http://x:y/v1", "http://127.0.0.1:1/v1"])
+def test_an_invalid_or_unreachable_address_is_an_error(server: Server, tmp_path: Path, url: str):
+    with pytest.raises((EndpointError, InvalidSettings), match=f"--endpoint .*{url}"):
         run(remote(tmp_path, server, endpoint=url, request_retries=1))
 
 
 def test_the_key_comes_from_the_environment(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     chosen = remote(tmp_path, server, api_key_env="PARROT_KEY")
-    with pytest.raises(InvalidSettings, match="--api-key-env is 'PARROT_KEY', but"):
+    with pytest.raises(InvalidSettings, match="--api-key-env is 'PARROT_KEY'"):
         run(chosen)
     monkeypatch.setenv("PARROT_KEY", "polly")
     run(chosen)
@@ -390,16 +349,9 @@ def test_the_key_comes_from_the_environment(server: Server, tmp_path: Path, monk
     assert "polly" not in (tmp_path / "out.jsonl.manifest.json").read_text()
 
 
-def test_an_endpoint_that_sends_elsewhere_is_not_followed(server: Server, tmp_path: Path):
-    server.behave = lambda _: (307, {"location": "/v1/elsewhere"}, b"moved")
-    with pytest.raises(EndpointError, match="status 307: moved; see --endpoint"):
-        run(remote(tmp_path, server, batch_size=1))
-    assert server.paths == {"/v1/chat/completions"}
-
-
 def test_a_missing_package_is_an_error(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "httpx2", None)
-    with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[endpoint\]'"):
+    with pytest.raises(MissingDependency, match=r"draftheads\[endpoint\]"):
         run(remote(tmp_path, server))
 
 
@@ -409,7 +361,7 @@ def test_the_command_line_loads_no_model(
     monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
     prompts = write_prompts(tmp_path / "p.jsonl")
     command = f"distill --endpoint {server.url}/ --endpoint-model parrot --prompts {prompts} --out {tmp_path}/o.jsonl"
-    assert main([*command.split(), "--model", "/nowhere", "--top-k", "5"]) == 0
+    assert main([*command.split(), "--model", "/nowhere", "--set", "top_k=5"]) == 0
     assert {request["top_k"] for request in server.requests} == {5}
     assert server.paths == {"/v1/chat/completions"}
     assert "25 of 25 conversations" in capsys.readouterr().out

@@ -1,12 +1,7 @@
 """Distillations that are killed, stopped, started twice or meet a full disk: nothing is lost or repeated."""
 
 import contextlib
-import errno
-import json
 import os
-import random
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +16,6 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.errors import DataError, DistillationInterrupted, InvalidSettings, StorageError
 from fake_progress import FakeProgress
-from nursery import Nursery
-from thorough import some
-from training_world import chat_model
 
 NUM_SELF_TALK = 60
 TOTAL = len(RECORDS) + NUM_SELF_TALK
@@ -161,29 +153,11 @@ def interrupt() -> None:
 
 def test_a_run_continues_after_ctrl_c(whole: bytes, tmp_path: Path):
     chosen = echo_options(tmp_path)
-    with pytest.raises(DistillationInterrupted, match=f"stopped after 30 of {TOTAL} .*the same command continues"):
+    with pytest.raises(DistillationInterrupted, match=f"30 of {TOTAL}"):
         run(chosen, progress=FakeProgress(34, interrupt))
     progress = FakeProgress()
     run(chosen, progress=progress)
     assert f"answering {TOTAL - 30} of {TOTAL} conversations" in progress.stages
-    assert chosen.out.read_bytes() == whole
-
-
-@pytest.mark.parametrize("sync", range(0, 12, 3))
-def test_a_run_continues_after_a_full_disk(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: int):
-    chosen = echo_options(tmp_path)
-    fsync, left = os.fsync, iter(range(sync, -1000, -1))
-
-    def failing(descriptor: int) -> None:
-        if next(left) <= 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", failing)
-        with pytest.raises(StorageError, match="no space left on the disk"):
-            run(chosen)
-    run(chosen)
     assert chosen.out.read_bytes() == whole
 
 
@@ -198,9 +172,8 @@ def stopped(folder: Path, **changes: Any) -> DistillOptions:
     return chosen
 
 
-@pytest.mark.parametrize("is_complete", [False, True])
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "named"),
     [
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"temperature": (0.0, 0.7)}, r"temperature was \[0.0, 1.0\] and is \[0.0, 0.7\]"),
@@ -209,27 +182,23 @@ def stopped(folder: Path, **changes: Any) -> DistillOptions:
         ({"top_p": 0.5}, "top_p was 1.0 and is 0.5"),
     ],
 )
-def test_a_run_with_other_settings_is_refused(
-    tmp_path: Path, changes: dict[str, Any], words: str, *, is_complete: bool
+def test_a_run_with_other_settings_prompts_or_another_model_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
 ):
     chosen = stopped(tmp_path)
-    if is_complete:
-        run(chosen)
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
-    with pytest.raises(
-        InvalidSettings, match=f"{words}. To continue that run use its settings; else name another --out"
-    ):
-        run(echo_options(tmp_path, **changes))
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
+    def refused(options: DistillOptions, named: str, source: Echo | None = None) -> None:
+        before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
+        with pytest.raises(InvalidSettings, match=f"{options.out} .*{named}"):
+            run(options, source)
+        assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
-def test_a_run_with_other_prompts_or_another_model_is_refused(tmp_path: Path):
-    chosen = stopped(tmp_path)
-    with pytest.raises(InvalidSettings, match="model was 'echo' and is 'other'"):
-        run(chosen, Echo("other"))
+    refused(echo_options(tmp_path, **changes), named)
+    refused(chosen, "model was 'echo' and is 'other'", Echo("other"))
+    run(chosen)
+    refused(echo_options(tmp_path, **changes), named)
     write_prompts(chosen.prompts[0], [*RECORDS[:-1], {"prompt": "w50"}])
-    with pytest.raises(InvalidSettings, match=r"fingerprint was '[0-9a-f]{16}' and is '[0-9a-f]{16}'"):
-        run(chosen)
+    refused(chosen, r"fingerprint was '[0-9a-f]{16}' and is '[0-9a-f]{16}'")
 
 
 def test_settings_that_change_no_answer_may_change(whole: bytes, tmp_path: Path):
@@ -244,46 +213,31 @@ def test_settings_that_change_no_answer_may_change(whole: bytes, tmp_path: Path)
     assert manifest(chosen)["details"]["options"]["batch_size"] == 3
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.part"])
-def test_unknown_files_are_not_overwritten(tmp_path: Path, name: str):
+@pytest.mark.parametrize(("name", "is_stopped"), [("out.jsonl", False), ("out.jsonl.part", False), ("out.jsonl", True)])
+def test_unknown_files_are_not_overwritten(tmp_path: Path, name: str, is_stopped: bool):
+    chosen = stopped(tmp_path) if is_stopped else echo_options(tmp_path)
     (tmp_path / name).write_text("precious")
-    with pytest.raises(InvalidSettings, match=f"{name} exists, but .*manifest.json does not"):
-        run(echo_options(tmp_path))
-    assert (tmp_path / name).read_text() == "precious"
-
-
-def test_an_unknown_output_file_of_a_stopped_run_is_not_overwritten(tmp_path: Path):
-    chosen = stopped(tmp_path)
-    chosen.out.write_text("precious")
-    with pytest.raises(InvalidSettings, match=r"out.jsonl exists, but does not belong to the run"):
+    with pytest.raises(InvalidSettings, match=f"{tmp_path / name} exists"):
         run(chosen)
-    assert chosen.out.read_text() == "precious"
+    assert (tmp_path / name).read_text() == "precious"
 
 
 def test_an_output_shorter_than_its_manifest_counts_is_an_error(tmp_path: Path):
     chosen = stopped(tmp_path)
     size = manifest(chosen)["counts"]["num_bytes"]
     os.truncate(part_path(chosen.out), size - 1)
-    with pytest.raises(DataError, match=f"has {size - 1:,} bytes, but .* counts {size:,}: delete both"):
+    with pytest.raises(DataError, match=f"{size - 1:,} .*{size:,}"):
         run(chosen)
     part_path(chosen.out).unlink()
-    with pytest.raises(DataError, match="has 0 bytes, but"):
+    with pytest.raises(DataError, match="has 0 bytes"):
         run(chosen)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", "not a manifest"),
-        ("[]", "not a manifest"),
-        ('{"format": 1}', "not a manifest"),
-        ('{"format": 9}', "has format 9"),
-    ],
-)
-def test_an_invalid_manifest_is_an_error(tmp_path: Path, content: str, words: str):
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 9}'])
+def test_an_invalid_manifest_is_an_error(tmp_path: Path, content: str):
     chosen = echo_options(tmp_path)
     manifest_path(chosen.out).write_text(content)
-    with pytest.raises(DataError, match=f"out.jsonl.manifest.json: .*{words}"):
+    with pytest.raises(DataError, match=r"out.jsonl.manifest.json"):
         run(chosen)
 
 
@@ -291,47 +245,3 @@ def test_two_runs_cannot_write_one_file(tmp_path: Path):
     chosen = echo_options(tmp_path)
     with Journal.locked(chosen.out, {}, {}), pytest.raises(StorageError, match="another process is writing"):
         run(chosen)
-
-
-# --- real processes ---
-
-
-def num_done(out: Path) -> int:
-    try:
-        return int(json.loads(manifest_path(out).read_text())["counts"]["num_done"])
-    except FileNotFoundError:
-        return 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("num_kills", some([4, 10], 4))
-def test_after_kills_at_random_moments_the_file_is_the_same_to_the_byte(num_kills: int, tmp_path: Path):
-    target = chat_model(seed=3)
-    target.model.save_pretrained(tmp_path / "model")
-    target.tokenizer.save_pretrained(str(tmp_path / "model"))
-    turns = [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(150)]
-    prompts = write_prompts(tmp_path / "prompts.jsonl", turns)
-    command = f"--model {tmp_path}/model --prompts {prompts} --num-self-talk 30 --temperature 0 0.8".split()
-    command += ["--max-new-tokens", "20", "--max-question-tokens", "20", "--batch-size", "4", "--chunk-size", "6"]
-    out = tmp_path / "killed.jsonl"
-    chance = random.Random(0)  # noqa: S311 - nothing secret
-    done: list[int] = []
-    with Nursery("distill") as nursery:
-        for number in range(num_kills):
-            process = nursery.start([*command, "--out", str(out)], folder=tmp_path)
-            before = num_done(out)
-            deadline = time.monotonic() + 60 * bool(number % 3)  # every third dies where it may
-            while num_done(out) == before and time.monotonic() < deadline:
-                time.sleep(0.002)
-            time.sleep(chance.uniform(0, 0.05))
-            os.kill(process, signal.SIGKILL)
-            assert nursery.wait() == -signal.SIGKILL
-            done.append(num_done(out))
-        for path in (out, tmp_path / "whole.jsonl"):
-            nursery.start([*command, "--out", str(path)], folder=tmp_path)
-            assert nursery.wait() == 0
-    assert done == sorted(done)
-    assert 0 < done[-1] < 180  # there was something to lose, and something left to do
-    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert not list(tmp_path.glob("*.part"))
-    assert not list(tmp_path.glob(".*.tmp"))

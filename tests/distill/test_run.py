@@ -10,8 +10,9 @@ import pytest
 
 from distill_world import RECORDS, manifest, options, records, run, write_prompts
 from draftheads.data.compute_features import load_texts
-from draftheads.data.records import read_chats, read_prompts
-from draftheads.decode.engine import Engine, prompt_ids
+from draftheads.data.records import read_prompts
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import prompt_ids
 from draftheads.decode.request import GenerationResult
 from draftheads.distill.conversation import Dialogue, mixed_seed
 from draftheads.distill.local import _add_result, user_turn_opening
@@ -24,7 +25,7 @@ from fake_progress import FakeProgress
 from families import TREES, tiny_head
 from think_world import CLOSE, OPEN, TEMPLATES, WORDS, think_model
 from thorough import some
-from training_world import EOS, TEMPLATE, VOCAB, chat_model, chat_tokenizer, train_for, train_options
+from training_world import EOS, TEMPLATE, VOCAB, chat_model, chat_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,8 @@ def user_turns(record: dict[str, Any]) -> list[str]:
 
 
 def test_a_place_that_cannot_be_written_is_an_error_before_the_model_is_loaded(tmp_path: Path):
-    (tmp_path / "file").touch()
-    for out, problem in ((tmp_path / "file" / "out.jsonl", "file is not a folder"), (tmp_path, "it is a folder")):
-        with pytest.raises(StorageError, match=problem):
-            distill(options(tmp_path, out=out), lambda: pytest.fail("the model was loaded"), FakeProgress())
+    with pytest.raises(StorageError, match=str(tmp_path)):
+        distill(options(tmp_path, out=tmp_path), lambda: pytest.fail("the model was loaded"), FakeProgress())
 
 
 # --- answers ---
@@ -67,21 +66,6 @@ def test_answers_are_the_engines_answers_to_the_conversation_so_far(target: Targ
     assert roles(found[13])[:3] == ["system", "user", "assistant"]
     assert "never" not in chosen.out.read_text()
     assert {record["finished"] for record in found} == {True, False}  # both cases are tested
-
-
-def test_user_turns_follow_one_by_one_until_an_answer_is_cut_off(target: TargetModel, tmp_path: Path):
-    chosen = options(tmp_path, max_new_tokens=60)
-    write_prompts(chosen.prompts[0], [{"turns": [f"w{i}", f"w{i + 1}", "w9"]} for i in range(20)])
-    outcome = run(target, chosen)
-    found = records(chosen)
-    for i, record in enumerate(found):
-        turns = user_turns(record)
-        assert turns == [f"w{i}", f"w{i + 1}", "w9"][: len(turns)]
-        assert roles(record) == ["user", "assistant"] * len(turns)
-        assert len(turns) == 3 or not record["finished"]
-    assert {len(user_turns(record)) for record in found} >= {1, 3}
-    assert outcome.counts.num_answers == sum(len(user_turns(record)) for record in found)
-    assert outcome.counts.num_unfinished == sum(not record["finished"] for record in found) > 0
 
 
 @pytest.mark.parametrize(
@@ -124,30 +108,6 @@ def test_each_prompt_gets_a_temperature_by_the_seed(target: TargetModel, tmp_pat
     assert [record["temperature"] == 0 for record in records(other)] != cold
 
 
-def test_a_sampled_answer_can_be_made_again_from_its_line(target: TargetModel, tmp_path: Path):
-    chosen = options(tmp_path, temperature=(1.0,))
-    run(target, chosen)
-    one, other = records(chosen)[3:5]
-    prompt = Prompt(("w3",), None, "x")
-    dialogue = Dialogue(prompt, index=3, options=chosen)
-    dialogue.ask_next()
-    settings = SamplingSettings(max_new_tokens=12, temperature=1.0, seed=dialogue.next_seed)
-    assert dialogue.seed == one["seed"] != other["seed"]
-    assert Engine(target).generate(["w3"], settings)[0].text == one["messages"][1]["content"]
-
-
-def test_train_reads_every_line(target: TargetModel, tmp_path: Path):
-    chosen = options(tmp_path, num_self_talk=10)
-    run(target, chosen)
-    chats = list(read_chats(chosen.out))
-    assert [chat.finished for chat in chats] == [record["finished"] for record in records(chosen)]
-    texts = load_texts(target, [chosen.out], max_length=512)
-    assert len(texts) == len(chats)
-    for text, chat in zip(texts, chats, strict=True):
-        last = next(place for place in reversed(range(len(text.loss_mask))) if text.loss_mask[place])
-        assert (text.token_ids[last] == EOS) == chat.finished
-
-
 def read_and_written(target: TargetModel, record: dict[str, Any], chosen: Any) -> list[tuple[list[int], list[int]]]:
     """Tokens of each prompt and answer of a chat, made again."""
     engine, found = Engine(target, max_batch_size=1), []
@@ -179,10 +139,6 @@ def test_training_reads_what_a_reasoning_model_read_and_wrote(tmp_path: Path, na
             (mask,) = {text.loss_mask[: len(whole)] for text in own if text.token_ids[: len(whole)] == whole}
             assert all(mask[len(prompt) :])
         assert sum(sum(text.loss_mask) for text in own) == sum(len(answer) for _, answer in turns)
-    settings = train_options(tmp_path / "head", None, data=(chosen.out,), epochs=1)
-    report = train_for(target, settings)
-    assert report.left_out == []
-    assert report.num_answer_tokens > 0
 
 
 def test_a_prompt_with_tools_is_answered_and_learned_with_them(tmp_path: Path):
@@ -206,10 +162,13 @@ def test_a_prompt_with_tools_is_answered_and_learned_with_them(tmp_path: Path):
 
 
 def test_self_talk_begins_with_a_question_by_the_model(target: TargetModel, tmp_path: Path):
-    chosen = options(tmp_path, prompts=(), num_self_talk=30, max_question_tokens=100, batch_size=16, chunk_size=20)
+    sizes = {"num_self_talk": 30, "self_talk_turns": 2, "max_question_tokens": 100, "chunk_size": 20}
+    chosen = options(tmp_path, prompts=(), **sizes)
     outcome = run(target, chosen)
     found = records(chosen)
-    assert len(found) > 10
+    assert {len(user_turns(record)) for record in found} == {1, 2}  # one where an answer or question had no end
+    short = [record for record in found if len(user_turns(record)) == 1 and record["finished"]]
+    assert outcome.counts.num_shortened == len(short)
     engine = Engine(target)
     opening = target.tokenizer("<s> user \n", add_special_tokens=False)["input_ids"]
     for record in found:
@@ -218,21 +177,10 @@ def test_self_talk_begins_with_a_question_by_the_model(target: TargetModel, tmp_
         asked = engine.generate([opening], settings)[0]
         assert asked.finish_reason == "stop"
         assert record["messages"][0] == {"role": "user", "content": asked.text.strip()}
-        assert roles(record) == ["user", "assistant"]
+        assert roles(record) == ["user", "assistant"] * len(user_turns(record))
         assert record["source"] == SELF_TALK
     counts = outcome.counts
     assert counts.num_done == 30 == len(found) + counts.num_repeated + counts.num_no_question
-
-
-def test_self_talk_has_the_given_number_of_turns(target: TargetModel, tmp_path: Path):
-    sizes = {"num_self_talk": 20, "self_talk_turns": 2, "max_new_tokens": 100, "max_question_tokens": 200}
-    chosen = options(tmp_path, prompts=(), **sizes)
-    outcome = run(target, chosen)
-    found = records(chosen)
-    assert {len(user_turns(record)) for record in found} == {1, 2}  # one where an answer or question had no end
-    short = [record for record in found if len(user_turns(record)) == 1 and record["finished"]]
-    assert outcome.counts.num_shortened == len(short)
-    assert all(question.strip() for record in found for question in user_turns(record))
 
 
 def test_self_talk_can_begin_with_the_first_turns_of_prompts(target: TargetModel, tmp_path: Path):
@@ -272,24 +220,6 @@ def test_self_talk_of_one_turn_asks_the_first_turns_only_and_needs_no_user_turn_
         run(target, replace(chosen, turns=2, out=tmp_path / "other.jsonl"))
 
 
-def test_self_talk_from_prompts_does_not_continue_documents(target: TargetModel, tmp_path: Path):
-    (tmp_path / "book.txt").write_text("w1 w2 w3")
-    chosen = options(tmp_path, turns=2, documents=(tmp_path / "book.txt",))
-    run(target, chosen)
-    assert records(chosen)[-1]["prompt"] == "w1 w2 w3"
-
-
-def test_published_prompts_are_answered(target: TargetModel, tmp_path: Path):
-    chosen = options(tmp_path)
-    lines = [{"instruction": "w1", "input": "w2", "output": "never"}, {"question": "w3", "answer": "never #### 4"}]
-    share_gpt = [{"from": "human", "value": "w5"}, {"from": "gpt", "value": "never"}, {"from": "human", "value": "w6"}]
-    write_prompts(chosen.prompts[0], [*lines, {"conversations": share_gpt}, {"conversations": []}])
-    run(target, chosen)
-    found = records(chosen)
-    assert [user_turns(record)[0] for record in found] == ["w1\n\nw2", "w3", "w5"]
-    assert "never" not in chosen.out.read_text()
-
-
 @pytest.mark.parametrize(("text", "reason"), [(" \n", "stop"), ("w1 w2", "length")])
 def test_empty_or_unfinished_questions_are_dropped(tmp_path: Path, text: str, reason: Any):
     dialogue = Dialogue(Prompt((), None, SELF_TALK), index=0, options=options(tmp_path, num_self_talk=1))
@@ -324,20 +254,6 @@ def test_prompts_that_are_too_long_are_counted_and_left_out(tmp_path: Path):
     outcome = run(target, chosen)
     assert [record["index"] for record in records(chosen)] == [0, 2]
     assert (outcome.counts.num_too_long, outcome.counts.num_done) == (1, 3)
-
-
-def test_a_conversation_that_becomes_too_long_keeps_its_first_turns(target: TargetModel, tmp_path: Path):
-    plain = options(tmp_path, temperature=(0.0,), max_new_tokens=200)
-    run(target, plain)
-    done = next(r for r in records(plain) if r["finished"] and roles(r) == ["user", "assistant"])
-    small = chat_model(seed=3)
-    small.config.max_position_embeddings = 300
-    question = user_turns(done)[0]
-    prompts = write_prompts(tmp_path / "two.jsonl", [{"turns": [question, " ".join(["w1"] * 300)]}])
-    chosen = replace(plain, prompts=(prompts,), out=tmp_path / "t.jsonl")
-    outcome = run(small, chosen)
-    assert records(chosen)[0]["messages"] == done["messages"]
-    assert (outcome.counts.num_shortened, outcome.counts.num_too_long) == (1, 0)
 
 
 def test_an_error_of_the_template_names_the_prompt(tmp_path: Path):

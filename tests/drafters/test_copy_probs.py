@@ -36,6 +36,7 @@ def test_probabilities_without_a_match() -> None:
 
 
 def test_probabilities_of_few_texts_stay_near_earlier_ones() -> None:
+    assert falls([list(row) for row in DEFAULT_COPY_PROBS])
     assert copy_probs([], prior=DEFAULT_COPY_PROBS) == [pytest.approx(row, abs=1e-3) for row in DEFAULT_COPY_PROBS]
     once = copy_probs([([1, 2, 3], [1, 2, 3])], prior=DEFAULT_COPY_PROBS)
     assert DEFAULT_COPY_PROBS[0][0] < once[0][0] < DEFAULT_COPY_PROBS[0][0] + 0.1
@@ -58,7 +59,3 @@ def test_probabilities_fall_along_a_copy_and_rise_with_the_match(
     assert falls(probs)
     assert all(row[0] < 1 for row in probs)
     check_copy_probs(probs)
-
-
-def test_the_default_probabilities_fall_and_rise() -> None:
-    assert falls([list(row) for row in DEFAULT_COPY_PROBS])

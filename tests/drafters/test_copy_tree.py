@@ -80,6 +80,7 @@ def test_a_text_that_repeats_itself_is_copied_on_and_on() -> None:
     assert tree[-1].probability > 0.9
 
 
-def test_a_place_whose_text_ends_votes_for_no_token() -> None:
+def test_a_place_whose_text_ends_votes_for_no_token_and_unlikely_tokens_are_left_out() -> None:
     tree = copy_tree([Voter([7], 1, [1.0]), Voter([7, 8], 1, [1.0])], 3)
     assert tree == [Copied(7, 0, pytest.approx(2 / 3)), Copied(8, 1, pytest.approx(2 / 3 * 1 / 3))]
+    assert len(copy_tree([Voter([7, 8], 1, [0.05])], 3)) == 1, "8 has a probability of 0.002"

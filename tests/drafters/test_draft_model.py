@@ -17,7 +17,7 @@ from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, tiny_head, tiny_model
-from thorough import some, some_rows
+from thorough import some
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +35,6 @@ SHAPES: dict[str, Shape] = {
     "best first": BestFirst(12, top_k=4, beam=3, max_depth=4),
     "best paths": BestPaths((4, 2, 1), 4),
 }
-
-
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    some_rows(
-        [
-            *((family, "ragged") for family in ("mixtral", "gpt2", "gpt_neox", "gemma3_text")),
-            *(("llama", shape) for shape in SHAPES),
-        ],
-        *[("llama", "best first"), ("mixtral", "ragged"), ("gpt2", "ragged"), ("gemma3_text", "ragged")],
-    ),
-)
-def test_a_draft_model_changes_nothing(family: str, shape: str) -> None:
-    target, small = tiny_model(family), tiny_model("llama", seed=3, num_hidden_layers=1)
-    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
-    expected = ids(Engine(target).generate(prompts, max_new_tokens=24))
-    for batch_size in (1, 3):
-        engine = Engine(target, DraftModel(small, target), shape=SHAPES[shape], max_batch_size=batch_size)
-        assert ids(engine.generate(prompts, max_new_tokens=24)) == expected
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -117,38 +98,35 @@ def test_a_draft_model_predicts_each_node_from_its_own_path(model: TargetModel) 
         read = ends
 
 
-def test_a_draft_model_needs_the_same_tokenizer(model: TargetModel) -> None:
-    class Other:
-        eos_token_id = None
+class Letters(IntegerTokenizer):
+    """Of a vocabulary; or one that splits texts in another way, and has none."""
 
-        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-            return {"input_ids": [3 + ord(letter) % 7 for letter in text]}
+    def __init__(self, vocabulary: dict[str, int] | None) -> None:
+        self.splits = 3 if vocabulary else 4
+        self.get_vocab = (vocabulary or VOCABULARY).copy
 
-    small = tiny_model("llama", seed=5)
-    other = TargetModel(small.model, Other(), "other")
-    with pytest.raises(
-        InvalidSettings, match="other has another tokenizer than tiny-llama: they have the same tokens and split texts"
-    ):
-        DraftModel(other, model)
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [self.splits + ord(letter) % 7 for letter in text]}
+
+
+VOCABULARY = {"<eos>": 0, "a": 2, "b": 3}
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("vocabulary", "named"),
     [
         ({"a": 7}, "token 2 is missing there and 'a' here"),
         ({"a": 3, "b": 2}, "token 2 is 'b' there and 'a' here"),
         ({"c": 9}, "token 9 is 'c' there and missing here"),
+        (None, "same tokens"),
     ],
 )
-def test_the_first_token_that_differs_is_named(change: dict[str, int], words: str) -> None:
-    class Letters(IntegerTokenizer):
-        def __init__(self, vocabulary: dict[str, int]) -> None:
-            self.get_vocab = vocabulary.copy
-
-    vocabulary = {"<eos>": 0, "a": 2, "b": 3}
-    other = TargetModel(tiny_model("llama").model, Letters({**vocabulary, **change}), "other")
-    target = TargetModel(tiny_model("llama").model, Letters(vocabulary), "target")
-    with pytest.raises(InvalidSettings, match=f"than target: {words}; take a draft model of the same family"):
+def test_a_draft_model_needs_the_same_tokenizer(
+    vocabulary: dict[str, int] | None, named: str, model: TargetModel
+) -> None:
+    other = TargetModel(model.model, Letters(vocabulary and {**VOCABULARY, **vocabulary}), "other")
+    target = TargetModel(model.model, Letters(VOCABULARY), "target")
+    with pytest.raises(InvalidSettings, match=f"other .* target: .*{named}"):
         DraftModel(other, target)
 
 
@@ -172,7 +150,7 @@ def test_a_draft_model_drafts_as_deep_as_the_shape_or_max_depth_says(
 @pytest.mark.parametrize("shape", [Tree.from_paths([(VOCAB,)]), BestPaths((2, VOCAB + 1), 2)])
 def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Shape, model: TargetModel) -> None:
     drafter = DraftModel(tiny_model("llama", seed=5), model)
-    with pytest.raises(InvalidTree, match=f"rank {VOCAB} is beyond the draft vocabulary of {VOCAB}"):
+    with pytest.raises(InvalidTree, match=f"rank {VOCAB} "):
         Engine(model, drafter, shape=shape).generate([[3, 4]])
     drafter.check_shape(BestFirst(8, top_k=VOCAB + 4))
 
@@ -198,7 +176,7 @@ def test_a_missing_row_that_was_not_dropped_raises(kind: str, model: TargetModel
         return Context(torch.zeros(rows, count, 1), tokens, torch.full((rows,), count), roots[:rows])
 
     session.propose(context(3, 6), ROOT_ONLY)
-    with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
+    with pytest.raises(ValueError, match=r"2 rows but 3 "):
         session.propose(context(2, 1), ROOT_ONLY)
     session.keep(torch.tensor([2, 0]))
     assert session.propose(context(2, 1), ROOT_ONLY).token_ids[:, 0].tolist() == [3, 4]

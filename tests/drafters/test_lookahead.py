@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import draftheads
+from draft_paths import paths_of
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
@@ -74,15 +75,6 @@ def test_ngrams_of_the_pool_are_the_models_outputs(window: int, ngram: int, gues
         assert len(text) > 2 + 40 * 1.5, "hardly anything was kept"
 
 
-def path_to(draft: Draft, node: int) -> list[int]:
-    """Tokens from the root to a node of the first row."""
-    tokens = []
-    while node:
-        tokens.append(int(draft.token_ids[0, node]))
-        node = int(draft.parents[0, node])
-    return [int(draft.token_ids[0, 0]), *reversed(tokens)]
-
-
 @pytest.mark.parametrize(("window", "ngram"), [(5, 4), (4, 3), (3, 2), (1, 4), (2, 6)])
 def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -> None:
     """Figure 2 of the paper; the model says something that depends on the whole path."""
@@ -97,15 +89,16 @@ def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -
     for step in range(12):
         root = text[-1]
         draft = session.propose(last_step(text), ROOT_ONLY)
+        paths = [[root, *path] for path in paths_of(draft, 0)]
         row = session._rows[0]
         levels = [list(level) for level in row.levels]
         assert len(levels) == min(step + 1, ngram - 1)
-        answers = [says(path_to(draft, node)) for node in range(draft.num_nodes)]
+        answers = [says(path) for path in paths]
         expected = []  # of each column, its n-gram
         for column, end in enumerate(row.ends):
             beside = [root, *levels[0][1 : column + 1]]
             above = [level[column] for level in levels[1:]]
-            assert path_to(draft, end) == beside + above
+            assert paths[end] == beside + above
             expected.append((beside[-1], *above, says(beside + above)))
         logits = torch.nn.functional.one_hot(torch.tensor([answers]), 1009).float()
         session.on_read(session.on_verify(draft, logits).tolist())
@@ -121,14 +114,7 @@ def test_the_draft_is_a_tree_of_the_window_and_the_pool() -> None:
     context = Context(torch.zeros(2, 3, 1), tokens, torch.tensor([3, 2]), torch.tensor([10, 11]))
     draft = session.propose(context, ROOT_ONLY)
     assert draft.token_ids[:, 0].tolist() == [10, 11]
-    for row in range(2):
-        for node in range(1, draft.num_nodes):
-            parent = int(draft.parents[row, node])
-            assert parent < node
-            assert draft.depths[row, node] == draft.depths[row, parent] + 1
-            expected = draft.ancestors[row, parent].clone()
-            expected[node] = True
-            assert torch.equal(draft.ancestors[row, node], expected)
+    assert all(paths_of(draft, row) for row in range(2))
     session.keep(torch.tensor([1]))
     assert len(session._rows) == 1
 
@@ -157,16 +143,15 @@ def test_drafters_without_a_head_change_nothing(kind: str, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("kind", "name", "value"),
     [
-        ({"window": 0}, "window is 0; it must be at least 1"),
-        ({"ngram": 1}, "ngram is 1; it must be at least 2"),
-        ({"guesses": 0}, "guesses is 0; it must be at least 1"),
+        *((Lookahead, name, value) for name, value in (("window", 0), ("ngram", 1), ("guesses", 0))),
+        *((PromptLookup, name, 0) for name in ("num_tokens", "max_ngram")),
     ],
 )
-def test_impossible_windows(options: dict[str, int], words: str) -> None:
-    with pytest.raises(InvalidSettings, match=words):
-        Lookahead(**options)
+def test_impossible_numbers(kind: type[Drafter], name: str, value: int) -> None:
+    with pytest.raises(InvalidSettings, match=f"{name} is {value}"):
+        kind(**{name: value})
 
 
 # --- by name ---
@@ -180,9 +165,9 @@ def test_drafters_without_training_are_loaded_by_name(world: Path, name: str, ki
     prompts = ["a dog", "hello, hello, hello"]
     expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=20)]
     assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=20)] == expected
-    with pytest.raises(InvalidSettings, match=f"a tree of 3 nodes: {name} fills no tree; give a draft head"):
+    with pytest.raises(InvalidSettings, match=f"3 nodes: {name}"):
         draftheads.load(world / "model", name, tree=Tree.chain(2))
-    with pytest.raises(InvalidSettings, match="hydra is a head's profile: give a draft head"):
+    with pytest.raises(InvalidSettings, match="hydra"):
         draftheads.load(world / "model", name, tree=world / "hydra")
 
 

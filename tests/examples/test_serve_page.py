@@ -1,4 +1,4 @@
-"""The commands of docs/serve.md, and the client in examples/, run against a server on the loopback address."""
+"""The commands of docs/serve/, and the client in examples/, run against a server on the loopback address."""
 
 import json
 import re
@@ -17,18 +17,18 @@ import pytest
 pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+PAGES = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "serve").glob("*.md")))
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGES, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The page's server, on a free port."""
+    """The server of the first page, on a free port."""
     folder = tmp_path_factory.mktemp("serve")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    (command,) = re.findall(r"^\$ draftheads (serve smollm2-135m --head hydra)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^\$ draftheads (serve smollm2-135m --head hydra)$", PAGES, re.MULTILINE)
     arguments = [sys.executable, "-m", "draftheads", *command.split(), "--port", str(port)]
     arguments += ["--record", str(folder / "traffic")]
     log = folder / "log"
@@ -64,7 +64,7 @@ def run(block: str, server: str) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_each_block_of_the_page_succeeds(number: int, server: str):
+def test_each_block_of_the_pages_succeeds(number: int, server: str):
     assert run(BLOCKS[number], server).strip()
 
 
@@ -100,8 +100,8 @@ def test_the_client_prints_an_answer_and_its_draft_tokens(
     assert re.sub(r"\[(.*?)\]", r"\1", stream, flags=re.DOTALL).splitlines()[-1] in answer
 
 
-def test_the_metrics_that_the_page_names_are_there(server: str):
+def test_the_metrics_that_the_pages_name_are_there(server: str):
     text = run("curl http://127.0.0.1:8000/metrics\n", server)
-    named = re.findall(r"`(draftheads_\w+)`", PAGE)
+    named = re.findall(r"`(draftheads_\w+)`", PAGES)
     assert len(named) >= 5
     assert [name for name in named if f"\n{name}" not in text] == []

@@ -69,14 +69,14 @@ def test_the_page_shows_legend_texts_and_counts(batch: PlannedBatch):
     assert page.title == "Training batch 1 of some/chats.jsonl"
     assert page.verdict == "The heads learn 3 of the 8 tokens in this batch (37.5%)."
     assert page.note.startswith("As tiny reads it.")
-    assert [text.title for text in page.texts] == [
+    assert [title for title, _ in page.texts] == [
         "Legend",
         "text 0: 3 tokens, 2 learned",
         "text 1: 5 tokens, 1 learned, cut off at 5",
     ]
-    classes = [[piece.classes for piece in text.pieces] for text in page.texts[1:]]
+    classes = [[classes for _, classes in pieces] for _, pieces in page.texts[1:]]
     assert classes == [["", "learned", "learned"], ["", "", "", "", "learned special"]]
-    assert [piece.text.strip() for piece in page.texts[1].pieces] == [VOCAB[token] for token in (7, 8, 9)]
+    assert [piece.strip() for piece, _ in page.texts[1][1]] == [VOCAB[token] for token in (7, 8, 9)]
     html = render(page)
     check_page(html)
     assert "<div>left out: no learned token</div></th><td></td><td>4</td>" in html

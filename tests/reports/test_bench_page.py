@@ -7,36 +7,26 @@ import pytest
 
 from draftheads.bench.table import Row
 from draftheads.reports.bench_page import bench_page
-from draftheads.reports.page import Page, Piece, Table
+from draftheads.reports.page import Page
+from draftheads.reports.plots import Table
 from report_records import BENCH, GROWING, POINT, bench_record, bench_row, plain_row
-
-
-def words(text: str) -> str:
-    """With ordinary spaces."""
-    return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def page_of(*rows: Row, **changes: Any) -> Page:
     return bench_page(bench_record(*rows, **changes))
 
 
-def drawings(page: Page) -> dict[str, Any]:
-    return {figure.name: figure for figure in page.figures}
-
-
-def drawn(page: Page, name: str) -> dict[str, Any]:
-    """What a plot draws."""
-    values: dict[str, Any] = drawings(page)[name].draw.keywords
-    return values
+def plots(page: Page) -> dict[str, Any]:
+    return {plot.name: plot for plot in page.plots}
 
 
 def cells(table: Table) -> list[dict[str, str]]:
-    return [dict(zip(table.columns, map(words, row), strict=True)) for row in table.rows]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def test_the_verdict_names_the_fastest_drafter_and_counts_equal_answers():
     page = bench_page(BENCH)
-    assert words(page.verdict) == (
+    assert page.verdict == (
         "hydra is fastest: 1.75 ± 0.12 × plain decoding (growing, 24, with the same text in 6 of 6 answers)."
     )
     assert page.note == "Every way answers 6 prompts in turn, with at most 128 tokens."
@@ -51,7 +41,7 @@ def test_remarks_limit_the_verdict():
 def test_a_record_of_plain_decoding_alone_has_a_page():
     page = page_of(plain_row())
     assert page.verdict == "There is no drafter to compare."
-    assert list(drawings(page)) == ["speed-and-tokens", "drafting"]
+    assert list(plots(page)) == ["speed-and-tokens", "drafting"]
 
 
 def test_each_way_has_a_row_with_its_intervals_fastest_first():
@@ -63,7 +53,6 @@ def test_each_way_has_a_row_with_its_intervals_fastest_first():
     assert medusa["tokens/step"] == "2.50 (2.25-2.75)"
     assert plain["tokens/s"] == "40.0"
     assert hydra["draft ms"] == "3.0"
-    assert table.rows[0][table.columns.index("× plain")] == "1.75\N{NO-BREAK SPACE}(1.50-2.00)", "in one piece"
 
 
 def test_prompts_and_how_it_was_made_are_folded():
@@ -76,8 +65,8 @@ def test_prompts_and_how_it_was_made_are_folded():
 def test_an_answer_has_its_draft_tokens_in_colour():
     example = {"way": "hydra", "question": "Why?", "pieces": [["Because", False], [" of", True]]}
     (text,) = page_of(bench_row("hydra", speedup=1.5), example=example).texts
-    assert text.title == "An answer of hydra: its accepted draft tokens are green"
-    assert text.pieces == [Piece("Why?\n\n"), Piece("Because", "answer"), Piece(" of", "drafted")]
+    title = "An answer of hydra: its accepted draft tokens are green"
+    assert text == (title, [("Why?\n\n", ""), ("Because", "answer"), (" of", "drafted")])
     assert bench_page(BENCH).texts == [], "older records have none"
 
 
@@ -100,10 +89,9 @@ def with_parts(name: str, speedup: float) -> list[Row]:
 
 def test_categories_have_grouped_bars_and_tables_with_turns():
     page = page_of(plain_row(), *with_parts("medusa", 1.0), *with_parts("hydra", 2.0))
-    groups = drawn(page, "speed")
-    assert groups["groups"] == ["chat", "code", "all"], "in the order of the record; turns are in the table"
-    assert groups["series"] == {"hydra": [2.5, 4.5, 2.0], "medusa": [1.25, 2.25, 1.0]}
-    assert drawings(page)["speed"].alt.startswith("hydra chat 2.50, code 4.50, all 2.00;")
+    plot = plots(page)["speed"]
+    assert plot.groups == ["chat", "code", "all"], "in the order of the record; turns are in the table"
+    assert plot.series == {"hydra": [2.5, 4.5, 2.0], "medusa": [1.25, 2.25, 1.0]}
     overall, speedups, tokens = page.tables
     assert len(overall.rows) == 3
     assert speedups.columns == ["drafter", "chat", "code", "turn 1", "turn 2", "all"]
@@ -113,30 +101,26 @@ def test_categories_have_grouped_bars_and_tables_with_turns():
 
 def test_plots_of_one_category_and_one_point():
     page = bench_page(BENCH)
-    assert list(drawings(page)) == ["speed", "speed-and-tokens", "lengths", "depths", "parts", "drafting"]
-    assert {name: value for name, value in drawn(page, "speed").items() if name != "styles"} == {
-        "names": ["hydra", "medusa"],
-        "values": [1.75, 1.5],
-        "errors": [0.125, 0.125],
-        "label": "× plain decoding",
+    assert list(plots(page)) == ["speed", "speed-and-tokens", "lengths", "depths", "parts", "drafting"]
+    speed = plots(page)["speed"]
+    assert (speed.groups, speed.series) == (["all"], {"hydra": [1.75], "medusa": [1.5]})
+    assert speed.errors == {"hydra": [0.125], "medusa": [0.125]}
+    assert plots(page)["speed-and-tokens"].panels["× plain decoding"] == {
+        "hydra": [(2.5, 1.75, [1.5, 2.0], [2.25, 2.75])],
+        "medusa": [(2.5, 1.5, [1.25, 1.75], [2.25, 2.75])],
+        "plain": [(1, 1, None, None)],
     }
-    assert drawn(page, "speed-and-tokens")["points"] == {
-        "hydra": (2.5, 1.75, [2.25, 2.75], [1.5, 2.0]),
-        "medusa": (2.5, 1.5, [2.25, 2.75], [1.25, 1.75]),
-        "plain": (1, 1, None, None),
-    }
-    assert drawn(page, "lengths")["panels"]["steps, %"]["hydra"] == [(1, 12.5), (2, 25), (3, 62.5)]
-    assert drawn(page, "depths")["panels"]["steps, %"]["hydra"] == [(1, 75), (2, 50)]
-    assert drawn(page, "parts")["names"] == ["hydra", "medusa"], "no parts of plain decoding were measured"
-    assert drawn(page, "parts")["parts"]["verification"] == [27, 27]
-    assert drawn(page, "drafting")["names"] == ["medusa", "hydra"]
-    assert drawn(page, "drafting")["parts"] == {"prefix": [0, 0.5], "head 1": [1, 1], "head 2": [0, 0.25]}
-    assert ">hydra</text>" in drawings(page)["speed"].svg
-    assert not any("Shown" in figure.caption or "Measured" in figure.caption for figure in page.figures)
+    assert plots(page)["lengths"].panels["steps, %"]["hydra"] == [(1, 12.5), (2, 25), (3, 62.5)]
+    assert plots(page)["depths"].panels["steps, %"]["hydra"] == [(1, 75), (2, 50)]
+    assert plots(page)["parts"].groups == ["hydra", "medusa"], "no parts of plain decoding were measured"
+    assert plots(page)["parts"].series["verification"] == [27, 27]
+    assert plots(page)["drafting"].groups == ["medusa", "hydra"]
+    assert plots(page)["drafting"].series == {"prefix": [0, 0.5], "head 1": [1, 1], "head 2": [0, 0.25]}
+    assert not any("Shown" in plot.caption or "Measured" in plot.caption for plot in page.plots)
 
 
 def test_without_drafting_costs_there_is_no_plot_of_them():
-    assert "drafting" not in drawings(page_of(bench_row("hydra", speedup=1.5), drafting={}))
+    assert "drafting" not in plots(page_of(bench_row("hydra", speedup=1.5), drafting={}))
 
 
 def test_batch_sizes_have_curves_of_speed_and_latency():
@@ -148,24 +132,24 @@ def test_batch_sizes_have_curves_of_speed_and_latency():
             latency = {"p50_seconds": size / 2}
             rows.append(bench_row("hydra", speedup=speedup + nodes / 100, settings=settings, numbers=latency))
     page = page_of(*rows)
-    curves = drawn(page, "batch_size")["panels"]
+    curves = plots(page)["batch_size"].panels
     assert curves["tokens/s"] == {
-        "hydra": [(1, pytest.approx(69.6)), (4, pytest.approx(39.6))],
-        "plain": [(1, 40), (4, 160)],
+        "hydra": [(1, pytest.approx(69.6), None), (4, pytest.approx(39.6), None)],
+        "plain": [(1, 40, None), (4, 160, None)],
     }
-    assert curves["median answer, s"] == {"hydra": [(1, 0.5), (4, 2.0)]}
-    assert drawings(page)["batch_size"].caption.endswith("Shown: the fastest row of each drafter.")
-    nodes = drawn(page, "num_nodes")["panels"]["× plain decoding"]
+    assert curves["median answer, s"] == {"hydra": [(1, 0.5, None), (4, 2.0, None)]}
+    assert plots(page)["batch_size"].caption.endswith("Shown: the fastest row of each drafter.")
+    nodes = plots(page)["num_nodes"].panels["× plain decoding"]
     assert nodes == {
         "hydra": [
             (8, pytest.approx(1.58), pytest.approx([1.33, 1.83])),
             (24, pytest.approx(1.74), pytest.approx([1.49, 1.99])),
         ]
     }
-    assert words(drawings(page)["num_nodes"].caption).endswith("Measured at batch size 1 and temperature 0.")
-    assert drawn(page, "speed")["values"] == [pytest.approx(1.74)]
-    assert words(drawings(page)["speed"].caption).endswith(
-        "Shown: the fastest row of each drafter. Measured at batch size 1 and temperature 0."
+    assert plots(page)["num_nodes"].caption.endswith("Measured at batch size 1 and temperature\N{NO-BREAK SPACE}0.")
+    assert plots(page)["speed"].series == {"hydra": [pytest.approx(1.74)]}
+    assert plots(page)["speed"].caption.endswith(
+        "Shown: the fastest row of each drafter. Measured at batch size 1 and temperature\N{NO-BREAK SPACE}0."
     )
 
 
@@ -175,26 +159,21 @@ def test_thresholds_have_curves_of_tokens_and_quality():
         settings = {**GROWING, "temperature": 0.5, "acceptance": "typical", "epsilon": epsilon}
         row = bench_row("hydra", speedup=1.5, settings=settings, tokens_per_step=tokens, quality={"rouge": epsilon})
         rows.append(row)
-    panels = drawn(page_of(*rows), "epsilon")["panels"]
+    panels = plots(page_of(*rows))["epsilon"].panels
     assert panels == {
         "tokens/step": {"hydra": [(0.125, 3.0, [2.25, 2.75]), (0.25, 2.0, [2.25, 2.75])]},
-        "rouge": {"hydra": [(0.125, 0.125), (0.25, 0.25)]},
+        "rouge": {"hydra": [(0.125, 0.125, None), (0.25, 0.25, None)]},
     }
     without = page_of(*(replace(row, quality={}) for row in rows))
-    assert "epsilon" not in drawings(without), "there is nothing to choose by"
+    assert "epsilon" not in plots(without), "there is nothing to choose by"
 
 
 def test_plots_with_many_drafters_show_the_fastest_ones():
     rows = [bench_row(f"head {number}", speedup=2 - number / 10) for number in range(9)]
     page = page_of(plain_row(), *rows)
-    assert drawn(page, "speed")["names"] == [f"head {number}" for number in range(7)]
-    assert drawings(page)["speed"].caption.endswith("Shown: the 7 fastest drafters.")
-    assert len(drawn(page, "speed-and-tokens")["points"]) == 10, "plain decoding, too"
-
-
-def test_names_of_heads_are_not_formulas():
-    page = page_of(bench_row("$a$ <b>", speedup=1.5))
-    assert ">$a$ &lt;b&gt;</text>" in drawings(page)["speed"].svg
+    assert list(plots(page)["speed"].series) == [f"head {number}" for number in range(7)]
+    assert plots(page)["speed"].caption.endswith("Shown: the 7 fastest drafters.")
+    assert len(plots(page)["speed-and-tokens"].panels["× plain decoding"]) == 10, "plain decoding, too"
 
 
 def test_a_row_has_one_name_in_plots_and_tables_and_a_head_one_colour():
@@ -210,14 +189,14 @@ def test_a_row_has_one_name_in_plots_and_tables_and_a_head_one_colour():
     ]
     page = page_of(*rows)
     names = ["hydra, defaults", "hydra, growing", "medusa, growing", "medusa, defaults"]
-    assert list(drawn(page, "speed")["series"]) == list(drawn(page, "lengths")["panels"]["steps, %"]) == names
+    assert list(plots(page)["speed"].series) == list(plots(page)["lengths"].panels["steps, %"]) == names
     assert [row[0] for table in page.tables for row in table.rows if row[0] != "plain"] == 3 * names
-    styles = [drawn(page, "speed")["styles"][name] for name in names]
+    styles = [plots(page)["speed"].styles[name] for name in names]
     assert [style.is_dashed for style in styles] == [True, False, False, True]
     assert styles[0].colour == styles[1].colour != styles[2].colour == styles[3].colour
-    assert drawn(page, "speed")["errors"]["medusa, growing"] == [0.125, 0.125, 0.125]
+    assert plots(page)["speed"].errors["medusa, growing"] == [0.125, 0.125, 0.125]
     deep = page_of(bench_row("hydra", speedup=1.5, acceptance_by_depth=depths))
-    assert drawn(deep, "depths")["panels"]["steps, %"]["hydra"] == [(1, 50), (2, 0), (3, 25), (4, 0)]
+    assert plots(deep)["depths"].panels["steps, %"]["hydra"] == [(1, 50), (2, 0), (3, 25), (4, 0)]
 
 
 def test_files_of_plots_name_the_model_and_the_machine():

@@ -1,11 +1,14 @@
 """Facts of a training run on its page."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from draftheads.reports.plots import COLOURS
 from draftheads.reports.training_page import training_page
 from draftheads.train.summary import verdict_of
-from report_records import METRICS, MOVEMENT, write_training_run
+from report_records import METRICS, MOVEMENT, VALIDATION, write_training_run
 
 
 def test_the_verdict_is_that_of_the_tokens_per_step_with_the_tree(tmp_path: Path):
@@ -38,24 +41,54 @@ def test_settings_that_differ_from_the_defaults_come_first(tmp_path: Path):
     }
 
 
-def test_what_is_smoothed_and_cut_off_is_stated(tmp_path: Path):
-    folder = write_training_run(tmp_path)
-    assert training_page(METRICS, folder).figures[1].caption == "Lower is better."
-    losses = [100.0] * 2 + [4.0] * 98
-    lines = [{"step": step, "head_losses": [loss]} for step, loss in enumerate(losses)]
-    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "validation.jsonl").unlink()
-    assert training_page(METRICS, folder).figures[0].caption == (
-        "Lower is better. Training: the mean of the last 5 lines of the log. Early losses above 8 are cut off."
-    )
+def losses_of(folder: Path, losses: Sequence[float]) -> Any:
+    """The plot of a run with one head and these losses."""
+    lines = [json.dumps({"step": step, "head_losses": [loss]}) for step, loss in enumerate(losses)]
+    (folder / "log.jsonl").write_text("\n".join(lines))
+    (plot,) = training_page(METRICS, folder).plots
+    return plot
 
 
-def test_plots_of_held_out_text_need_measurements_during_training(tmp_path: Path):
-    assert len(training_page(METRICS, write_training_run(tmp_path)).figures) == 3
-    (tmp_path / "validation.jsonl").unlink()
-    (losses,) = training_page(METRICS, tmp_path).figures
-    assert ">held-out</text>" not in losses.svg
+def test_plots_have_the_numbers_of_the_logs(tmp_path: Path):
+    tokens, losses, accuracy = training_page(METRICS, write_training_run(tmp_path)).plots
+    assert tokens.panels == {"tokens per step": {"tree": [(0, 1.75), (30, 31.75)], "chain": [(0, 1.5), (30, 1.5)]}}
+    assert tokens.guide == [(0, 1), (30, 1)]
+    assert losses.caption == "Lower is better."
+    assert losses.panels["loss"] == {
+        "head 1": [(10, 4), (20, 3), (30, 2)],
+        "head 1, held-out": [(0, 4), (30, 1)],
+        "head 2": [(10, 5), (20, 4), (30, 3)],
+        "head 2, held-out": [(0, 5), (30, 5)],
+    }
+    assert losses.top is None
+    looks = [(style.colour, style.is_dashed) for style in losses.styles.values()]
+    assert looks == [(colour, is_dashed) for colour in COLOURS[:2] for is_dashed in (False, True)]
+    assert accuracy.panels == {
+        "top-1 accuracy, %": {"head 1": [(0, 12.5), (30, 42.5)], "head 2": [(0, 6.25), (30, 6.25)]}
+    }
+    assert accuracy.top == 1.05 * 42.5
+
+
+def test_noise_of_small_accuracies_is_not_magnified(tmp_path: Path):
+    lines = [{**VALIDATION[0], "step": step, "top1": [share]} for step, share in ((0, 0.001), (9, 0.002))]
+    (tmp_path / "validation.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert training_page(METRICS, tmp_path).plots[2].top == 10
+
+
+def test_losses_are_smoothed_over_a_twentieth_of_the_log(tmp_path: Path):
+    plot = losses_of(tmp_path, [0.0, 1.0] * 20)
+    assert plot.panels["loss"]["head 1"][:3] == [(0, 0.0), (1, 0.5), (2, 0.5)]
+    assert plot.caption == "Lower is better. Training: the mean of the last 2 lines of the log."
+
+
+def test_an_early_spike_of_the_loss_does_not_flatten_the_rest(tmp_path: Path):
+    plot = losses_of(tmp_path, [100.0] * 3 + [2.0] * 37)
+    assert plot.top == 4
+    assert plot.caption.endswith("Early losses above 4 are cut off.")
+    assert losses_of(tmp_path, [2.0] * 30 + [100.0] + [2.0] * 9).top is None, "only early losses are cut off"
+    assert losses_of(tmp_path, [100.0]).top is None
 
 
 def test_a_run_that_logged_nothing_has_a_page(tmp_path: Path):
-    assert len(training_page(METRICS, tmp_path).figures) == 1
+    (plot,) = training_page(METRICS, tmp_path).plots
+    assert plot.panels == {"loss": {}}

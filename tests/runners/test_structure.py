@@ -20,10 +20,10 @@ from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cpu import native_step
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import RoundingWarning, SpeedWarning, UnsupportedModel
-from draftheads.loading import checked, load_target
+from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
 from draftheads.runners import transformers_runner
-from draftheads.runners.structure import check_numbers, check_trees, own_numbers, probe_of
+from draftheads.runners.structure import check_numbers, check_trees, checked, own_numbers, probe_of
 from families import ALL_FAMILIES, FAMILIES, IntegerTokenizer, tiny_head, tiny_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}

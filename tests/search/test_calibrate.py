@@ -12,10 +12,9 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import calibrate
 from draftheads.search.calibrate import DIVISORS, Answer, Observation, fit_confidence, observe, reached, reliability
-from draftheads.speculation.draft import Context, Draft
-from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.draft import Context
 from families import PROMPTS, tiny_head, tiny_model
-from observed_heads import HEADS, K, drafted_along, head_of
+from observed_heads import HEADS, K
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,7 +72,7 @@ def chances_after(model: TargetModel, answer: Answer, place: int, temperature: f
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, "hydra") for family in ("llama", "mistral", "granite", "gemma2")),
+        *((family, "hydra") for family in ("granite", "gemma2")),
         *(("qwen3", kind) for kind in HEADS),
     ],
 )
@@ -112,8 +111,7 @@ def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kin
     assert 0 < misses < 2 * K * 13, "guesses were both right and wrong"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("size", [1, 5, 13])
+@pytest.mark.parametrize(("size", "temperature"), [(1, 0.7), (5, 0.0)])
 def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, size: int, temperature: float):
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
@@ -121,10 +119,9 @@ def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, 
     whole, states = observe(head, model, answer, top_k=6, temperature=temperature)
     monkeypatch.setattr(calibrate, "_CHUNK", size)
     again, same = observe(head, model, answer, top_k=6, temperature=temperature)
-    assert torch.equal(whole.ranks, again.ranks)
     assert torch.equal(states, same)
-    for name in ("probs", "top_logits", "log_norms"):
-        torch.testing.assert_close(getattr(whole, name), getattr(again, name), atol=1e-5, rtol=1e-5)
+    for name, part in vars(whole).items():
+        torch.testing.assert_close(part, getattr(again, name), atol=1e-5, rtol=1e-5)
 
 
 def test_ranks_beyond_the_draft_vocabulary_are_misses():
@@ -138,15 +135,6 @@ def test_ranks_beyond_the_draft_vocabulary_are_misses():
     assert len(fit_confidence([seen], 6)) == K
 
 
-def test_answers_that_are_too_short_tell_nothing_of_confidence():
-    model = model_of("llama")
-    head = tiny_head("medusa", model, num_heads=K)
-    answer = Answer((3, 4, 5), (6,) * K)
-    seen, _ = observe(head, model, answer, top_k=6, temperature=0.0)
-    assert not seen.complete.any()
-    assert fit_confidence([seen], 6) == [1.0] * K
-
-
 @pytest.mark.parametrize("length", [1, 2, K, K + 1])
 def test_short_answers_are_observed_to_their_end(length: int):
     model = model_of("llama")
@@ -157,13 +145,15 @@ def test_short_answers_are_observed_to_their_end(length: int):
     assert int(seen.complete.sum()) == max(0, length - K)
     known = [[place + 1 + depth < length for depth in range(K)] for place in range(length)]
     assert (seen.ranks < 24).tolist() == known, "all tokens are among 24 ranks where there are some"
+    if length <= K:
+        assert fit_confidence([seen], 24) == [1.0] * K, "nothing tells of confidence"
 
 
 # --- confidence ---
 
 
 def made_up(
-    sharpness: list[float], *, length: int = 400, top_k: int = 6, vocab: int = 12, drawn: bool = False, seed: int = 0
+    sharpness: list[float], *, length: int = 400, top_k: int = 6, vocab: int = 12, seed: int = 0
 ) -> Observation:
     """A head whose logits are so many times too sharp, and a target that says what they ought to be."""
     chance = torch.Generator().manual_seed(seed)
@@ -174,8 +164,7 @@ def made_up(
         chances = right.softmax(1)
         rank = torch.multinomial(chances, 1, generator=chance)[:, 0].clamp_max(top_k)
         ranks.append(rank)
-        hits = torch.nn.functional.one_hot(rank, top_k + 1)[:, :top_k].double()
-        probs.append(hits if drawn else chances[:, :top_k])
+        probs.append(chances[:, :top_k])
         logits = factor * right
         top_logits.append(logits[:, :top_k])
         norms.append(torch.stack([(logits / divisor).logsumexp(1) for divisor in DIVISORS], 1))
@@ -202,15 +191,7 @@ def gain_of(seen: Observation, divisors: list[float], top_k: int) -> float:
 def test_known_divisors_are_recovered():
     truth = [float(DIVISORS[index]) for index in (5, 16, 30)]
     seen = [made_up(truth, seed=1), made_up(truth, length=90, seed=2)]
-    assert fit_confidence(seen, 6) == pytest.approx(truth)
-    swapped = fit_confidence([made_up(truth[::-1])], 6)
-    assert swapped == pytest.approx(truth[::-1]), "each head has its own"
-
-
-def test_known_divisors_are_recovered_from_single_draws():
-    truth = [float(DIVISORS[index]) for index in (10, 24)]
-    found = fit_confidence([made_up(truth, length=3000, drawn=True)], 6)
-    assert found == pytest.approx(truth, rel=0.15)
+    assert fit_confidence(seen, 6) == pytest.approx(truth), "each head has its own"
 
 
 def test_positions_that_no_tree_reaches_do_not_count():
@@ -264,78 +245,3 @@ def test_bins_of_confidence_hold_means_and_counts():
     for (_, pairs), row in zip(sorted(expected.items()), found, strict=True):
         means = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]
         assert row == pytest.approx([*means, len(pairs)], rel=1e-6)
-
-
-def test_with_fitted_divisors_confidence_equals_the_share_accepted():
-    seen = [made_up([2.0], length=3000)]
-    found = fit_confidence(seen, 6)
-    after, before = (reliability(seen, divisors, 6) for divisors in (found, [1.0]))
-    assert max(abs(sure - kept) for sure, kept, _ in after) < 0.01
-    assert max(abs(sure - kept) for sure, kept, _ in before) > 0.05
-
-
-# --- trees that grow ---
-
-
-def drafts_of(head: DraftHead, model: TargetModel, answer: Answer, shape: BestFirst) -> list[Draft]:
-    """What the head drafts at each token of the answer, one row alone."""
-    session, drafts = head.start(), []
-    for place in range(len(answer.token_ids)):
-        context = context_at(model, answer, place, head.hidden_layers)
-        if head.needs_history and place == 0:
-            prompt = torch.tensor([answer.prompt_ids])
-            hidden = model.run(head.hidden_layers, input_ids=prompt, use_cache=False)[1].detach()
-            context = Context(hidden, prompt, torch.tensor([prompt.shape[1]]), context.root_ids)
-        drafts.append(session.propose(context, shape))
-    return drafts
-
-
-def true_nodes(draft: Draft, truth: tuple[int, ...]) -> list[int]:
-    """The nodes below the root that follow the text, found step by step."""
-    parents, tokens = draft.parents[0].tolist(), draft.token_ids[0].tolist()
-    node, found = 0, []
-    for token in truth:
-        children = [n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (node, token)]
-        if not children:
-            break
-        (node,) = children
-        found.append(node)
-    return found
-
-
-KINDS = ["medusa", "hydra", "trimmed hydra", "remembering"]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "hydra++", "eagle", "eagle3"])
-def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: str):
-    model = model_of("llama")
-    head = head_of(kind, model)
-    confidence = (1.7, 0.8, 2.5)
-    answers = [
-        Answer(one.prompt_ids, one.token_ids[:length])
-        for one, length in zip(said(model, temperature=0.7), (14, 5, 1), strict=True)
-    ]
-    found = drafted_along(head, model, answers, BestFirst(30, top_k=6, beam=3, temperatures=confidence))
-    kept_by_size = []
-    for size in (1, 2, 9, 30):
-        kept = []
-        for answer in answers:
-            drafts = drafts_of(head, model, answer, BestFirst(size, top_k=6, beam=3, temperatures=confidence))
-            kept += [
-                len(true_nodes(draft, answer.token_ids[place + 1 : place + 1 + K]))
-                for place, draft in enumerate(drafts)
-            ]
-        assert torch.cat([(sizes[-1] <= size).sum(1) for sizes in found]).tolist() == kept
-        kept_by_size.append(sum(kept))
-    assert kept_by_size[0] == 0 < kept_by_size[1] < kept_by_size[2] < kept_by_size[-1]
-
-
-def test_drafting_along_answers_uses_the_shape_s_confidence():
-    model = model_of("llama")
-    head = tiny_head("medusa", model, num_heads=K)
-    answers = said(model, temperature=0.0)
-    found = []
-    for confidence in ((1.0, 1.0, 1.0), (4.0, 0.4, 1.0)):
-        shape = BestFirst(24, top_k=6, temperatures=confidence)
-        found.append(torch.cat(drafted_along(head, model, answers, shape), 1))
-    assert not torch.equal(*found)

@@ -83,9 +83,9 @@ def test_a_measured_profile_of_a_head_without_a_limit_of_depth(
     for depth in (2, 8):
         gained = tokens_per_step(model, loaded, profile.growing(12, depth))
         assert gained == pytest.approx(predicted[depth - 1][11])
-    with pytest.raises(CheckpointCorrupt, match="temperatures has 2 numbers but the head has 3 heads"):
+    with pytest.raises(CheckpointCorrupt, match="temperatures"):
         save_head(head, tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(2))
-    with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
+    with pytest.raises(InvalidTree, match="4 deep"):
         save_head(tiny_head("hydra", model), tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(4))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
-from draftheads.heads.base import DraftHead, HeadSession
+from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import replay
 from draftheads.search.calibrate import Answer, Observation
@@ -116,16 +116,9 @@ def test_each_half_is_measured_with_trees_from_the_other_half(small: Case):
     assert all(error > 0 for error in found["error"][1:])
     own = [sum(x) for x in zip(*(steps_with(one, set(by_count(seen)[:3])) for one in seen), strict=True)]
     assert found["expected"][3] < own[0] / own[1], "on what it grew on, a tree does too well"
-    assert found == small.replay._static(list(seen)), "the same answers give the same trees"
-
-
-def test_shares_are_of_all_answers_and_fall_with_size(small: Case):
-    seen = random_answers(8, seed=3)
-    found = small.replay._static(seen)
     rows = [tuple(row) for one in seen for row in one.ranks.tolist()[:-K]]
-    expected = [sum(row[: len(path)] == tuple(path) for row in rows) / len(rows) for path in found["paths"]]
-    assert found["shares"] == pytest.approx([1.0, *expected])
-    assert found["shares"] == sorted(found["shares"], reverse=True)
+    shares = [sum(row[: len(path)] == tuple(path) for row in rows) / len(rows) for path in found["paths"]]
+    assert found["shares"] == pytest.approx([1.0, *shares])
 
 
 def test_a_half_with_fewer_paths_gives_smaller_trees(small: Case):
@@ -164,34 +157,22 @@ def test_accuracies_are_counted_where_the_answer_goes_on():
 
 
 def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: Case):
-    short = seen_as([(0, 3), (3, 3)])
-    found = small.replay._static([short, short])
-    assert found["paths"] == [[0]]
-    assert found["expected"] == [1.0, 1.0]
+    found = small.replay._static([seen_as([(0, 3), (3, 3)])] * 2)
+    assert (found["paths"], found["expected"]) == ([[0]], [1.0, 1.0])
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
-@pytest.mark.parametrize(("top_k", "beam"), [(2, 1), (2, 3), (3, 6)])
+@pytest.mark.parametrize(
+    ("method", "beam", "most"),
+    [("medusa", 1, 1 + 2 + 4 + 8), ("hydra", 1, 1 + 2 + 2 + 2), ("hydra", 3, 1 + 2 + 4 + 6)],
+)
 def test_growing_trees_are_measured_up_to_their_largest_size(
-    model: TargetModel, tmp_path: Path, method: str, top_k: int, beam: int
+    model: TargetModel, tmp_path: Path, method: str, beam: int, most: int
 ):
     head = tiny_head(method, model)
-    one = case(model, head, tmp_path, PROMPTS, top_k=top_k, beam=beam, max_nodes=1000)
-    drafted: list[int] = []
-    start = head.start
-
-    def watched() -> HeadSession:
-        session = start()
-        propose = session.propose
-        session.propose = lambda *args: drafted.append(propose(*args).num_nodes) or propose(*args)  # type: ignore[method-assign]
-        return session
-
-    head.start = watched  # type: ignore[method-assign]
-    Engine(model, head, shape=BestFirst(1000, top_k=top_k, beam=beam)).generate(PROMPTS, max_new_tokens=4)
-    (most,) = set(drafted)
-    assert one.replay._most_grown(head) == (most, most)
-    one.replay.settings = ReplaySettings(top_k=top_k, beam=beam, max_nodes=4)
-    assert one.replay._most_grown(head) == (4, min(most, 12 if head.reads_path else 4))
+    options = {"top_k": 2, "beam": beam}
+    assert case(model, head, tmp_path, PROMPTS, **options, max_nodes=1000).replay._most_grown(head) == (most, most)
+    spare = min(most, 12 if head.reads_path else 4)  # for trees of a lower depth
+    assert case(model, head, tmp_path, PROMPTS, **options, max_nodes=4).replay._most_grown(head) == (4, spare)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -203,8 +184,6 @@ def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     one = case(model, head, tmp_path, PROMPTS, **options)
     answers = one.answers()
     found = one.replay.run(answers)
-    again = one.replay.run(answers)
-    assert found == again
     monkeypatch.setattr(replay, "_ROWS_AT_ONCE", 2)
     parts = one.replay.run(answers)
     assert parts["dynamic"]["expected"] == found["dynamic"]["expected"]
@@ -225,7 +204,7 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
     one = case(model, head, tmp_path, PROMPTS, **options)
     answers = one.answers()
     found = {}
-    assert replay._SMALLEST_STEP == 1.005, "docs/trees.md: 0.5 %"
+    assert replay._SMALLEST_STEP == 1.005, "docs/planner.md: 0.5 %"
     for step in (0.0, 1.0 + 1e-9, 2.0):  # every level is kept; those that gain; none
         monkeypatch.setattr(replay, "_SMALLEST_STEP", step)
         found[step] = one.replay.run(answers)
@@ -261,8 +240,8 @@ def test_answers_are_those_of_plain_decoding(model: TargetModel, tmp_path: Path,
 
 def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Path):
     head = tiny_head("medusa", model)
-    with pytest.raises(DataError, match="1 prompt to calibrate on"):
+    with pytest.raises(DataError, match="1 prompt"):
         case(model, head, tmp_path, PROMPTS[:1])
     ended = tiny_model("llama", eos_token_id=list(range(24)))
-    with pytest.raises(DataError, match="ends its answers at once"):
+    with pytest.raises(DataError, match=ended.model_id):
         case(ended, tiny_head("medusa", ended), tmp_path, PROMPTS).answers()

@@ -2,14 +2,10 @@
 
 import contextlib
 import json
-import os
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +20,6 @@ from draftheads.search.settings import ReplaySettings
 from draftheads.search.tune import answers_folder
 from draftheads.speculation.acceptance_profile import AcceptanceProfile, read_profile
 from draftheads.utils.files import locked
-from nursery import Nursery
 
 QUICK = ["--num-prompts", "6", "--max-new-tokens", "10", "--max-nodes", "6"]
 
@@ -80,7 +75,7 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path):
     assert [batch["batch_size"] for batch in record["batches"]] == [1, 2, 4, 8, 16]
     assert all(batch["speedup"] >= 1 for batch in record["batches"])
     page = (tuned / "tune.html").read_text()
-    assert page.count("<svg") == 3
+    assert page.count("<picture") == 3
     assert record["defaults"].keys() == {"speedup", "error"}
     speed = f"{record['defaults']['speedup']:.2f} ± {record['defaults']['error']:.2f} × plain decoding"
     assert speed in page.replace("\N{NO-BREAK SPACE}", " ")
@@ -126,13 +121,9 @@ def test_a_broken_profile_is_replaced_by_tuning(here: Path, tmp_path: Path, prof
     assert find_profile(read_head(folder)).num_texts == 6
 
 
-def test_prompts_are_not_written_beside_the_head(here: Path, tuned: Path):
+def test_answers_are_used_again_for_other_heads_and_are_not_beside_the_head(here: Path, tuned: Path, tmp_path: Path):
     assert {path.name for path in tuned.iterdir()} == {"acceptance.json", "tune.json", "tune.html", ".lock"}
-    assert list(answers_folder(tuned).glob("*/answers-000.json"))
     assert not answers_folder(tuned).is_relative_to(tuned)
-
-
-def test_answers_are_used_again_for_other_heads(here: Path, tuned: Path, tmp_path: Path):
     before = saved_answers(tuned)
     assert main(tune("medusa", "--out", str(tmp_path / "other"))) == 0
     assert saved_answers(tuned) == before
@@ -161,28 +152,6 @@ def test_a_search_for_a_temperature_counts_probabilities(here: Path, tmp_path: P
     assert read_profile(tmp_path / "warm" / "acceptance.json").temperature == 0.9
 
 
-def test_a_killed_run_continues_with_the_answers_it_had_saved(world: Path, tmp_path: Path):
-    out = tmp_path / "killed"
-    more = ["--num-prompts", "32", "--max-new-tokens", "11"]
-    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "mom" + "a" * n}) for n in range(32)))
-    arguments = [*tune("hydra", "--out", str(out))[1:], *more, "--prompts", str(tmp_path / "many.jsonl")]
-    known = saved_answers(out)
-    with Nursery("tune") as nursery:
-        process = nursery.start(arguments, folder=world)
-        until = time.monotonic() + 60
-        while saved_answers(out) == known and time.monotonic() < until:
-            time.sleep(0.001)
-        os.kill(process, signal.SIGKILL)
-        assert nursery.wait() == -signal.SIGKILL
-        written = saved_answers(out)
-        assert written != known
-        assert not (out / "acceptance.json").exists()
-        nursery.start(arguments, folder=world)
-        assert nursery.wait() == 0
-    assert saved_answers(out).items() >= written.items(), "answers from before the kill are used"
-    assert read_profile(out / "acceptance.json").num_texts == 32
-
-
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(arguments) == 1
     return capsys.readouterr().err
@@ -191,20 +160,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = ["--out", str(tmp_path / "no")]
     one = ["tune", "./model", "./hydra", "--precision", "fp32", "--prompts", "one.jsonl", *QUICK, *out]
-    assert "1 prompt to calibrate on" in refused(one, capsys)
-    assert "no head" in refused(["tune", "./model", "./nothing", *out], capsys)
-    assert "cannot be read" in refused(["tune", "./model", "./hydra", "--prompts", "none.jsonl", *out], capsys)
+    assert "1 prompt " in refused(one, capsys)
+    assert "./nothing" in refused(["tune", "./model", "./nothing", *out], capsys)
+    assert "none.jsonl" in refused(["tune", "./model", "./hydra", "--prompts", "none.jsonl", *out], capsys)
     (tmp_path / "file").write_text("")
-    assert "file is not a folder" in refused(tune("hydra", "--out", str(tmp_path / "file" / "x")), capsys)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"num_prompts": 1}, "--num-prompts is 1: must be at least 2"), ({"max_nodes": 1}, "--max-nodes is 1")],
-)
-def test_impossible_settings_are_refused(wrong: dict[str, Any], words: str):
-    with pytest.raises(InvalidSettings, match=words):
-        ReplaySettings(**wrong)
+    assert str(tmp_path / "file") in refused(tune("hydra", "--out", str(tmp_path / "file" / "x")), capsys)
+    for name in ("num_prompts", "max_nodes"):
+        with pytest.raises(InvalidSettings, match=f"--{name.replace('_', '-')} is 1"):
+            ReplaySettings(**{name: 1})
 
 
 def test_a_second_run_into_the_same_folder_is_refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

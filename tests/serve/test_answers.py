@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from adapter_world import merged, saved_adapter
-from draftheads.decode.core import bytes_per_token
 from draftheads.decode.engine import Engine
+from draftheads.decode.lanes import bytes_per_token
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup

@@ -26,7 +26,6 @@ from draftheads.serve.options import ServeOptions
 from draftheads.settings import LoadSettings
 from draftheads.speculation.shapes import BestPaths
 from families import tiny_head
-from joint_world import on_disk
 from serve_process import ServerProcess, wait_until
 from training_world import chat_model
 
@@ -39,7 +38,9 @@ PROMPTS = [f"w{n % 57} w{(7 * n) % 53}" for n in range(200)]
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, an adapter, and two heads without training."""
     folder = tmp_path_factory.mktemp("served")
-    name = on_disk(folder / "model")
+    name, chatting = str(folder / "model"), chat_model()
+    chatting.model.save_pretrained(name)
+    chatting.tokenizer.save_pretrained(name)
     base = TargetModel.load(name, dtype=torch.float32)
     saved_adapter(chat_model(), folder / "tuned", base_model_name_or_path=name)
     for place, method in (("heads/medusa", "medusa"), ("heads/hydra", "hydra"), ("outside", "medusa")):
@@ -60,7 +61,7 @@ def server(world: Path) -> Iterator[ServerProcess]:
 def started(world: Path) -> ServerProcess:
     arguments = ["--head", str(world / "heads" / "medusa"), "--adapter", f"tuned={world / 'tuned'}"]
     arguments += ["--record", str(world / "traffic"), "--head-folder", str(world / "heads")]
-    return ServerProcess(world, str(world / "model"), *arguments, "--precision", "fp32", "--no-copy")
+    return ServerProcess(world, str(world / "model"), *arguments, "--precision", "fp32", "--set", "copy=off")
 
 
 def plain(path: Path, text: str, **options: object) -> str:
@@ -154,7 +155,7 @@ def test_only_the_admin_key_opens_it(server: ServerProcess) -> None:
         ({"adapter": ("a/b=tuned",)}, "--adapter a/b=tuned: write NAME=FOLDER"),
         ({"adapter": ("a=",)}, "--adapter a=: write NAME=FOLDER"),
         ({"adapter": ("a=x", "a=y")}, "--adapter a=y: a is x already"),
-        ({"record_gib": 0.0}, "--record-gib is 0.0"),
+        ({"record_gib": 0.0}, "record_gib is 0.0"),
         ({"head_folder": Path("/no/such/folder")}, "--head-folder /no/such/folder is no folder"),
     ],
 )

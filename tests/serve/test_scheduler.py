@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from draftheads.decode.batch import Batch
-from draftheads.decode.core import RunningLane, bytes_per_token
 from draftheads.decode.engine import Engine
+from draftheads.decode.lanes import RunningLane, bytes_per_token
 from draftheads.decode.request import StreamEvent
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from draftheads.decode.core import bytes_per_token
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import GrammarCompiler
+from draftheads.decode.lanes import bytes_per_token
 from draftheads.errors import InvalidSettings, TooLarge
 from draftheads.runners import num_slots
 from draftheads.serve.scheduler import JobFailed

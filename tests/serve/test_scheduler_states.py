@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 
 from draftheads.decode.batch import Batch
-from draftheads.decode.core import bytes_per_token
 from draftheads.decode.engine import Engine
+from draftheads.decode.lanes import bytes_per_token
 from draftheads.errors import QueueFull, ShuttingDown, TooLarge
 from draftheads.runners import runner_for
 from draftheads.serve.scheduler import Job, JobFailed, Lane

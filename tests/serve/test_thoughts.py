@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -35,12 +36,16 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
+    """One for each template."""
     path = tmp_path_factory.mktemp("template") / "template.jinja"
-    path.write_text(TEMPLATES[request.param])
-    with running(tiny_engines(str(path))) as one:
-        yield request.param, one
+    with ExitStack() as stack:
+        found = {}
+        for name, template in TEMPLATES.items():
+            path.write_text(template)
+            found[name] = stack.enter_context(running(tiny_engines(str(path))))
+        yield found
 
 
 def chat_of(server: Running, **fields: Any) -> ChatCall:
@@ -67,9 +72,9 @@ async def _chunks(call: Any, events: list[tuple[int, StreamEvent]]) -> list[dict
 
 
 def answered(server: Running, text: str, *, step: int, **fields: Any) -> dict[str, Any]:
-    """The message of an answer; that of the stream has to be the same."""
+    """The parts of an answer; those of the stream have to be the same."""
     options = {"stream": True, "stream_options": {"include_draft": True}}
-    streamed: dict[str, Any] = {"reasoning_content": "", "content": ""}
+    streamed: dict[str, Any] = {"reasoning_content": "", "content": "", "calls": []}
     call = chat_of(server, **fields, **options)
     for chunk in asyncio.run(_chunks(call, events_of(server, call.requests[0], text, step))):
         [choice] = chunk["choices"]
@@ -78,48 +83,46 @@ def answered(server: Running, text: str, *, step: int, **fields: Any) -> dict[st
             if "pieces" in choice:
                 assert "".join(piece for piece, _ in choice["pieces"]) == choice["delta"][name]
         for each in choice["delta"].get("tool_calls", ()):
-            streamed.setdefault("calls", []).append(each["function"]["name"])
-    whole = call.response()["choices"][0]["message"]
-    parts = {"reasoning_content": whole.get("reasoning_content", ""), "content": whole["content"] or ""}
-    if whole.get("tool_calls"):
-        parts["calls"] = [each["function"]["name"] for each in whole["tool_calls"]]
-    assert streamed == parts
-    return parts
+            assert each["index"] == len(streamed["calls"])
+            streamed["calls"].append(each["function"]["name"])
+    whole = call.response()["choices"][0]
+    calls = [each["function"]["name"] for each in whole["message"].get("tool_calls", ())]
+    assert choice["finish_reason"] == whole["finish_reason"] == ("tool_calls" if calls else "stop")
+    message = {"reasoning_content": "", **whole["message"], "calls": calls}
+    assert streamed == {name: message[name] or streamed[name][:0] for name in streamed}
+    return streamed
 
 
+every = pytest.mark.parametrize("name", TEMPLATES)
+
+
+@every
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_thoughts_are_apart_from_the_answer(server: tuple[str, Running], step: int):
-    name, one = server
+def test_thoughts_are_apart_from_the_answer(servers: dict[str, Running], name: str, step: int):
     opening, closing = {"other tags": ("[THINK]", "[/THINK]")}.get(name, ("<think>", "</think>"))
     text = f"So, {CALL}?\n{closing}\n\nIt is two.\n\n{CALL}\n\nDone. Well."
     text = text if name == "always" else f"{opening}\n{text}"
     tools = {"tools": TOOLS} if name in ("always", "optional") else {}
-    parts = answered(one, text, step=step, **tools)
-    if name == "never":
-        assert parts == {"reasoning_content": "", "content": text}
-        return
-    assert parts["reasoning_content"] == f"So, {CALL}?"
-    if tools:
-        assert (parts["calls"], parts["content"]) == (["now"], "It is two.\n\nDone. Well.")
-    else:
-        assert parts["content"] == f"It is two.\n\n{CALL}\n\nDone. Well."
-    unfinished = answered(one, text[: text.index("?")], step=step, **tools)
-    assert unfinished == {"reasoning_content": f"So, {CALL}", "content": ""}
+    parts = answered(servers[name], text, step=step, **tools)
+    said = "It is two.\n\nDone. Well." if tools else f"It is two.\n\n{CALL}\n\nDone. Well."
+    expected = {"reasoning_content": f"So, {CALL}?", "content": said, "calls": ["now"] if tools else []}
+    assert parts == (expected if name != "never" else {"reasoning_content": "", "content": text, "calls": []})
+    if name != "never":
+        unfinished = answered(servers[name], text[: text.index("?")], step=step, **tools)
+        assert unfinished == {"reasoning_content": f"So, {CALL}", "content": "", "calls": []}
 
 
-def test_earlier_thoughts_go_to_the_template(server: tuple[str, Running]):
-    name, one = server
-    said = {"role": "assistant", "content": "Two."}
-    for field in ("reasoning_content", "reasoning"):
-        messages = [USER, {**said, field: "One and one."}, USER]
-        assert "One and one." not in prompt_of(one, chat_of(one, messages=messages))
-        last = {"add_generation_prompt": False, "continue_final_message": False}
-        text = prompt_of(one, chat_of(one, messages=messages[:2], **last))
-        assert ("One and one." in text) == (name != "never")
+@every
+def test_earlier_thoughts_go_to_the_template(servers: dict[str, Running], name: str):
+    one, said = servers[name], {"role": "assistant", "content": "Two.", "reasoning_content": "One and one."}
+    assert "One and one." not in prompt_of(one, chat_of(one, messages=[USER, said, USER]))
+    text = prompt_of(one, chat_of(one, messages=[USER, said], add_generation_prompt=False))
+    assert ("One and one." in text) == (name != "never")
 
 
-def test_forms_and_forced_calls_close_the_thought_that_the_prompt_opens(server: tuple[str, Running]):
-    name, one = server
+@every
+def test_forms_and_forced_calls_close_the_thought_that_the_prompt_opens(servers: dict[str, Running], name: str):
+    one = servers[name]
     form = chat_of(one, response_format={"type": "json_object"})
     assert form.thinking is None
     assert prompt_of(one, form).endswith("assistant:<think>\n\n</think>\n\n") == (name == "always")
@@ -130,37 +133,41 @@ def test_forms_and_forced_calls_close_the_thought_that_the_prompt_opens(server: 
         assert prompt_of(one, forced).endswith(end)
 
 
-def test_an_answer_that_is_continued_goes_on_in_its_thought(server: tuple[str, Running]):
-    name, one = server
-    if name == "optional":
+@pytest.mark.parametrize(("content", "has_begun"), [("<think>One", True), ("One", False), (None, False)])
+def test_only_the_words_of_the_model_begin_a_thought(servers: dict[str, Running], content: str, *, has_begun: bool):
+    messages: list[Any] = [{"role": "user", "content": "a <think>"}]
+    going_on: dict[str, Any] = {}
+    if content is not None:
+        messages.append({"role": "assistant", "content": content})
         going_on = {"add_generation_prompt": False, "continue_final_message": True}
-        for content, begun in (("<think>One", True), ("One", False)):
-            messages = [{"role": "user", "content": "a <think>"}, {"role": "assistant", "content": content}]
-            thinking = chat_of(one, messages=messages, **going_on).thinking
-            assert thinking is not None
-            assert thinking.has_begun == begun
-        thinking = chat_of(one, messages=[{"role": "user", "content": "a <think>"}]).thinking
-        assert thinking is not None
-        assert not thinking.has_begun
+    thinking = chat_of(servers["optional"], messages=messages, **going_on).thinking
+    assert thinking is not None
+    assert thinking.has_begun == has_begun
 
 
-def test_effort(server: tuple[str, Running]):
-    name, one = server
-    if name == "optional":
-        assert prompt_of(one, chat_of(one, reasoning_effort="none")).endswith("</think>\n\n")
-        assert prompt_of(one, chat_of(one, reasoning_effort="high")).endswith("assistant:")
-    else:
-        assert prompt_of(one, chat_of(one, reasoning_effort="none")) == prompt_of(one, chat_of(one))
-        assert one.chat(reasoning_effort="high").status_code == 400
+def test_effort(servers: dict[str, Running]):
+    one = servers["optional"]
+    assert prompt_of(one, chat_of(one, reasoning_effort="none")).endswith("</think>\n\n")
+    assert prompt_of(one, chat_of(one, reasoning_effort="high")).endswith("assistant:")
+    one = servers["always"]
+    assert prompt_of(one, chat_of(one, reasoning_effort="none")) == prompt_of(one, chat_of(one))
+    assert one.chat(reasoning_effort="high").status_code == 400
 
 
-def test_responses_have_no_thoughts_in_their_text(server: tuple[str, Running]):
-    name, one = server
-    if name == "optional":
-        body = ResponseFields.model_validate({"model": NAME, "input": "the cat"})
-        call = read_response(body, one.service)
-        events_of(one, call.requests[0], "<think>Hm.</think>\nYes.", 4)
-        assert call.response()["output"][-1]["content"][0]["text"] == "Yes."
+def test_responses_have_no_thoughts_in_their_text(servers: dict[str, Running]):
+    one = servers["optional"]
+    call = read_response(ResponseFields.model_validate({"model": NAME, "input": "the cat"}), one.service)
+    events_of(one, call.requests[0], "<think>Hm.</think>\nYes.", 4)
+    assert call.response()["output"][-1]["content"][0]["text"] == "Yes."
+
+
+@pytest.mark.parametrize("step", [1, 7, 500])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_several_calls(servers: dict[str, Running], step: int, *, parallel: bool):
+    """Whether they come with one event or with several."""
+    fields = {"tools": TOOLS, "parallel_tool_calls": parallel}
+    parts = answered(servers["other tags"], f"{CALL}\n{CALL}\n{CALL}", step=step, **fields)
+    assert parts["calls"] == ["now"] * (3 if parallel else 1)
 
 
 def reader(template: str | None, *tokens: str) -> Any:
@@ -208,16 +215,3 @@ def test_tags_that_are_special_tokens_are_in_the_text_and_others_are_not(tags: t
         for token in [*tokenizer(text)["input_ids"], 0]:
             request.append([token], num_drafted=0)
         assert request.text == (text.replace("<|turn|>", "") if skip else text)
-
-
-@pytest.mark.parametrize("step", [1, 7, 500])
-def test_calls_of_a_stream_are_numbered_in_their_order(server: tuple[str, Running], step: int):
-    """Whether they come with one event or with several."""
-    name, one = server
-    if name != "other tags":
-        return
-    call = chat_of(one, tools=TOOLS, stream=True)
-    chunks = asyncio.run(_chunks(call, events_of(one, call.requests[0], f"{CALL}\n{CALL}\n{CALL}", step)))
-    calls = [each for chunk in chunks for choice in chunk["choices"] for each in choice["delta"].get("tool_calls", ())]
-    assert [each["index"] for each in calls] == [0, 1, 2]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"

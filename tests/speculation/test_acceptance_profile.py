@@ -28,6 +28,8 @@ def test_a_profile_comes_back(profile: AcceptanceProfile, path: Path) -> None:
     profile.save(path)
     assert read_profile(path) == profile
     assert json.loads(path.read_text())["format_version"] == 2
+    replace(profile, temperature=0.123456).save(path)
+    assert read_profile(path).temperature == 0.1235, "people read it, too"
 
 
 def test_trees_of_a_lower_depth() -> None:
@@ -50,11 +52,6 @@ def test_trees_of_a_lower_depth() -> None:
     assert all(profile.levels("dynamic", 3)[n] == min(n, 3) for n in range(24))
 
 
-def test_numbers_are_rounded_for_people(path: Path) -> None:
-    replace(PROFILE, temperature=0.123456).save(path)
-    assert read_profile(path).temperature == 0.1235
-
-
 def test_trees_are_nested_in_the_order_of_the_paths() -> None:
     trees = [PROFILE.tree(nodes) for nodes in range(1, 7)]
     assert [tree.num_nodes for tree in trees] == [1, 2, 3, 4, 5, 6]
@@ -67,72 +64,56 @@ def test_trees_are_nested_in_the_order_of_the_paths() -> None:
     assert (PROFILE.tokens("static"), PROFILE.tokens("dynamic")) == (PROFILE.static_tokens, PROFILE.dynamic_tokens)
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -1.0}, r"temperature is -1\.0; it must be at least 0"),
-    ({"num_texts": -1}, "num_texts is -1; it must be at least 0"),
-    ({"num_tokens": -2}, "num_tokens is -2; it must be at least 0"),
-    ({"temperatures": []}, "temperatures is empty"),
-    ({"temperatures": [1.0, 0.001]}, r"temperatures is \[1\.0, 0\.001\]; every number must lie between 0\.01 and 100"),
-    ({"temperatures": [1.0] * 129, "shallower_tokens": []}, "temperatures 129 is more than the 128 nodes"),
-    ({"top_k": 10**9}, "top_k 1000000000 is more than the 128 nodes that a tree may have"),
-    ({"beam": 129}, "beam 129 is more than the 128 nodes that a tree may have"),
-    ({"static_tokens": [1.0, 1.5]}, "static_tokens has 2 numbers; 5 paths make 6 trees"),
-    ({"static_tokens": [0.5, 1.5, 1.8, 1.9, 2.0, 2.0]}, r"a step has 0\.5 tokens; it must have at least 1"),
-    ({"dynamic_tokens": [1.0] * 129}, "dynamic_tokens has 129 numbers; it must have at most 128"),
-    ({"paths": [[n] for n in range(128)], "static_tokens": [1.0] * 129}, "paths has 128 nodes; it must have at most"),
-    ({"copies": [[0.5], [1.5]]}, r"copies is \[\[0\.5\], \[1\.5\]\]; every number must lie between 0 and 1"),
-    ({"shallower_tokens": [[1.0]]}, "shallower_tokens has 1 list; 3 depths in temperatures make 2"),
-    ({"shallower_tokens": [[1.0], [0.4]]}, r"a step has 0\.4 tokens; it must have at least 1"),
-    ({"shallower_tokens": [[1.0], [1.0] * 129]}, "shallower_tokens has 129 numbers; it must have at most 128"),
-    ({"paths": [[0], [0] * 2, [0] * 3, [0] * 4, [1]]}, "paths has a node of depth 4; temperatures has 3 depths"),
-    ({"top_k": 1.5}, r"top_k is 1\.5; it must be int"),
-    ({"surprise": 1}, "unknown key surprise"),
-    ({"beam": "6"}, "beam is '6'; it must be int"),
+RAW = json.loads(PROFILE.to_json())
+WRONG: list[tuple[dict[str, Any], str, type[DraftHeadsError]]] = [
+    *(
+        (change, name, CheckpointCorrupt)
+        for name, change in (
+            ("temperature", {"temperature": -1.0}),
+            ("num_texts", {"num_texts": -1}),
+            ("num_tokens", {"num_tokens": -2}),
+            ("temperatures", {"temperatures": []}),
+            ("temperatures", {"temperatures": [1.0, 0.001]}),
+            ("temperatures 129", {"temperatures": [1.0] * 129, "shallower_tokens": []}),
+            ("top_k", {"top_k": 10**9}),
+            ("top_k", {"top_k": 1.5}),
+            ("beam", {"beam": 129}),
+            ("beam", {"beam": "6"}),
+            ("static_tokens", {"static_tokens": [1.0, 1.5]}),
+            ("0.5 tokens", {"static_tokens": [0.5, 1.5, 1.8, 1.9, 2.0, 2.0]}),
+            ("dynamic_tokens", {"dynamic_tokens": [1.0] * 129}),
+            ("128 nodes", {"paths": [[n] for n in range(128)], "static_tokens": [1.0] * 129}),
+            ("copies", {"copies": [[0.5], [1.5]]}),
+            ("shallower_tokens", {"shallower_tokens": [[1.0]]}),
+            ("0.4 tokens", {"shallower_tokens": [[1.0], [0.4]]}),
+            ("shallower_tokens", {"shallower_tokens": [[1.0], [1.0] * 129]}),
+            ("shallower_tokens", {"shallower_tokens": [[1.0], [1.0] * 25]}),  # dynamic_tokens has 24
+            ("depth 4", {"paths": [[0], [0] * 2, [0] * 3, [0] * 4, [1]]}),
+            ("surprise", {"surprise": 1}),
+            ("format_version", {"format_version": None}),
+        )
+    ),
+    ({"paths": [[0], [1, 0]], "static_tokens": [1.0] * 3}, "[1, 0]", InvalidTree),
+    ({"paths": [[0], [0]], "static_tokens": [1.0] * 3}, "[0]", InvalidTree),
+    ({"paths": [[-1]], "static_tokens": [1.0] * 2}, "[-1]", InvalidTree),
+    ({"paths": [[0, 0], [0]], "static_tokens": [1.0] * 3}, "[0, 0]", InvalidTree),  # the tree of two nodes
+    ({"top_k": 0}, "top_k", InvalidTree),
+    ({"format_version": 3}, "format_version", CheckpointMismatch),
+]
+TEXTS = [
+    *((json.dumps({**RAW, **change}), named, error) for change, named, error in WRONG),
+    *((json.dumps({name: RAW[name] for name in RAW if name != key}), key, CheckpointCorrupt) for key in RAW),
+    *((text, "", CheckpointCorrupt) for text in ("", "[]", "{", '{"format_version": 1, "temperature": NaN}')),
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), WRONG)
-def test_a_broken_profile_is_named(change: dict[str, Any], words: str, path: Path) -> None:
-    path.write_text(json.dumps({**json.loads(PROFILE.to_json()), **change}))
-    with pytest.raises(CheckpointCorrupt, match=words) as caught:
+@pytest.mark.parametrize(("text", "named", "error"), TEXTS, ids=range(len(TEXTS)))
+def test_a_broken_profile_is_named(text: str, named: str, error: type[DraftHeadsError], path: Path) -> None:
+    path.write_text(text)
+    with pytest.raises(error) as caught:
         read_profile(path)
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        ({"paths": [[0], [1, 0]], "static_tokens": [1.0] * 3}, InvalidTree),
-        ({"paths": [[0], [0]], "static_tokens": [1.0] * 3}, InvalidTree),
-        ({"paths": [[-1]], "static_tokens": [1.0] * 2}, InvalidTree),
-        ({"paths": [[0, 0], [0]], "static_tokens": [1.0] * 3}, InvalidTree),  # the tree of two nodes lacks a parent
-        ({"top_k": 0}, InvalidTree),
-        ({"format_version": 3}, CheckpointMismatch),
-        ({"format_version": None}, CheckpointCorrupt),
-    ],
-)
-def test_trees_and_versions_that_cannot_be_are_refused(
-    change: dict[str, Any], kind: type[DraftHeadsError], path: Path
-) -> None:
-    path.write_text(json.dumps({**json.loads(PROFILE.to_json()), **change}))
-    with pytest.raises(kind, match=r"acceptance\.json"):
-        read_profile(path)
-
-
-@pytest.mark.parametrize("key", list(json.loads(PROFILE.to_json())))
-def test_a_missing_key_is_named(key: str, path: Path) -> None:
-    raw = json.loads(PROFILE.to_json())
-    del raw[key]
-    path.write_text(json.dumps(raw))
-    with pytest.raises(CheckpointCorrupt, match=f"{key} is {'None' if key == 'format_version' else 'missing'}"):
-        read_profile(path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format_version": 1, "temperature": NaN}'])
-def test_what_is_no_profile_is_refused(text: str, path: Path) -> None:
-    path.write_text(text)
-    with pytest.raises(CheckpointCorrupt, match=r"acceptance\.json"):
-        read_profile(path)
+    assert named in str(caught.value)
 
 
 def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -146,9 +127,3 @@ def test_the_assumed_profile_is_a_chain() -> None:
     assert profile.tree(MAX_NODES) == Tree.chain(3)
     assert profile.static_tokens == [1.0, 1.5, 1.75, 1.875]
     assert (profile.num_texts, profile.dynamic_tokens) == (0, [])
-
-
-def test_shallower_trees_are_no_larger_than_the_deepest() -> None:
-    numbers = len(PROFILE.dynamic_tokens)
-    with pytest.raises(ValueError, match=f"a list of {numbers + 1} numbers; dynamic_tokens has {numbers}"):
-        replace(PROFILE, shallower_tokens=[[1.0], [1.0] * (numbers + 1)])

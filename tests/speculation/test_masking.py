@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draft_paths import paths_of
 from draftheads.speculation.candidates import ancestors_of
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.masking import with_nodes
@@ -38,15 +39,6 @@ def trees(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
     return draft, kept
 
 
-def paths_of(draft: Draft, row: int) -> list[list[int]]:
-    """The tokens on the path to each node, by parents; nodes that fill up the row are left out."""
-    paths = [[int(draft.token_ids[row, 0])]]
-    for node in range(1, draft.num_nodes):
-        above = paths[int(draft.parents[row, node])]
-        paths.append([*above, int(draft.token_ids[row, node])] if draft.depths[row, node] else [])
-    return paths
-
-
 @settings(deadline=None)
 @given(trees())
 def test_kept_nodes_have_their_paths_and_the_others_fill_up(tree: tuple[Draft, list[list[int]]]):
@@ -56,17 +48,12 @@ def test_kept_nodes_have_their_paths_and_the_others_fill_up(tree: tuple[Draft, l
     assert found.num_nodes == max(map(len, kept))
     assert (found.max_depth, found.max_siblings) == (deepest, 2)
     for row, nodes in enumerate(kept):
-        before, after = paths_of(draft, row), paths_of(found, row)
-        assert after == [before[node] for node in nodes] + [[]] * (found.num_nodes - len(nodes))
-        for place, node in enumerate(nodes):
-            on_path = found.token_ids[row][found.ancestors[row, place]].tolist()
-            assert on_path == before[node]
-            assert found.depths[row, place] == len(before[node]) - 1
-            for name in ("log_probs", "path_log_probs", "copied"):
-                assert getattr(found, name)[row, place] == getattr(draft, name)[row, node], name
-            assert torch.equal(found.probs[row, place], draft.probs[row, node])
-        for place in range(len(nodes), found.num_nodes):
-            assert found.token_ids[row, place] == draft.token_ids[row, 0]
-            assert found.ancestors[row, place].nonzero()[:, 0].tolist() == [0, place]
-            assert found.log_probs[row, place] == found.path_log_probs[row, place] == -torch.inf
-            assert not found.copied[row, place]
+        before = paths_of(draft, row)
+        assert paths_of(found, row) == [before[node] for node in nodes]
+        size = len(nodes)
+        for name in ("log_probs", "path_log_probs", "copied", "probs"):
+            assert torch.equal(getattr(found, name)[row, :size], getattr(draft, name)[row, nodes]), name
+        assert (found.token_ids[row, [0, *range(size, found.num_nodes)]] == draft.token_ids[row, 0]).all()
+        assert (found.log_probs[row, size:] == -torch.inf).all()
+        assert (found.path_log_probs[row, size:] == -torch.inf).all()
+        assert not found.copied[row, size:].any()

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draft_paths import Tokens, paths_of
 from draftheads.speculation.candidates import Candidates, ancestors_of, best_nodes
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.merging import merged
 from draftheads.speculation.tree import Tree
 
-Tokens = tuple[int, ...]  # below the root
 Row = dict[Tokens, float]  # a tree by the tokens of its paths, with the log-probability of each
 ROOT = 9
 FEW = 4  # so few tokens that copies often meet the draft
@@ -62,11 +62,6 @@ def copies_of(trees: list[Row], most: int) -> Candidates:
     )
 
 
-def chain_of(chain: list[int], log_probs: list[float]) -> Row:
-    """Copies that do not branch."""
-    return {(): 0.0, **{tuple(chain[: n + 1]): value for n, value in enumerate(log_probs)}}
-
-
 def draft_of(trees: list[Row]) -> Draft:
     """Rows of equal size as a draft, nodes in the order of the dictionary."""
     paths = [list(tree) for tree in trees]
@@ -97,27 +92,6 @@ def distinct(tree: Row, copies: Row) -> bool:
     return all(before - after > 1e-5 for before, after in pairwise(values))
 
 
-def paths_of(draft: Draft, row: int) -> list[Tokens]:
-    """Of a row's nodes, read by parents; everything else is held against them. Filling nodes stand at the end."""
-    parents, depths = draft.parents[row].tolist(), draft.depths[row].tolist()
-    size = 1 + sum(depth > 0 for depth in depths)
-    assert depths[0] == parents[0] == 0
-    assert all(depth == 0 for depth in depths[size:])
-    paths: list[Tokens] = [()]
-    for node in range(1, size):
-        assert parents[node] < node, "so the first n nodes are a tree"
-        paths.append((*paths[parents[node]], int(draft.token_ids[row, node])))
-        assert depths[node] == len(paths[node]) <= draft.max_depth
-    assert len(set(paths)) == len(paths), "no two siblings have the same token"
-    for node, path in enumerate(paths):
-        seen = draft.ancestors[row, node].tolist()
-        assert seen == [path[: len(other)] == other for other in paths] + [False] * (draft.num_nodes - size)
-    for node in range(size, draft.num_nodes):
-        assert parents[node] == 0
-        assert draft.ancestors[row, node].nonzero()[:, 0].tolist() == [0, node]
-    return paths
-
-
 @pytest.mark.parametrize("equal", [False, True])
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
@@ -137,36 +111,17 @@ def test_merging_equals_merging_dictionaries(equal: bool, data: st.DataObject) -
         assert values[:kept] == pytest.approx([value for _, value in expected], abs=1e-5)
         assert values[kept:] == [-math.inf] * (found.num_nodes - kept)
         assert not found.copied[row, kept:].any()
+        assert len(set(paths)) == kept, "no two siblings have the same token"
         if distinct(tree, own):  # of equals either may be kept
             assert paths == [path for path, _ in expected]
         assert found.copied[row, :kept].tolist() == [path not in tree for path in paths]
-
-
-def test_an_example() -> None:
-    """The copy 1 2 3 meets the draft in 1, raises it, and goes on from there; so does the copy 0 5."""
-    draft = draft_of([{(): 0.0, (0,): -1.0, (1,): -2.0, (0, 0): -2.5, (1, 0): -3.0}])
-    copies = chain_of([1, 2, 3], [-0.5, -1.5, -4.0]) | chain_of([0, 5], [-1.2, -2.0])
-    found = merged(draft, copies_of([copies], 5), 6)
-    assert paths_of(found, 0) == [(), (1,), (0,), (1, 2), (0, 5), (0, 0)]
-    assert found.path_log_probs.tolist() == [[0.0, -0.5, -1.0, -1.5, -2.0, -2.5]]
-    assert found.copied.tolist() == [[False, False, False, True, True, False]]
-
-
-def test_the_first_nodes_of_a_merged_tree_are_the_merged_tree_of_so_many() -> None:
-    draft = draft_of([{(): 0.0, (0,): -1.0, (1,): -2.0, (0, 0): -2.5, (1, 0): -3.0}])
-    copies = copies_of([chain_of([1, 2, 3], [-0.5, -1.5, -4.0])], 3)
-    whole = merged(draft, copies, 8)
-    for count in range(1, 8):
-        part, small = whole.first(count), merged(draft, copies, count)
-        for name in ("token_ids", "parents", "depths", "ancestors", "path_log_probs", "copied"):
-            assert torch.equal(getattr(part, name), getattr(small, name)), name
 
 
 def test_a_static_tree_of_all_rows_becomes_one_of_each_row() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0)])
     draft = Draft.on_tree(tree, torch.tensor([[9, 1, 2, 3], [9, 2, 1, 3]]))
     draft = replace(draft, path_log_probs=torch.tensor([[0.0, -1.0, -3.0, -2.0]]).expand(2, -1))
-    found = merged(draft, copies_of([chain_of([2, 5], [-0.5, -0.6])] * 2, 2), 4)
+    found = merged(draft, copies_of([{(): 0.0, (2,): -0.5, (2, 5): -0.6}] * 2, 2), 4)
     assert [paths_of(found, row) for row in range(2)] == [[(), (2,), (2, 5), (1,)], [(), (2,), (2, 5), (2, 3)]]
 
 
@@ -175,11 +130,8 @@ def test_a_static_tree_of_all_rows_becomes_one_of_each_row() -> None:
 def test_ancestors_by_squaring(data: st.DataObject) -> None:
     tree = data.draw(rows(data.draw(st.integers(1, 12)), equal=False))
     draft = draft_of([tree, tree])
-    assert torch.equal(ancestors_of(draft.parents, draft.max_depth), draft.ancestors)
-    assert torch.equal(ancestors_of(draft.parents, 11), draft.ancestors), "a depth that is too large is no harm"
-
-
-def test_ancestors_of_a_long_chain() -> None:
+    for depth in (draft.max_depth, 11):  # a depth that is too large is no harm
+        assert torch.equal(ancestors_of(draft.parents, depth), draft.ancestors)
     parents = torch.arange(300).sub(1).clamp_min(0)[None]
     assert torch.equal(ancestors_of(parents, 299)[0], torch.ones(300, 300, dtype=torch.bool).tril())
 

@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from draftheads.settings import SamplingSettings
-from draftheads.speculation import sampling
 from draftheads.speculation.sampling import (
     RowSettings,
     SeenTokens,
@@ -82,28 +81,15 @@ def as_transformers(logits: Tensor, text: Tensor, own: SamplingSettings) -> Tens
 @given(st.lists(sampled_settings, min_size=1, max_size=5), st.integers(0, 2**20))
 def test_processing_equals_transformers(own: list[SamplingSettings], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(len(own), V, generator=generator, dtype=torch.float64)
-    texts = torch.randint(0, V, (len(own), 12), generator=generator)
+    logits = 2 * torch.randn(len(own), 2, V, generator=generator, dtype=torch.float64)  # of two nodes of a tree
+    texts = torch.randint(0, V, (len(own), 2, 12), generator=generator)
     rows = of(*own)
     found = probabilities(penalised(logits, rows, seen_in(texts)), rows)
-    expected = torch.stack([as_transformers(*each) for each in zip(logits, texts, own, strict=True)])
-    assert torch.equal(found > 0, expected > 0)
-    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_nodes_of_a_tree_are_processed_by_their_rows_settings() -> None:
-    own = [
-        SamplingSettings(temperature=0.5, top_k=3, repetition_penalty=1.25, presence_penalty=0.5),
-        SamplingSettings(temperature=2.0, top_p=0.5, repetition_penalty=2.0, frequency_penalty=0.25),
-    ]
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 4, V, generator=generator, dtype=torch.float64)
-    texts = torch.randint(0, V, (2, 4, 12), generator=generator)
-    found = probabilities(penalised(logits, of(*own), seen_in(texts)), of(*own))
-    for row in range(2):
-        for node in range(4):
-            expected = as_transformers(logits[row, node], texts[row, node], own[row])
-            assert torch.allclose(found[row, node], expected, rtol=1e-9)
+    for row, each in enumerate(own):
+        for node in range(2):
+            expected = as_transformers(logits[row, node], texts[row, node], each)
+            assert torch.equal(found[row, node] > 0, expected > 0)
+            assert torch.allclose(found[row, node], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -132,28 +118,17 @@ def test_penalties_are_transformers_own_in_every_type(dtype: torch.dtype, penalt
     assert torch.equal(penalised(logits, of(*[own] * 20), seen_in(texts)), expected)
 
 
-def test_without_a_penalty_the_logits_are_untouched() -> None:
-    logits = torch.randn(2, V)
-    everything = SeenTokens(torch.ones(2, V, dtype=torch.bool), torch.ones(2, V, dtype=torch.int32))
-    assert penalised(logits, of(SamplingSettings(), SamplingSettings()), everything) is logits
-    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
-        some = penalised(logits, of(SamplingSettings(), SamplingSettings(**{name: 1.25})), everything)
-        assert torch.equal(some[0], logits[0])
-        assert not torch.isclose(some[1], logits[1]).any()
-
-
-def test_tokens_as_likely_as_the_kth_stay() -> None:
-    probs = probabilities(
-        torch.tensor([[1.0, 2.0, 1.0, 0.0]]), of(SamplingSettings(temperature=1.0, top_k=2), vocab_size=4)
-    )
-    assert (probs > 0).tolist() == [[True, True, True, False]]
-
-
-def test_a_nucleus_of_everything_leaves_nothing_out() -> None:
-    """Not even what is too small to be seen beside the likeliest token, in a batch where others are filtered."""
-    rows = of(SamplingSettings(temperature=1.0, top_k=2), vocab_size=3)
-    probs = probabilities(torch.tensor([[60.0, 0.0, -5.0]]), rows)
-    assert (probs > 0).tolist() == [[True, True, False]]
+@pytest.mark.parametrize(
+    ("logits", "kept"),
+    [
+        ([1.0, 2.0, 1.0, 0.0], [0, 1, 2]),  # as likely as the second
+        # top-p is off: not even what is too small to be seen beside the likeliest token is left out
+        ([60.0, 0.0, -5.0], [0, 1]),
+    ],
+)
+def test_of_top_k_equals_stay_and_tiny_ones(logits: list[float], kept: list[int]) -> None:
+    rows = of(SamplingSettings(temperature=1.0, top_k=2), vocab_size=len(logits))
+    assert probabilities(torch.tensor([logits]), rows)[0].nonzero()[:, 0].tolist() == kept
 
 
 # --- choose ---
@@ -178,30 +153,6 @@ def test_rows_choose_as_if_alone(own: list[SamplingSettings], seed: int) -> None
             assert chosen[row] == scores[0].argmax()
         else:
             assert chosen[row] == slow_draw(probabilities(scores, of(settings_))[0].tolist(), float(uniforms[row]))
-
-
-def test_only_rows_that_draw_get_a_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-
-    def recorded(scores: Tensor, own: RowSettings) -> Tensor:
-        given.append((scores, own))
-        return probabilities(scores, own)
-
-    monkeypatch.setattr(sampling, "probabilities", recorded)
-    rows = of(*(SamplingSettings(temperature=temperature) for temperature in (0.0, 0.5, 0.0, 2.0)))
-    logits = torch.randn(4, V)
-    choose(logits, rows, None, torch.full((4,), 0.5, dtype=torch.float64))
-    ((scores, own),) = given
-    assert torch.equal(scores, logits[[1, 3]])
-    assert own.temperature.tolist() == [0.5, 2.0]
-
-
-def test_greedy_takes_no_notice_of_its_number() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
-    rows = of(SamplingSettings(), SamplingSettings(), vocab_size=3)
-    assert choose(logits, rows, None, torch.tensor([0.0, BELOW_ONE]).double()).tolist() == [1, 0]
-    mixed = of(SamplingSettings(), SamplingSettings(temperature=1.0), vocab_size=3)
-    assert choose(logits, mixed, None, torch.tensor([BELOW_ONE] * 2, dtype=torch.float64)).tolist() == [1, 2]
 
 
 # --- draw ---
@@ -230,27 +181,15 @@ def test_rows_know_what_they_need() -> None:
     off = of(SamplingSettings(), SamplingSettings(top_k=3, top_p=0.5, acceptance="typical"))
     # at temperature 0 there is nothing to filter, and the typical rule is the exact one
     assert not any((off.any_sampled, off.any_filtered, off.any_penalty, off.any_count_penalty, off.any_typical))
-    assert off.greedy.tolist() == [True, True]
-    on = of(
-        SamplingSettings(),
-        SamplingSettings(temperature=0.5, top_k=99, acceptance="typical"),
-        SamplingSettings(repetition_penalty=1.5, typical_delta=0.7),
-        SamplingSettings(temperature=0.5, acceptance="typical-sampled"),
-    )
-    assert all((on.any_sampled, on.any_filtered, on.any_penalty, on.any_typical))
-    assert not on.any_count_penalty
-    for name in ("frequency_penalty", "presence_penalty"):
-        counting = of(SamplingSettings(), SamplingSettings(**{name: -0.5}))
-        assert counting.any_penalty
-        assert counting.any_count_penalty
-    assert of(SamplingSettings(temperature=0.5, min_p=0.1)).any_filtered
-    assert on.greedy.tolist() == [True, False, True, False]
-    assert on.typical.tolist() == [False, True, False, True]
-    assert on.takes_best.tolist() == [True, True, True, False]
-    assert on.top_k.tolist() == [V, V, V, V]
-    assert not of(SamplingSettings(), SamplingSettings(temperature=0.5, acceptance="typical")).any_sampled
-    assert on.epsilon.tolist() == [0.09] * 4
-    assert on.delta.tolist() == pytest.approx([0.3, 0.3, 0.7, 0.3])
+    warm = SamplingSettings(temperature=0.5)
+    assert not of(replace(warm, acceptance="typical")).any_sampled
+    assert of(replace(warm, acceptance="typical-sampled")).any_sampled
+    assert all(of(replace(warm, **{name: value})).any_filtered for name, value in (("top_k", 9), ("min_p", 0.1)))
+    assert not of(SamplingSettings(repetition_penalty=1.5)).any_count_penalty
+    assert of(SamplingSettings(), SamplingSettings(presence_penalty=-0.5)).any_count_penalty
+    on = of(warm, replace(warm, typical_delta=0.7))
+    assert on.epsilon.tolist() == [0.09] * 2
+    assert on.delta.tolist() == pytest.approx([0.3, 0.7])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

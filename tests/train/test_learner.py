@@ -162,7 +162,7 @@ def test_the_width_of_a_batch_does_not_change_the_noise(target: TargetModel, fea
 def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
     given = {"method": method, "loss": "teacher", **fitting(method, num_heads=2)}
     if not has_blocks(method):
-        with pytest.raises(InvalidSettings, match=rf"--dropout is 0.3, but {method} heads have no MLP"):
+        with pytest.raises(InvalidSettings, match=rf"dropout is 0.3, but {method} heads have no MLP"):
             train_options(tmp_path, features, **given, dropout=0.3)
     losses = {}
     for part in (0.0, 0.3):

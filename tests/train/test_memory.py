@@ -9,7 +9,6 @@ import torch
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.train import memory
-from draftheads.train.joint.run import train_jointly
 from draftheads.train.memory import check_sizes, memory_bytes, num_parameters, reading_dtype
 from draftheads.train.new_head import new_head
 from draftheads.train.options import HeadOptions
@@ -70,7 +69,7 @@ def test_sizes_beyond_the_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match="--draft-vocab-size is 65, but tiny-chat has 64 tokens"):
         check(draft_vocab_size=65)
     check(lm_head_rank=65)  # without a low_rank lm_head it is not used
-    with pytest.raises(InvalidSettings, match="--lm-head-rank is 65, but the hidden size of tiny-chat is 32"):
+    with pytest.raises(InvalidSettings, match="lm_head_rank is 65, but the hidden size of tiny-chat is 32"):
         check(lm_head="low_rank", lm_head_rank=65)
 
 
@@ -80,9 +79,9 @@ def test_both_commands_check_before_the_weights_are_read(tmp_path: Path, monkeyp
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(9))
     monkeypatch.setattr(memory, "memory_bytes", lambda: 1000)
     heads, joint = chat_options(tmp_path, model=model, data=(data,)), joint_options(tmp_path, data, model=model)
-    for run, options in ((train, heads), (train_jointly, joint)):
+    for options in (heads, joint):
         with pytest.raises(InvalidSettings, match=r"this machine has 1\.0 kB"):
-            run(options, FakeProgress())
+            train(options, FakeProgress())
 
 
 def test_this_machine_has_memory() -> None:

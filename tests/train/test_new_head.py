@@ -20,7 +20,6 @@ from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSetti
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
 from draftheads.train import run
-from draftheads.train.joint.options import JointOptions
 from draftheads.train.new_head import Start, frequent_tokens, new_head
 from draftheads.train.options import HeadOptions, TrainOptions
 from draftheads.train.report import Report
@@ -158,7 +157,7 @@ def test_a_head_is_trained_further_after_the_layers_were_tuned(
         load_head(hydra, tuned)
     settings = options(tmp_path / "out", features, start_from=str(hydra), epochs=1)
     train_for(tuned, settings)  # without a warning
-    joint = JointOptions.of(out=tmp_path / "joint", data=(chats,), model="tiny-chat", head=hydra, epochs=1)
+    joint = TrainOptions.of(joint=True, out=tmp_path / "joint", data=(chats,), model="tiny-chat", head=hydra, epochs=1)
     train_jointly_for(tuned, joint)
     load_head(settings.out, tuned)
 
@@ -289,7 +288,7 @@ def test_a_start_with_the_whole_vocabulary_needs_the_whole_vocabulary(
 
 def test_head_and_start_from_together_are_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match=r"--head is .* and --start-from .*: give one"):
-        JointOptions.of(out=tmp_path, data=(chats,), head=hydra, start_from=str(hydra))
+        TrainOptions.of(joint=True, out=tmp_path, data=(chats,), head=hydra, start_from=str(hydra))
 
 
 # --- on the command line ---

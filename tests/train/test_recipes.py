@@ -11,8 +11,6 @@ from draftheads.cli import train_options as command
 from draftheads.cli.main import main
 from draftheads.models.model import TargetModel
 from draftheads.train import run
-from draftheads.train.joint.options import JointOptions
-from draftheads.train.joint.run import train_jointly
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.utils.progress import NoProgress
@@ -21,9 +19,7 @@ from thorough import some
 from training_world import chat_model, counting_chats, distilled_chats, lines, train_for, write_chats
 
 
-def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions | JointOptions:
-    if tunes_model:
-        return tyro.cli(JointOptions, args=arguments, default=command.defaults(arguments, JointOptions))
+def parsed(*arguments: str) -> TrainOptions:
     return tyro.cli(TrainOptions, args=arguments, default=command.defaults(arguments))
 
 
@@ -34,9 +30,9 @@ BASICS = ("--out", "out", "--data", __file__, "--method", "medusa")
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> None:
     arguments = [*BASICS[:4], *([f"--recipe={name}"] if joined else ["--recipe", name])]
-    settings, tunes = RECIPES[name].settings, RECIPES[name].tunes_model
-    found = parsed(*arguments, *([] if "method" in settings else BASICS[4:]), tunes_model=tunes).flat()
-    plain = parsed(*BASICS, tunes_model=tunes).flat()
+    settings = RECIPES[name].settings
+    found = parsed(*arguments, *([] if "method" in settings else BASICS[4:])).flat()
+    plain = parsed(*BASICS).flat()
     assert found == {**plain, "method": found["method"], **settings, "recipe": name}
 
 
@@ -69,7 +65,7 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
     ],
 )
 def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
-    found = parsed(*BASICS[:4], "--recipe", name, tunes_model=RECIPES[name].tunes_model).flat()
+    found = parsed(*BASICS[:4], "--recipe", name).flat()
     assert {key: found[key] for key in numbers} == numbers
 
 
@@ -92,21 +88,14 @@ def test_options_on_the_command_line_replace_those_of_a_recipe() -> None:
 @pytest.mark.parametrize("arguments", [["--recipe", "medusa-7"], ["--recipe=medusa-7"]])
 def test_an_unknown_recipe_is_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *BASICS, *arguments]) == 1
-    assert "no recipe 'medusa-7'; choose among medusa-1, hydra" in capsys.readouterr().err
-
-
-def test_a_recipe_of_the_other_command_names_that_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *BASICS, "--recipe", "medusa-2"]) == 1
-    assert "medusa-2 also tunes the model: draftheads train-joint --recipe medusa-2" in capsys.readouterr().err
-    assert main(["train-joint", *BASICS, "--recipe", "hydra"]) == 1
-    assert "hydra does not tune the model: draftheads train --recipe hydra" in capsys.readouterr().err
+    assert "no recipe 'medusa-7'; choose among medusa-1, medusa-2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", some(RECIPES, "medusa-2"))
 def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> None:
     """Heads rise above untrained ones; a tiny model needs a higher rate and smaller batches than the papers' models."""
     data = write_chats(tmp_path / "chats.jsonl", [*distilled_chats(target) * 4, *counting_chats(20)])
-    tunes = RECIPES[name].tunes_model
+    tunes = RECIPES[name].settings.get("joint", False)
     options = parsed(
         *(() if "method" in RECIPES[name].settings else ("--method", "medusa")),
         *("--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data)),
@@ -114,7 +103,6 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
         *shlex.split("--batch-tokens 128 --draft-vocab-size 48 --log-steps 1 --eval-steps 1000 --eval-texts 500"),
         *(("--warmup", "0.05") if RECIPES[name].settings.get("warmup", 0) >= 1 else ()),
         *(("--epochs", "5") if RECIPES[name].settings.get("epochs", 0) > 5 else ()),
-        tunes_model=tunes,
     )
     report = train_jointly_for(chat_model(), options) if tunes else train_for(target, options)
     untrained = lines(tmp_path / "out", "validation.jsonl")[0]
@@ -133,9 +121,8 @@ def test_medusa_2_goes_on_with_the_heads_of_medusa_1_in_four_bits(tmp_path: Path
     second = parsed(
         *(*common, "--recipe", "medusa-2", "--out", str(tmp_path / "both"), "--learning-rate", "0.005"),
         *("--head", str(tmp_path / "heads"), "--heads-first", "0"),
-        tunes_model=True,
     )
-    joint = train_jointly(second, NoProgress())
+    joint = run.train(second, NoProgress())
     assert len(joint.losses) == second.heads.num_heads == 5
     begun = lines(tmp_path / "both", "validation.jsonl")[0]["losses"]
     assert begun == pytest.approx(report.losses, rel=0.01), "with the heads of the first run"

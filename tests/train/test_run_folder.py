@@ -14,9 +14,8 @@ import pytest
 
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.train import processes, run
-from draftheads.train.joint.options import JointOptions
-from draftheads.train.joint.run import train_jointly
 from draftheads.train.options import TrainOptions
+from draftheads.train.run import train
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.utils.files import locked
 from fake_progress import FakeProgress
@@ -135,15 +134,15 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
 
 def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
     changes = {"batch_tokens": 1024, "epochs": 1, "lora_rank": 4, "noise_alpha": 0.0, "precision": "fp32"}
-    settings = JointOptions.of(out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
+    settings = TrainOptions.of(joint=True, out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
     reporter = FakeProgress()
-    report = train_jointly(settings, reporter)
+    report = train(settings, reporter)
     assert reporter.stages[0].endswith("training starts from the beginning")
     again = FakeProgress()
-    assert train_jointly(settings, again) == report
+    assert train(settings, again) == report
     assert again.stages == [f"{settings.out} is complete already: nothing is left to do"]
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        train_jointly(settings.changed(lora_rank=8), FakeProgress())
+        train(settings.changed(lora_rank=8), FakeProgress())
 
 
 # --- what a kill leaves half-written ---

@@ -152,7 +152,7 @@ def test_adamw_uses_the_given_betas(
     monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     train_for(target, train_options(tmp_path / "out", features, epochs=1, betas=(0.8, 0.95)))
     assert set(met) == {(0.8, 0.95)}
-    with pytest.raises(InvalidSettings, match=r"--betas is 0\.9 1\.0: both must be at least 0 and below 1"):
+    with pytest.raises(InvalidSettings, match=r"betas is 0\.9 1\.0: both must be at least 0 and below 1"):
         train_options(tmp_path, features, betas=(0.9, 1.0))
 
 

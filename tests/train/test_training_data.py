@@ -87,7 +87,7 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
     found = train_for(target, settings)
     assert found.losses == pytest.approx(own.losses, rel=0.02)
     assert not (tmp_path / "out" / "features").exists()
-    for changes, words in (({"features": states}, "--features"), ({"shard_model": True}, "--shard-model")):
+    for changes, words in (({"features": states}, "--features"), ({"shard_model": True}, "shard_model")):
         with pytest.raises(InvalidSettings, match=f"has the hidden states already: leave out {words}"):
             settings.changed(**changes)
 
@@ -140,7 +140,7 @@ def test_a_disk_that_is_too_small_fails_before_the_model_reads(
     monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     monkeypatch.setattr(TargetModel, "hidden_states", None)
     build_features(target, texts, tmp_path / "there")  # complete ones need no room
-    message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--features-budget 0"
+    message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--set features_budget=0"
     with pytest.raises(StorageError, match=message):
         train_for(target, chat_options(tmp_path / "out", data=(chats,)))
 
@@ -297,7 +297,7 @@ def test_a_sharded_model_needs_stored_hidden_states(target: TargetModel, chats: 
     settings = chat_options(tmp_path / "out", data=(chats,), features_budget=0.0, shard_model=True)
     with pytest.raises(InvalidSettings, match="give a larger budget"):
         train_for(target, settings)
-    with pytest.raises(InvalidSettings, match="--shard-model does not work with --four-bit"):
+    with pytest.raises(InvalidSettings, match="shard_model does not work with four_bit"):
         chat_options(tmp_path / "out", data=(chats,), four_bit=True, shard_model=True)
 
 

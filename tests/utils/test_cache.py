@@ -64,9 +64,7 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
 
 def test_an_unknown_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
-    with pytest.raises(
-        InvalidSettings, match=r"no folder for .*: ~nobody-9/cache: .* into the variable DRAFTHEADS_CACHE"
-    ):
+    with pytest.raises(InvalidSettings, match=r"~nobody-9/cache.* DRAFTHEADS_CACHE"):
         cache_folder()
 
 
@@ -84,10 +82,9 @@ def test_each_part_has_its_files_and_no_others(cache: Path, part: CachePart) -> 
     assert left == []
 
 
-def test_an_empty_or_missing_cache_has_nothing(tmp_path: Path) -> None:
+def test_a_missing_cache_has_nothing(tmp_path: Path) -> None:
     for part in PARTS:
-        assert contents_of(part, tmp_path / "none").num_files == 0
-        assert clear(part, tmp_path / "none")[0].num_files == 0
+        assert contents_of(part, tmp_path / "none").num_files == clear(part, tmp_path / "none")[0].num_files == 0
     assert not (tmp_path / "none").exists()
 
 
@@ -126,17 +123,15 @@ def test_links_are_deleted_and_not_what_they_point_to(cache: Path, tmp_path: Pat
     assert list((cache / "bench").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["bench", "profiles"])
-def test_what_another_process_has_locked_stays(cache: Path, name: str) -> None:
-    own = cache / Path(FILES[name]).parts[0] / Path(FILES[name]).parts[1]
-    second = write(own.parent / "hydra-fedcba9876543210" / "x").parent
-    second = second.rename(own.parent / ("fedcba9876543210" if name == "bench" else second.name))
+def test_what_another_process_has_locked_stays(cache: Path) -> None:
+    own, second = (cache / "bench" / name for name in ("0123456789abcdef", "fedcba9876543210"))
+    write(second / "x")
     with locked(own, ""):
-        deleted, in_use = clear(PART[name], cache)
-    assert in_use == [own]
-    assert deleted.num_files == 1
-    assert (cache / FILES[name]).exists()
+        deleted, in_use = clear(PART["bench"], cache)
+    assert (in_use, deleted.num_files) == ([own], 1)
+    assert (cache / FILES["bench"]).exists()
     assert not second.exists()
+    assert contents_of(PART["bench"], cache).num_files == 1, "the lock does not count"
 
 
 def test_a_file_that_is_being_written_stays(cache: Path) -> None:
@@ -153,18 +148,18 @@ def test_a_file_that_is_being_written_stays(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "act", "words"),
+    ("method", "act", "named"),
     [
-        ("unlink", lambda cache: clear(PART["costs"], cache), r"cannot delete .*04d6347cd77c26e13234ed0c.json: No"),
-        ("iterdir", lambda cache: contents_of(PART["smollm2-135m"], cache), r"cannot read .*cache: No.*; set DRAFT"),
+        ("unlink", lambda cache: clear(PART["costs"], cache), r"04d6347cd77c26e13234ed0c.json: Not permitted"),
+        ("iterdir", lambda cache: contents_of(PART["smollm2-135m"], cache), r"cache: Not permitted.* DRAFTHEADS_CACHE"),
     ],
 )
 def test_an_error_of_the_system_is_named(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, method: str, act: Callable[[Path], object], words: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, method: str, act: Callable[[Path], object], named: str
 ) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(1, "Not permitted")
 
     monkeypatch.setattr(Path, method, refuse)
-    with pytest.raises(StorageError, match=words):
+    with pytest.raises(StorageError, match=named):
         act(cache)

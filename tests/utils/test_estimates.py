@@ -28,24 +28,22 @@ def test_errors_are_those_of_prompts_that_are_drawn_again() -> None:
     assert error == pytest.approx(float((ratios / others).std()), rel=0.08)
 
 
-def test_a_ratio_over_itself_is_one_without_an_error() -> None:
-    shares = [(3.0, 2.0), (5.0, 0.25), (1.0, 7.0)]
-    assert ratio_with_error(shares, shares) == (1.0, 0.0)
-
-
-@pytest.mark.parametrize("steps", [(0, 0, 0), (0, 0, 9)])
-def test_answers_without_steps_count_as_one_token_per_step(steps: tuple[int, ...]) -> None:
-    one = [(0, 0), (0, 0), (steps[2], steps[2])]
-    twice = [(0, 0), (0, 0), (2 * steps[2], steps[2])]
-    assert ratio_with_error(one) == (1.0, 0.0)
-    ratio, error = ratio_with_error(twice, one)
-    assert ratio == ratio_with_error(twice)[0]
+@pytest.mark.parametrize(
+    ("shares", "others", "ratio"),
+    [
+        ([], None, 1.0),
+        ([(6, 4)], None, 1.5),  # of a single prompt there is no error
+        ([(0, 0)] * 3, None, 1.0),  # answers without steps count as one token per step
+        ([(0, 0), (0, 0), (9, 9)], None, 1.0),
+        ([(0, 0), (0, 0), (18, 9)], [(0, 0), (0, 0), (9, 9)], 2.0),
+        ([(3.0, 2.0), (5.0, 0.25)], [(3.0, 2.0), (5.0, 0.25)], 1.0),
+    ],
+)
+def test_ratios_at_the_edge(shares: list[Share], others: list[Share] | None, ratio: float) -> None:
+    found, error = ratio_with_error(shares, others)
+    assert found == ratio
     assert math.isfinite(error)
-
-
-def test_a_single_prompt_and_none_have_no_error() -> None:
-    assert ratio_with_error([(6, 4)]) == (1.5, 0.0)
-    assert ratio_with_error([]) == (1.0, 0.0)
+    assert error == 0.0 or ratio == 2.0
 
 
 def test_quartiles_stay_inside_the_data() -> None:

@@ -32,66 +32,55 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text, encoding="utf-8")
 
 
-def test_a_machine_without_limits(root: Path) -> None:
-    write(root, {"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/memory.max": "max\n"})
+CGROUP = "sys/fs/cgroup"
+VERSION_1 = {
+    "proc/self/cgroup": "5:memory:/docker/1\n4:cpu,cpuacct:/docker/1\n3:cpuset:/\n",
+    f"{CGROUP}/cpu/docker/1/cpu.cfs_quota_us": "-1\n",
+    f"{CGROUP}/cpu/docker/1/cpu.cfs_period_us": "100000\n",
+    f"{CGROUP}/cpu/cpu.cfs_quota_us": "25000\n",
+    f"{CGROUP}/cpu/cpu.cfs_period_us": "100000\n",
+    f"{CGROUP}/memory/docker/1/memory.limit_in_bytes": "9223372036854771712\n",  # the number for "no limit"
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "usable", "memory"),
+    [
+        ({f"{CGROUP}/cpu.max": "max 100000\n", f"{CGROUP}/memory.max": "max\n"}, None, 8, None),
+        (  # version 2: the smallest limit of the groups above counts
+            {
+                "proc/self/cgroup": "0::/user.slice/job\n",
+                f"{CGROUP}/user.slice/job/cpu.max": "400000 100000\n",
+                f"{CGROUP}/user.slice/cpu.max": "250000 100000\n",
+                f"{CGROUP}/user.slice/job/memory.max": "max\n",
+                f"{CGROUP}/user.slice/memory.max": "4000000000\n",
+            },
+            *(2.5, 3, 4_000_000_000),
+        ),
+        (  # in a container the path of the group is the host's, and the limits are in the mount
+            {"proc/self/cgroup": "0::/../../docker/123\n", f"{CGROUP}/cpu.max": "150000 100000\n"},
+            *(1.5, 2, None),
+        ),
+        (VERSION_1, 0.25, 1, None),  # not 0 cores
+        ({**VERSION_1, f"{CGROUP}/memory/memory.limit_in_bytes": "2000000000\n"}, 0.25, 1, 2_000_000_000),
+    ],
+)
+def test_the_limits_of_control_groups(
+    root: Path, files: dict[str, str], quota: float | None, usable: int, memory: int | None
+) -> None:
+    write(root, files)
     cores = find_cores(root)
-    assert cores == Cores(logical=8, physical=4, allowed=8, quota=None)
-    assert cores.usable == 8
-    assert find_memory(root) == (16_384_000_000, 8_192_000_000, None)
+    assert cores == Cores(logical=8, physical=4, allowed=8, quota=quota)
+    assert cores.usable == usable
+    assert find_memory(root) == (16_384_000_000, 8_192_000_000, memory)
 
 
-def test_the_smallest_limit_of_the_groups_above_counts(root: Path) -> None:
-    """Version 2 of control groups."""
-    groups = "sys/fs/cgroup"
-    write(
-        root,
-        {
-            "proc/self/cgroup": "0::/user.slice/job\n",
-            f"{groups}/user.slice/job/cpu.max": "400000 100000\n",
-            f"{groups}/user.slice/cpu.max": "250000 100000\n",
-            f"{groups}/user.slice/job/memory.max": "max\n",
-            f"{groups}/user.slice/memory.max": "4000000000\n",
-        },
-    )
-    cores = find_cores(root)
-    assert cores.quota == 2.5
-    assert cores.usable == 3
-    assert find_memory(root).limit == 4_000_000_000
-
-
-def test_the_limits_of_a_container_are_in_the_mount(root: Path) -> None:
-    """Where the path of the group is the host's."""
-    write(root, {"proc/self/cgroup": "0::/../../docker/123\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"})
-    assert find_cores(root).quota == 1.5
-
-
-def test_version_1_of_control_groups(root: Path) -> None:
-    write(
-        root,
-        {
-            "proc/self/cgroup": "5:memory:/docker/1\n4:cpu,cpuacct:/docker/1\n3:cpuset:/\n",
-            "sys/fs/cgroup/cpu/docker/1/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/docker/1/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "25000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "9223372036854771712\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "2000000000\n",
-        },
-    )
-    assert find_cores(root).quota == 0.25
-    assert find_cores(root).usable == 1  # not 0
-    assert find_memory(root).limit == 2_000_000_000
-    (root / "sys/fs/cgroup/memory/memory.limit_in_bytes").unlink()
-    assert find_memory(root).limit is None  # the other one is the number for "no limit"
-
-
-def test_a_process_may_be_bound_to_some_cores(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_may_be_bound_to_some_cores_and_other_systems_have_no_limits(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5})
     assert find_cores(root).usable == 2
-
-
-def test_another_system_has_no_limits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity")
     (root / "proc/self/cgroup").unlink()
     assert find_cores(root) == Cores(logical=8, physical=4, allowed=8, quota=None)
     assert find_memory(root).limit is None
@@ -101,13 +90,6 @@ def test_an_nvidia_driver_is_found(tmp_path: Path) -> None:
     assert not has_nvidia_driver(tmp_path)
     write(tmp_path, {"proc/driver/nvidia/version": "NVRM version: 570\n"})
     assert has_nvidia_driver(tmp_path)
-
-
-def test_this_machine() -> None:
-    cores = find_cores()
-    assert 1 <= cores.usable <= cores.logical
-    memory = find_memory()
-    assert 10**8 < memory.available < memory.total
 
 
 # --- other programs ---
@@ -157,6 +139,9 @@ def test_other_programs_disturb_threads_that_need_their_core(
 
 
 def test_this_machine_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, memory = find_cores(), find_memory()
+    assert 1 <= cores.usable <= cores.logical
+    assert 10**8 < memory.available < memory.total
     monkeypatch.setattr(OtherPrograms, "busy_cores", busy_cores)
     others, found = OtherPrograms(), None
     while found is None:  # the system counts in hundredths of a second

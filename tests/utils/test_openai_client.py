@@ -25,4 +25,4 @@ def test_the_port_that_is_meant_counts(url: str, expected: tuple[str, str, int])
 def test_what_is_no_address_of_http_is_named_with_its_option(url: str) -> None:
     with pytest.raises(InvalidSettings) as caught:
         origin(url, "--judge")
-    assert str(caught.value) == f"--judge is {url!r}; give an address such as http://127.0.0.1:8000/v1"
+    assert f"--judge is {url!r}" in str(caught.value)

@@ -5,7 +5,7 @@ import io
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import tqdm.auto
@@ -47,15 +47,8 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[BarRecorder]:
     return BarRecorder.made
 
 
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's shell, as IPython gives it."""
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel="a kernel")))
-
-
-@pytest.mark.usefixtures("notebook")
-def test_a_notebook_shows_a_bar_for_each_stage_that_counts(bars: list[BarRecorder]):
-    progress = shown(True)
+def test_a_bar_is_shown_for_each_stage_that_counts(bars: list[BarRecorder]):
+    progress = Bars()
     progress.stage("loading")
     progress.stage("training")
     progress.progress(3, 9)  # done by an earlier run
@@ -72,45 +65,25 @@ def test_a_notebook_shows_a_bar_for_each_stage_that_counts(bars: list[BarRecorde
     assert bars[1].closed
 
 
-def test_bars_need_a_notebook_or_a_terminal(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert isinstance(shown(True), NoProgress)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # imported by a script
-    assert isinstance(shown(True), NoProgress)
-    terminal = SimpleNamespace(isatty=lambda: True)  # that of IPython has no kernel
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: terminal))
-    assert isinstance(shown(True), NoProgress)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert isinstance(shown(True), Bars)
-    monkeypatch.setattr(sys, "stderr", None)  # without a console on Windows
-    assert isinstance(shown(True), NoProgress)
-
-
-@pytest.mark.usefixtures("notebook")
-def test_false_shows_nothing_and_another_receiver_is_taken():
+@pytest.mark.parametrize(
+    ("shell", "stderr", "expected"),
+    [
+        ("none", io.StringIO(), NoProgress),
+        (None, io.StringIO(), NoProgress),  # imported by a script
+        (SimpleNamespace(), io.StringIO(), NoProgress),  # that of a terminal has no kernel
+        (SimpleNamespace(), SimpleNamespace(isatty=lambda: True), Bars),
+        (SimpleNamespace(kernel=1), io.StringIO(), Bars),
+        (SimpleNamespace(), None, NoProgress),  # without a console on Windows
+    ],
+)
+def test_bars_need_a_notebook_or_a_terminal(monkeypatch: pytest.MonkeyPatch, shell: Any, stderr: Any, expected: type):
+    monkeypatch.setattr(sys, "stderr", stderr)
+    ipython = None if shell == "none" else SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert isinstance(shown(True), expected)
     assert isinstance(shown(False), NoProgress)
     own = FakeProgress()
     assert shown(own) is own
-
-
-def test_the_bar_of_tqdm(monkeypatch: pytest.MonkeyPatch):
-    """The real one, on a terminal."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    out = Terminal()
-    monkeypatch.setattr(sys, "stderr", out)
-    progress = shown(True)
-    progress.stage("training")
-    for done in range(4):
-        progress.progress(done, 3, "loss 1.5")
-    last = out.getvalue().split("\r")[-1]
-    assert last.startswith("training: 100%|")
-    assert "3/3" in last
-    assert "loss 1.5" in last
-    assert last.endswith("\n"), "the bar is closed"
 
 
 @pytest.mark.parametrize("function", [draftheads.train_head, draftheads.tune_head, draftheads.compare_heads])

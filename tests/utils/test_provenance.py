@@ -31,6 +31,7 @@ def test_git_state_follows_the_checkout_that_tracks_the_source(tmp_path: Path) -
     _git(tmp_path, "add", "code.py")
     assert module._git_state(source) == (None, None)  # no commit yet
     _git(tmp_path, "commit", "-m", "one")
+    (tmp_path / "notes").touch()  # of no matter
     commit, dirty = module._git_state(source)
     assert commit is not None
     assert (len(commit), dirty) == (40, False)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draftheads.bench.timing import Answers, Way
-from draftheads.decode.engine import Engine, prompt_ids
+from draftheads.data.records import Record
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import Prompt, prompt_ids
 from draftheads.errors import InvalidPrompt
 from draftheads.models.model import TargetModel
 from draftheads.utils.messages import Message
@@ -19,6 +21,19 @@ class Question:
     before: tuple[Message, ...] = ()
     role: str = "user"  # of the turns
     is_ids: tuple[int, ...] | None = None  # token ids in place of all
+
+
+def question_of(number: int, prompt: Prompt | Record) -> Question:
+    """The question of a prompt or a record."""
+    if isinstance(prompt, Record) and prompt.is_text:
+        return Question(number, prompt.user_turns)
+    messages = list(prompt.messages) if isinstance(prompt, Record) else prompt
+    if isinstance(messages, str):
+        return Question(number, (messages,))
+    if isinstance(messages[0], int):
+        return Question(number, ("",), is_ids=tuple(messages))  # type: ignore[arg-type]
+    *before, last = messages
+    return Question(number, (last["content"],), tuple(before), role=last["role"])  # type: ignore[index,arg-type]
 
 
 class Conversations:

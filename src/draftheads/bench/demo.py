@@ -12,8 +12,9 @@ from draftheads.bench.table import Row, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.decode.engine import Engine
-from draftheads.loading import checked, head_engine, load_drafter, load_target, template_of
+from draftheads.loading import head_engine, load_drafter, load_target, template_of
 from draftheads.models.model import TargetModel
+from draftheads.runners.structure import checked
 from draftheads.settings import Precision
 
 

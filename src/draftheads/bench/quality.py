@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from draftheads.bench.settings import MIN_PROMPTS
 from draftheads.errors import DraftHeadsError, MissingDependency, first_line
 from draftheads.models.model import TargetModel
 from draftheads.utils.estimates import Estimate, bootstrap
@@ -214,3 +215,54 @@ class Perplexity(Measure):
 
 def _num_scored(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
     return max(len(answer_ids) - (not prompt_ids), 0)
+
+
+class Ratings:
+    """What measures say of the answers of all ways; the same texts, as of exact drafters, are measured once.
+
+    ``"agreement"`` stands for :class:`Agreement` with plain decoding. Answers of others are saved in the folder.
+
+    Attributes:
+        unmeasured: whether a measure that asks others failed, so that the same comparison should try it again.
+    """
+
+    def __init__(self, measures: Sequence[Measure | str], folder: Path, progress: Progress) -> None:
+        self._measures, self._progress = measures, progress
+        self._known: list[tuple[Measure, list[Any], list[Scores]]] = []
+        self.unmeasured = False
+        for measure in measures:
+            if not isinstance(measure, str) and measure.asks_others:
+                measure.folder = folder
+
+    def of(self, items: Sequence[Item], plain_items: Sequence[Item]) -> tuple[list[Scores], list[tuple[str, str]]]:
+        """The scores of a way's answers, and problems: the question's id, and the measure with its reason."""
+        scores: list[Scores] = []
+        problems = []
+        texts = [item.answer_ids for item in items]
+        for given in self._measures:
+            measure = Agreement(plain_items) if isinstance(given, str) else given
+            known = next((found for one, seen, found in self._known if one is measure and seen == texts), None)
+            if known is None:
+                known = measure(items, self._progress)
+                self.unmeasured |= measure.asks_others and any(each.problems for each in known)
+                if measure is given:
+                    self._known.append((measure, texts, known))
+            scores += known
+            problems += [(key, f"{measure.name}: {why}") for each in known for key, why in each.problems.items()]
+        return scores, problems
+
+
+def quality_fields(scores: Sequence[Scores], question_ids: set[str]) -> dict[str, Any]:
+    """Means with intervals over these questions, as fields of a row."""
+    chosen = [
+        replace(score, values={key: value for key, value in score.values.items() if key in question_ids})
+        for score in scores
+    ]
+    means = {score.measure: (mean, len(score.values)) for score in chosen if (mean := score.estimate()) is not None}
+    return {
+        "quality": {name: mean.value for name, (mean, _) in means.items()},
+        "quality_intervals": {
+            name: (mean.low, mean.high) for name, (mean, count) in means.items() if count >= MIN_PROMPTS
+        },
+        "quality_counts": {name: count for name, (_, count) in means.items() if count < len(question_ids)},
+    }

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from draftheads.bench.compare import MIN_PROMPTS, Comparison, compare_heads
+from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.paper_tables import (
     BASELINES,
     Block,
@@ -20,7 +20,7 @@ from draftheads.bench.paper_tables import (
     intervals_of,
     markdown_of,
 )
-from draftheads.bench.settings import BenchSettings
+from draftheads.bench.settings import MIN_PROMPTS, BenchSettings
 from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, own_text, train_variants
 from draftheads.bench.table import Row, copies_note
 from draftheads.bench.timing import PLAIN

@@ -11,6 +11,7 @@ from draftheads.settings import AcceptanceRule, SamplingSettings
 from draftheads.utils.option_group import FROM_1, OptionGroup, at_least
 
 TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths", "adaptive"]
+MIN_PROMPTS = 3  # or groups of them, for an interval
 LOADED = ("defaults", "adaptive")  # kinds of trees that an engine chooses by itself at each step
 DRAWN: tuple[AcceptanceRule, ...] = ("rejection", "block")  # rules for drafts of drawn tokens
 
@@ -93,7 +94,7 @@ class BenchSettings(OptionGroup):
             SamplingSettings(temperature=point.temperature, typical_epsilon=epsilon)  # raises what is impossible
         if self.temperatures == (0.0,) and self.acceptance != ("exact",):
             raise InvalidSettings(
-                f"--acceptance is {' '.join(self.acceptance)}, but greedy answers need no rule: add --temperatures 0.7"
+                f"acceptance is {' '.join(self.acceptance)}, but greedy answers need no rule: add --temperatures 0.7"
             )
 
     def points(self) -> Iterator[Point]:

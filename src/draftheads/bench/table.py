@@ -1,4 +1,4 @@
-"""The table of a comparison: a row for each way of decoding, the columns, and what it says in sentences.
+"""The table of a comparison: a row for each way of decoding, and the columns.
 
 A column that is computed from a way's answers is one entry of :data:`NUMBERS`: terminals, Markdown, JSON, pages and
 tables of papers have it. Numbers over plain decoding, with intervals, are fields of :class:`Row`.
@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftheads.bench.settings import LOADED
+from draftheads.bench.settings import MIN_PROMPTS
 from draftheads.bench.timing import PLAIN, STOCK, Answers
-from draftheads.utils.counts import counted, short_count
+from draftheads.utils.counts import short_count
 from draftheads.utils.estimates import Estimate, bootstrap, quartiles
 
 PARTS = ("drafting", "verification", "accept and rest")  # of a step
 ALL = "all"  # rows over all questions
 TURN = "turn "  # so begin the names of rows over single turns
 WITH_COPIES = "with copies"  # so ends what a row says of its tree
-_FEWEST = 3  # groups of prompts for an interval
 Interval = tuple[float, float]
 
 
@@ -160,7 +159,7 @@ def timed_row(
 
 def _interval(estimate: Estimate, count: int) -> Interval | None:
     """Its interval; None of so few items that it would say nothing."""
-    return None if count < _FEWEST else (estimate.low, estimate.high)
+    return None if count < MIN_PROMPTS else (estimate.low, estimate.high)
 
 
 class Number(NamedTuple):
@@ -174,14 +173,12 @@ class Number(NamedTuple):
 
 def _of_step(*parts: str) -> Callable[[Sequence[Answers]], float | None]:
     def milliseconds(own: Sequence[Answers]) -> float | None:
-        total = sum(getattr(answer, f"{part}_milliseconds") for answer in own for part in parts)
-        return total / max(1, sum(answer.num_timed_steps for answer in own)) if any(map(_has_steps, own)) else None
+        if not sum(answer.draft_milliseconds + answer.verify_milliseconds + answer.rest_milliseconds for answer in own):
+            return None
+        total: float = sum(getattr(answer, f"{part}_milliseconds") for answer in own for part in parts)
+        return total / max(1, sum(answer.num_timed_steps for answer in own))
 
     return milliseconds
-
-
-def _has_steps(answer: Answers) -> bool:
-    return answer.draft_milliseconds + answer.verify_milliseconds + answer.rest_milliseconds > 0
 
 
 def _latency(share: int) -> Callable[[Sequence[Answers]], float | None]:
@@ -203,10 +200,6 @@ def _token(own: Sequence[Answers]) -> float | None:
     return 1e3 * (lasts - firsts) / num_later if num_later else None
 
 
-def _peak(own: Sequence[Answers]) -> float | None:
-    return max(answer.peak_bytes for answer in own) / 1e9 or None
-
-
 NUMBERS = (
     Number("first_token_milliseconds", "first token ms", _first_token, ".0f"),  # median, waiting in the group included
     Number("token_milliseconds", "ms/token", _token),  # mean time of a token of an answer after its first one
@@ -215,7 +208,8 @@ NUMBERS = (
     Number("rest_milliseconds", "rest ms", _of_step("rest")),
     Number("step_milliseconds", "step ms", _of_step("draft", "verify", "rest")),
     *(Number(f"p{share}_seconds", f"p{share} s", _latency(share), ".2f") for share in (50, 90, 99)),
-    Number("peak_gigabytes", "peak memory GB", _peak, ".2f"),  # of an accelerator
+    # of an accelerator
+    Number("peak_gigabytes", "peak memory GB", lambda own: max(one.peak_bytes for one in own) / 1e9 or None, ".2f"),
 )
 
 
@@ -260,17 +254,12 @@ def _shown(value: float | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
 
-def _between(value: float | None, interval: Interval | None, form: str = ".2f") -> str:
-    if value is None:
-        return ""
-    return _shown(value, form) + ("" if interval is None else f" ({_numbers(*interval, form=form)})")
-
-
 def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
     """All columns with a number in these rows, their names first; with ``intervals``, cells show them."""
 
     def number(row: Row, name: str) -> str:
-        return _between(row.number(name), row.interval(name) if intervals else None)
+        value, interval = row.number(name), row.interval(name) if intervals else None
+        return _shown(value) + ("" if value is None or interval is None else f" ({_numbers(*interval)})")
 
     def own_number(row: Row, one: Number) -> str:
         return _shown(row.numbers.get(one.name), one.form)
@@ -330,8 +319,8 @@ def setting_in_words(settings: Mapping[str, Any], name: str) -> str:
     return f"{SETTINGS[name]} {value:g}" if isinstance(value, float) else f"{SETTINGS[name]} {value}".strip()
 
 
-def _numbers(*values: float | None, form: str = ".2f") -> str:
-    return "-".join("" if value is None else format(value, form) for value in values)
+def _numbers(*values: float) -> str:
+    return "-".join(map(_shown, values))
 
 
 # of ways of decoding as users have them, beside transformers
@@ -340,9 +329,9 @@ SPEED_COLUMNS = [
     Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
     Column("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
     Column("speed-up (quartiles)", lambda row: f"{row.speedup:.2f} ({_numbers(*row.speedup_quartiles or ())})"),
-    Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _numbers(row.speedup_over_transformers)),
+    Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _shown(row.speedup_over_transformers)),
     Column("same text", lambda row: "yes" if row.num_different == 0 else f"no ({row.num_different})"),
-    Column("worst margin", lambda row: _numbers(row.worst_margin, form=".1g")),
+    Column("worst margin", lambda row: _shown(row.worst_margin, ".1g")),
 ]
 
 
@@ -402,65 +391,6 @@ def copies_note(rows: Iterable[Row]) -> str:
     )
 
 
-# --- what the table says, in sentences: the same on a terminal and on the page ---
-
-
-def speed_sentence(name: str, speedup: float, error: float, *, given: str = "the defaults") -> str:
-    """The first sentence of every comparison: what is measured with a drafter as it is loaded.
-
-    >>> speed_sentence("hydra", 1.5, 0.125)
-    'With the defaults on this machine: 1.50 ± 0.12 × plain decoding (hydra).'
-    """
-    return f"With {given} on this machine: {speedup:.2f} ± {error:.2f} × plain decoding ({name})."
-
-
 def heads_only(rows: Iterable[Row]) -> list[Row]:
     """Rows over all questions without those of plain decoding and transformers."""
     return [row for row in rows if row.part == ALL and row.name not in (PLAIN, STOCK)]
-
-
-def verdict(rows: Iterable[Row]) -> str:
-    """One sentence on the fastest drafter, with its standard error."""
-    if not (drafters := heads_only(rows)):
-        return "There is no drafter to compare."
-    best = max(drafters, key=lambda row: row.speedup)
-    if best.settings.get("tree") == "defaults":
-        return speed_sentence(best.name, best.speedup, best.speedup_error)
-    facts = [best.tree]
-    if not best.settings.get("temperature"):
-        same = best.num_answers - best.num_different
-        facts.append(f"with the same text in {same} of {counted(best.num_answers, 'answer')}")
-    speed, end = f"{best.speedup:.2f} ± {best.speedup_error:.2f} ×", ", ".join(filter(None, facts))
-    if best.speedup - best.speedup_error > 1:
-        return f"{best.name} is fastest: {speed} plain decoding ({end})."
-    clearly = "clearly " if best.speedup > 1 else ""
-    start = f"No drafter is {clearly}faster than plain decoding"
-    return f"{start}: the fastest, {best.name}, reaches {speed} its speed ({end})."
-
-
-def remarks(rows: Iterable[Row]) -> list[str]:
-    """Sentences on what limits the verdict."""
-    best, *others = sorted(heads_only(rows), key=lambda row: -row.speedup)
-    close = dict.fromkeys(
-        row.name
-        for row in others
-        if row.name != best.name and best.speedup - row.speedup < best.speedup_error + row.speedup_error
-    )
-    sentences = []
-    if any(row.settings.get("tree") in LOADED for row in (best, *others)):
-        sentences.append("Defaults choose the size of each draft for this machine.")
-    if close:
-        sentences.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
-    fixed = any(row.settings.get("num_nodes") and not row.tree.startswith("its own") for row in (best, *others))
-    if best.speedup - best.speedup_error <= 1 and fixed:
-        sentences.append("Trees may be too large for this machine: try a smaller `--num-nodes`.")
-    if any(row.num_different for row in (best, *others)):
-        sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")
-    if rules := {str(row.settings["acceptance"]) for row in (best, *others) if _changes_texts(row)}:
-        measured = "see its quality beside its speed" if best.quality else "measure it: `--quality`"
-        sentences.append(f"Acceptance {' and '.join(sorted(rules))} changes the distribution of texts: {measured}.")
-    return sentences
-
-
-def _changes_texts(row: Row) -> bool:
-    return str(row.settings.get("acceptance", "")).startswith("typical")

@@ -75,6 +75,25 @@ def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
+def together(first: Sequence[Answers], second: Sequence[Answers]) -> tuple[list[Answers], list[Answers]]:
+    """The answers to turns that both have: a conversation can become too long for one way alone."""
+
+    def turn(one: Answers) -> tuple[Any, ...]:
+        return one.group, one.turn, one.questions
+
+    both = set(map(turn, first)) & set(map(turn, second))
+    return [one for one in first if turn(one) in both], [one for one in second if turn(one) in both]
+
+
+def first_texts(own: Sequence[Answers]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The token ids of each question's answer to each turn; of the first round."""
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for answers in own:
+        for number, ids in zip(answers.questions, answers.token_ids, strict=True):
+            found.setdefault((number, answers.turn), ids)
+    return found
+
+
 # a way of decoding: prompts, most new tokens of an answer -> answers; of conversations, to each turn
 Way = Callable[[Any, int], list[Answers]]
 _GREEDY = SamplingSettings()

@@ -12,7 +12,8 @@ from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.judge import Judge
 from draftheads.bench.options import BenchOptions, QualityOptions
 from draftheads.bench.quality import Gsm8k, Measure, Rouge
-from draftheads.bench.table import ALL, Row, by_part, columns, markdown, remarks, verdict
+from draftheads.bench.table import ALL, Row, by_part, columns, markdown
+from draftheads.bench.verdict import remarks, verdict
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
@@ -95,7 +96,7 @@ def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", 
     for option, value in vars(options).items():
         measure = "perplexity" if option == "original_model" else "judge"
         if option != "quality" and value is not None and measure not in options.quality:
-            flag = f"--{option.replace('_', '-')}"
+            flag = option if option in QualityOptions.RARE else f"--{option}"
             raise InvalidSettings(f"{flag} is {str(value)!r}, which only {measure} uses: add --quality {measure}")
     for name in options.quality:
         if name == "judge" and options.judge is None:

@@ -20,9 +20,10 @@ from draftheads.cli.generate import load_engine, no_draft_sentence
 from draftheads.cli.options import ChatOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
-from draftheads.decode.core import CoreLimits, EngineCore, Lane
+from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.text import TaggedText
+from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.loading import UNTRAINED, engine_on, name_of, resolve, template_of
 from draftheads.models.chat_template import effort_variables, thinking_tags

@@ -10,8 +10,9 @@ from rich.text import Text
 from draftheads.bench.contenders import names_of
 from draftheads.bench.demo import Demo, Scorer, load_demo
 from draftheads.bench.options import DemoOptions
-from draftheads.bench.table import SPEED_COLUMNS, Row, speed_sentence
+from draftheads.bench.table import SPEED_COLUMNS, Row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, take_turns
+from draftheads.bench.verdict import speed_sentence
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, check_json_path, quiet_transformers, show_stream, write_json
 from draftheads.cli.show_comparison import (
@@ -38,7 +39,7 @@ _FIELDS = (
 
 def run(options: DemoOptions) -> None:
     if not options.seconds > 0:
-        raise InvalidSettings(f"--seconds is {options.seconds:g}; it must be above 0")
+        raise InvalidSettings(f"seconds is {options.seconds:g}; it must be above 0")
     check_json_path(options.json)
     names_of(options.heads, taken=(PLAIN, STOCK))  # raises now what would fail after minutes
     int8 = options.load.precision == "int8"

@@ -15,7 +15,8 @@ from draftheads.cli.options import ChatOptions, GenerateOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import drafted_text, print_logprobs, quiet_transformers, show_stream, speed_words
 from draftheads.data.records import read_prompts
-from draftheads.decode.engine import Engine, Prompt
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import Prompt
 from draftheads.decode.request import GenerationResult
 from draftheads.errors import InvalidPrompt
 from draftheads.loading import load

@@ -119,7 +119,7 @@ def print_help(console: Console, command: str, kind: Any, default: Any = None, *
         groups["Options"].sort(key=lambda option: basic.index(option.name))
     if rare and whole:
         groups["Settings for --set"] = rare
-    column = min(_NAMES, max(len(option.flag) for option in options) if options else 0)
+    column = min(_NAMES, max((len(option.flag) for group in groups.values() for option in group), default=0))
     for title, group in groups.items():
         rows = [(option.flag, option.line(whole=whole)) for option in group]
         if title == "Options":  # there is always one

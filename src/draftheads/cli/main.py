@@ -43,7 +43,7 @@ COMMANDS = {
     "generate": Command("answer prompts", "cli.options.GenerateOptions"),
     "import": Command("read a head of another project", "cli.import_.ImportOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
-    "merge": Command("merge a model and its adapter into one model", "train.options.MergeOptions"),
+    "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.ReportOptions"),
     "reproduce": Command(
@@ -123,23 +123,17 @@ def _command(arguments: list[str]) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    import tyro  # noqa: PLC0415 - slow to import; the list of commands does not need it
-
-    kind, defaults = options_of(name)
     given = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if asked := {"-h", "--help", "--help-all"}.intersection(given):
         from rich.console import Console  # noqa: PLC0415
 
         from draftheads.cli.help import print_help  # noqa: PLC0415
 
+        kind, defaults = options_of(name)
         default = None if defaults is None else defaults(arguments)
         print_help(Console(highlight=False), name, kind, default, whole="--help-all" in asked)
         return 0
-    # some commands have defaults that depend on other options, such as --recipe
-    default = {} if defaults is None else {"default": defaults(arguments)}
-    marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
-    arguments = [*_in_places(name, given, kind, default.get("default")), *arguments[len(given) :]]
-    options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
+    options = read_options(name, arguments)
     from draftheads.cli.early_checks import check_names, flat  # noqa: PLC0415 - `--help` does not need it
 
     if name != "info":  # which loads nothing: a head may be of any model
@@ -149,8 +143,21 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     return import_quickly(name).run(options) or 0
 
 
+def read_options(name: str, arguments: Sequence[str]) -> Any:
+    """The options of a command in these words. SystemExit: they are not valid."""
+    import tyro  # noqa: PLC0415 - slow to import
+
+    kind, defaults = options_of(name)
+    # some commands have defaults that depend on other options, such as --recipe
+    default = {} if defaults is None else {"default": defaults(arguments)}
+    marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = [*_in_places(name, arguments[:end], kind, default.get("default")), *arguments[end:]]
+    return tyro.cli(kind, args=words, prog=f"draftheads {name}", config=marks, **default)
+
+
 def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> list[str]:
-    """The arguments: positional ones that are given by name, such as --model, are in their places, ``--set`` is gone."""
+    """The arguments: positional ones that are given by name, such as --model, in their places, and without --set."""
     from draftheads.cli.help import options_of  # noqa: PLC0415 - slow to import
 
     every = list(options_of(kind, default))
@@ -204,7 +211,7 @@ def _check_flag(
     if flag.endswith("batch-invariant"):
         raise ValueError(NO_BATCH_INVARIANT)
     if (setting := flag[2:].replace("-", "_")) in rare:
-        raise ValueError(f"no option {word}: give --set {setting}={rare[setting].values or 'on'}")
+        raise ValueError(f"no option {word}: give --set {rare[setting].flag}")
     close = close_name(flag, known)
     raise ValueError(f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}")
 
@@ -214,7 +221,7 @@ def _as_option(given: str, rare: Mapping[str, Any]) -> list[str]:
     name, equals, value = given.partition("=")
     name = name.replace("-", "_")
     if not equals:
-        raise ValueError(f"--set {given}: write NAME=VALUE")
+        raise ValueError(f"--set {given} has no value: write NAME=VALUE")
     if name not in rare:
         close = close_name(name, rare)
         raise ValueError(

@@ -7,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.bench.table import speed_sentence
 from draftheads.bench.timing import over_plain
+from draftheads.bench.verdict import speed_sentence
 from draftheads.checkpoints.registry import find_head
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages

@@ -17,6 +17,15 @@ from draftheads.cpu.kernels import PackedLinear, Plain, pack, replace_linears, s
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
+# varied text, on which int8 finds the layers' large inputs
+TYPICAL_TEXT = """
+The committee met on 14 March 2019 to discuss the harbour. "Nobody asked us," said Mrs. Alvarez, who has
+fished here since 1987. def mean(values): return sum(values) / len(values)  # raises ZeroDivisionError when
+empty. Prices rose by 3.5% in the first quarter, and then fell again. Dear Sir, thank you for your letter; I
+am sorry that the parcel never arrived. Photosynthesis turns carbon dioxide and water into glucose and oxygen.
+Why did the old lighthouse keeper leave? He loved his daughter more than the sea. SELECT name, age FROM people
+WHERE city = 'Oslo' ORDER BY age DESC; Der Zug nach Bern fährt um 7 Uhr. La maison est près de la rivière. 1.
+Wash the rice. 2. Boil 400 ml of water."""
 _SMALLEST_SHARE = 0.5  # int8 must cover this share of the weights, embeddings excluded
 _TYPES = (torch.float32, torch.bfloat16)
 

@@ -12,7 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.decode.planner import Planner
 from draftheads.decode.prefix_cache import ReadText
-from draftheads.decode.request import Request, StreamEvent, TopLogprobs
+from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.step_tokens import logprobs_of, tokens_of
 from draftheads.decode.token_rules import BatchRules, has_rules
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
@@ -20,7 +21,7 @@ from draftheads.runners.runner import Row
 from draftheads.speculation.accept import accept, num_rejection_uniforms
 from draftheads.speculation.draft import AcceptResult, Context, Draft, Places
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, has_penalty, token_logprobs
+from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, has_penalty
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
 
@@ -45,8 +46,7 @@ class Batch:
     :meth:`keep` are what both do.
 
     Args:
-        model: the target.
-        drafter: what drafts.
+        model, drafter: the target, and what drafts for it.
         shape: what it fills at each step; its default where left out.
         planner: chooses the shape at each step, in place of that.
         on_phase: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
@@ -110,7 +110,9 @@ class Batch:
                 allowed = processed(allowed, depths[:, 0])
         roots = choose(allowed, settings, seen, uniforms[:, 0])
         new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
-        logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
+        logprobs = logprobs_of(
+            requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests)
+        )
         events = [
             self._append(request, ids, num_drafted=0, **scores)
             for request, ids, scores in zip(requests, new_ids, logprobs, strict=True)
@@ -145,10 +147,13 @@ class Batch:
             rejection_uniforms=rejection_uniforms,
             processed=processed,
         )
-        new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, found.asked)  # the step's one read
+        new_ids, counts, copied, by_depth, watched = tokens_of(draft, result, found.asked)  # the step's one read
         self.advance(found, result, [ids[:n] for ids, n in zip(new_ids, counts, strict=True)], watched)
-        logprobs = _logprobs(self.requests, logits, result.path, new_ids, counts)
-        self._note_hidden(counts)
+        logprobs = logprobs_of(self.requests, logits, result.path, new_ids, counts)
+        if self.on_leave is not None:
+            assert self._context is not None
+            for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
+                parts.append(states[:count].clone())
         events = []
         for row, request in enumerate(self.requests):
             request.num_steps += 1
@@ -183,7 +188,7 @@ class Batch:
             to_device(list(roots), states.device),
             known_ids=[[*ids, root] for ids, root in zip(prompts, roots, strict=True)],
         )
-        self._context = _merged(self._context, new)
+        self._context = new if self._context is None else self._context.beside(new)
         self.rows += rows
 
     @torch.inference_mode()
@@ -212,11 +217,7 @@ class Batch:
 
     @torch.inference_mode()
     def advance(
-        self,
-        found: Verified,
-        result: AcceptResult,
-        new_ids: Sequence[list[int]],
-        asked: Sequence[Sequence[int]],
+        self, found: Verified, result: AcceptResult, new_ids: Sequence[list[int]], asked: Sequence[Sequence[int]]
     ) -> None:
         """The accepted nodes become text: new tokens of each row, the last of them the next root.
 
@@ -305,15 +306,12 @@ class Batch:
         entries = self.runner.entries(self.rows[row], len(token_ids))
         return ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)])
 
-    def _note_hidden(self, counts: Sequence[int]) -> None:
-        if self.on_leave is not None:
-            assert self._context is not None
-            for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
-                parts.append(states[:count].clone())
-
     def _read_settings(self) -> None:
         self._settings, self._seen, self._rules = self._settings_of(self.requests)
-        self._are_free = [_is_free(request) for request in self.requests]
+        self._are_free = [
+            request.settings.temperature == 0 and not has_penalty(request.settings) and not has_rules(request)
+            for request in self.requests
+        ]
 
     def _settings_of(self, requests: Sequence[Request]) -> tuple[RowSettings, SeenTokens | None, BatchRules | None]:
         """Their settings, the tokens of their texts (B, V) where one has a penalty, and their rules."""
@@ -321,13 +319,8 @@ class Batch:
         rows = RowSettings.of([request.row_settings for request in requests], vocab_size=vocab_size, device=device)
         seen = None
         if rows.any_penalty:
-            in_prompt = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
-            in_answer = torch.zeros(len(requests), vocab_size, dtype=torch.int32)
-            for row, request in enumerate(requests):
-                in_prompt[row, request.prompt_ids] = True
-                for token in request.token_ids:
-                    in_answer[row, token] += 1
-            seen = SeenTokens(to_device(in_prompt, device), to_device(in_answer, device))
+            texts = [(request.prompt_ids, request.token_ids) for request in requests]
+            seen = SeenTokens.of(texts, vocab_size=vocab_size, device=device)
         return rows, seen, BatchRules.of(requests, vocab_size=vocab_size, device=device)
 
     def _uniforms(self, requests: Sequence[Request], count: int) -> Tensor:
@@ -354,86 +347,6 @@ class Batch:
             self._seen.in_answer.scatter_add_(1, tokens, is_new.int())
 
 
-def _is_free(request: Request) -> bool:
-    """Whether the target alone decides on the text, as for the answers of acceptance profiles."""
-    return request.settings.temperature == 0 and not has_penalty(request.settings) and not has_rules(request)
-
-
-def _tokens_of(
-    draft: Draft, result: AcceptResult, asked: Tensor | None
-) -> tuple[list[list[int]], list[int], list[int], list[list[int]], list[list[int]]]:
-    """What a step did, for each row.
-
-    Returns:
-        The accepted draft tokens and then the next token (entries beyond their number are not used), their number,
-        the number of copied ones, the number of draft tokens at each depth, and what the session asked for.
-    """
-    accepted = draft.token_ids.gather(1, result.path)[:, 1:]  # (B, P-1)
-    ids = torch.cat([accepted, result.next_ids[:, None]], 1)  # (B, P)
-    last = (result.num_accepted - 1)[:, None]
-    ids = ids.scatter(1, last, result.next_ids[:, None])
-    depths = torch.arange(1, draft.max_depth + 1, device=ids.device)
-    by_depth = (draft.depths[:, :, None] == depths).sum(1).expand(len(ids), -1)  # (B, depths)
-    parts = [result.num_accepted[:, None], _num_copied(draft, result)[:, None], by_depth, ids]
-    packed = torch.cat(parts if asked is None else [*parts, asked], 1).tolist()
-    first = 2 + draft.max_depth
-    end = first + ids.shape[1]
-    return (
-        [row[first:end] for row in packed],
-        [row[0] for row in packed],
-        [row[1] for row in packed],
-        [_without_zeros(row[2:first]) for row in packed],
-        [row[end:] for row in packed],
-    )
-
-
-def _without_zeros(counts: list[int]) -> list[int]:
-    """The counts up to the last one above 0: a tree may be less deep than its shape allows."""
-    while counts and not counts[-1]:
-        counts.pop()
-    return counts
-
-
-def _logprobs(
-    requests: Sequence[Request], logits: Tensor, path: Tensor, new_ids: list[list[int]], counts: Sequence[int]
-) -> list[dict[str, Any]]:
-    """For each row the log-probabilities of its new tokens, as arguments of :meth:`Request.append`; empty unless asked.
-
-    Args:
-        requests: of the B rows.
-        logits: (B, N, V) the target's, at each node.
-        path: (B, P) the nodes at which the new tokens were chosen.
-        new_ids: at most P tokens of each row.
-        counts: how many of them are new.
-    """
-    arguments: list[dict[str, Any]] = [{} for _ in requests]
-    asked = {row: k for row, request in enumerate(requests) if (k := request.settings.logprobs) is not None}
-    if not asked:
-        return arguments
-    rows = to_device(list(asked), logits.device)
-    width = max(counts[row] for row in asked)
-    tokens = to_device([new_ids[row][:width] for row in asked], logits.device)
-    at = logits[rows[:, None], path[rows, :width]]  # (b, width, V)
-    of_tokens, top, top_ids = token_logprobs(at, tokens, max(asked.values()))
-    packed = torch.cat([of_tokens[..., None].double(), top.double(), top_ids.double()], -1).tolist()  # one transfer
-    num_top = top.shape[-1]
-    for (row, k), places in zip(asked.items(), packed, strict=True):
-        pairs: list[TopLogprobs] = [
-            tuple(zip(map(int, place[1 + num_top :]), place[1 : 1 + num_top], strict=True))[:k] for place in places
-        ]
-        arguments[row] = {"logprobs": [place[0] for place in places], "top_logprobs": pairs}
-    return arguments
-
-
-def _num_copied(draft: Draft, result: AcceptResult) -> Tensor:
-    """(B,) how many accepted nodes only a copy brought."""
-    if draft.copied is None:
-        return torch.zeros_like(result.num_accepted)
-    places = torch.arange(result.path.shape[1], device=result.path.device)
-    accepted = places < result.num_accepted[:, None]
-    return (draft.copied.gather(1, result.path) & accepted).sum(1)
-
-
 def _advanced(draft: Draft, result: AcceptResult, hidden: Tensor, known_ids: Sequence[Sequence[int]]) -> Context:
     """What the drafter sees next: the accepted tokens with the target's hidden states, and the new root."""
     batch = torch.arange(len(hidden), device=hidden.device)[:, None]
@@ -443,23 +356,4 @@ def _advanced(draft: Draft, result: AcceptResult, hidden: Tensor, known_ids: Seq
         result.num_accepted,
         result.next_ids,
         known_ids=known_ids,
-    )
-
-
-def _merged(old: Context | None, new: Context) -> Context:
-    """Rows of ``old``, then rows of ``new``; the shorter of the two is padded."""
-    if old is None or not len(old.root_ids):
-        return new
-    width = max(old.token_ids.shape[1], new.token_ids.shape[1])
-
-    def wide(values: Tensor) -> Tensor:
-        padding = values.new_zeros(values.shape[0], width - values.shape[1], *values.shape[2:])
-        return torch.cat([values, padding], 1)
-
-    return Context(
-        torch.cat([wide(old.hidden), wide(new.hidden)]),
-        torch.cat([wide(old.token_ids), wide(new.token_ids)]),
-        torch.cat([old.num_accepted, new.num_accepted]),
-        torch.cat([old.root_ids, new.root_ids]),
-        known_ids=[*old.ids, *new.ids],
     )

@@ -1,42 +1,30 @@
 """The engine: prompts in, answers out; plain or with a drafter, one prompt or many."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from html import escape
-from numbers import Integral
 from os import PathLike
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.grammar import compiler_for
 from draftheads.decode.planner import Planner
+from draftheads.decode.prompts import Prompt, described, prompt_ids, prompt_list
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.step_costs import StepCosts
-from draftheads.errors import (
-    ChatTemplateWarning,
-    InvalidPrompt,
-    InvalidSettings,
-    PromptTooLong,
-    no_such,
-    require_at_least,
-)
-from draftheads.models.chat_template import BUILT_IN, render, template_of
+from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong, no_such, require_at_least
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
-from draftheads.models.prompt_text import token_ids_of
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.speculation.drafter import Drafter, NoDraft
 from draftheads.speculation.shapes import BestFirst, Shape, as_shape, calibrated, in_words, most_nodes_of
 from draftheads.utils.counts import counted
-from draftheads.utils.messages import Message, half_character, message_problem, short
 from draftheads.utils.progress import Progress, counted_stage, shown
 
-Prompt = str | Sequence[Message] | Sequence[int]  # a user's text, a list of messages, or token ids as they are
 _CHUNK_TOKENS = 8192  # of prompts that are read between two steps: all of them, where they are not many or long
 # names of other libraries, where they are not close to ours
 _OTHER_NAMES = {
@@ -92,10 +80,9 @@ class Engine:
         if profile is not None and shape is not None:
             raise InvalidSettings("give a shape, or a profile that decides on one")
         fills_shapes = drafter is not None and drafter.default_shape is not None
-        if profile is not None and not fills_shapes:
-            raise InvalidSettings("a profile is for a drafter that fills trees, such as a draft head")
-        if shape is not None and not fills_shapes:
-            raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
+        if not fills_shapes and (profile is not None or shape is not None):
+            what = "shape" if profile is None else "profile"
+            raise InvalidSettings(f"a {what} is for a drafter that fills trees, such as a draft head")
         self.model = model
         self.generation = model.generation  # warns now, not with the first request
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
@@ -168,12 +155,7 @@ class Engine:
         ]
 
     def request(
-        self,
-        prompt: Prompt,
-        settings: SamplingSettings,
-        *,
-        index: int = 0,
-        variables: Mapping[str, Any] | None = None,
+        self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0, variables: Mapping[str, Any] | None = None
     ) -> Request:
         """One checked request; its events carry ``index``. ``variables`` are further ones of the chat template."""
         prompt_ids, vocab_size, eos_ids = self.encode(prompt, variables), self.model.vocab_size, self.model.eos_ids
@@ -266,11 +248,6 @@ class Engine:
             return Batch(self.model, self.drafter, shape=shape, on_phase=on_phase)
         return Batch(self.model, self.drafter, shape=self.shape, planner=self.planner, on_phase=on_phase)
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The layers of the model whose inputs the drafter reads; empty if it reads the last hidden state."""
-        return self.drafter.hidden_layers
-
     def check_draft_nodes(self, draft_nodes: int | None) -> None:
         """Can trees have so many nodes? None and 0 are always possible.
 
@@ -305,12 +282,9 @@ class Engine:
         ids = prompt_ids(self.model, prompt, variables)
         if not ids:
             raise InvalidPrompt("the prompt is empty: there is nothing to go on from")
-        limit = self.model.max_positions
-        if limit is not None and len(ids) >= limit:
-            raise PromptTooLong(
-                f"the prompt has {counted(len(ids), 'token')}; {shown_name(self.model.model_id)} takes at most "
-                f"{limit - 1}"
-            )
+        if (limit := self.model.max_positions) is not None and len(ids) >= limit:
+            name = shown_name(self.model.model_id)
+            raise PromptTooLong(f"the prompt has {counted(len(ids), 'token')}; {name} takes at most {limit - 1}")
         vocab_size = self.model.vocab_size
         if outside := [token for token in ids if not 0 <= token < vocab_size]:
             raise InvalidPrompt(f"the prompt has token id {outside[0]}; token ids must lie in 0 … {vocab_size - 1}")
@@ -339,71 +313,9 @@ class Engine:
         return parts
 
 
-def prompt_list(prompts: Any) -> list[Prompt]:
-    """The prompts of any iterable but a single prompt.
-
-    Raises:
-        InvalidPrompt: it is a single prompt, or not iterable.
-    """
-    try:
-        if not isinstance(prompts, str | bytes | Mapping):
-            return list(prompts)
-    except TypeError:
-        pass
-    raise InvalidPrompt(f"give a list of prompts: write [prompt] for a single one; found {_described(prompts)}")
-
-
-def _described(value: object) -> str:
-    return f"{type(value).__name__}: {short(' '.join(repr(value).split()))}"
-
-
-def prompt_ids(
-    model: TargetModel,
-    prompt: Prompt,
-    variables: Mapping[str, Any] | None = None,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> list[int]:
-    """Token ids of a prompt of any length, with the model's chat template where it has one, which reads ``tools``."""
-    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise InvalidPrompt(f"a prompt is a text, a list of messages or a list of token ids, not {_described(prompt)}")
-    ids = [int(item) for item in prompt if isinstance(item, Integral) and not isinstance(item, bool)]
-    if len(ids) == len(prompt):
-        return ids
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
-    if not any(message["content"].strip() for message in messages):
-        raise InvalidPrompt("the prompt is empty: there is nothing to answer")
-    if template_of(model) is None:
-        warnings.warn(
-            f"{model.model_id} has no chat template: it reads prompts as plain text. For a chat model give one by "
-            f"--chat-template or chat_template=…: a file, or {', '.join(BUILT_IN)}",
-            ChatTemplateWarning,
-            stacklevel=2,
-        )
-        return _token_ids(model, "\n".join(message["content"] for message in messages))
-    try:
-        text = render(model, messages, add_generation_prompt=True, variables=variables, tools=tools)
-    except Exception as error:  # a template is a program of the model's author: it may refuse in any way
-        raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
-    return _token_ids(model, text, add_special_tokens=False)
-
-
-def _token_ids(model: TargetModel, text: str, **options: bool) -> list[int]:
-    if problem := half_character(text):
-        raise InvalidPrompt(f"the prompt as the model reads it {problem}")
-    return token_ids_of(model, text, **options)
-
-
-def _messages(values: Sequence[object]) -> list[dict[str, str]]:
-    for number, value in enumerate(values):
-        if problem := message_problem(value):
-            raise InvalidPrompt(f"message {number}{problem}")
-    return [dict(cast("Message", value)) for value in values]
-
-
 def _overridden(settings: SamplingSettings, overrides: dict[str, Any]) -> SamplingSettings:
     if not isinstance(settings, SamplingSettings):
-        raise InvalidSettings(f"settings are SamplingSettings, not {_described(settings)}")
+        raise InvalidSettings(f"settings are SamplingSettings, not {described(settings)}")
     known = {field.name for field in fields(SamplingSettings)}
     for name in overrides:
         if name not in known:

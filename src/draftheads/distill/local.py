@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from draftheads.decode.engine import Engine, Prompt, prompt_ids
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import Prompt, prompt_ids
 from draftheads.decode.request import Request
 from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import NO_CHATS, DistillOptions

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, MAX_NGRAM, CopyPr
 from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
 from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.candidates import Candidates
 from draftheads.speculation.draft import Context, Draft, TokenRules
 from draftheads.speculation.drafter import Drafter, DraftSession
@@ -69,6 +72,13 @@ class Copying(Drafter):
         self.default_shape, self.max_depth = drafter.default_shape, drafter.max_depth
         self.extra_nodes = num_tokens
         self.probs, self.values, self.num_tokens = probs, values or {}, num_tokens
+
+    @classmethod
+    def by_profile(cls, drafter: Drafter, profile: AcceptanceProfile) -> Self:
+        """Copies compete for nodes by the probabilities in the profile."""
+        gains = [after - before for before, after in pairwise(profile.static_tokens)]
+        values = {tuple(path): gain for path, gain in zip(profile.paths, gains, strict=False) if 0.0 < gain < 1.0}
+        return cls(drafter, probs=profile.copies or DEFAULT_COPY_PROBS, values=values)
 
     @property
     def name(self) -> str:

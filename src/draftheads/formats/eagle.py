@@ -18,8 +18,10 @@ from draftheads.formats.layout import (
     Written,
     distance,
     draft_ids,
+    llama_config,
     need_config,
     refuse,
+    scaled_otherwise,
     sizes_of,
 )
 from draftheads.formats.source import CONFIG, Source
@@ -67,7 +69,7 @@ def eagle_layout(source: Source, base: TargetModel) -> Layout:
         "an EAGLE head",
         config,
         eagle_names(config),
-        copies=_copies(source, _EMBEDDING),
+        copies={_EMBEDDING: "embedding"} if _EMBEDDING in source.shapes else {},
         unused=_unused(source),
     )
 
@@ -95,7 +97,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     count = shapes["fc.weight"][1] // base.hidden_size
     layers = _layers(source, base, count)
     num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else source.number("draft_vocab_size")
-    is_trimmed = "d2t" in shapes and not (num_tokens == base.vocab_size and _is_whole(source))
+    is_trimmed = "d2t" in shapes and (num_tokens != base.vocab_size or bool(source.tensor("d2t").any()))
     config = Eagle3Config(
         **sizes,
         layers=layers,
@@ -114,7 +116,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         with_mask = ("d2t", "t2d") if "t2d" in shapes else ("d2t",)
         names["draft_vocab"] = Made(with_mask, partial(_draft_vocab, source, base.vocab_size))
     unused = {*_unused(source), *({"d2t", "t2d"} & set(shapes) if not is_trimmed else ())}
-    copies = {} if own_embedding else _copies(source, _EMBEDDING)
+    copies = {_EMBEDDING: "embedding"} if _EMBEDDING in shapes and not own_embedding else {}
     return Layout("an EAGLE-3 head", config, names, copies=copies, unused=unused)
 
 
@@ -183,14 +185,12 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "") -> Written:
 def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Written:
     """The layout of vllm-project/speculators, for which ``vllm serve FOLDER`` is enough.
 
-    Args:
-        head: an EAGLE-3 head.
-        target: its base model, whose embedding is written if the head has none: the project starts from it.
-        name: the base model's name or folder.
+    ``name`` is the base model's, whose embedding is written if the head has none: the project starts from it.
     """
     given, tensors = write_eagle3(head, target, name)
     config = head.config
     assert isinstance(config, Eagle3Config)
+    architectures = list(getattr(target.config, "architectures", None) or ())
     own = ("architectures", "target_hidden_size", "draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
     layer = {key: value for key, value in given.items() if key not in own and not key.startswith("eagle_")}
     about = {
@@ -209,7 +209,7 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
-            "verifier": {"name_or_path": name, "architectures": _architectures(target)},
+            "verifier": {"name_or_path": name, "architectures": architectures or [type(target.model).__name__]},
         },
     }
     renamed = {
@@ -314,11 +314,6 @@ def _layers(source: Source, base: TargetModel, count: int) -> list[int]:
     return list(layers)
 
 
-def _is_whole(source: Source) -> bool:
-    """Whether each draft token's id is its place."""
-    return not bool(source.tensor("d2t").any())
-
-
 def _draft_vocab(source: Source, vocab_size: int, d2t: Tensor, t2d: Tensor | None = None) -> Tensor:
     ids = draft_ids(source, "d2t", vocab_size, d2t + torch.arange(len(d2t)))
     if t2d is not None and t2d.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist()):
@@ -336,10 +331,6 @@ def _layer_names(config: LayerConfig, prefix: str) -> dict[str, str]:
     return names | {"layer.middle_norm.weight": f"{prefix}post_attention_layernorm.weight"}
 
 
-def _copies(source: Source, name: str) -> dict[str, str]:
-    return {name: "embedding"} if name in source.shapes else {}
-
-
 def _unused(source: Source) -> set[str]:
     """Also a bias behind the attention, if it is zero."""
     return {
@@ -353,47 +344,6 @@ def _unused(source: Source) -> set[str]:
 def _output_bias(config: LayerConfig, prefix: str) -> dict[str, Tensor]:
     """Engines whose q, k and v have biases give the layer behind the attention one, too, and do not set it to zero."""
     return {f"{prefix}self_attn.o_proj.bias": torch.zeros(config.state_size)} if config.qkv_bias else {}
-
-
-def _architectures(target: TargetModel) -> list[str]:
-    return list(getattr(target.config, "architectures", None) or [type(target.model).__name__])
-
-
-def scaled_otherwise(config: LayerConfig, target: TargetModel) -> list[str]:
-    """Why :func:`llama_config` is not the head's, if it is not."""
-    scaled = config.rope_frequencies
-    if scaled is None or scaled == layer_sizes(target.config, config.hidden_size).get("rope_frequencies"):
-        return []
-    return ["the head's rotary positions are scaled otherwise than the model's, which the layout would be written with"]
-
-
-def llama_config(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
-    """What a Llama configuration says of one layer, with rotary positions in the old and the new schema."""
-    rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    is_scaled = config.rope_frequencies is not None
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"} if is_scaled else None
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": False,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
-        "max_position_embeddings": target.max_positions,
-        "vocab_size": config.vocab_size,
-        "bos_token_id": getattr(target.config, "bos_token_id", None),
-        "eos_token_id": getattr(target.config, "eos_token_id", None),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
 
 
 FORMATS = (

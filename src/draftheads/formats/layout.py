@@ -12,16 +12,16 @@ from draftheads.checkpoints.checkpoint import weightless_head
 from draftheads.checkpoints.head_files import TENSORS_FILE
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings
 from draftheads.formats.source import CONFIG, Source
+from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import layer_sizes
 from draftheads.models.weight_files import fits
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
 
 CLOSE = 1e-2  # how far a copy of the base's weights may be from them, relative: 16-bit types differ by less
-
-
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and the tensors by name
 
 
@@ -210,3 +210,40 @@ def draft_ids(source: Source, name: str, vocab_size: int, ids: Tensor) -> Tensor
 def zeros(size: int) -> Made:
     """A bias that is not there."""
     return Made((), lambda: torch.zeros(size))
+
+
+def scaled_otherwise(config: LayerConfig, target: TargetModel) -> list[str]:
+    """Why :func:`llama_config` is not the head's, if it is not."""
+    scaled = config.rope_frequencies
+    if scaled is None or scaled == layer_sizes(target.config, config.hidden_size).get("rope_frequencies"):
+        return []
+    return ["the head's rotary positions are scaled otherwise than the model's, which the layout would be written with"]
+
+
+def llama_config(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
+    """What a Llama configuration says of one layer, with rotary positions in the old and the new schema."""
+    rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    is_scaled = config.rope_frequencies is not None
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"} if is_scaled else None
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": False,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
+        "max_position_embeddings": target.max_positions,
+        "vocab_size": config.vocab_size,
+        "bos_token_id": getattr(target.config, "bos_token_id", None),
+        "eos_token_id": getattr(target.config, "eos_token_id", None),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from draftheads.formats.eagle import llama_config, scaled_otherwise
-from draftheads.formats.layout import Format, Written, refuse
+from draftheads.formats.layout import Format, Written, llama_config, refuse, scaled_otherwise
 from draftheads.heads.base import DraftHead
 from draftheads.heads.small_llama import SmallLlamaConfig
 from draftheads.models.model import TargetModel

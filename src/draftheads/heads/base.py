@@ -24,7 +24,7 @@ from draftheads.settings import LmHeadKind
 from draftheads.speculation.candidates import Candidates
 from draftheads.speculation.draft import Context, Draft, TargetWeights
 from draftheads.speculation.drafter import Drafter, DraftSession
-from draftheads.speculation.growing import Expand, Levels, fill
+from draftheads.speculation.growing import Expand, fill
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape, check_ranks, depth_of
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
@@ -61,10 +61,9 @@ class HeadConfig:
     def __post_init__(self) -> None:
         names = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank")
         require_at_least(1, **{name: getattr(self, name) for name in names})
+        depths = {"num_heads": MOST_DEPTH, "num_layers": MOST_DEPTH}
         for name, value in vars(self).items():  # a file may name any size
-            most = (
-                MOST_DEPTH if name in ("num_heads", "num_layers") else _MOST_MODULES if "num_" in name else LARGEST_SIZE
-            )
+            most = depths.get(name, _MOST_MODULES if "num_" in name else LARGEST_SIZE)
             if isinstance(value, int) and value > most:
                 raise InvalidSettings(f"{name} is {value}; it must be at most {most}")
         if self.one_layer and self.num_layers != 1:
@@ -217,8 +216,7 @@ class DraftHead(nn.Module, Drafter):
 
     def speed_up(self) -> None:
         """Drafts with faster modules and products; after ``bind``."""
-        weight = self.target_embedding
-        if weight.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
+        if self.target_embedding.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
             self.lm_heads.pack()
             # a draft that is rounded costs half as much, and what is accepted does not depend on it
             pack(replace_linears(self), int8=True)
@@ -247,13 +245,9 @@ class DraftHead(nn.Module, Drafter):
 
     def expander(self, root: Root) -> Expand | None:
         """What finds all candidates in one call, if this head has it."""
-        if self.growth is None:
+        if (growth := self.growth) is None:
             return None
-        return partial(self._expanded, self.growth, root)
-
-    @staticmethod
-    def _expanded(growth: NativeGrowth, root: Root, levels: Levels, **options: Any) -> Candidates:
-        return Candidates(*growth.expand(root.token_ids, root.states, levels, **options))
+        return lambda levels, **options: Candidates(*growth.expand(root.token_ids, root.states, levels, **options))
 
     @property
     def depth_limit(self) -> int | None:
@@ -298,8 +292,7 @@ class DraftHead(nn.Module, Drafter):
         """
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name in ("embedding", "lm_head"):
-            shape = tuple(getattr(weights, name).shape)
-            if shape != expected:
+            if (shape := tuple(getattr(weights, name).shape)) != expected:
                 raise InvalidSettings(f"the target's {name} is {shape} but the head was made for {expected}")
         self.target_embedding = weights.embedding.detach()
         self.growth = None
@@ -372,10 +365,7 @@ class DraftHead(nn.Module, Drafter):
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary indices as the target's token ids, any shape."""
-        if self.config.draft_vocab_size is None:
-            return draft_ids
-        ids: Tensor = self.draft_vocab[draft_ids]
-        return ids
+        return draft_ids if self.config.draft_vocab_size is None else self.draft_vocab[draft_ids]
 
 
 class HeadSession(DraftSession):

@@ -68,7 +68,7 @@ class Adapter:
             try:
                 return cls(peft.get_peft_model(model, config))
             except ValueError as error:
-                raise InvalidSettings(f"--lora-targets {' '.join(names)}: {error}") from error
+                raise InvalidSettings(f"lora_targets {' '.join(names)}: {error}") from error
 
     @classmethod
     def load(cls, model: Any, folder: Path) -> Self:

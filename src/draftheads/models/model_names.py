@@ -233,3 +233,9 @@ def _resolve_on_hub(model_id: str) -> Path | str:
                 f"and the Hugging Face Hub cannot be reached ({first_line(error)})"
             ) from error
     return model_id
+
+
+def name_of_loaded(model: Any) -> str:
+    """The name by which a ``transformers`` model was loaded; its class if it was made otherwise."""
+    name = getattr(model.config, "_name_or_path", None)
+    return model_id_of(name) if isinstance(name, str) and name else type(model).__name__

@@ -193,6 +193,17 @@ def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_
         return ModelTokenizer(tokenizer, eos_ids, chat_template, max_positions_of(config))
 
 
+def tokenizer_of(tokenizer: Any, *, trust_remote_code: bool) -> Any:
+    """The tokenizer itself, or that of a model's name."""
+    if isinstance(tokenizer, str | PathLike):
+        return load_tokenizer(model_name(tokenizer, "tokenizer"), trust_remote_code=trust_remote_code).tokenizer
+    if tokenizer is None or (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        return tokenizer
+    raise InvalidSettings(
+        f"tokenizer is of type {type(tokenizer).__name__}; give a transformers tokenizer, or the name of its model"
+    )
+
+
 def stored_dtype(name: str) -> torch.dtype:
     """The type of the weights in a model's files; fp32 if it is not given. Errors as of :func:`load_pretrained`."""
     dtype = getattr(load_config(name), "dtype", None)

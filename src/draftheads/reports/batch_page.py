@@ -6,7 +6,8 @@ from typing import Any
 
 from draftheads.data.batches import padded_length
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.reports.page import Page, Piece, Table, Text
+from draftheads.reports.page import Page, Pieces
+from draftheads.reports.plots import Table
 from draftheads.reports.spans import KINDS, Span, spans
 from draftheads.utils.counts import counted
 from draftheads.utils.identity import as_json_values
@@ -47,8 +48,8 @@ class PlannedBatch:
         num_training = len(self.texts) - self.num_too_short - self.num_held_out
         return [
             ("texts", *both(lambda texts: f"{len(texts):,}")),
-            ("tokens", *both(lambda texts: f"{_num_tokens(texts):,}")),
-            ("learned tokens", *both(learned_share)),
+            ("tokens", *both(lambda texts: f"{_count(texts)[1]:,}")),
+            ("learned tokens", *both(lambda texts: "{0:,} ({2:.1%})".format(*_count(texts)))),
             ("tokens per text", *both(_lengths)),
             (f"texts cut off at {self.max_length:,} tokens", *both(lambda texts: f"{sum(t.is_cut for t in texts):,}")),
             ("padding of whole texts", *padding(lambda text: len(text.token_ids))),
@@ -79,22 +80,17 @@ def batch_page(
     ``settings`` are the command's: ``model``, ``data`` (files) and others.
     """
     shown = batch.text_indices[:max_texts]
-    chats = [batch.texts[i] for i in batch.text_indices]
-    texts = [Text(batch.title(i), _pieces(spans(tokenizer, batch.texts[i]))) for i in shown]
-    legend = [part for kind in KINDS for part in (*_pieces([kind]), Piece("   "))]
-    num_learned, num_tokens = _num_learned(chats), _num_tokens(chats)
+    num_learned, num_tokens, share = _count([batch.texts[i] for i in batch.text_indices])
+    legend = [part for kind in KINDS for part in (*_pieces([kind]), ("   ", ""))]
     return Page(
         title=f"Training batch {batch.index} of {', '.join(str(path) for path in settings['data'])}",
-        verdict=(
-            f"The heads learn {num_learned:,} of the {counted(num_tokens, 'token')} in this batch "
-            f"({num_learned / num_tokens:.1%})."
-        ),
+        verdict=f"The heads learn {num_learned:,} of the {counted(num_tokens, 'token')} in this batch ({share:.1%}).",
         note=(
-            f"As {settings['model']} reads it. The page shows {len(shown)} of {counted(len(chats), 'text')} in this "
-            "batch. Learned tokens must be the assistant's answers and the token that ends each; if not, the chat "
-            "template is wrong."
+            f"As {settings['model']} reads it. The page shows {len(shown)} of "
+            f"{counted(len(batch.text_indices), 'text')} in this batch. Learned tokens must be the assistant's answers "
+            "and the token that ends each; if not, the chat template is wrong."
         ),
-        texts=[Text("Legend", legend), *texts],
+        texts=[("Legend", legend), *((batch.title(i), _pieces(spans(tokenizer, batch.texts[i]))) for i in shown)],
         tables=[Table("Counts", batch.columns, batch.rows())],
         facts=[
             ("Model, data and settings", as_json_values(settings).items()),
@@ -103,20 +99,8 @@ def batch_page(
     )
 
 
-def _pieces(shown: Iterable[Span]) -> list[Piece]:
-    return [
-        Piece(span.visible, " ".join(["learned"] * span.is_learned + ["special"] * span.is_special)) for span in shown
-    ]
-
-
-def learned_share(texts: Sequence[EncodedChat]) -> str:
-    """How many tokens the loss masks cover.
-
-    >>> learned_share([EncodedChat((7, 8, 9, 10), (False, False, False, True))])
-    '1 (25.0%)'
-    """
-    num_learned = _num_learned(texts)
-    return f"{num_learned:,} ({num_learned / _num_tokens(texts):.1%})"
+def _pieces(shown: Iterable[Span]) -> Pieces:
+    return [(span.visible, ("learned " * span.is_learned + "special" * span.is_special).rstrip()) for span in shown]
 
 
 def padding_share(batches: Sequence[Sequence[int]]) -> float:
@@ -137,12 +121,10 @@ def num_read(text: EncodedChat) -> int:
     return len(text.token_ids) - max(0, text.loss_mask.index(True) - 1)
 
 
-def _num_tokens(texts: Sequence[EncodedChat]) -> int:
-    return sum(len(text.token_ids) for text in texts)
-
-
-def _num_learned(texts: Sequence[EncodedChat]) -> int:
-    return sum(sum(text.loss_mask) for text in texts)
+def _count(texts: Sequence[EncodedChat]) -> tuple[int, int, float]:
+    """Learned tokens, all tokens, and the share of the learned ones."""
+    num_learned, num_tokens = sum(sum(text.loss_mask) for text in texts), sum(len(text.token_ids) for text in texts)
+    return num_learned, num_tokens, num_learned / num_tokens
 
 
 def _lengths(texts: Sequence[EncodedChat]) -> str:

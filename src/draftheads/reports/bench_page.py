@@ -1,11 +1,13 @@
-"""The page of a comparison of drafters: sentences, an answer, and tables of all rows."""
+"""The page of a comparison of drafters: sentences, an answer, plots, and tables of all rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftheads.bench.table import ALL, Column, Row, by_part, columns, heads_only, remarks, verdict
-from draftheads.reports.bench_figures import at, bench_figures, point, way
-from draftheads.reports.page import Page, Piece, Table, Text, unbroken, unbroken_speed
+from draftheads.bench.table import ALL, Row, by_part, columns, heads_only
+from draftheads.bench.verdict import remarks, verdict
+from draftheads.reports.bench_plots import at, bench_plots, point, way
+from draftheads.reports.page import Page
+from draftheads.reports.plots import Table
 from draftheads.utils.counts import counted
 from draftheads.utils.provenance import machine_in_words
 
@@ -30,23 +32,27 @@ def bench_page(record: Record) -> Page:
         "prompts": f"{record['num_prompts']} of {record['prompts'] or 'the built-in ones'}",
         **record["settings"],
     }
-    num_tokens = record["settings"]["max_new_tokens"]
-    prompts, tokens = counted(record["num_prompts"], "prompt"), counted(num_tokens, "token")
-    asked = f"Every way answers {prompts} in turn, with at most {tokens}."
+    prompts, tokens = record["num_prompts"], record["settings"]["max_new_tokens"]
+    asked = f"Every way answers {counted(prompts, 'prompt')} in turn, with at most {counted(tokens, 'token')}."
+    texts = []
+    if example := record.get("example"):
+        pieces = [(text, "drafted" if is_drafted else "answer") for text, is_drafted in example["pieces"]]
+        title = f"An answer of {example['way']}: its accepted draft tokens are green"
+        texts = [(title, [(f"{example['question']}\n\n", ""), *pieces])]
     return Page(
         title=f"Draft heads for {record['model']}, compared",
-        verdict=unbroken_speed(verdict(rows)),
+        verdict=verdict(rows),
         where=f"{record['model']} in {record['precision']}, {machine_in_words(record['provenance'])}",
         note=" ".join([asked, *(remarks(rows) if drafters else [])]),
         numbers=[
             (f"{best.speedup:.2f}", f"× plain, {best.name}"),
             (f"{best.tokens_per_step:.2f}", f"tokens per step, {best.name}"),
             (f"{best.tokens_per_second:.1f}", f"tokens per second, {best.name}"),
-            (f"{record['num_prompts']:,}", "prompts"),
+            (f"{prompts:,}", "prompts"),
         ],
-        texts=_example(record.get("example")),
-        figures=bench_figures(rows, record.get("drafting") or {}),
-        tables=_tables(rows, best, record["problems"]),
+        texts=texts,
+        plots=list(bench_plots(rows, record.get("drafting") or {})),
+        tables=list(_tables(rows, best, record["problems"])),
         facts=[
             ("Model, prompts and settings", made_with.items()),
             ("Command and machine", record["provenance"].items()),
@@ -54,35 +60,24 @@ def bench_page(record: Record) -> Page:
     )
 
 
-def _example(example: Record | None) -> list[Text]:
-    """An answer with its draft tokens in colour."""
-    if not example:
-        return []
-    answer = [Piece(text, "drafted" if is_drafted else "answer") for text, is_drafted in example["pieces"]]
-    title = f"An answer of {example['way']}: its accepted draft tokens are green"
-    return [Text(title, [Piece(f"{example['question']}\n\n"), *answer])]
-
-
-def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> list[Table]:
+def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> Iterator[Table]:
     overall = [row for row in rows if row.part == ALL]
     name, *others = columns(overall)
-
-    def table(title: str, shown: Sequence[Column], note: str) -> Table:
-        cells = [[name.cell(row), *(unbroken(column.cell(row)) for column in shown)] for row in overall]
-        chosen = next(number for number, row in enumerate(overall) if row is best)
-        return Table(title, [name.heading, *(each.heading for each in shown)], cells, note, chosen, is_wide=True)
-
     speeds = [column for column in others if column.kind != "quality"]
-    tables = [table("Speed, tokens per step and times", speeds, f"{_INTERVALS} {_HEADINGS}")]
-    if quality := [column for column in others if column.kind == "quality"]:
-        tables.append(table("Quality of the answers", quality, _INTERVALS))
+    quality = [column for column in others if column.kind == "quality"]
+    for title, shown, note in (
+        ("Speed, tokens per step and times", speeds, f"{_INTERVALS} {_HEADINGS}"),
+        ("Quality of the answers", quality, _INTERVALS),
+    ):
+        cells = [[column.cell(row) for column in (name, *shown)] for row in overall]
+        headings = [column.heading for column in (name, *shown)]
+        if shown:
+            yield Table(title, headings, cells, note, best=[row is best for row in overall].index(True), is_wide=True)
     first = [row for row in rows if point(row) == point(rows[0])]
     for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):
         headings, lines = by_part(first, value)
         if headings:
-            note = f"Measured {at(first[0])}."
-            tables.append(Table(f"{title} by category and turn", headings, lines, note, is_wide=True))
+            yield Table(f"{title} by category and turn", headings, lines, f"Measured {at(first[0])}.", is_wide=True)
     if problems:
         lines = [[problem["question"] or "all", problem["turn"] or "all", problem["problem"]] for problem in problems]
-        tables.append(Table("Problems", ["question", "turn", "problem"], lines, "What was not answered or measured."))
-    return tables
+        yield Table("Problems", ["question", "turn", "problem"], lines, "What was not answered or measured.")

@@ -1,7 +1,7 @@
 """One page of HTML: its parts, and the template that all kinds of pages share.
 
-The page is one file without links to other files. Its only script sorts tables; browsers run no other, as the page's
-policy has its digest. The same content gives the same bytes.
+The page is one file that asks no server for anything. Its only script sorts tables; browsers run no other, as the
+page's policy has its digest. The same content gives the same bytes.
 """
 
 import base64
@@ -12,39 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftheads.reports.plots import Figure, missing
+from draftheads.reports.plots import Plot, Table, missing
 
 _TEMPLATE, _SCRIPT = (Path(__file__).with_name(name) for name in ("page.html.j2", "sort.js"))
 
 
-@dataclass(frozen=True)
-class Table:
-    """Numbers under column names; the first column holds the names of the rows."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    note: str = ""
-    best: int | None = None  # index of the row in bold
-    is_wide: bool = False  # whether it needs the whole width of a large screen
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a text with the names of its CSS classes."""
-
-    text: str
-    classes: str = ""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text that is shown as it is, in pieces."""
-
-    title: str
-    pieces: Sequence[Piece]
-
-
+Pieces = Sequence[tuple[str, str]]  # parts of a text with the names of their CSS classes
 Facts = Iterable[tuple[str, Any]]  # names and values
 
 
@@ -56,8 +29,8 @@ class Page:
     verdict: str  # the result in one sentence with numbers
     note: str = ""  # a paragraph below it
     numbers: Sequence[tuple[str, str]] = ()  # the most important ones in large type: values and names
-    texts: Sequence[Text] = ()
-    figures: Sequence[Figure] = ()
+    texts: Sequence[tuple[str, Pieces]] = ()  # titles, and texts that are shown as they are
+    plots: Sequence[Plot] = ()
     tables: Sequence[Table] = ()
     settings: Sequence[tuple[str, Any]] = ()  # that differ from the defaults
     facts: Sequence[tuple[str, Facts]] = ()  # titles, each with names and values; shown folded
@@ -71,7 +44,7 @@ def render(page: Page) -> str:
     except ImportError as error:
         raise missing(error) from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["plain"] = _plain
+    environment.filters |= {"plain": _plain, "unbroken": _unbroken}
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     script = _SCRIPT.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -93,10 +66,6 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def unbroken(words: str) -> str:
-    return words.replace(" ", "\N{NO-BREAK SPACE}")
-
-
-def unbroken_speed(sentence: str) -> str:
-    """The sentence without a line break inside its speed."""
-    return re.sub(r"[\d.]+ ± [\d.]+ ×", lambda speed: unbroken(speed[0]), sentence)
+def _unbroken(sentence: str) -> str:
+    """Without a line break inside its speed."""
+    return re.sub(r"[\d.]+ (± [\d.]+ )?×", lambda speed: speed[0].replace(" ", "\N{NO-BREAK SPACE}"), sentence)

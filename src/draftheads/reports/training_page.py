@@ -1,29 +1,27 @@
 """The page of a training run, of heads alone or of heads with their model."""
 
 import json
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from draftheads.reports.page import Page, Table
-from draftheads.reports.plots import Figure, draw_acceptance, draw_losses, draw_tokens_per_step, loss_limit, smoothing
+from draftheads.reports.page import Page
+from draftheads.reports.plots import Curves, Plot, Points, Style, Table
 from draftheads.train.summary import verdict_of
 from draftheads.utils.counts import counted
 from draftheads.utils.provenance import machine_in_words
+
+_MOST_SMOOTHING = 20  # log lines in a moving mean
 
 Lines = list[dict[str, Any]]
 
 
 def training_page(metrics: dict[str, Any], folder: Path) -> Page:
     """The page of a run, from ``metrics.json`` and the other files in its folder."""
-    log, validation = _lines(folder / "log.jsonl"), _lines(folder / "validation.jsonl")
+    options, changed = metrics["options"], metrics["changed_options"]
     held_out = counted(metrics["num_held_out_texts"], "held-out text")
-    figures = [_losses(log, validation)]
-    if validation:  # --eval-steps 0 measures nothing during training
-        figures = [_tokens_per_step(validation), *figures, _acceptance(validation)]
-    options = metrics["options"]
-    changed = metrics["changed_options"]
-    others = [(name, value) for name, value in options.items() if name not in changed]
     return Page(
         title=f"{metrics['method']} heads for {metrics['model_id']}",
         verdict=verdict_of(metrics),
@@ -40,80 +38,85 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
             (f"{metrics['tokens_per_step_chain']:.2f}", "tokens per step, chain"),
             (f"{metrics['top1'][0]:.0%}", "top-1 accuracy of head 1"),
         ],
-        figures=figures,
-        tables=[_heads(metrics, held_out), *_movement(metrics)],
+        plots=list(_plots(_lines(folder / "log.jsonl"), _lines(folder / "validation.jsonl"))),
+        tables=list(_tables(metrics, f"Measured on {held_out}.")),
         settings=[(name, value) for name, value in options.items() if name in changed],
-        facts=[("Settings at their defaults", others), ("Command and machine", metrics["provenance"].items())],
+        facts=[
+            ("Settings at their defaults", [(name, value) for name, value in options.items() if name not in changed]),
+            ("Command and machine", metrics["provenance"].items()),
+        ],
     )
 
 
-def _losses(log: Lines, validation: Lines) -> Figure:
-    window = smoothing(len(log))
-    parts = ["Lower is better."]
-    if window > 1:
-        parts.append(f"Training: the mean of the last {window} lines of the log.")
-    if limit := loss_limit(log, validation):
-        parts.append(f"Early losses above {limit:.3g} are cut off.")
-    ends = ", ".join(f"head {head} {loss:.2f}" for head, loss in enumerate(log[-1]["head_losses"] if log else [], 1))
-    return Figure(
-        "Loss",
-        partial(draw_losses, log=log, validation=validation),
-        " ".join(parts),
-        alt=f"Curves of the loss by step. Training loss at the end: {ends or 'none'}.",
-        name="losses",
-    )
-
-
-def _acceptance(validation: Lines) -> Figure:
-    ends = ", ".join(f"head {head} {share:.1%}" for head, share in enumerate(validation[-1]["top1"], 1))
-    return Figure(
+def _plots(log: Lines, validation: Lines) -> Iterator[Plot]:
+    if not validation:  # --eval-steps 0 measures nothing during training
+        yield _losses(log, validation)
+        return
+    steps = [line["step"] for line in validation]
+    kinds = {kind: [line[f"tokens_per_step_{kind}"] for line in validation] for kind in ("tree", "chain")}
+    panels = {"tokens per step": {kind: list(zip(steps, values, strict=True)) for kind, values in kinds.items()}}
+    caption = "Expected during training, on a part of the held-out texts. Dotted: plain decoding."
+    guide = [(steps[0], 1), (steps[-1], 1)]
+    yield Curves("tokens", "Tokens per step on held-out text", "step", caption, panels=panels, guide=guide)
+    yield _losses(log, validation)
+    heads = [[100 * share for share in shares] for shares in zip(*(line["top1"] for line in validation), strict=True)]
+    curves = {f"head {number}": list(zip(steps, own, strict=True)) for number, own in enumerate(heads, 1)}
+    yield Curves(
+        "accuracy",
         "Top-1 accuracy on held-out text",
-        partial(draw_acceptance, validation=validation),
+        "step",
         "How often the best draft token of a head is the token that follows.",
-        alt=f"Curves by step. At the end: {ends}.",
-        name="accuracy",
+        panels={"top-1 accuracy, %": curves},
+        top=max(10.0, *(1.05 * share for own in heads for share in own)),  # a range of 1 % would magnify noise
     )
 
 
-def _tokens_per_step(validation: Lines) -> Figure:
-    last = validation[-1]
-    return Figure(
-        "Tokens per step on held-out text",
-        partial(draw_tokens_per_step, validation=validation),
-        "Expected during training, on a part of the held-out texts.",
-        alt=(
-            f"Curves by step. At the end: tree {last['tokens_per_step_tree']:.2f}, "
-            f"chain {last['tokens_per_step_chain']:.2f}."
-        ),
-        name="tokens",
+def _losses(log: Lines, validation: Lines) -> Plot:
+    """Of each head the moving mean of training, and that of held-out text."""
+    window = max(1, min(_MOST_SMOOTHING, len(log) // 20))
+    curves: dict[str, Points] = {}
+    styles = {}
+    for number in range(len(log[0]["head_losses"]) if log else 0):
+        head, held_out = f"head {number + 1}", f"head {number + 1}, held-out"
+        losses = [line["head_losses"][number] for line in log]
+        means = [fmean(losses[max(0, end - window) : end]) for end in range(1, len(log) + 1)]
+        curves[head] = [(line["step"], mean) for line, mean in zip(log, means, strict=True)]
+        styles[head] = replace(Style.of(number), marker="")
+        if validation:
+            curves[held_out] = [(entry["step"], entry["losses"][number]) for entry in validation]
+            styles[held_out] = replace(Style.of(number), is_dashed=True)
+    points = [point for curve in curves.values() for point in curve]
+    caption = "Lower is better."
+    if window > 1:
+        caption += f" Training: the mean of the last {window} lines of the log."
+    # an early spike is cut off, so that it does not flatten the rest
+    last = max((step for step, _ in points), default=0)
+    late = [loss for step, loss in points if step > last / 10]
+    limit = 2 * max(late, default=0.0)
+    if is_cut := bool(late) and any(loss > limit for _, loss in points):
+        caption += f" Early losses above {limit:.3g} are cut off."
+    return Curves(
+        "losses", "Loss", "step", caption, panels={"loss": curves}, styles=styles, top=limit if is_cut else None
     )
 
 
-def _heads(metrics: dict[str, Any], held_out: str) -> Table:
+def _tables(metrics: dict[str, Any], where: str) -> Iterator[Table]:
     shares = zip(*(metrics[name] for name in ("top1", "top3", "top10")), strict=True)
     rows = [
         [number, f"{loss:.3f}", *(f"{share:.1%}" for share in row)]
         for number, (loss, row) in enumerate(zip(metrics["losses"], shares, strict=True), 1)
     ]
-    note = f"Measured on {held_out}. Top-3: the true token is among the head's 3 best draft tokens."
-    return Table("Accuracy of the heads", ["head", "loss", "top-1", "top-3", "top-10"], rows, note)
-
-
-def _movement(metrics: dict[str, Any]) -> list[Table]:
-    """How far joint training moved the model; nothing where the model stayed as it was."""
-    if "movement" not in metrics:
-        return []
-    moved = metrics["movement"]
-    rows = [
-        ["perplexity", f"{moved['original_perplexity']:.3f}", f"{moved['tuned_perplexity']:.3f}"],
-        ["KL(original || tuned) per token", "", f"{moved['kl']:.4f}"],
-        ["same greedy token", "", f"{moved['agreement']:.1%}"],
-    ]
-    note = f"Measured on {counted(moved['num_tokens'], 'held-out token')}."
-    return [Table("Change of the model", ["", "original", "tuned"], rows, note)]
+    note = f"{where} Top-3: the true token is among the head's 3 best draft tokens."
+    yield Table("Accuracy of the heads", ["head", "loss", "top-1", "top-3", "top-10"], rows, note)
+    if moved := metrics.get("movement"):  # how far joint training moved the model
+        rows = [
+            ["perplexity", f"{moved['original_perplexity']:.3f}", f"{moved['tuned_perplexity']:.3f}"],
+            ["KL(original || tuned) per token", "", f"{moved['kl']:.4f}"],
+            ["same greedy token", "", f"{moved['agreement']:.1%}"],
+        ]
+        note = f"Measured on {counted(moved['num_tokens'], 'held-out token')}."
+        yield Table("Change of the model", ["", "original", "tuned"], rows, note)
 
 
 def _lines(path: Path) -> Lines:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

@@ -9,14 +9,16 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 
-from draftheads.errors import RoundingWarning, UnsupportedModel
+from draftheads.errors import RoundingWarning, SpeedWarning, UnsupportedModel, first_line
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
 from draftheads.speculation.draft import Draft
@@ -32,7 +34,55 @@ _NARROW = 1024
 _EXACT, _ROUNDED = 1e-4, 0.25  # how much logits may differ in fp32 and in 16 bits, as a share of the largest
 _TEXT = (3, 11, 7, 5, 2, 13, 8)
 _MORE_THAN_NOISE = 8.0  # rounding differs from token to token
+_SHORT_TEXT = 5  # tokens; a whole model reads a dozen of them
 _MISFITS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_UNFIT = (UnsupportedModel, *_MISFITS[1:])  # errors of modules that do not fit this version of transformers
+
+
+def checked(target: TargetModel, read: Callable[[], TargetModel], *, fast: bool, int8: bool = False) -> TargetModel:
+    """The target if its trees are lossless; ``fast``: with faster products and, on a CPU, the native pass.
+
+    ``target`` is changed, and ``read`` reads it again.
+    """
+    probe = probe_of(target)
+    stock = check_trees(probe) if probe else check_trees(target, num_tokens=_SHORT_TEXT)
+    own = None if int8 else own_numbers(target)
+    if fast:
+        try:
+            target = target.sped_up(int8=int8)
+            if probe is None:  # modules were changed, and the native pass would not notice
+                target = replace(target, native=None)
+                check_trees(target, stock=None if int8 else stock, num_tokens=_SHORT_TEXT)
+            else:
+                target = _as_proved(target, probe, stock)
+            if own is not None:
+                check_numbers(target, own)
+        except _UNFIT as error:
+            if int8:
+                raise
+            target = read()
+            warnings.warn(
+                f"faster products do not fit transformers {transformers.__version__} with PyTorch {torch.__version__}, "
+                f"so PyTorch's own are used, which are slower ({first_line(error)})",
+                SpeedWarning,
+                stacklevel=5,
+            )
+    elif own is not None:
+        check_numbers(target, own)
+    return target
+
+
+def _as_proved(target: TargetModel, probe: TargetModel, stock: Tensor) -> TargetModel:
+    """The target with those of its fast ways that have the stock logits in its probe."""
+    quick = probe.twin().sped_up()
+    try:
+        if target.native is None or quick.native is None:
+            raise UnsupportedModel
+        check_trees(quick, stock=stock)
+    except _UNFIT:  # a part of its layers, or of its embedding, is not known to the native library
+        target, quick = replace(target, native=None), replace(quick, native=None)
+        check_trees(quick, stock=stock)
+    return target
 
 
 def probe_of(target: TargetModel) -> TargetModel | None:

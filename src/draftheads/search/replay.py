@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.decode.engine import Engine, Prompt
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompts import Prompt
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel

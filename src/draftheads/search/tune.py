@@ -12,8 +12,9 @@ from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.checkpoints.profile_store import folder_to_write
 from draftheads.checkpoints.registry import head_name
 from draftheads.data.records import own_prompts, prompts_in
-from draftheads.decode.engine import Engine, Prompt, prompt_list
+from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner, rates
+from draftheads.decode.prompts import Prompt, prompt_list
 from draftheads.decode.step_costs import StepCosts, costs_of
 from draftheads.errors import InvalidSettings
 from draftheads.loading import head_engine, load_drafter, load_target, template_of

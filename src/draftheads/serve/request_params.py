@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from draftheads.decode.core import Lane
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
+from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import UNSUPPORTED, WITHOUT_EFFECT, Fields, check_schema, text_or_list, wrong

@@ -13,9 +13,10 @@ from threading import Condition, Thread, current_thread
 from typing import Any, Literal, TypeVar
 
 from draftheads.cpu.optimise import return_freed_memory
-from draftheads.decode.core import CoreLimits, EngineCore, Lane
+from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.waiting import Lane
 from draftheads.errors import DeviceLost, InvalidSettings, QueueFull, ShuttingDown, first_line
 from draftheads.utils.counts import counted
 from draftheads.utils.transfer import device_works

@@ -108,6 +108,13 @@ class AcceptResult:
     num_accepted: Tensor  # (B,) int64 in 1 … P: nodes kept, root included
     next_ids: Tensor  # (B,) int64: the next step's root
 
+    def num_copied(self, draft: Draft) -> Tensor:
+        """(B,) how many accepted nodes only a copy brought."""
+        if draft.copied is None:
+            return torch.zeros_like(self.num_accepted)
+        accepted = torch.arange(self.path.shape[1], device=self.path.device) < self.num_accepted[:, None]
+        return (draft.copied.gather(1, self.path) & accepted).sum(1)
+
 
 Places = list[list[int]]  # (B, W): points of the rows' texts, as :class:`TokenRules` numbers them; the root's is 0
 FORBIDDEN = -1  # the place after a token that the rules forbid, or after another such place
@@ -195,6 +202,24 @@ class Context:
             self.num_accepted[index],
             self.root_ids[index],
             known_ids=None if self.known_ids is None else [self.known_ids[row] for row in rows],
+        )
+
+    def beside(self, new: Self) -> Self:
+        """These rows, then the new ones; the shorter of the two is padded."""
+        if not len(self.root_ids):
+            return new
+        width = max(self.token_ids.shape[1], new.token_ids.shape[1])
+
+        def wide(values: Tensor) -> Tensor:
+            padding = values.new_zeros(values.shape[0], width - values.shape[1], *values.shape[2:])
+            return torch.cat([values, padding], 1)
+
+        return type(self)(
+            torch.cat([wide(self.hidden), wide(new.hidden)]),
+            torch.cat([wide(self.token_ids), wide(new.token_ids)]),
+            torch.cat([self.num_accepted, new.num_accepted]),
+            torch.cat([self.root_ids, new.root_ids]),
+            known_ids=[*self.ids, *new.ids],
         )
 
 

@@ -102,6 +102,17 @@ class SeenTokens:
     in_prompt: Tensor  # (B, …, V) bool
     in_answer: Tensor  # (B, …, V) int32: how often, the root included
 
+    @classmethod
+    def of(cls, texts: Sequence[tuple[list[int], list[int]]], *, vocab_size: int, device: torch.device) -> Self:
+        """Of the prompts and the answers so far of B rows."""
+        in_prompt = torch.zeros(len(texts), vocab_size, dtype=torch.bool)
+        in_answer = torch.zeros(len(texts), vocab_size, dtype=torch.int32)
+        for row, (prompt_ids, token_ids) in enumerate(texts):
+            in_prompt[row, prompt_ids] = True
+            for token in token_ids:
+                in_answer[row, token] += 1
+        return cls(to_device(in_prompt, device), to_device(in_answer, device))
+
     def __getitem__(self, index: tuple[Tensor, ...]) -> Self:
         return replace(self, in_prompt=self.in_prompt[index], in_answer=self.in_answer[index])
 

@@ -34,7 +34,7 @@ def check_sizes(options: TrainOptions, config: Any) -> None:
         )
     if heads.lm_head == "low_rank" and heads.lm_head_rank > max(hidden_size, HeadOptions.lm_head_rank):
         raise InvalidSettings(
-            f"--lm-head-rank is {heads.lm_head_rank}, but the hidden size of {options.model} is {hidden_size}: give a "
+            f"lm_head_rank is {heads.lm_head_rank}, but the hidden size of {options.model} is {hidden_size}: give a "
             "lower rank, or --lm-head own"
         )
     count = num_parameters(heads, config)

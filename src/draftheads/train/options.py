@@ -14,10 +14,11 @@ import tyro
 from draftheads.errors import InvalidSettings
 from draftheads.heads import check_method, head_classes
 from draftheads.settings import LK_ETA, LmHeadKind, LossKind
+from draftheads.train.joint.options import AdapterOptions, TuningOptions
 from draftheads.utils.identity import as_json_values
 from draftheads.utils.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range, up_to
 
-HEAD_WEIGHTS = {"text": 0.2, "original": 0.01}  # λ0 of Medusa, sections 4.1 and 4.2
+_TUNING, _ADAPTER = TuningOptions(), AdapterOptions()
 _SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
 _MANY = 1 << 20  # tokens
 _SIZE = Range("give 0 for the whole vocabulary", FROM_0.has)
@@ -59,11 +60,7 @@ class HeadOptions(OptionGroup):
     and draft-vocab-size are then those of that head; of the same method, also the other settings here."""
 
     def check_method(self) -> None:
-        """Builds a config of the method, whose sizes of the target are not known yet.
-
-        Raises:
-            DraftHeadsError: no such method, or the method does not accept these settings.
-        """
+        """Raises DraftHeadsError if there is no such method, or it does not accept these settings."""
         check_method(self.method)
         from draftheads.heads.base import LARGEST_SIZE  # noqa: PLC0415 - slow to import
         from draftheads.heads.head_options import parse_head_options  # noqa: PLC0415
@@ -123,7 +120,7 @@ class FeatureOptions(OptionGroup):
     features: Path | None = None
     """Folder of the model's hidden states. Made if they are not there; OUT/features when left out."""
     extracted: Path | None = None
-    """Folder of hidden states that vLLM wrote. They are of the texts of --data and --text; see docs/train.md."""
+    """Folder of hidden states that vLLM wrote. They are of the texts of --data and --text; see docs/train/large.md."""
     features_budget: Annotated[float, FROM_0] = 50.0
     """Gigabytes of disk for hidden states. If they need more, they are computed for each batch."""
     keep_features: bool = False
@@ -243,48 +240,6 @@ class ReportOptions(OptionGroup):
     """Write the losses to OUT/tensorboard, too. Needs tensorboard."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuningOptions(OptionGroup):
-    """Tuning the model with its heads: --joint."""
-
-    RARE: ClassVar = ("backbone_loss", "head_weight", "head_weight_rise", "head_rate_factor", "heads_first")
-
-    head: Path | None = None
-    """Continue with this trained head. Its own architecture and sizes are used, and --heads-first 0 is enough."""
-    backbone_loss: Literal["text", "original"] = "text"
-    """What the model learns. text: the tokens of the text; original: its own distribution (self-distillation)."""
-    head_weight: Annotated[float | None, ABOVE_0] = None
-    """λ0, weight of the heads' loss relative to the model's. When left out 0.2 with text and 0.01 with original."""
-    head_weight_rise: Literal["constant", "sine"] = "constant"
-    """How λ0 changes while both are trained. sine: it rises along a quarter sine and reaches its value at the end."""
-    heads_first: Annotated[float, FRACTION] = 0.25
-    """Part of the steps in which only the heads are trained."""
-    head_rate_factor: Annotated[float, ABOVE_0] = 4.0
-    """The heads' learning rate as a multiple of the model's."""
-
-    @property
-    def peak_head_weight(self) -> float:
-        """λ0, as given or by default."""
-        return HEAD_WEIGHTS[self.backbone_loss] if self.head_weight is None else self.head_weight
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterOptions(OptionGroup):
-    """LoRA layers in the model, with --joint."""
-
-    RARE: ClassVar = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
-
-    lora_rank: Annotated[int, FROM_1] = 32
-    """Rank of the adapter."""
-    lora_alpha: Annotated[int, ABOVE_0] = 16
-    """Factor of the adapter's product, over the rank."""
-    lora_dropout: Annotated[float, FRACTION] = 0.05
-    """Dropout before the adapter's layers."""
-    lora_targets: tuple[str, ...] = ()
-    """Ends of the names of layers to adapt. All linear layers when left out, but no lm_head that is
-    the embedding, too: `merge` would make two matrices of them."""
-
-
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
@@ -320,8 +275,8 @@ class TrainOptions:
     joint: bool = False
     """Tune the model together with its heads, as Medusa-2 does. A LoRA adapter; `draftheads merge` then makes one model
     folder. Recipes medusa-2 and medusa-2-self set it."""
-    tuning: TuningOptions = TuningOptions()
-    adapter: AdapterOptions = AdapterOptions()
+    tuning: TuningOptions = _TUNING
+    adapter: AdapterOptions = _ADAPTER
 
     def __post_init__(self) -> None:
         if self.out is not tyro.MISSING:  # the defaults of a command line have no --out yet
@@ -333,21 +288,17 @@ class TrainOptions:
         return self.heads.start_from if self.tuning.head is None else str(self.tuning.head)
 
     def check(self) -> None:
-        """Checks settings of different groups against each other.
-
-        Raises:
-            DraftHeadsError: they do not fit together, or something is missing.
-        """
+        """Raises DraftHeadsError if settings of different groups do not fit together, or something is missing."""
         self.heads.check_method()
         from draftheads.heads.head_options import has_blocks  # noqa: PLC0415 - slow to import
 
         _, head_class = head_classes(self.heads.method)
         for name, value, fine, fix in (
             ("dropout", self.objective.dropout, has_blocks(self.heads.method), "have no MLP to drop inputs of"),
-            ("noise-alpha", self.objective.noise_alpha, head_class.reads_hidden, "read no hidden states"),
+            ("noise_alpha", self.objective.noise_alpha, head_class.reads_hidden, "read no hidden states"),
         ):
             if value and not fine:
-                raise InvalidSettings(f"--{name} is {value}, but {self.heads.method} heads {fix}")
+                raise InvalidSettings(f"{name} is {value}, but {self.heads.method} heads {fix}")
         if self.joint:
             self._check_joint()
         else:
@@ -355,16 +306,16 @@ class TrainOptions:
 
     def _check_frozen(self) -> None:
         method, weight = self.heads.method, self.hidden_states.feature_weight
-        if self.tuning != TuningOptions() or self.adapter != AdapterOptions():
-            raise InvalidSettings("--head, --backbone-loss and settings of the adapter need --joint")
+        if self.tuning != _TUNING or self.adapter != _ADAPTER:
+            raise InvalidSettings("--head and settings of the tuning and its adapter need --joint")
         if weight and not head_classes(method)[1].predicts_hidden_states:
             raise InvalidSettings(
-                f"--feature-weight is {weight}, but the features of {method} heads do not predict hidden states"
+                f"feature_weight is {weight}, but the features of {method} heads do not predict hidden states"
             )
         extracted, features = self.hidden_states.extracted, self.hidden_states.features
         if extracted is not None and (features is not None or self.hidden_states.shard_model):
-            other = "--set shard_model" if features is None else f"--features {features}"
-            raise InvalidSettings(f"--extracted {extracted} has the hidden states already: leave out {other}")
+            other = "shard_model" if features is None else f"--features {features}"
+            raise InvalidSettings(f"extracted={extracted} has the hidden states already: leave out {other}")
         if self.hidden_states.shard_model and self.hardware.four_bit:
             raise InvalidSettings("shard_model does not work with four_bit: leave one of them out")
         if not self.chats.data and not self.plain_text.text and self.hidden_states.features is None:
@@ -374,10 +325,8 @@ class TrainOptions:
         if not self.chats.data:
             raise InvalidSettings("give --data FILE… to train on")
         if self.plain_text != PlainTextOptions() or self.hidden_states != FeatureOptions():
-            raise InvalidSettings(
-                "--text, --features and other settings of hidden states are not for --joint: it trains on chats, and "
-                "the model's hidden states change at each step"
-            )
+            what = "--text, --features and other settings of hidden states"
+            raise InvalidSettings(f"{what} are not for --joint: it trains on chats, and hidden states change each step")
         if self.optimizer.optimizer == "muon":
             raise InvalidSettings("--optimizer muon is not for --joint: an adapter has no full matrices; give adamw")
         if self.tuning.head is not None and self.heads.start_from is not None:
@@ -448,19 +397,3 @@ class TrainOptions:
             else:
                 by_field.setdefault(group_name, {})[name] = value
         return by_field
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeOptions(OptionGroup):
-    """Merge a model and its adapter into one model folder. OUT/head is the head of a run with `train --joint`."""
-
-    RARE: ClassVar = ("dtype",)
-
-    model: str | None = None
-    """The model that was tuned. A name, a folder or a Hugging Face id; the one that the adapter names when left out."""
-    adapter: Path
-    """Folder of a PEFT adapter, or of a run of `train --joint`."""
-    out: Path
-    """Folder to make."""
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Type of the saved weights. The type of the model's files when left out."""

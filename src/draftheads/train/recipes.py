@@ -31,7 +31,7 @@ class Recipe:
 
 
 # As in the papers, each head has its own lm_head. Batches are smaller than in the papers, which use 64 and more texts:
-# --batch-tokens and --accumulate change that. AdamW keeps its moments in full, in place of 8 bits as in Medusa:
+# --batch-tokens and accumulate change that. AdamW keeps its moments in full, in place of 8 bits as in Medusa:
 # --optimizer changes that.
 _OWN_LM_HEADS: Mapping[str, Any] = {"lm_head": "own", "draft_vocab_size": 0}
 _MEDUSA_HEADS: Mapping[str, Any] = {"method": "medusa", **_OWN_LM_HEADS}

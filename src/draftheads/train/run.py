@@ -158,15 +158,10 @@ class Run:
         return report
 
     def check_packages(self) -> None:
-        """Looks for packages that are needed later.
-
-        Raises:
-            MissingDependency: one is not installed.
-        """
         if self.options.optimizer.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
             raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes: pip install 'draftheads[quantised]'")
         if self.options.report.tensorboard and find_spec("tensorboard") is None:
-            raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'")
+            raise MissingDependency("tensorboard=on needs tensorboard: pip install 'draftheads[tensorboard]'")
 
     def check_files(self) -> None:
         """Reads the start of all text files, before the model is loaded.
@@ -184,15 +179,10 @@ class Run:
                 raise DataError(problem, path=path)
 
     def load_target(self) -> TargetModel:
-        """The model of ``--model``."""
         raise NotImplementedError
 
     def read_start(self) -> Start | None:
-        """The head of ``--start-from``, checked before hours of work.
-
-        Raises:
-            DraftHeadsError: it is not for this model, or nothing of it fits.
-        """
+        """The head of ``--start-from``, checked before hours of work."""
         heads = self.options.heads
         if heads.start_from is None:
             return None
@@ -207,12 +197,10 @@ class Run:
         raise NotImplementedError
 
     def claim(self, data: TrainingData) -> TrainingData:
-        """Claims the output folder for a run with this data; returns the data."""
         self.folder.claim(data, model=self.target.model_id, start=self.start_head)
         return data
 
     def make_head(self) -> DraftHead:
-        """The head with its initial values."""
         return new_head(
             self.options.heads,
             self.target,
@@ -223,7 +211,6 @@ class Run:
         )
 
     def train(self) -> dict[str, Any]:
-        """Trains the head in place. Returns time and speed for the report."""
         self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}")
         started = time.monotonic()
         first_step = fit(
@@ -245,29 +232,23 @@ class Run:
         }
 
     def module(self) -> nn.Module:
-        """What the optimizer trains: batches go in, a loss comes out."""
         raise NotImplementedError
 
     def optimizer(self) -> Optimizer:
-        """The optimizer of what is trained; :meth:`module` was called before."""
         return head_optimizer(self.options, self.head)
 
     def steps(self) -> Steps:
-        """Learning rates and other numbers by the step."""
         warmup, final = self.options.schedule.warmup, self.options.schedule.final_learning_rate
         return Steps([partial(staged_rate, stages=self.data.stages, warmup=warmup, final=final)])
 
     def batches(self) -> PlannedTexts:
-        """All batches in their order."""
         raise NotImplementedError
 
     def validate(self) -> dict[str, Any]:
-        """A line of ``validation.jsonl``: the head as it is now, on some held-out texts."""
         measured, tree = self.measure(self.data.held_out[: self.options.report.eval_texts])
         return measured.summary(tree)
 
     def measure(self, documents: Sequence[int]) -> tuple[Measurement, Tree]:
-        """Losses and ranks on some texts, and the tree to report."""
         settings, batch_tokens = self.options.report, self.options.schedule.batch_tokens
         measured = measure(self.measured_learner(), self.data.store, documents, batch_tokens=batch_tokens)
         return measured, measured.tree(settings.tree_nodes, chain=settings.chain)
@@ -277,12 +258,10 @@ class Run:
         raise NotImplementedError
 
     @property
-    def decoding_model(self) -> TargetModel:
-        """The model that the head is for."""
+    def decoding_model(self) -> TargetModel:  # that the head is for
         return self.target
 
     def measure_and_save(self, speed: dict[str, Any]) -> Report:
-        """Measures the trained head on all held-out texts, and saves all results."""
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
         measured, tree = self.measure(self.data.held_out)
         held_out, training = map(self.data.texts, (self.data.held_out, self.data.training))
@@ -317,15 +296,14 @@ class Run:
         return measured_profile(self.decoding_model, head, answers, ReplaySettings(), progress=NoProgress())[0]
 
     def save(self, report: Report, profile: AcceptanceProfile) -> Report:
-        """Writes the head last: if it is there, the run is complete. Returns the report as it was written."""
         made = self.folder.made_from(self.start_head)
         write_atomic(self.folder.path / "metrics.json", as_json({**asdict(report), **made}))
         card = model_card(report, made["options"], made["provenance"])
+        # last: if the head is there, the run is complete
         save_head(self.head, self.folder.head, base=self.decoding_model, card=card, profile=profile)
         return report
 
     def tidy_up(self) -> None:
-        """Removes what a complete run does not need."""
         self.folder.tidy_up()
 
 
@@ -336,7 +314,6 @@ class HeadRun(Run):
 
     @property
     def has_texts(self) -> bool:
-        """Whether there are files to read; else there are finished hidden states."""
         return bool(self.options.chats.data or self.options.plain_text.text)
 
     def check_files(self) -> None:
@@ -350,12 +327,10 @@ class HeadRun(Run):
             raise DataError(f"--features {folder} has no hidden states: give --data FILE… or --text FILE… to make them")
 
     def load_target(self) -> TargetModel:
-        """The model; with ``--shard-model`` sharded over all processes."""
+        """The model; with ``shard_model`` sharded over all processes."""
         options, is_sharded = self.options, self.options.hidden_states.shard_model
         if is_sharded and processes.count() == 1:
-            raise InvalidSettings(
-                "--shard-model is for several processes: start them with accelerate launch or torchrun"
-            )
+            raise InvalidSettings("shard_model is for several processes: start them with accelerate launch or torchrun")
         target = TargetModel.load(
             options.model,
             dtype=partial(reading_dtype, options),
@@ -370,7 +345,6 @@ class HeadRun(Run):
         return target
 
     def read_data(self) -> TrainingData:
-        """Texts with their hidden states, or the documents of finished ``--features``."""
         options, features = self.options, self.options.hidden_states.features
         folder = features or options.out / "features"
         if not self.has_texts:
@@ -396,7 +370,6 @@ class HeadRun(Run):
         return store
 
     def module(self) -> nn.Module:
-        """The head with its objective."""
         weight = self.options.hidden_states.feature_weight
         self.learner = head_learner(
             self.options.objective, self.head, in_float32(self.target.weights), feature_weight=weight
@@ -404,11 +377,9 @@ class HeadRun(Run):
         return self.learner
 
     def measured_learner(self) -> Learner:
-        """The one that is trained."""
         return self.learner
 
     def batches(self) -> PlannedBatches:
-        """Hidden states and tokens; without prompts if the head does not read them."""
         return PlannedBatches(self.data.store, self.data.plan, skip_prompts=not self.head.needs_history)
 
     def acceptance_profile(self, measured: Measurement) -> AcceptanceProfile:
@@ -419,7 +390,6 @@ class HeadRun(Run):
         return super().acceptance_profile(measured)
 
     def tidy_up(self) -> None:
-        """Also removes hidden states, unless they are to be kept."""
         super().tidy_up()
         settings = self.options.hidden_states
         if not settings.keep_features and settings.features is None:

@@ -22,6 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
+from draftheads.heads.base import DraftHead
 from draftheads.models.pretrained import default_device, default_dtype
 from draftheads.train import processes
 from draftheads.train.muon import MuonAdamW
@@ -128,7 +129,8 @@ class _Compute:
     """Gradients of a step, and means over all processes of what the learner reported since the last log."""
 
     def __init__(self, model: nn.Module, batches: PlannedTexts, *, bf16: bool) -> None:
-        self.model, self.batches, self.device = model, batches, processes.device()
+        self.model: Any = model
+        self.batches, self.device = batches, processes.device()
         self.autocast = lambda: torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
         self.reported: dict[str, list[Tensor]] = {}
 
@@ -138,13 +140,14 @@ class _Compute:
         number, count = processes.number(), processes.count()
         for part in range(accumulate):
             index = ((step - 1) * accumulate + part) * count + number
-            is_waiting = count > 1 and part < accumulate - 1  # for the last part: then the processes exchange gradients
+            is_waiting = count > 1 and part < accumulate - 1  # the processes exchange gradients after the last part
             with self.model.no_sync() if is_waiting else nullcontext():
-                (self.loss(step, self.batches[index], more) / accumulate).backward()
+                mean = self.loss(step, self.batches[index], more) / accumulate
+                mean.backward()
 
     def loss(self, step: int, batch: dict[str, Any], more: dict[str, Any]) -> Tensor:
         documents = batch.pop("documents").tolist()
-        with self.autocast():
+        with self.autocast():  # type: ignore[no-untyped-call]
             output = self.model(**send_to_device(batch, self.device), **more)
         for name, value in output.items():
             self.reported.setdefault(name, []).append(value.detach().float())
@@ -163,16 +166,20 @@ class _Compute:
 
 def make_optimizer(options: TrainOptions, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """AdamW over groups of parameters, which may have their own ``lr`` and ``weight_decay``."""
-    adamw, kind = options.optimizer, AdamW
+    adamw = options.optimizer
+    kind: Any = AdamW
     given: dict[str, Any] = {"lr": options.schedule.learning_rate, "betas": adamw.betas}
     if adamw.optimizer == "adamw-8bit":
-        from bitsandbytes.optim import AdamW8bit as kind  # noqa: PLC0415, N813 - an extra
+        import bitsandbytes  # noqa: PLC0415 - an extra
+
+        kind = bitsandbytes.optim.AdamW8bit  # type: ignore[attr-defined]  # it has no __all__
     else:
         given["fused"] = True
-    return kind(list(groups), weight_decay=adamw.weight_decay, **given)
+    optimizer: Optimizer = kind(list(groups), weight_decay=adamw.weight_decay, **given)
+    return optimizer
 
 
-def head_optimizer(options: TrainOptions, head: nn.Module) -> Optimizer:
+def head_optimizer(options: TrainOptions, head: DraftHead) -> Optimizer:
     """For a head alone: matrices may decay, vectors do not."""
     adamw = options.optimizer
     if adamw.optimizer == "muon":

@@ -82,7 +82,7 @@ def with_hidden_states(
 ) -> Documents:
     """The texts in a store: on the disk if it fits the budget, else computed for each batch. The numbers are the same.
 
-    With ``layers`` the store also has their inputs. With ``--extracted`` the numbers are vLLM's.
+    With ``layers`` the store also has their inputs. With ``extracted`` the numbers are vLLM's.
     Several processes share the work: each computes every n-th shard.
     """
     settings = options.hidden_states
@@ -91,8 +91,8 @@ def with_hidden_states(
     if (needed := needed_bytes(target, texts, layers)) > settings.features_budget * 1e9:
         if settings.shard_model:
             raise InvalidSettings(
-                f"hidden states of {needed / 1e9:.2f} GB do not fit --features-budget {settings.features_budget}, and "
-                "a model sharded with --shard-model cannot compute them for each batch: give a larger budget"
+                f"hidden states of {needed / 1e9:.2f} GB do not fit features_budget={settings.features_budget}, and "
+                "a model sharded with shard_model cannot compute them for each batch: give a larger budget"
             )
         return LiveStore(target, texts, layers)
     folder = settings.features or options.out / "features"

@@ -121,8 +121,8 @@ class OpenAIClient:
         response = self._send("POST", route, body)
         if response.status_code == 404:
             raise EndpointError(
-                f"{self.base}{route} was not found: {_message_in(response)}; is {self.option} {self.url} right, and "
-                f"does the server have the model {self.model!r}?"
+                f"{self.base}{route} was not found: {_message_in(response)}; check "
+                f"{self.option} {self.url} and the model's name, {self.model!r}"
             )
         if response.status_code != 200:
             problem = f"status {response.status_code}: {_message_in(response)}"

@@ -19,7 +19,7 @@ from draftheads.models.fingerprint import difference
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.merge import merge, merged_model
 from draftheads.train.joint.options import MergeOptions
-from draftheads.train.joint.run import train_jointly
+from draftheads.train.run import train
 from fake_progress import FakeProgress
 from families import fitting
 from joint_world import harness, joint_options, on_disk, train_jointly_for
@@ -76,7 +76,7 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
     out, merged = tmp_path / "out", tmp_path / "merged"
     heads = fitting(method, num_heads=3)
     settings = joint_options(out, chats, method=method, model=model, epochs=6, learning_rate=0.01, **heads)
-    train_jointly(settings, FakeProgress())
+    train(settings, FakeProgress())
     capfd.readouterr()
     merge(MergeOptions(model=model, adapter=out, out=merged))
     assert capfd.readouterr() == ("", "")  # no bar of transformers
@@ -118,7 +118,7 @@ def test_an_lm_head_that_is_the_embedding_is_only_adapted_if_it_is_asked_for(
 ) -> None:
     model = on_disk(tmp_path / "base", tie_word_embeddings=True)
     progress = FakeProgress()
-    train_jointly(joint_options(tmp_path / "out", chats, model=model, epochs=1, lora_targets=targets), progress)
+    train(joint_options(tmp_path / "out", chats, model=model, epochs=1, lora_targets=targets), progress)
     assert ("the lm_head is not adapted: its matrix is the embedding's, too" in progress.stages) == (not targets)
     command.run(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
     found = load_file(tmp_path / "merged" / "model.safetensors")
@@ -129,12 +129,12 @@ def test_an_lm_head_that_is_the_embedding_is_only_adapted_if_it_is_asked_for(
 
 def test_merging_keeps_the_dtype_of_the_model_files(chats: Path, tmp_path: Path) -> None:
     base = on_disk(tmp_path / "base", dtype=torch.bfloat16)
-    train_jointly(joint_options(tmp_path / "out", chats, model=base, epochs=1), FakeProgress())
+    train(joint_options(tmp_path / "out", chats, model=base, epochs=1), FakeProgress())
     for name, dtype in ((None, torch.bfloat16), ("fp32", torch.float32)):
         out = tmp_path / f"merged-{name}"
         merge(MergeOptions(model=base, adapter=tmp_path / "out", out=out, dtype=name))
         assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}
-    with pytest.raises(InvalidSettings, match="--dtype is 'int8'"):
+    with pytest.raises(InvalidSettings, match="dtype is 'int8'"):
         MergeOptions(model="", adapter=tmp_path, out=tmp_path, dtype="int8")
 
 
@@ -170,7 +170,7 @@ def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(chats: Path,
 def test_a_model_in_four_bits_is_tuned(chats: Path, tmp_path: Path) -> None:
     base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
     settings = joint_options(tmp_path / "out", chats, model=base, four_bit=True, optimizer="adamw-8bit", epochs=1)
-    report = train_jointly(settings, FakeProgress())
+    report = train(settings, FakeProgress())
     assert report is not None
     assert report.movement.tuned_perplexity < report.movement.original_perplexity
     merged = tmp_path / "merged"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftheads.errors import InvalidSettings
-from draftheads.train.joint.options import JointOptions
+from draftheads.train.options import TrainOptions
 from joint_world import joint_options
 
 
@@ -14,23 +14,25 @@ from joint_world import joint_options
     ("changes", "message"),
     [
         ({"data": ()}, "--data FILE"),
-        ({"features": Path("x")}, "no setting 'features'"),
-        ({"feature_weight": 2.0}, "no setting 'feature_weight'"),
-        ({"heads_first": 1.0}, "--heads-first is 1.0"),
-        ({"lora_dropout": -0.1}, "--lora-dropout is -0.1"),
-        ({"head_weight": 0.0}, "--head-weight is 0.0"),
-        ({"head_rate_factor": float("nan")}, "--head-rate-factor is nan"),
-        ({"lora_alpha": 0}, "--lora-alpha is 0"),
-        ({"lora_rank": 0}, "--lora-rank is 0"),
-        ({"backbone_loss": "kl"}, "--backbone-loss is 'kl'"),
-        ({"optimizer": "muon"}, "--optimizer muon is not for train-joint"),
-        ({"head_weight_rise": "cosine"}, "--head-weight-rise is 'cosine'"),
+        ({"features": Path("x")}, "--features .* not for --joint"),
+        ({"feature_weight": 2.0}, "not for --joint"),
+        ({"text": (Path("x"),)}, "--text.* not for --joint"),
+        ({"joint": False}, "need --joint"),
+        ({"heads_first": 1.0}, "heads_first is 1.0"),
+        ({"lora_dropout": -0.1}, "lora_dropout is -0.1"),
+        ({"head_weight": 0.0}, "head_weight is 0.0"),
+        ({"head_rate_factor": float("nan")}, "head_rate_factor is nan"),
+        ({"lora_alpha": 0}, "lora_alpha is 0"),
+        ({"lora_rank": 0}, "lora_rank is 0"),
+        ({"backbone_loss": "kl"}, "backbone_loss is 'kl'"),
+        ({"optimizer": "muon"}, "--optimizer muon is not for --joint"),
+        ({"head_weight_rise": "cosine"}, "head_weight_rise is 'cosine'"),
     ],
 )
 def test_settings_out_of_range_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     values = {**joint_options(tmp_path, tmp_path).flat(), **changes}
     with pytest.raises(InvalidSettings, match=message):
-        JointOptions.of(**values)
+        TrainOptions.of(**values)
 
 
 def test_the_default_weights_of_the_heads_loss_are_those_of_the_paper(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from draftheads.data.live_features import LiveStore
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
 from draftheads.train.joint.options import MergeOptions
-from draftheads.train.joint.run import train_jointly
 from draftheads.train.joint.tuned_model import Movement
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
 from draftheads.train.report import measure
+from draftheads.train.run import train
 from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
 from joint_world import joint_options, on_disk, train_jointly_for
@@ -142,7 +142,7 @@ def test_the_folder_holds_adapter_head_and_movement(chats: Path, tmp_path: Path)
     tensors = load_file(out / "adapter" / "adapter_model.safetensors")
     assert all("lora_" in name for name in tensors)
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        train_jointly(joint_options(out, chats), FakeProgress())
+        train(joint_options(out, chats), FakeProgress())
 
 
 def test_validation_measures_the_tuned_model_and_does_not_change_the_training(chats: Path, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(chats: Path, tmp_path
     assert signal.getsignal(signal.SIGINT) is before
     assert not (settings.out / "head").exists()
     with pytest.raises(InvalidSettings, match="add --resume"):
-        train_jointly(settings, FakeProgress())
+        train(settings, FakeProgress())
     torch.rand(7)  # whatever was drawn before must not matter
     found = train_jointly_for(chat_model(), settings.changed(resume=True))
     assert without_time(found) == without_time(expected)
@@ -185,11 +185,13 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(chats: Path, tmp_path
 @pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_joint_run_resumes_to_the_same_bytes(chats: Path, tmp_path: Path) -> None:
-    options = f"--model {on_disk(tmp_path / 'model')} --data {chats} --num-heads 2 --draft-vocab-size 48 --epochs 2"
-    options += " --batch-tokens 128 --lora-rank 4 --save-steps 2 --log-steps 1 --eval-steps 0 --resume"
+    options = (
+        f"--joint --model {on_disk(tmp_path / 'model')} --data {chats} --num-heads 2 --draft-vocab-size 48 --epochs 2"
+    )
+    options += " --batch-tokens 128 --set lora_rank=4 --save-steps 2 --set log_steps=1 --eval-steps 0 --resume"
     command = shlex.split(options)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    with Nursery("train-joint") as nursery:
+    with Nursery("train") as nursery:
         for step in (2, 12):  # in the first stage, in the second
             process = nursery.start([*command, "--out", str(killed)], folder=tmp_path)
             deadline = time.monotonic() + 60
@@ -232,7 +234,7 @@ def test_the_error_without_a_package_has_the_pip_command(
     settings = joint_options(tmp_path / "out", chats, model=base, four_bit=package == "bitsandbytes")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependency, match=rf"pip install 'draftheads\[{extra}\]'"):
-        train_jointly(settings, FakeProgress())
+        train(settings, FakeProgress())
 
 
 def test_train_joint_and_merge_print_their_results(

@@ -38,7 +38,7 @@ def test_only_the_named_layers_are_adapted() -> None:
     adapter = Adapter.attach(target.model, rank=2, alpha=4, dropout=0.0, targets=("q_proj",))
     assert len(adapter.parameters) == 2 * 2
     assert TunedModel(target.model, None, "").weights.lm_head is target.model.lm_head.weight
-    with pytest.raises(InvalidSettings, match="--lora-targets no_such"):
+    with pytest.raises(InvalidSettings, match="lora_targets no_such"):
         Adapter.attach(chat_model().model, rank=2, alpha=4, dropout=0.0, targets=("no_such",))
 
 

@@ -21,7 +21,8 @@ from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.errors import InvalidSettings, MissingDependency, UnsupportedModel
 from draftheads.heads.base import DraftHead
 from draftheads.loading import load_drafter
-from draftheads.models.model import TargetModel, WeightFacts
+from draftheads.models.model import TargetModel
+from draftheads.models.model_facts import WeightFacts
 from draftheads.models.pretrained import DTYPES, load_tokenizer
 from draftheads_vllm.request_chains import RequestChains
 

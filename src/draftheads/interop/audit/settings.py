@@ -105,7 +105,7 @@ class AuditOptions(OptionGroup):
     .txt, where each line is a prompt."""
     baseline: str | None = None
     """The same server without drafting: the reference. It can be the same address with --baseline-fields or
-    --baseline-name."""
+    baseline_name."""
     model: str | None = None
     """The served model, to score differences. Without --baseline its plain decoding is the reference; with it, the
     model is in fp32, unless --precision is given. A name, a folder or a Hugging Face id."""
