@@ -18,7 +18,7 @@ from draftheads.data.records import TextPrompt, prompts_in
 from draftheads.errors import DataError
 from draftheads.interop.audit.compare import Comparison, Kind
 from draftheads.interop.audit.model import ModelReference, text_of
-from draftheads.interop.audit.report import GreedyRow, Report
+from draftheads.interop.audit.report import GreedyRow, Report, SampledSide, SeededRow
 from draftheads.interop.audit.run import Audit, json_problem
 from draftheads.interop.audit.server import Drafting, Server
 from draftheads.interop.audit.settings import DEFAULT_SCHEMA, AuditOptions, AuditSettings
@@ -103,27 +103,25 @@ def _show(console: Console, report: Report, prompts: list[TextPrompt], *, num_ex
     """The tables, examples of differences, and the verdict."""
     if report.rows:
         _show_texts(console, report.rows)
-    if report.sampled:
-        rows = []
-        for row in report.sampled:
+    own: list[GreedyRow | SeededRow] = [*(row for row in report.rows if not row.is_baseline), *report.sampled]
+    sampled, speeds = [], []
+    for row in own:
+        if isinstance(row, SeededRow):
             sides = (row.server, row.baseline)
             repeated = ["–" if side is None else f"{side.num_equal}/{side.num_repeated}" for side in sides]
-            excess = [_number(side and side.mean_excess, "+.4f") for side in sides]
+            excess = [_number(None if side is None else side.mean_excess, "+.4f") for side in sides]
             tokens = _number(row.server.num_tokens or None, ",")
-            rows.append([row.check, *repeated, tokens, *excess, _number(row.deviations, "+.1f")])
+            sampled.append([row.check, *repeated, tokens, *excess, _number(row.deviations, "+.1f")])
+        runs = [side.run if isinstance(side, SampledSide) else side for side in (row.server, row.baseline)]
+        speed, other = (None if run is None else run.tokens_per_second for run in runs)
+        drafting = (runs[0] and runs[0].drafting) or Drafting(None, None)
+        numbers = [(speed, ".1f"), (other, ".1f"), (speed / other if speed is not None and other else None, ".2f")]
+        numbers += [(drafting.tokens_per_step, ".2f"), (drafting.accepted_share, ".1%")]
+        speeds.append([row.check, *(_number(*each) for each in numbers)])
+    if sampled:
         headings = ("repeated equal", "baseline equal", "scored tokens", "excess surprise", "baseline surprise", "z")
-        _show_table(console, headings, rows)
-    passes = [(row.check, row.server, row.baseline) for row in report.rows if not row.is_baseline]
-    passes += [(row.check, row.server.run, row.baseline and row.baseline.run) for row in report.sampled]
-    rows = []
-    for check, server, baseline in passes:
-        speed, other = server.tokens_per_second, baseline and baseline.tokens_per_second
-        drafting = server.drafting or Drafting(None, None)
-        numbers = {".1f": speed, " .1f": other, ".2f": speed / other if speed is not None and other else None}
-        cells = [_number(value, form.strip()) for form, value in numbers.items()]
-        share = _number(drafting.accepted_share, ".1%")
-        rows.append([check, *cells, _number(drafting.tokens_per_step, ".2f"), share])
-    _show_table(console, ("tokens/s", "baseline tokens/s", "ratio", "tokens/ step", "accepted drafts"), rows)
+        _show_table(console, headings, sampled)
+    _show_table(console, ("tokens/s", "baseline tokens/s", "ratio", "tokens/ step", "accepted drafts"), speeds)
     for greedy, comparison in report.examples(num_examples):
         _show_example(console, greedy, comparison, prompts)
     for sentence in (*report.notes, *report.conclusion()[1]):
@@ -132,24 +130,18 @@ def _show(console: Console, report: Report, prompts: list[TextPrompt], *, num_ex
 
 def _show_texts(console: Console, rows: Sequence[GreedyRow]) -> None:
     kinds: dict[str, Kind] = {"equal": "equal", "near- ties": "near-tie", "WRONG": "wrong"}
-    more: dict[str, Kind] = {"reference wrong": "reference-wrong", "not scored": "unscored"}
-    kinds |= {heading: kind for heading, kind in more.items() if any(row.count(kind) for row in rows)}
-    lines, has_json = [], any(row.num_finished is not None for row in rows)
+    rare: dict[str, Kind] = {"reference wrong": "reference-wrong", "not scored": "unscored"}
+    kinds |= {heading: kind for heading, kind in rare.items() if any(row.count(kind) for row in rows)}
+    has_json = any(row.num_finished is not None for row in rows)
+    lines = []
     for row in rows:
+        name = f"baseline itself, {row.check}" if row.is_baseline else row.check
+        counts = [str(row.count(kind)) if row.comparisons else "–" for kind in kinds.values()]
         compared, characters = row.num_characters
-        finished = row.num_finished
-        valid = "" if finished is None else f"{finished - len(row.json_problems)}/{finished}"
-        lines.append(
-            [
-                f"baseline itself, {row.check}" if row.is_baseline else row.check,
-                str(row.num_answers),
-                *(str(row.count(kind)) if row.comparisons else "–" for kind in kinds.values()),
-                str(row.num_without_pair),
-                _number(compared / characters if characters else None, ".0%").replace("%", " %"),
-                *([valid] if has_json else []),
-            ]
-        )
-    _show_table(console, ("answers", *kinds, "failed", "compared", *(["valid JSON"] if has_json else [])), lines)
+        share = f"{100 * compared / characters:.0f} %" if characters else "–"
+        valid = "" if row.num_finished is None else f"{row.num_finished - len(row.json_problems)}/{row.num_finished}"
+        lines.append([name, str(row.num_answers), *counts, str(row.num_without_pair), share, *[valid] * has_json])
+    _show_table(console, ("answers", *kinds, "failed", "compared", *["valid JSON"] * has_json), lines)
 
 
 def _show_table(console: Console, headings: Iterable[str], rows: Iterable[Sequence[str]]) -> None:

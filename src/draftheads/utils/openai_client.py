@@ -6,7 +6,7 @@ The only file that knows httpx2.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -214,7 +214,7 @@ def said_in(choice: Mapping[str, Any]) -> tuple[str, str]:
     return message.get("reasoning_content") or message.get("reasoning") or "", message.get("content") or ""
 
 
-def at_once(function: Callable[[T], R], items: Sequence[T], most: int) -> Iterator[tuple[int, R]]:
+def at_once(function: Callable[[T], R], items: Sequence[T], most: int) -> Generator[tuple[int, R], None, None]:
     """Results with the places of their items, as they come from ``most`` threads. The first error ends all.
 
     These are daemons: after Ctrl-C or an error, nobody waits for requests that have begun.

@@ -56,8 +56,8 @@ class Audit:
                 sampled.append(SeededRow(check, *(self._sampled(check, server) for server in self.servers)))
             else:
                 rows += self._greedy(check)
-        names = dict(zip(("server", "baseline"), (server.client for server in self.servers), strict=False))
-        named: dict[str, Any] = {name: {"url": one.base, "model": one.model} for name, one in names.items()}
+        pairs = zip(("server", "baseline"), (server.client for server in self.servers), strict=False)
+        named: dict[str, Any] = {name: {"url": one.base, "model": one.model} for name, one in pairs}
         if self._model is not None:
             target = self._model.engine.model
             named["model"] = {"name": target.model_id, "precision": target.precision}
