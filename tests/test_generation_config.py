@@ -15,7 +15,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.token_rules import BatchRules
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import GenerationWarning, UnsupportedModel
-from draftheads.interop.audit.model_reference import ModelReference
+from draftheads.interop.audit.model import ModelReference
 from draftheads.interop.audit.settings import AuditSettings
 from draftheads.interop.transformers import custom_generate
 from draftheads.loading import load
@@ -270,7 +270,7 @@ def test_an_audit_reads_answers_under_the_configuration() -> None:
     model = with_config("llama", **RULED, min_length=9)
     settings = AuditSettings(max_new_tokens=NEW, route="completions")
     reference = ModelReference(Engine(model), ["abc", "de"], settings)
-    answers = reference.answers("greedy", {}, NoProgress())
+    answers = reference.answers(None, NoProgress())
     for index, answer in enumerate(answers):
         assert max(reference.margins(index, answer)) < 1e-4
         assert answer.token_ids is not None

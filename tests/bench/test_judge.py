@@ -1,6 +1,7 @@
 """The judge's ratings, over HTTP on loopback: which prompts it gets, and what is a problem of which item."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from audit_world import FakeServer, Fields, asked, completion
 from draftheads.bench.judge import DEFAULT_PROMPTS, Judge, rating_of, read_judge_prompts
 from draftheads.bench.quality import Item, Scores
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
-from draftheads.interop.audit import client
+from draftheads.utils import openai_client
 from fake_progress import FakeProgress
 
 NO_RATING = "the judge's answer has no rating from 1 to 10: "
@@ -21,7 +22,7 @@ NO_RATING = "the judge's answer has no rating from 1 to 10: "
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(openai_client, "FIRST_WAIT_SECONDS", 0.001)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -214,7 +215,7 @@ def test_a_server_that_stops_keeps_the_ratings_that_it_gave():
     assert len(scores.problems) == 4
     assert len(set(scores.problems.values())) == 1
     with FakeServer(says("[[8]]")) as server:
-        judge._address = replace(judge._address, url=server.url)
+        judge._client = replace(judge._client, url=server.url)
         [scores] = judge([item("again", "x")], FakeProgress())
     assert scores.values == {"again": 8}
 
@@ -289,9 +290,9 @@ def test_a_key_goes_only_to_the_address_that_it_was_given_for(monkeypatch: pytes
 )
 def test_by_default_only_openai_gets_its_key(url: str, key: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    assert Judge(url)._address.api_key == key
+    assert Judge(url)._client.api_key == key
     monkeypatch.delenv("OPENAI_API_KEY")
-    assert Judge(url)._address.api_key is None
+    assert Judge(url)._client.api_key is None
 
 
 def test_a_server_that_sends_elsewhere_is_not_followed(monkeypatch: pytest.MonkeyPatch):
@@ -318,7 +319,7 @@ def test_requests_run_at_the_same_time():
 
 
 def test_without_its_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("draftheads.bench.judge.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "httpx2", None)
     with pytest.raises(MissingDependency, match="httpx2"):
         Judge("http://127.0.0.1:1")
 

@@ -12,8 +12,8 @@ from draftheads.bench.options import BenchOptions
 from draftheads.bench.settings import BenchSettings
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli import bench
-from draftheads.interop.audit import client
 from draftheads.models.model import TargetModel
+from draftheads.utils import openai_client
 from draftheads.utils.machine import OtherPrograms
 
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill"]
@@ -29,7 +29,7 @@ def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_judge_that_cannot_be_reached_can_be_asked_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(openai_client, "FIRST_WAIT_SECONDS", 0.001)
     judge = ["--quality", "judge", "--judge", "http://127.0.0.1:9", "--out", "judged"]
     shown = run([*BENCH, "--heads", "prompt-lookup", "--trees", "best", *judge]).out
     assert "cannot reach http://127.0.0.1:9" in " ".join(shown.split())

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,24 @@ from draftheads.cli.main import main
 from draftheads.decode import batch
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
-from draftheads.interop.audit import client
-from draftheads.interop.audit.answer import Answer, Place
-from draftheads.interop.audit.compare import Score, are_equal, compare, gap_by_logprobs
-from draftheads.interop.audit.drafting import DraftCounts, Drafting, counts_of, drafting_between, drafting_in
-from draftheads.interop.audit.json_check import json_problem
-from draftheads.interop.audit.model_reference import ModelReference
-from draftheads.interop.audit.model_scorer import ModelScorer
+from draftheads.interop.audit.compare import Score, Scorer, are_equal, compare, gap_by_logprobs
+from draftheads.interop.audit.model import ModelReference
 from draftheads.interop.audit.report import Pass, SampledSide, SeededRow
-from draftheads.interop.audit.run import _Smallest
+from draftheads.interop.audit.run import json_problem, smaller_gap
+from draftheads.interop.audit.server import (
+    Answer,
+    DraftCounts,
+    Drafting,
+    Place,
+    counts_of,
+    drafting_between,
+    drafting_in,
+    places_of,
+)
 from draftheads.interop.audit.settings import CHECKS, DEFAULT_SCHEMA, AuditSettings
 from draftheads.models.prompt_text import TokenBytes
 from draftheads.settings import Grammar
+from draftheads.utils import openai_client
 from serve_world import Running, running
 from structured_world import json_model
 
@@ -57,7 +64,7 @@ def server(world: World) -> Iterator[Running]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(openai_client, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -408,11 +415,10 @@ def test_gaps_by_log_probabilities():
     assert "of another text" in gap_by_logprobs(places, "the dog", "the bird").reason
     tails = [Answer("the cat ran", is_cut=True), Answer(reference, is_cut=True)]
 
-    class ByPlaces:
-        def score(self, index: int, answer: Answer, other: Answer) -> Score:
-            return gap_by_logprobs(places, answer.text, other.text)
+    def by_places(index: int, answer: Answer, other: Answer) -> Score:
+        return gap_by_logprobs(places, answer.text, other.text)
 
-    kinds = [compare(0, *tails, ByPlaces(), tolerance=t, max_tokens=9).kind for t in (0.25, 2.0)]
+    kinds = [compare(0, *tails, by_places, tolerance=t, max_tokens=9).kind for t in (0.25, 2.0)]
     assert kinds == ["wrong", "unscored"], "at least 1.3: more than 0.25, but perhaps less than 2"
 
 
@@ -433,17 +439,15 @@ def test_the_smaller_gap_of_model_and_baseline_counts(
     """The baseline is asked only where the model finds no near-tie."""
     asked: list[int] = []
 
-    class Fixed:
-        def __init__(self, gap: float | None) -> None:
-            self.gap = gap
-
-        def score(self, index: int, answer: Answer, reference: Answer) -> Score:
+    def fixed(gap: float | None) -> Scorer:
+        def score(index: int, answer: Answer, reference: Answer) -> Score:
             asked.append(index)
-            return Score(self.gap)
+            return Score(gap)
 
-    score = _Smallest(Fixed(of_model), Fixed(of_baseline), 0.25).score(
-        0, Answer("a", is_cut=True), Answer("b", is_cut=True)
-    )
+        return score
+
+    answers = Answer("a", is_cut=True), Answer("b", is_cut=True)
+    score = smaller_gap(fixed(of_model), fixed(of_baseline), 0.25, 0, *answers)
     assert (score.gap, len(asked)) == (found, 1 + num_asked)
 
 
@@ -534,7 +538,7 @@ def test_a_text_can_be_written_with_several_sequences_of_tokens(odds: dict[str, 
     spelling: Any = Spelling(odds)
     model = ModelReference(spelling, ["x"], AuditSettings())
     model.next_scores = spelling.next_scores  # type: ignore[method-assign]
-    score = ModelScorer(model).score(0, Answer("cats on", is_cut=True), Answer("cat on", is_cut=True))
+    score = model.score(0, Answer("cats on", is_cut=True), Answer("cat on", is_cut=True))
     assert score.gap == pytest.approx(gap)
 
 
@@ -543,8 +547,8 @@ def test_an_end_is_a_token_too():
     model = ModelReference(spelling, ["x"], AuditSettings())
     model.next_scores = spelling.next_scores  # type: ignore[method-assign]
     ended, longer = Answer("cat", is_cut=False), Answer("cats", is_cut=True)
-    assert ModelScorer(model).score(0, longer, ended).gap == pytest.approx(0.25)
-    assert ModelScorer(model).score(0, ended, longer).gap == pytest.approx(-0.25)
+    assert model.score(0, longer, ended).gap == pytest.approx(0.25)
+    assert model.score(0, ended, longer).gap == pytest.approx(-0.25)
 
 
 @pytest.fixture(scope="module")
@@ -560,7 +564,7 @@ def spelt() -> tuple[ModelReference, Answer]:
 def test_a_reference_with_known_tokens_is_scored_by_them(spelt: tuple[ModelReference, Answer]):
     model, reference = spelt
     assert reference.token_ids is not None
-    decode, scorer = model.engine.model.tokenizer.decode, ModelScorer(model, by_text=False)
+    decode, score_of = model.engine.model.tokenizer.decode, partial(model.score, by_text=False)
     for place in range(2, len(reference.token_ids), 4):
         scores = model.next_scores([*model.prompt_ids[0], *reference.token_ids[:place]])
         before, right = decode(reference.token_ids[:place]), decode([reference.token_ids[place]])
@@ -568,30 +572,30 @@ def test_a_reference_with_known_tokens_is_scored_by_them(spelt: tuple[ModelRefer
         wrong = max((token for token in letters if decode([token]) != right[0]), key=lambda token: float(scores[token]))
         answer = Answer(f"{before}{decode([wrong])}~~~", is_cut=True)
         gap = float(scores[reference.token_ids[place]] - scores[wrong])
-        score = scorer.score(0, answer, reference)
+        score = score_of(0, answer, reference)
         if wrong in scores.topk(64).indices:
             assert score.gap == pytest.approx(gap, abs=1e-4)
         else:
             assert score.is_least
             assert score.gap is not None
             assert 0 < score.gap < gap
-    unknown = scorer.score(0, Answer("abc", is_cut=True), replace(reference, token_ids=None))
+    unknown = score_of(0, Answer("abc", is_cut=True), replace(reference, token_ids=None))
     assert "under a schema" in unknown.reason
 
 
 def test_the_end_of_an_answer_beside_known_tokens(spelt: tuple[ModelReference, Answer]):
     model, reference = spelt
     assert reference.token_ids is not None
-    scorer, decode = ModelScorer(model), model.engine.model.tokenizer.decode
+    decode = model.engine.model.tokenizer.decode
     ended = Answer(decode(reference.token_ids[:7]), is_cut=False)
     scores = model.next_scores([*model.prompt_ids[0], *reference.token_ids[:7]])
-    assert scorer.score(0, ended, reference).gap == pytest.approx(
+    assert model.score(0, ended, reference).gap == pytest.approx(
         float(scores[reference.token_ids[7]] - scores[0]), abs=1e-4
     )
     first = replace(reference, token_ids=reference.token_ids[:7], text=ended.text, is_cut=False)
     longer = Answer(f"{ended.text}{decode([reference.token_ids[7]])}~", is_cut=True)
     gap = float(scores[0] - scores[reference.token_ids[7]])
-    assert scorer.score(0, longer, first).gap == pytest.approx(gap, abs=1e-4)
+    assert model.score(0, longer, first).gap == pytest.approx(gap, abs=1e-4)
 
 
 def test_the_end_is_no_token_of_the_text():
@@ -616,7 +620,7 @@ def test_bytes_of_a_token_are_a_list_of_them(given: object):
     """A number would be so many zeros."""
     content = [{"token": "a", "logprob": -1.0, "top_logprobs": [], "bytes": given}]
     with pytest.raises((TypeError, ValueError)):
-        client._places_of_chat(content)
+        places_of({"content": content})
 
 
 def test_reasoning_that_the_server_took_out_is_compared_and_not_scored(world: World, audit: Audit):
@@ -847,8 +851,9 @@ def test_the_surprise_of_the_models_own_samples_is_the_expected_one(world: World
             sum(one.variance for one in found if one),
         )
         assert side.num_tokens == sum(len(result.token_ids) for result in results)
-        assert side.deviations is not None
-        assert (abs(side.deviations) < 4.5) == is_fine, side.deviations  # by chance 1 of 150,000 seeds has more
+        deviations = SeededRow("seeded", side).deviations
+        assert deviations is not None
+        assert (abs(deviations) < 4.5) == is_fine, deviations  # by chance 1 of 150,000 seeds has more
 
 
 def test_the_surprise_of_an_answer_by_hand(world: World):
@@ -875,7 +880,7 @@ def test_the_surprise_of_an_answer_by_hand(world: World):
 
 def test_few_tokens_give_no_verdict_on_a_distribution():
     side = SampledSide(8, 8, 0, Pass(None, None), num_tokens=199, excess=500.0, variance=1.0)
-    assert side.deviations is None
+    assert SeededRow("seeded", side).deviations is None
     assert not SeededRow("seeded", side).is_off
     many = replace(side, num_tokens=200)
     assert SeededRow("seeded", many).is_off

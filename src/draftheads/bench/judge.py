@@ -3,24 +3,19 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from os import PathLike
 from string import Formatter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from draftheads.bench.quality import Item, Measure, Outcome, Scores
 from draftheads.data.json_lines import at_line, read_json_lines
-from draftheads.errors import DataError, EndpointError, MissingDependency
-from draftheads.interop.audit.answer import Failure
-from draftheads.interop.audit.client import Server, ServerAddress
-from draftheads.interop.audit.settings import AuditSettings
-from draftheads.utils.api_keys import OPENAI, api_key, origin
+from draftheads.errors import DataError, EndpointError
 from draftheads.utils.files import user_path
 from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.messages import short
+from draftheads.utils.openai_client import CHAT, OPENAI, NoAnswer, OpenAIClient, api_key, origin, said_in
 from draftheads.utils.progress import Progress
 
 _OPENAI_VARIABLE = "OPENAI_API_KEY"
@@ -86,19 +81,16 @@ class Judge(Measure):
     asks_others = True
 
     def __post_init__(self) -> None:
-        if find_spec("httpx2") is None:
-            raise MissingDependency("--judge needs httpx2", pip_install="'draftheads[bench]'")
         self._prompts = DEFAULT_PROMPTS if self.prompts is None else read_judge_prompts(self.prompts)
         variable, at_openai = self.api_key_env, origin(self.url, "--judge") == OPENAI
         if variable is None and at_openai and _OPENAI_VARIABLE in os.environ:
             variable = _OPENAI_VARIABLE
-        self._address = ServerAddress(self.url, "--judge", self.model, api_key=api_key(variable))
+        self._client = OpenAIClient(self.url, "--judge", self.model or "", api_key(variable), retries=3)
 
     def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
         """If the server cannot be reached, all items without a rating have the same problem."""
         self._down = ""  # why the server is not asked any more
-        self._server = Server(self._address, AuditSettings(max_new_tokens=2048, request_retries=3), {})
-        with closing(self._server):
+        with replace(self._client) as self._server:  # without the model of the last call
             try:
                 if not self.model:
                     self._server.connect()
@@ -136,10 +128,13 @@ class Judge(Measure):
     def _ask(self, asked: Mapping[str, str]) -> float:
         if self._down:
             raise EndpointError(self._down)
-        outcome = self._server.ask([{"role": role, "content": text} for role, text in asked.items()], 0, "greedy")
-        if isinstance(outcome, Failure):
-            raise DataError(f"the judge did not answer: {outcome.problem}")
-        return rating_of(outcome.text)
+        messages = [{"role": role, "content": text} for role, text in asked.items()]
+        body: dict[str, Any] = {"model": self._server.model, "messages": messages, "max_tokens": 2048, "temperature": 0}
+        try:
+            text = self._server.post(CHAT, body, lambda found, _: "".join(said_in(found["choices"][0])))
+        except NoAnswer as error:
+            raise DataError(f"the judge did not answer: {error}") from None
+        return rating_of(text)
 
 
 def rating_of(text: str) -> float:

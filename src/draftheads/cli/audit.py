@@ -1,6 +1,8 @@
 """``draftheads audit``: checks a server, and prints what was found."""
 
 import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,82 +16,74 @@ from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
 from draftheads.data.records import TextPrompt, prompts_in
 from draftheads.errors import DataError
-from draftheads.interop.audit.client import Server, ServerAddress
-from draftheads.interop.audit.compare import Comparison
-from draftheads.interop.audit.drafting import Drafting
-from draftheads.interop.audit.json_check import json_problem
-from draftheads.interop.audit.model_reference import ModelReference, text_of
-from draftheads.interop.audit.report import GreedyRow, Pass, Report, SeededRow
-from draftheads.interop.audit.run import Audit
+from draftheads.interop.audit.compare import Comparison, Kind
+from draftheads.interop.audit.model import ModelReference, text_of
+from draftheads.interop.audit.report import GreedyRow, Report, SampledSide, SeededRow
+from draftheads.interop.audit.run import Audit, json_problem
+from draftheads.interop.audit.server import Drafting, Server
 from draftheads.interop.audit.settings import DEFAULT_SCHEMA, AuditOptions, AuditSettings
 from draftheads.loading import load
 from draftheads.settings import Grammar
-from draftheads.utils.api_keys import api_key, origin
+from draftheads.utils.openai_client import OpenAIClient, api_key, origin
+from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import provenance
 
 _BEFORE, _AFTER = 40, 60  # characters that are shown around a difference
+_EXIT_CODES = {"lossless": 0, "wrong": 1, "undecided": 2}
 
 
 def run(options: AuditOptions) -> int:
     """Audits and prints; returns the exit status of the verdict."""
     check_json_path(options.json)
-    prompts, schema, key = _prompts(options), _schema(options.json_schema), api_key(options.api_key_env)
-    addresses = [ServerAddress(options.url, "URL", options.server_name, options.server_values, key)]
-    if options.baseline is not None:
-        name, values = options.baseline_name, options.baseline_values
-        key_option = "--baseline-key-env"
-        if options.baseline_key_env is not None or origin(options.baseline, "--baseline") != origin(options.url):
-            key = api_key(options.baseline_key_env, key_option)  # the other key is for the other server
-        addresses.append(ServerAddress(options.baseline, "--baseline", name, values, key, key_option))
-    servers = [Server(address, options.settings, schema) for address in addresses]
-    load_model = None if options.model is None else partial(_model, options, prompts)
+    prompts = _prompts(options)
     quiet_transformers()
-    try:
-        with ProgressDisplay(error_console(), transient=True) as progress:
-            baseline = servers[1] if len(servers) > 1 else None
-            report = Audit(
-                servers[0],
-                baseline,
-                load_model,
-                prompts,
-                settings=options.settings,
-                schema=schema,
-                progress=progress,
-            ).run()
-    finally:
-        for server in servers:
-            server.close()
+    with ProgressDisplay(error_console(), transient=True) as progress:
+        report = _audit(options, prompts, progress)
     if options.json != "-":
-        show(Console(highlight=False), report, prompts, num_examples=options.examples)
+        _show(Console(highlight=False), report, prompts, num_examples=options.examples)
     write_json(options.json, {**report.record(), "num_prompts": len(prompts), "provenance": provenance()})
-    return report.exit_code
+    return _EXIT_CODES[report.conclusion()[0]]
+
+
+def _audit(options: AuditOptions, prompts: list[TextPrompt], progress: Progress) -> Report:
+    settings, schema, key = options.settings, _schema(options.json_schema), api_key(options.api_key_env)
+    asked = partial(OpenAIClient, timeout=settings.request_timeout, retries=settings.request_retries)
+    clients = [(asked(options.url, "URL", options.server_name or "", key), options.server_values)]
+    if (url := options.baseline) is not None:
+        key_option = "--baseline-key-env"
+        if options.baseline_key_env is not None or origin(url, "--baseline") != origin(options.url):
+            key = api_key(options.baseline_key_env, key_option)  # the other key is for the other server
+        client = asked(url, "--baseline", options.baseline_name or "", key, key_option)
+        clients.append((client, options.baseline_values))
+    servers = [Server(client, settings, schema, fields) for client, fields in clients]
+    load_model = None if options.model is None else partial(_model, options, options.model, prompts)
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server.client)
+        audit = Audit(servers, load_model, prompts, settings, schema, progress)
+        return audit.run()
+
+
+def _model(options: AuditOptions, name: str, prompts: list[TextPrompt], settings: AuditSettings) -> ModelReference:
+    given = options.load.given()
+    if options.baseline is not None:  # it only scores: in bf16, logits above 16 are multiples of 0.125
+        given = {"precision": "fp32", **given}
+    return ModelReference(load(name, max_batch_size=options.settings.parallel, **given), prompts, settings)
 
 
 def _prompts(options: AuditOptions) -> list[TextPrompt]:
     path = options.prompts
-    prompts = _lines(path) if path.suffix == ".txt" else prompts_in(path)
+    lines: Iterable[TextPrompt] = _text(path).splitlines() if path.suffix == ".txt" else prompts_in(path)
+    prompts = [line for line in lines if not isinstance(line, str) or line.strip()][: options.limit]
     if not prompts:
         raise DataError("holds no prompt", path=path)
-    prompts = prompts[: options.limit]
-    if options.settings.route == "completions":
-        return [text_of(prompt) for prompt in prompts]
-    return prompts
-
-
-def _lines(path: Path) -> list[TextPrompt]:
-    try:
-        return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {error}", path=path) from None
+    return [text_of(prompt) for prompt in prompts] if options.settings.route == "completions" else prompts
 
 
 def _schema(path: Path | None) -> dict[str, Any]:
     if path is None:
         return DEFAULT_SCHEMA
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {error}", path=path) from None
+    text = _text(path)
     Grammar.json_schema(text)  # raises where it is none
     schema = json.loads(text)
     if not isinstance(schema, dict):
@@ -98,107 +92,67 @@ def _schema(path: Path | None) -> dict[str, Any]:
     return schema
 
 
-def _model(options: AuditOptions, prompts: list[TextPrompt], settings: AuditSettings) -> ModelReference:
-    assert options.model is not None
-    given = options.load.given()
-    if options.baseline is not None:  # it only scores: in bf16, logits above 16 are multiples of 0.125
-        given = {"precision": "fp32", **given}
-    engine = load(options.model, max_batch_size=options.settings.parallel, **given)
-    return ModelReference(engine, prompts, settings)
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot be read: {error}", path=path) from None
 
 
-def show(console: Console, report: Report, prompts: list[TextPrompt], *, num_examples: int) -> None:
+def _show(console: Console, report: Report, prompts: list[TextPrompt], *, num_examples: int) -> None:
     """The tables, examples of differences, and the verdict."""
-    tables = [*([_texts(report)] if report.rows else []), *([_sampled(report)] if report.sampled else [])]
-    for table in (*tables, _speeds(report)):
-        console.print(table)
-        console.print()
-    for row, comparison in report.examples(num_examples):
-        _show_example(console, row, comparison, prompts)
-    for sentence in (*report.notes, *report.sentences()):
+    if report.rows:
+        _show_texts(console, report.rows)
+    own: list[GreedyRow | SeededRow] = [*(row for row in report.rows if not row.is_baseline), *report.sampled]
+    sampled, speeds = [], []
+    for row in own:
+        if isinstance(row, SeededRow):
+            sides = (row.server, row.baseline)
+            repeated = ["–" if side is None else f"{side.num_equal}/{side.num_repeated}" for side in sides]
+            excess = [_number(None if side is None else side.mean_excess, "+.4f") for side in sides]
+            tokens = _number(row.server.num_tokens or None, ",")
+            sampled.append([row.check, *repeated, tokens, *excess, _number(row.deviations, "+.1f")])
+        runs = [side.run if isinstance(side, SampledSide) else side for side in (row.server, row.baseline)]
+        speed, other = (None if run is None else run.tokens_per_second for run in runs)
+        drafting = (runs[0] and runs[0].drafting) or Drafting(None, None)
+        numbers = [(speed, ".1f"), (other, ".1f"), (speed / other if speed is not None and other else None, ".2f")]
+        numbers += [(drafting.tokens_per_step, ".2f"), (drafting.accepted_share, ".1%")]
+        speeds.append([row.check, *(_number(*each) for each in numbers)])
+    if sampled:
+        headings = ("repeated equal", "baseline equal", "scored tokens", "excess surprise", "baseline surprise", "z")
+        _show_table(console, headings, sampled)
+    _show_table(console, ("tokens/s", "baseline tokens/s", "ratio", "tokens/ step", "accepted drafts"), speeds)
+    for greedy, comparison in report.examples(num_examples):
+        _show_example(console, greedy, comparison, prompts)
+    for sentence in (*report.notes, *report.conclusion()[1]):
         console.print(sentence, markup=False, soft_wrap=True)
 
 
-def _table(first: str, *headings: str) -> Table:
+def _show_texts(console: Console, rows: Sequence[GreedyRow]) -> None:
+    kinds: dict[str, Kind] = {"equal": "equal", "near- ties": "near-tie", "WRONG": "wrong"}
+    rare: dict[str, Kind] = {"reference wrong": "reference-wrong", "not scored": "unscored"}
+    kinds |= {heading: kind for heading, kind in rare.items() if any(row.count(kind) for row in rows)}
+    has_json = any(row.num_finished is not None for row in rows)
+    lines = []
+    for row in rows:
+        name = f"baseline itself, {row.check}" if row.is_baseline else row.check
+        counts = [str(row.count(kind)) if row.comparisons else "–" for kind in kinds.values()]
+        compared, characters = row.num_characters
+        share = f"{100 * compared / characters:.0f} %" if characters else "–"
+        valid = "" if row.num_finished is None else f"{row.num_finished - len(row.json_problems)}/{row.num_finished}"
+        lines.append([name, str(row.num_answers), *counts, str(row.num_without_pair), share, *[valid] * has_json])
+    _show_table(console, ("answers", *kinds, "failed", "compared", *["valid JSON"] * has_json), lines)
+
+
+def _show_table(console: Console, headings: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first, vertical="bottom")
+    table.add_column("check", vertical="bottom")
     for heading in headings:
         table.add_column(heading.replace(" ", "\n"), justify="right", vertical="bottom")
-    return table
-
-
-def _texts(report: Report) -> Table:
-    has_json = any(row.num_finished is not None for row in report.rows)
-    optional = {
-        "reference wrong": any(row.count("reference-wrong") for row in report.rows),
-        "not scored": any(row.count("unscored") for row in report.rows),
-    }
-    shown = [heading for heading, is_there in optional.items() if is_there]
-    headings = ["answers", "equal", "near- ties", "WRONG", *shown, "failed", "compared"]
-    table = _table("check", *headings, *(["valid JSON"] if has_json else []))
-    for row in report.rows:
-        cells = [str(row.num_answers)]
-        if row.comparisons:
-            compared, characters = row.num_characters
-            kinds = {"reference wrong": "reference-wrong", "not scored": "unscored"}
-            counts = [row.count("equal"), row.count("near-tie"), row.num_wrong]
-            counts += [row.count(kinds[heading]) for heading in shown]  # type: ignore[arg-type]
-            cells += [*map(str, counts), str(row.num_without_pair), _share(compared, characters)]
-        else:
-            cells += ["–"] * (3 + len(shown)) + [str(row.num_failed), "–"]
-        if has_json:
-            finished = row.num_finished
-            valid = "" if finished is None else f"{finished - len(row.json_problems)}/{finished}"
-            cells.append(valid)
-        table.add_row(*map(Text, (_name(row), *cells)))
-    return table
-
-
-def _name(row: GreedyRow) -> str:
-    return f"baseline itself, {row.check}" if row.is_baseline else row.check
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "–"
-
-
-def _sampled(report: Report) -> Table:
-    """Sampled answers: repeated requests, and how surprising the tokens are."""
-    table = _table(
-        "check", "repeated equal", "baseline equal", "scored tokens", "excess surprise", "baseline surprise", "z"
-    )
-    for row in report.sampled:
-        sides = (row.server, row.baseline)
-        repeated = ["–" if side is None else f"{side.num_equal}/{side.num_repeated}" for side in sides]
-        excess = ["–" if side is None or side.mean_excess is None else f"{side.mean_excess:+.4f}" for side in sides]
-        z = "–" if row.deviations is None else f"{row.deviations:+.1f}"
-        tokens = f"{row.server.num_tokens:,}" if row.server.num_tokens else "–"
-        table.add_row(*map(Text, (row.check, *repeated, tokens, *excess, z)))
-    return table
-
-
-def _speeds(report: Report) -> Table:
-    table = _table("check", "tokens/s", "baseline tokens/s", "ratio", "tokens/ step", "accepted drafts")
-    rows: list[GreedyRow | SeededRow] = [row for row in report.rows if not row.is_baseline]
-    for row in [*rows, *report.sampled]:
-        server, baseline = _passes(row)
-        speeds = [None if one is None else one.tokens_per_second for one in (server, baseline)]
-        ratio = None if None in speeds or not speeds[1] else speeds[0] / speeds[1]  # type: ignore[operator]
-        drafting = server.drafting or Drafting(None, None)
-        cells = [
-            *(_number(speed, ".1f") for speed in speeds),
-            _number(ratio, ".2f"),
-            _number(drafting.tokens_per_step, ".2f"),
-            _number(drafting.accepted_share, ".1%"),
-        ]
-        table.add_row(*map(Text, (row.check, *cells)))
-    return table
-
-
-def _passes(row: GreedyRow | SeededRow) -> tuple[Pass, Pass | None]:
-    if isinstance(row, GreedyRow):
-        return row.server, row.baseline
-    return row.server.run, None if row.baseline is None else row.baseline.run
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    console.print()
 
 
 def _number(value: float | None, form: str) -> str:
@@ -207,16 +161,13 @@ def _number(value: float | None, form: str) -> str:
 
 def _show_example(console: Console, row: GreedyRow, one: Comparison, prompts: list[TextPrompt]) -> None:
     """One difference: where it is, and how both texts go on."""
-    kinds = {"wrong": "WRONG", "near-tie": "near-tie", "unscored": "not scored", "reference-wrong": "reference wrong"}
-    gap = ""
-    if one.gap is not None:
-        gap = f", gap {'at least ' * one.is_least}{one.gap:.3f} nats"
-    prompt = prompts[one.index]
+    kind = {"wrong": "WRONG", "unscored": "not scored", "reference-wrong": "reference wrong"}.get(one.kind, one.kind)
+    gap = "" if one.gap is None else f", gap {'at least ' * one.is_least}{one.gap:.3f} nats"
+    prompt, common = prompts[one.index], one.answer[: one.place]
     asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    common = one.answer[: one.place]
     console.print(
         f"{row.check}, prompt {one.index + 1} ({_short(asked, _BEFORE)}), after {one.place} characters: "
-        f"{kinds[one.kind]}{gap}{', ' * bool(one.reason)}{one.reason}",
+        f"{kind}{gap}{', ' * bool(one.reason)}{one.reason}",
         markup=False,
         soft_wrap=True,
     )

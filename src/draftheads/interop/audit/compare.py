@@ -1,13 +1,10 @@
-"""Two answers to the same prompt: where they differ first, and whether that is a near-tie or a wrong text.
+"""Two answers to the same prompt: where they differ first, and whether that is a near-tie or a wrong text."""
 
-Knows nothing of models and servers: what scores a difference is given to it.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from draftheads.interop.audit.answer import Answer, Failure, Outcome, Place
+from draftheads.interop.audit.server import Answer, Outcome, Place
 
 _ROUNDING = 0.01  # nats, by which the log-probability of a server's chosen token may be off
 
@@ -23,11 +20,7 @@ class Score:
     reason: str = ""  # why there is no gap
 
 
-class Scorer(Protocol):
-    """Scores differences."""
-
-    def score(self, index: int, answer: Answer, reference: Answer) -> Score:
-        """The gap where two answers to prompt number ``index`` differ first."""
+Scorer = Callable[[int, Answer, Answer], Score]  # of the prompt's number, the answer and its reference
 
 
 @dataclass(frozen=True)
@@ -46,21 +39,18 @@ class Comparison:
 
 
 def compare(
-    index: int, answer: Outcome, reference: Outcome, scorer: Scorer | None, *, tolerance: float, max_tokens: int
+    index: int, answer: Outcome, reference: Outcome, scorer: Scorer, *, tolerance: float, max_tokens: int
 ) -> Comparison:
     """The comparison of the answers to one prompt. A gap of at most ``tolerance`` nats is a near-tie."""
-    for outcome, whose in ((answer, ""), (reference, "the reference: ")):
-        if isinstance(outcome, Failure):
-            return Comparison(index, "failed", reason=whose + outcome.problem)
-    assert isinstance(answer, Answer)
-    assert isinstance(reference, Answer)
+    if isinstance(answer, str):
+        return Comparison(index, "failed", reason=answer)
+    if isinstance(reference, str):
+        return Comparison(index, "failed", reason=f"the reference: {reference}")
     texts = (answer.text, reference.text)
     if are_equal(answer, reference, max_tokens=max_tokens):
         return Comparison(index, "equal", min(map(len, texts)), len(texts[1]), *texts)
-    place = common_length(*texts)
-    score = Score(None, reason="no model to score it: give --model") if scorer is None else None
-    score = score or scorer.score(index, answer, reference)  # type: ignore[union-attr]
-    kind = kind_of(score, tolerance)
+    score = scorer(index, answer, reference)
+    kind, place = kind_of(score, tolerance), common_length(*texts)
     return Comparison(index, kind, place, len(texts[1]), *texts, score.gap, score.is_least, score.reason)
 
 
@@ -70,11 +60,9 @@ def kind_of(score: Score, tolerance: float) -> Kind:
     >>> [kind_of(Score(gap), 0.25) for gap in (0.1, -0.1, 0.3, -0.3, None)]
     ['near-tie', 'near-tie', 'wrong', 'reference-wrong', 'unscored']
     """
-    if score.gap is None:
-        return "unscored"
-    if score.gap > tolerance:
+    if score.gap is not None and score.gap > tolerance:
         return "wrong"
-    if score.is_least:
+    if score.gap is None or score.is_least:
         return "unscored"
     return "near-tie" if score.gap >= -tolerance else "reference-wrong"
 
@@ -87,9 +75,8 @@ def are_equal(answer: Answer, reference: Answer, *, max_tokens: int) -> bool:
     short, long = sorted((answer, reference), key=lambda one: len(one.text))
     if short.text == long.text:
         return True
-    text = short.text.rstrip("\ufffd") if short.is_cut else short.text  # half a character
     was_due = short.num_tokens is None or short.num_tokens >= max_tokens - 1
-    return short.is_cut and was_due and long.text.startswith(text)
+    return short.is_cut and was_due and long.text.startswith(short.text.rstrip("\ufffd"))  # half a character
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -122,8 +109,7 @@ def gap_by_logprobs(places: Sequence[Place], answer: str, reference: str, *, is_
             return Score(None, reason="the tokens with log-probabilities are of another text than the reference")
         last, has_parted = place, not ours.startswith(place.token, start)
         others = [token for token in place.tops if token and ours.startswith(token, start)]
-        others = [token for token in others if has_parted or not theirs.startswith(token, start)]
-        gaps += [place.logprob - place.tops[token] for token in others]
+        gaps += [place.logprob - place.tops[one] for one in others if has_parted or not theirs.startswith(one, start)]
         if has_parted:
             break
         start += len(place.token)

@@ -3,16 +3,15 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 from draftheads.interop.audit.compare import Comparison, Kind
-from draftheads.interop.audit.drafting import Drafting
+from draftheads.interop.audit.server import Drafting
 from draftheads.interop.audit.settings import CheckName
 from draftheads.utils.counts import counted
 
 Verdict = Literal["lossless", "wrong", "undecided"]
-EXIT_CODES: Mapping[Verdict, int] = {"lossless": 0, "wrong": 1, "undecided": 2}
 _SURE = 4.5  # standard deviations; by chance 1 of 150,000 audits has more
 _FEW_TOKENS = 200  # below, the sum is not normal
 
@@ -30,20 +29,19 @@ class GreedyRow:
     """Answers of one check beside their references."""
 
     check: CheckName
-    is_baseline: bool  # the baseline's own answers in parallel, beside those one by one
-    comparisons: tuple[Comparison, ...]  # empty where texts cannot be compared
     num_answers: int  # without failed requests
     num_failed: int
     server: Pass
+    is_baseline: bool = False  # the baseline's own answers in parallel, beside those one by one
+    comparisons: tuple[Comparison, ...] = ()  # empty where texts cannot be compared
     baseline: Pass | None = None
     num_finished: int | None = None  # JSON texts that were not cut off; None for other checks
     json_problems: tuple[tuple[int, str], ...] = ()  # of finished ones, with the prompt
     num_broken_json: int = 0  # of these, where the reference's JSON is valid
     failure: str = ""  # the first problem of a request
 
-    def count(self, *kinds: Kind) -> int:
-        counts = Counter(comparison.kind for comparison in self.comparisons)
-        return sum(counts[kind] for kind in kinds)
+    def count(self, kind: Kind) -> int:
+        return sum(one.kind == kind for one in self.comparisons)
 
     @property
     def num_without_pair(self) -> int:
@@ -51,19 +49,19 @@ class GreedyRow:
         return max(self.num_failed, self.count("failed"))
 
     @property
-    def first_failure(self) -> str:
-        """Its reason; empty if none failed."""
-        return self.failure or next((one.reason for one in self.comparisons if one.kind == "failed"), "")
-
-    @property
-    def num_wrong(self) -> int:
-        return self.count("wrong")
-
-    @property
     def num_characters(self) -> tuple[int, int]:
         """Characters of the references that were compared, and all: after its first difference a text is not."""
-        compared = [comparison for comparison in self.comparisons if comparison.kind != "failed"]
-        return sum(one.place for one in compared), sum(one.num_characters for one in compared)
+        return sum(one.place for one in self.comparisons), sum(one.num_characters for one in self.comparisons)
+
+    def record(self) -> dict[str, Any]:
+        compared, characters = self.num_characters
+        return {
+            **asdict(self),
+            "counts": {kind: self.count(kind) for kind in get_args(Kind)},
+            "comparisons": [asdict(one) for one in self.comparisons if one.kind != "equal"],
+            "num_compared_characters": compared,
+            "num_characters": characters,
+        }
 
 
 @dataclass(frozen=True)
@@ -84,13 +82,6 @@ class SampledSide:
         """Of a token; None if too few were scored."""
         return self.excess / self.num_tokens if self.num_tokens >= _FEW_TOKENS else None
 
-    @property
-    def deviations(self) -> float | None:
-        """Standard deviations between the surprise and the expected one."""
-        if self.mean_excess is None or self.variance <= 0:
-            return None
-        return self.excess / math.sqrt(self.variance)
-
 
 @dataclass(frozen=True)
 class SeededRow:
@@ -103,13 +94,12 @@ class SeededRow:
     @property
     def deviations(self) -> float | None:
         """Between the server and the baseline, else between the server and the model; None if they are not known."""
-        one, other = self.server, self.baseline
-        if other is None:
-            return one.deviations
-        if one.mean_excess is None or other.mean_excess is None:
+        sides = [side for side in (self.server, self.baseline) if side is not None]
+        variance = sum(side.variance / max(1, side.num_tokens) ** 2 for side in sides)
+        means = [side.mean_excess for side in sides if side.mean_excess is not None]
+        if len(means) < len(sides) or variance <= 0:
             return None
-        variance = one.variance / one.num_tokens**2 + other.variance / other.num_tokens**2
-        return (one.mean_excess - other.mean_excess) / math.sqrt(variance) if variance > 0 else None
+        return (means[0] - sum(means[1:])) / math.sqrt(variance)
 
     @property
     def is_off(self) -> bool:
@@ -124,98 +114,56 @@ class Report:
     rows: tuple[GreedyRow, ...]
     sampled: tuple[SeededRow, ...]
     tolerance: float
-    notes: tuple[str, ...] = ()
-    servers: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...]
+    servers: Mapping[str, Any]
 
     @property
-    def verdict(self) -> Verdict:
-        """Wrong if one text is, or if sampled answers have another distribution than the baseline's."""
-        own = [row for row in self.rows if not row.is_baseline]
-        if any(row.num_wrong or row.num_broken_json for row in own):
-            return "wrong"
-        if any(row.is_off and row.baseline is not None for row in self.sampled):
-            return "wrong"
-        failed = any(row.num_without_pair or row.count("unscored", "reference-wrong") for row in own)
-        failed |= any(
-            row.server.num_failed or row.is_off or (row.baseline is not None and row.baseline.num_failed)
-            for row in self.sampled
-        )
-        compared = sum(row.count("equal", "near-tie") for row in own)
-        nothing = not compared and not any(row.deviations is not None for row in self.sampled)
-        return "undecided" if failed or nothing else "lossless"
+    def _own(self) -> list[GreedyRow]:
+        return [row for row in self.rows if not row.is_baseline]
 
-    @property
-    def exit_code(self) -> int:
-        return EXIT_CODES[self.verdict]
+    def conclusion(self) -> tuple[Verdict, list[str]]:
+        """The verdict, and sentences with what it follows from.
 
-    def sentences(self) -> list[str]:
-        """The verdict in words, and what it follows from."""
-        own = [row for row in self.rows if not row.is_baseline]
-        compared = sum(row.count("equal", "near-tie", "wrong") for row in own)
-        ties = [c for row in own for c in row.comparisons if c.kind == "near-tie"]
-        if self.verdict == "wrong":
-            return ["NOT LOSSLESS. " + " ".join(self._wrongs(own, compared))]
-        largest = f"; the largest gap is {max(abs(tie.gap or 0.0) for tie in ties):.3f} nats" if ties else ""
-        equal = sum(row.count("equal") for row in own)
+        Wrong if one text is, or if sampled answers have another distribution than the baseline's.
+        """
+        kinds = Counter(one.kind for row in self._own for one in row.comparisons)
+        equal, ties, wrong = kinds["equal"], kinds["near-tie"], kinds["wrong"]
+        texts = counted(equal + ties + wrong, "compared text")
+        wrongs = [f"{wrong} of {texts} wrong."] * bool(wrong)
+        if broken := sum(row.num_broken_json for row in self._own):
+            wrongs.append(f"{counted(broken, 'answer')} not JSON of the schema, where the reference's JSON is valid.")
+        off = [row.check for row in self.sampled if row.is_off and row.baseline is not None]
+        wrongs += [f"{check}: sampled tokens have another distribution than the baseline's." for check in off]
+        if wrongs:
+            return "wrong", [f"NOT LOSSLESS. {' '.join(wrongs)}"]
+        gaps = [abs(one.gap or 0.0) for row in self._own for one in row.comparisons if one.kind == "near-tie"]
+        largest = f"; the largest gap is {max(gaps):.3f} nats" if gaps else ""
         counts = (
-            f"Of {counted(compared, 'compared text')} {equal} {'is' if equal == 1 else 'are'} equal and {len(ties)} "
-            f"{'has' if len(ties) == 1 else 'have'} a near-tie{largest}."
+            f"Of {texts} {equal} {'is' if equal == 1 else 'are'} equal and {ties} {'has' if ties == 1 else 'have'} "
+            f"a near-tie{largest}."
         )
-        if self.verdict == "lossless":
-            return [f"LOSSLESS, as far as was compared. {counts}"]
-        return [f"NOT DECIDED. {counts}", *self._reasons(own)]
+        reasons = self._reasons()
+        if not reasons and not equal and not ties and all(row.deviations is None for row in self.sampled):
+            reasons = ["No text could be compared."]
+        if reasons:
+            return "undecided", [f"NOT DECIDED. {counts}", *reasons]
+        return "lossless", [f"LOSSLESS, as far as was compared. {counts}"]
 
-    def examples(self, number: int) -> list[tuple[GreedyRow, Comparison]]:
-        """Differences to show: wrong texts first, the largest gaps first; none of them twice."""
-        order: dict[Kind, int] = {"wrong": 0, "reference-wrong": 1, "unscored": 2, "near-tie": 3}
-        found = [(row, one) for row in self.rows if not row.is_baseline for one in row.comparisons if one.kind in order]
-        found.sort(key=lambda pair: (order[pair[1].kind], -abs(pair[1].gap or 0.0)))
-        distinct = {(one.index, one.place, one.answer, one.reference): (row, one) for row, one in reversed(found)}
-        return list(reversed(distinct.values()))[:number]
-
-    def record(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict,
-            "sentences": self.sentences(),
-            "tolerance": self.tolerance,
-            "servers": self.servers,
-            "notes": list(self.notes),
-            "checks": [self._row(row) for row in self.rows],
-            "sampled": [{**asdict(row), "deviations": row.deviations, "is_off": row.is_off} for row in self.sampled],
-        }
-
-    def _row(self, row: GreedyRow) -> dict[str, Any]:
-        compared, characters = row.num_characters
-        kinds: Sequence[Kind] = ("equal", "near-tie", "wrong", "reference-wrong", "unscored", "failed")
-        record = {**asdict(row), "counts": {kind: row.count(kind) for kind in kinds}}
-        record["comparisons"] = [asdict(one) for one in row.comparisons if one.kind != "equal"]
-        return {**record, "num_compared_characters": compared, "num_characters": characters}
-
-    def _wrongs(self, own: Sequence[GreedyRow], compared: int) -> list[str]:
-        words = []
-        if wrong := sum(row.num_wrong for row in own):
-            words.append(f"{wrong} of {counted(compared, 'compared text')} wrong.")
-        if broken := sum(row.num_broken_json for row in own):
-            words.append(f"{counted(broken, 'answer')} not JSON of the schema, where the reference's JSON is valid.")
-        words += [
-            f"{row.check}: sampled tokens have another distribution than the baseline's."
-            for row in self.sampled
-            if row.is_off and row.baseline is not None
+    def _reasons(self) -> list[str]:
+        """Why it is not decided."""
+        differences = [one for row in self._own for one in row.comparisons]
+        lines = [
+            f"Not scored: {reason}." for reason in {one.reason: 0 for one in differences if one.kind == "unscored"}
         ]
-        return words
-
-    def _reasons(self, own: Sequence[GreedyRow]) -> list[str]:
-        reasons = {one.reason: None for row in own for one in row.comparisons if one.kind == "unscored"}
-        lines = [f"Not scored: {reason}." for reason in reasons]
-        if any(row.count("reference-wrong") for row in own):
+        if any(one.kind == "reference-wrong" for one in differences):
             lines.append("Some references are less likely than the answers: is the reference decoded greedily?")
-        failures = [(row.check, row.first_failure, number) for row in own if (number := row.num_without_pair)]
-        failures += [
-            (row.check, side.failure, side.num_failed)
-            for row in self.sampled
-            for side in (row.server, row.baseline)
-            if side is not None and side.num_failed
+        failures = [
+            (row.check, row.failure or next(one.reason for one in row.comparisons if one.kind == "failed"), number)
+            for row in self._own
+            if (number := row.num_without_pair)
         ]
+        sides = [(row.check, side) for row in self.sampled for side in (row.server, row.baseline) if side is not None]
+        failures += [(check, side.failure, side.num_failed) for check, side in sides if side.num_failed]
         lines += [f"{check}: {counted(number, 'request')} failed; {failure}" for check, failure, number in failures]
         lines += [
             f"{row.check}: sampled tokens do not have the distribution of --model. The server may have other defaults "
@@ -223,6 +171,24 @@ class Report:
             for row in self.sampled
             if row.is_off and row.baseline is None
         ]
-        if not lines:
-            lines.append("No text could be compared.")
         return lines
+
+    def examples(self, number: int) -> list[tuple[GreedyRow, Comparison]]:
+        """Differences to show: wrong texts first, the largest gaps first; none of them twice."""
+        order: Sequence[Kind] = ("wrong", "reference-wrong", "unscored", "near-tie")
+        found = [(row, one) for row in self._own for one in row.comparisons if one.kind in order]
+        found.sort(key=lambda pair: (order.index(pair[1].kind), -abs(pair[1].gap or 0.0)))
+        distinct = {(one.index, one.place, one.answer, one.reference): (row, one) for row, one in reversed(found)}
+        return list(reversed(distinct.values()))[:number]
+
+    def record(self) -> dict[str, Any]:
+        verdict, sentences = self.conclusion()
+        return {
+            "verdict": verdict,
+            "sentences": sentences,
+            "tolerance": self.tolerance,
+            "servers": self.servers,
+            "notes": list(self.notes),
+            "checks": [row.record() for row in self.rows],
+            "sampled": [{**asdict(row), "deviations": row.deviations, "is_off": row.is_off} for row in self.sampled],
+        }

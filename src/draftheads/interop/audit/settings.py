@@ -31,17 +31,14 @@ DEFAULT_SCHEMA: dict[str, Any] = {
 
 
 def is_parallel(check: CheckName) -> bool:
-    """Whether several requests run at the same time."""
     return check.endswith("-parallel")
 
 
 def is_json(check: CheckName) -> bool:
-    """Whether answers have a JSON schema; they are greedy, too."""
     return check.startswith("json")
 
 
 def is_seeded(check: CheckName) -> bool:
-    """Whether answers are sampled, with a seed."""
     return check.startswith("seeded")
 
 

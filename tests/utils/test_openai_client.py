@@ -3,7 +3,7 @@
 import pytest
 
 from draftheads.errors import InvalidSettings
-from draftheads.utils.api_keys import OPENAI, origin
+from draftheads.utils.openai_client import OPENAI, origin
 
 
 @pytest.mark.parametrize(
