@@ -162,12 +162,13 @@ def test_half_a_checkpoint_is_ignored_and_removed(data: Path, whole: Path, tmp_p
     assert found_in(settings.out) == found_in(whole)
 
 
-def test_a_damaged_checkpoint_is_an_error_that_names_it(data: Path, tmp_path: Path):
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_damaged_checkpoint_is_an_error_that_names_it(data: Path, tmp_path: Path, size: int):
     settings = options(tmp_path / "out", data)
     train_until_killed(settings, after=SAVE_STEPS + 1)
     newest = find_checkpoint(settings.out)
     assert newest
-    newest.write_bytes(newest.read_bytes()[:1000])
+    newest.write_bytes(newest.read_bytes()[:size])
     with pytest.raises(StorageError, match=rf"checkpoint-{SAVE_STEPS}\.pt cannot be read: .*delete it"):
         run.train(settings, FakeProgress())
 

@@ -90,7 +90,7 @@ class ModelFacts:
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """D, the size of a hidden state."""
         return int(self.lm_head.in_features)
 
     @property

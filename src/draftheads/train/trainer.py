@@ -230,7 +230,7 @@ def _load(path: Path, learner: nn.Module, optimizer: Optimizer) -> int:
         learner.load_state_dict(state["learner"])
         optimizer.load_state_dict(state["optimizer"])
         random = state["random"][processes.number()]
-    except (OSError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as error:
         raise StorageError(f"{path} cannot be read: {error}; delete it, and the run begins again") from error
     torch.set_rng_state(random["cpu"])
     if "cuda" in random and torch.cuda.is_available():

@@ -25,7 +25,7 @@ _MOST_OFF = 0.02
 
 @dataclass
 class Audit:
-    """One audit."""
+    """An audit of a server that drafts: a baseline without drafts, the model, or both give the references."""
 
     servers: Sequence[Server]  # the one with drafting, and perhaps the baseline without
     load: Callable[[AuditSettings], ModelReference] | None  # of the model; without a baseline it gives the references

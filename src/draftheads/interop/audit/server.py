@@ -20,7 +20,7 @@ _SGLANG = "sglang:spec_accept_length"
 
 
 class DraftCounts(NamedTuple):
-    """Of one answer."""
+    """How one answer was drafted."""
 
     steps: int  # passes of the model after the prompt was read
     tokens: int  # that these steps gave
