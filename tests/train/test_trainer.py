@@ -22,7 +22,16 @@ from draftheads.train.options import HardwareOptions
 from draftheads.train.schedule import Stage, staged_rate
 from draftheads.train.trainer import StepLog
 from fake_progress import FakeProgress
-from training_world import KilledError, chat_model, chat_options, lines, stop_by_crash, train_for, train_options
+from training_world import (
+    KilledError,
+    chat_model,
+    chat_options,
+    lines,
+    stop_by_crash,
+    train_for,
+    train_options,
+    without_time,
+)
 
 
 @pytest.mark.parametrize("final", [0.0, 0.3])
@@ -49,6 +58,33 @@ def test_accumulated_batches_make_one_step(target: TargetModel, chats: Path, tmp
         parts = [part["loss"] for part in one[3 * step : 3 * step + 3]]
         assert line["loss"] == pytest.approx(sum(parts) / 3, rel=1e-5)
         assert line["grad_norm"] <= max(part["grad_norm"] for part in one[3 * step : 3 * step + 3]) * 1.001
+
+
+def test_each_step_has_its_learning_rate(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    train_for(target, chat_options(tmp_path, data=(chats,), warmup=3, final_learning_rate=0.1))
+    found = [line["learning_rate"] for line in lines(tmp_path)]
+    stages = [Stage(len(found))]
+    expected = [0.02 * staged_rate(step, stages, warmup=3, final=0.1) for step in range(len(found))]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_are_scaled_down_to_the_given_norm(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    """Below AdamW's ε, steps become short."""
+    train_for(target, chat_options(tmp_path, data=(chats,), max_grad_norm=1e-13))
+    first, *_, last = (sum(line["losses"]) for line in lines(tmp_path, "validation.jsonl"))
+    assert last == pytest.approx(first, rel=1e-3)
+    assert min(line["grad_norm"] for line in lines(tmp_path)) > 0.1, "the log has the norm before"
+
+
+def test_what_was_drawn_before_a_training_does_not_matter(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, found = run.new_head, []
+    for number in (0, 7):
+        monkeypatch.setattr(run, "new_head", lambda *a, n=number, **k: (own(*a, **k), torch.rand(n))[0])
+        out = tmp_path / str(number)
+        found.append(without_time(train_for(target, chat_options(out, data=(chats,), noise_alpha=20.0))))
+    assert found[0] == found[1]
 
 
 def test_adamw_8bit_trains_nearly_as_well_with_8_bit_moments(
