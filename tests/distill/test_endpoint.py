@@ -160,6 +160,22 @@ def test_failed_requests_are_repeated(server: Server, tmp_path: Path):
     assert len(server.requests) == 2 * num_before + 6
 
 
+def test_a_request_that_takes_too_long_is_repeated(server: Server, tmp_path: Path):
+    """The first one is not answered before it was asked again."""
+    again = threading.Event()
+
+    def behave(request: dict[str, Any]) -> Response:
+        if len(server.requests) == 1:
+            again.wait()
+        again.set()
+        return answer(request)
+
+    server.behave = behave
+    chosen = remote(tmp_path, server, request_timeout=0.5, request_retries=20, batch_size=1)
+    run(chosen)
+    assert len(chosen.out.read_text().splitlines()) == len(RECORDS)
+
+
 def test_waits_grow_and_follow_the_retry_after_header():
     waits = [openai_client.wait_seconds(attempt, None, 500) for attempt in range(9)]
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]

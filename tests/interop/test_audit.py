@@ -932,10 +932,10 @@ def test_what_is_no_address(world: World, audit: Audit, url: str):
 def test_names_of_models(world: World, audit: Audit):
     models = [{"id": "small", "owned_by": "me"}, {"id": "large"}]
     with FakeServer(world.answer, models=models) as fake:
-        audit(fake.url, *of_model(world))
+        assert "has several models; asked was small, not large" in audit(fake.url, *of_model(world))["shown"]
         assert {fields["model"] for fields in fake.requests} == {"small"}
         fake.requests.clear()
-        audit(fake.url, *of_model(world), "--set", "server_name=large")
+        assert "has several models" not in audit(fake.url, *of_model(world), "--set", "server_name=large")["shown"]
         assert {fields["model"] for fields in fake.requests} == {"large"}
         record = audit(fake.url, *of_model(world), "--set", "server_name=larg", code=2)
         assert "has no model 'larg'; did you mean large?" in record["errors"]

@@ -87,6 +87,40 @@ def test_what_was_drawn_before_a_training_does_not_matter(
     assert found[0] == found[1]
 
 
+def test_matrices_decay_and_vectors_do_not(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    settings = train_options(tmp_path, features, weight_decay=0.25, num_layers=2)
+    head = run.new_head(settings.heads, target, FeatureStore(features), [0])
+    groups = trainer.head_optimizer(settings, head).param_groups
+    assert {(group["weight_decay"], weight.ndim > 1) for group in groups for weight in group["params"]} == {
+        (0.25, True),
+        (0.0, False),
+    }
+    assert sum(len(group["params"]) for group in groups) == len(list(head.parameters()))
+
+
+def test_bf16_rounds_the_products(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    first = []
+    for precision in ("fp32", "bf16"):
+        train_for(target, chat_options(tmp_path / precision, data=(chats,), precision=precision, eval_steps=0))
+        first.append(lines(tmp_path / precision)[0]["loss"])
+    assert first[0] != first[1]
+    assert first[0] == pytest.approx(first[1], rel=0.01)
+
+
+def test_the_last_step_is_saved_before_the_head_is_measured(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = chat_options(tmp_path / "out", data=(chats,), save_steps=1000)
+    with monkeypatch.context() as patched:
+        patched.setattr(run.HeadRun, "measure_and_save", lambda *_: stop_by_crash())
+        with pytest.raises(KilledError):
+            train_for(target, settings)
+    progress = FakeProgress()
+    train_for(target, settings.changed(resume=True), progress)
+    assert progress.steps == [], "no step is made again"
+    assert (settings.out / "model.safetensors").exists()
+
+
 def test_adamw_8bit_trains_nearly_as_well_with_8_bit_moments(
     chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
