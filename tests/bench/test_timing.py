@@ -290,9 +290,9 @@ def test_learning_from_a_step_counts_as_drafting(
 ):
     watch = LookaheadSession.on_verify
 
-    def learning(self: Any, draft: Any, logits: Any) -> None:
+    def learning(self: Any, draft: Any, best: Any) -> None:
         clock[0] += 1.0
-        watch(self, draft, logits)
+        watch(self, draft, best)
 
     monkeypatch.setattr(LookaheadSession, "on_verify", learning)
     (found,) = engine_way(Engine(model, Lookahead()))(PROMPTS[:1], 10)

@@ -15,18 +15,39 @@ from torch.nn import functional as F
 from draftheads.cpu import native_library
 from draftheads.cpu.kernels import Native, NativeInt8, largest, smoothing
 from draftheads.cpu.native_library import load_library, sets_here
-from draftheads.cpu.native_step import SequenceBatch
+from draftheads.cpu.native_step import NativeStep, SequenceBatch
 from draftheads.cpu.threads import native_threads, single_torch_thread
 from draftheads.decode.engine import Engine
+from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
 from draftheads.runners.structure import check_trees
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
-from families import PROMPTS, TREES, needs_library, tiny_head, tiny_model
+from families import PROMPTS, TREES, PlantedRandomTrees, needs_library, tiny_head, tiny_model
 from target_rows import Target
 
 pytestmark = needs_library
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # grouped heads; a sliding window; biases; norms of heads
+LOGITS = TargetModel.logits
+# families, with what the sizes of tests/families.py do not have: heads of 64 to 256 numbers, of which some turn, inner
+# sizes that are no whole blocks, windows shorter than the text, all multipliers and caps
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"head_dim": 256, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 20},
+    "gemma3_text": {"head_dim": 80, "num_key_value_heads": 1},
+    "phi3": {"hidden_size": 256, "intermediate_size": 64, "partial_rotary_factor": 0.75, "sliding_window": 8},
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "olmo2": {"head_dim": 128, "num_key_value_heads": 1},
+    "cohere2": {"head_dim": 96},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2},
+    "qwen3_moe": {"num_experts": 5, "num_hidden_layers": 3, "mlp_only_layers": [1], "moe_intermediate_size": 24},
+    "mixtral": {"sliding_window": 8},
+    "gpt_oss": {"head_dim": 64, "num_local_experts": 5, "num_experts_per_tok": 3, "initializer_range": 0.2},
+    "gpt2": {},
+    "gpt_neox": {"hidden_size": 64, "rotary_pct": 0.25},
+}
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -119,6 +140,52 @@ def test_int8_products_are_right_and_have_the_same_bits_with_all_instructions(
         load_library().draftheads_kernels(used)
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("outputs", [1, 31, 1000])
+def test_the_largest_outputs_are_those_of_the_product(
+    instructions: str, threads: int, dtype: torch.dtype, scale: float, outputs: int
+) -> None:
+    """The first of equal ones, also of those that rounding makes equal; what is no number is never the largest."""
+    weight = numbers(outputs, 40, dtype=dtype)
+    weight[outputs // 2 :] = weight[: outputs - outputs // 2].clone()  # each twice
+    weight[-1, 0] = float("nan")
+    rows = numbers(9, 40, dtype=dtype, seed=1)
+    rows[3] = 0.0
+    for product in (Native(weight, numbers(outputs, seed=2).to(dtype) / 8), NativeInt8(weight.nan_to_num(), None)):
+        logits = product(rows) * scale if scale != 1.0 else product(rows)
+        assert torch.equal(product.largest(rows, scale), logits.nan_to_num(-torch.inf).argmax(-1)) or scale != 1.0
+        if dtype == torch.float32:
+            assert torch.equal(product.largest(rows, scale), logits.nan_to_num(-torch.inf).argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
+def test_greedy_steps_need_no_logits_where_they_grow_with_the_products(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 2 caps its logits. A request that asks for more has them, and greedy ones beside it the same text."""
+    model, _ = sped_up(family)
+    settings: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
+    drafters = (None, tiny_head("hydra", model), Lookahead())
+    plain = Engine(model).generate(PROMPTS, logprobs=1, **settings)
+    calls = []
+    monkeypatch.setattr(type(model), "logits", lambda *given: calls.append(given[1].shape) or LOGITS(*given))
+    for drafter in drafters:
+        calls.clear()
+        found = Engine(model, drafter).generate(PROMPTS, **settings)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+        assert bool(calls[1:]) == (family == "gemma2"), "prompts give the first token"
+    for more in (
+        {"temperature": 1.0, "seed": 1},
+        {"logprobs": 2},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {5: 1.0}},
+    ):
+        calls.clear()
+        Engine(model).generate(PROMPTS[:1], **more, **settings)
+        assert calls[1:], more
+
+
 def test_smoothing_makes_outliers_cheaper(instructions: str) -> None:
     """One input that is much larger than the others takes the steps of all."""
     weight, rows = numbers(64, 64), numbers(32, 64, seed=1)
@@ -147,7 +214,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float
 
 def sped_up(family: str, precision: str = "fp32", model: TargetModel | None = None) -> tuple[TargetModel, Tensor]:
     """A native model, and the logits of its stock modules in a tree."""
-    model = model or tiny_model(family, dtype=PRECISIONS[precision])
+    model = model or tiny_model(family, dtype=PRECISIONS[precision], **FAMILIES[family])
     stock = check_trees(model)
     used = load_library().draftheads_kernels(b"")
     load_library().draftheads_kernels(None)  # the portable kernels are not chosen when a model is loaded
@@ -157,6 +224,7 @@ def sped_up(family: str, precision: str = "fp32", model: TargetModel | None = No
     return native, stock
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-5), ("bf16", 0.1), ("int8", 0.2)])
 def test_a_pass_gives_the_logits_of_the_stock_modules(
@@ -191,6 +259,7 @@ def _read(target: Target, prompts: Sequence[Sequence[int]]) -> list[tuple[Tensor
     return target.read(prompts)
 
 
+@pytest.mark.few(48)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_bits_are_those_of_one_token_at_a_time(instructions: str, threads: int, family: str, precision: str) -> None:
@@ -238,6 +307,67 @@ def test_drafted_texts_are_plain_texts(drafter: str, settings: dict[str, Any], p
     plain = Engine(model).generate(PROMPTS, **options)
     drafted = Engine(model, tiny_head(drafter, model), shape=TREES["ragged"]).generate(PROMPTS, **options)
     assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_all_families_are_those_of_transformers(family: str) -> None:
+    """Plain, in trees of any shape beside other rows, sampled, and with a head that reads the inputs of layers."""
+    stock = tiny_model(family, **FAMILIES[family])
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    texts = [stock.model.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in PROMPTS]
+    expected = {tuple(prompt): tuple(text[len(prompt) :]) for prompt, text in zip(PROMPTS, texts, strict=True)}
+    layers = (0, 1)
+    states = stock.hidden_states(torch.tensor([texts[1]]), layers)[0]
+    model, _ = sped_up(family)
+    found = states_of(model, texts[1], layers)
+    torch.testing.assert_close(
+        found.roll(-stock.hidden_size, -1), states, rtol=1e-4, atol=1e-4 * float(states.abs().max())
+    )
+    settings: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+    drafters = (None, PlantedRandomTrees(expected, max_nodes=12), tiny_head("eagle3", model))
+    for drafter in drafters:
+        answers = Engine(model, drafter).generate(PROMPTS, **settings)
+        assert [answer.token_ids for answer in answers] == [*expected.values()], drafter
+    sampled = [Engine(model, head).generate(PROMPTS, temperature=1.0, seed=3, **settings) for head in drafters[::2]]
+    assert [answer.token_ids for answer in sampled[0]] == [answer.token_ids for answer in sampled[1]]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_weight_of_several_parts_is_read_in_place_where_they_are_whole_blocks(precision: str) -> None:
+    whole, odd = (tiny_model("phi3", intermediate_size=size).sped_up(int8=precision == "int8") for size in (64, 48))
+    assert whole.native is not None
+    product = whole.model.model.layers[0].mlp.gate_up_proj.product
+    half = product.part(64, 64)
+    assert half._packed is product._packed
+    rows = numbers(3, 32)
+    assert torch.equal(half(rows), product(rows)[:, 64:])
+    assert (odd.native is not None) == (precision == "fp32"), "other rounded weights would be rounded again"
+
+
+@pytest.mark.parametrize(("chosen", "bias"), [(3, 0.0), (1, float("nan"))])
+def test_experts_of_any_scores_are_among_those_that_there_are(chosen: int, bias: float) -> None:
+    """Scores that are no numbers give the first experts, and their texts are no numbers."""
+    model = tiny_model("gpt_oss", num_local_experts=4, num_experts_per_tok=chosen)
+    model.model.model.layers[0].mlp.router.bias.data += bias
+    native = model.sped_up()
+    assert native.native is not None
+    last = states_of(native, [5, 6, 7], ())
+    assert bool(last.isfinite().all()) == (bias == 0.0)
+    router = native.model.model.layers[0].mlp.router
+    router.top_k = 5
+    with pytest.raises(ValueError, match="experts differ"):
+        NativeStep(native.model, native.windows)
+
+
+def test_positions_without_an_entry_are_an_error() -> None:
+    for family in ("gpt2", "llama"):
+        model, _ = sped_up(family)
+        assert model.native is not None
+        memory, depths = model.native.memory(8192), torch.zeros(1, dtype=torch.int32)
+        for length, depth in ((0, -1), (256 if family == "gpt2" else 4096, 0 if family == "gpt2" else 9000)):
+            texts = SequenceBatch([memory], [length], [1], depths + depth)
+            with pytest.raises(IndexError, match=f"a position of {length} \\+ {depth} has no entry"):
+                model.native.run(torch.tensor([3]), texts, last_position=99999)
 
 
 def test_tokens_that_do_not_fit_are_an_error() -> None:

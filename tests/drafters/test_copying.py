@@ -224,8 +224,8 @@ def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
 class Watching(PlantedDrafter):
     """Asks for the tokens of the drafts that it watches."""
 
-    def on_verify(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
-        assert draft.token_ids.shape == logits.shape[:2]
+    def on_verify(self, draft: Draft, best: Callable[[], torch.Tensor]) -> torch.Tensor:
+        assert draft.token_ids.shape == best().shape
         self.seen.append(draft.token_ids.tolist())
         return draft.token_ids
 

@@ -191,8 +191,11 @@ def test_the_record_of_a_joint_run_decides_about_the_base(tmp_path: Path) -> Non
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_adapter_has_native_passes_whose_bits_depend_on_no_other_token(dtype: torch.dtype, tmp_path: Path) -> None:
-    base = tiny_model("qwen2", hidden_size=64, dtype=dtype)
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_an_adapter_has_native_passes_whose_bits_depend_on_no_other_token(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base = tiny_model(family, hidden_size=64, intermediate_size=64, dtype=dtype)
     folder = saved_adapter(base, tmp_path / "a", rank=20)
     expected = merged(base, folder)
     adapted = base.sped_up().with_adapter(folder)

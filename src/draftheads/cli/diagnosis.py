@@ -268,6 +268,7 @@ def find_passes(name: str) -> Finding:
     from draftheads.cpu.native_step import OTHERWISE_BUILT, NativeStep  # noqa: PLC0415
     from draftheads.models.model import TargetModel  # noqa: PLC0415
     from draftheads.models.pretrained import default_device, load_config  # noqa: PLC0415
+    from draftheads.runners.structure import checked  # noqa: PLC0415
 
     stock = "passes of transformers, which are slower"
     try:
@@ -286,11 +287,14 @@ def find_passes(name: str) -> Finding:
         return _finding(name, f"{stock}: there is no native library", how_to_get(), native=False)
     if getattr(whole, "quantization_config", None) is not None:
         return _finding(name, f"{stock}: its weights are quantised", native=False)
-    try:
-        fast = target.sped_up()
-        NativeStep(fast.model, fast.windows)
-    except OTHERWISE_BUILT as error:
-        return _finding(name, f"{stock}: not built as the library knows ({first_line(error)})", native=False)
+    fast = checked(target, lambda: target, fast=True)
+    if fast.native is None:
+        reason = "its layers do not compute what the names of their parts say"
+        try:
+            NativeStep(fast.model, fast.windows)
+        except OTHERWISE_BUILT as error:
+            reason = first_line(error)
+        return _finding(name, f"{stock}: not built as the library knows ({reason})", native=False)
     return _finding(name, "native passes: the native library computes all layers of a step", native=True)
 
 

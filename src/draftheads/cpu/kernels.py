@@ -4,6 +4,7 @@ A *product* stores one weight in the format of its kernel and multiplies rows by
 native library sum every output in the same order, so the bits of a row do not depend on the other rows.
 """
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from draftheads.cpu.native_library import KINDS, VARIABLE, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
+BLOCK = 32  # outputs that a packed weight has side by side
 _PART_SIZE = 2**22  # numbers that are converted at a time
 _MOST_INT8_INPUTS = 65_536  # 127 times 255 for each
 
@@ -88,18 +90,49 @@ class Native(Product):
 
     def __call__(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
+        rows = self._checked(rows)
+        out = rows.new_empty(len(rows), self.out_features)
+        self._native.draftheads_multiply(self.given, rows.data_ptr(), self.rows_kind, len(rows), out.data_ptr())
+        return out
+
+    def largest(self, rows: Tensor, scale: float) -> Tensor:
+        """The place of the first of the largest outputs times a scale of each row, (n, in) -> (n,); none is stored."""
+        rows = self._checked(rows)
+        places = torch.empty(len(rows), dtype=torch.int64)
+        given = (self.given, rows.data_ptr(), self.rows_kind, len(rows), scale)
+        self._native.draftheads_best_outputs(*given, places.data_ptr())
+        return places
+
+    def _checked(self, rows: Tensor) -> Tensor:
         if rows.dtype != self.dtype or rows.shape[1:] != (self.in_features,) or rows.device.type != "cpu":
             shape = (*rows.shape, rows.dtype, rows.device.type)
             raise RuntimeError(f"rows are {shape}; this product takes (n, {self.in_features}) of {self.dtype} on a CPU")
-        rows = rows.contiguous()
-        out = rows.new_empty(len(rows), self.out_features)
         self._native.draftheads_threads(native_threads())
-        self._native.draftheads_multiply(self.given, rows.data_ptr(), self.rows_kind, len(rows), out.data_ptr())
-        return out
+        return rows.contiguous()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Native":
         """The same one: nothing in it changes."""
         return self
+
+    def part(self, first: int, count: int) -> "Native":
+        """Of some outputs alone: a view of this one's memory where they are whole blocks.
+
+        Raises:
+            ValueError: they are not, and the weights are rounded.
+        """
+        block = self._native.draftheads_packed_size(self.given.kind, 1, self.in_features)
+        if first % BLOCK == 0:
+            part = copy.copy(self)
+            part.given = Weight.from_buffer_copy(self.given)
+            part.out_features = part.given.out = count
+            part.given.packed += first // BLOCK * block
+            if self._bias is not None:
+                part.given.bias += first * self._bias.itemsize
+            return part
+        if type(self) is not Native:
+            raise ValueError(f"outputs {first} and on are no whole blocks of {BLOCK}")
+        bias = None if self.bias is None else self.bias[first : first + count]
+        return Native(self.weight[first : first + count], bias)
 
     def _pack(self, held: Tensor, scales: Tensor | None, smooth: Tensor | None) -> None:
         held = held.contiguous()
@@ -213,13 +246,21 @@ class PackedLinear(nn.Module):
         return self.product(rows) if len(rows) else rows.new_empty(0, self.product.out_features)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a packed layer can take its place: ``nn.Linear``, and GPT-2's ``Conv1D``, whose weight is (in, out)."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
 def replace_linears(module: nn.Module) -> list[PackedLinear]:
-    """Replaces every plain ``nn.Linear`` by a :class:`PackedLinear`. Returns all packed layers of the module."""
+    """Replaces linear layers by :class:`PackedLinear`. Returns all packed layers of the module."""
     for parent in list(module.modules()):
+        child: Any
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if is_linear(child):
+                weight = child.weight.detach()
+                weight = weight if type(child) is nn.Linear else weight.T.contiguous()
                 bias = None if child.bias is None else child.bias.detach().clone()
-                setattr(parent, name, PackedLinear(Plain(child.weight.detach(), bias)))
+                setattr(parent, name, PackedLinear(Plain(weight, bias)))
     return [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
 
 

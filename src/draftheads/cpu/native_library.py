@@ -39,6 +39,26 @@ class Weight(ctypes.Structure):
     )
 
 
+class Norm(ctypes.Structure):
+    """``draftheads::Norm`` in ``kernels.h``."""
+
+    _fields_ = (("scale", c_void_p), ("shift", c_void_p), ("epsilon", c_float), ("is_centred", c_int32))
+
+
+class Experts(ctypes.Structure):
+    """``draftheads::Experts`` in ``step.cpp``."""
+
+    _fields_ = (
+        ("weights", POINTER(Weight)),
+        ("router", c_void_p),
+        ("router_bias", c_void_p),
+        ("count", c_int32),
+        ("chosen", c_int32),
+        ("share_of_all", c_int32),
+        ("unused", c_int32),
+    )
+
+
 class Layer(ctypes.Structure):
     """``draftheads::Layer`` in ``step.cpp``."""
 
@@ -47,11 +67,12 @@ class Layer(ctypes.Structure):
         ("out", Weight),
         ("gate_up", Weight * 2),
         ("down", Weight),
-        ("norm", c_void_p),
-        ("middle_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
+        ("norms", Norm * 4),
+        ("head_norms", Norm * 2),
+        ("sinks", c_void_p),
+        ("experts", POINTER(Experts)),
         ("window", c_int32),
+        ("turns", c_int32),
     )
 
 
@@ -63,19 +84,32 @@ class Model(ctypes.Structure):
         ("heads", c_int32),
         ("groups", c_int32),
         ("head_size", c_int32),
-        ("inner", c_int32),
+        ("turned", c_int32),
+        ("key_first", c_int32),
+        ("value_first", c_int32),
+        ("query_step", c_int32),
+        ("key_step", c_int32),
         ("layers", c_int32),
-        ("act", c_int32),
         ("cache_kind", c_int32),
         ("state_kind", c_int32),
         ("embedding_kind", c_int32),
         ("vocab", c_int32),
-        ("epsilon", c_float),
-        ("head_epsilon", c_float),
+        ("is_parallel", c_int32),
+        ("turns_neighbours", c_int32),
+        ("norms_whole", c_int32),
         ("scaling", c_float),
-        ("final_norm", c_void_p),
+        ("cap", c_float),
+        ("embedding_scale", c_float),
+        ("residual_scale", c_float),
+        ("gate", c_int32),
+        ("gate_alpha", c_float),
+        ("gate_limit", c_float),
+        ("final", Norm),
         ("of_layers", POINTER(Layer)),
         ("embedding", c_void_p),
+        ("positions", c_void_p),
+        ("num_positions", c_int32),
+        ("unused", c_int32),
     )
 
 
@@ -96,8 +130,10 @@ class Pass(ctypes.Structure):
         ("ancestors", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("num_turns", c_int32),
         ("of_tokens", c_int32),
         ("last_position", c_int32),
+        ("unused", c_int32),
         ("kept_layers", c_void_p),
         ("kept_states", c_void_p),
         ("states", c_void_p),
@@ -157,7 +193,7 @@ def load_library() -> Any:
     try:
         found = ctypes.CDLL(str(FILE))
         found.draftheads_size.restype, found.draftheads_size.argtypes = c_int32, (c_int32,)
-        structures = (Weight, Layer, Model, Pass, HeadLayer, Depth, Growth)
+        structures = (Weight, Norm, Experts, Layer, Model, Pass, HeadLayer, Depth, Growth)
         if [found.draftheads_size(number) for number in range(len(structures))] != [*map(ctypes.sizeof, structures)]:
             return None  # of another version: `make native`
     except (AttributeError, OSError):  # the same, or built for another machine
@@ -171,6 +207,8 @@ def load_library() -> Any:
     found.draftheads_pack.argtypes = (c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int32)
     found.draftheads_multiply.restype = None
     found.draftheads_multiply.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_void_p)
+    found.draftheads_best_outputs.restype = None
+    found.draftheads_best_outputs.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_float, c_void_p)
     found.draftheads_grow.restype, found.draftheads_grow.argtypes = c_int32, (POINTER(Growth),)
     found.draftheads_best.restype = None
     found.draftheads_best.argtypes = (

@@ -1,31 +1,30 @@
 """All layers of a pass in one call of the native library: the tokens of all texts side by side, without padding.
 
 Every sum has an order of its own, so the bits of a token depend neither on the other tokens of a pass nor on the shape
-of its tree. Layers are those of Llama: norm, attention, norm, feed-forward part. Modules that have the names of Llama's
-and compute something else are noticed when the model is loaded (:mod:`draftheads.runners.structure`).
+of its tree. What a layer computes is read from the names of its parts (:mod:`draftheads.cpu.layer_parts`).
 
 Alphabet: M tokens of all texts, D hidden size, d size of a head, n layers whose inputs a drafter reads.
 """
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from draftheads.cpu.experts import PackedExperts
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
-from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, load_library
+from draftheads.cpu.layer_parts import LayerParts, Outputs, Sizes, norm_numbers, parts_of
+from draftheads.cpu.native_library import KINDS, Experts, Layer, Model, Norm, Pass, Weight, load_library
 from draftheads.cpu.optimise import HalfEmbedding
 from draftheads.cpu.threads import native_threads
 
-_ACTS = {"SiLU": 0, "SiLUActivation": 0, "PytorchGELUTanh": 1, "GELUTanh": 1}
-_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
+_FINAL_NORMS = ("norm", "final_layer_norm", "ln_f")
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
 _FIRST_POSITIONS = 1024
 OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeError, ValueError)
@@ -63,57 +62,37 @@ class NativeStep:
             windows: how many tokens a token of each layer sees; 0: all.
         """
         decoder = model.get_decoder()
-        self.dtype = decoder.norm.weight.dtype
+        final = getattr(decoder, next((name for name in _FINAL_NORMS if hasattr(decoder, name)), "norm"))
+        self.dtype = final.weight.dtype
         embedding = model.get_input_embeddings()
-        if type(embedding) not in (nn.Embedding, HalfEmbedding):
+        if not isinstance(embedding, nn.Embedding | HalfEmbedding):
             raise TypeError(f"its embedding is a {type(embedding).__name__}")
         self._embedding = embedding.weight.detach()
-        self._turns = _Turns(decoder.rotary_emb, self.dtype)
         self._native = load_library()
-        self._held: list[Tensor] = []  # to which the structures point
+        self._held: list[Any] = []  # to which the structures point
         self._products: list[Native] = []  # the same
-        layers = list(decoder.layers)
+        layers = list(decoder.h if hasattr(decoder, "h") else decoder.layers)
         if not layers or len(layers) > _MOST_LAYERS:
             raise ValueError("this number of layers")
-        self._layers = (Layer * len(layers))(*(self._layer(*pair) for pair in zip(layers, windows, strict=True)))
-        first = layers[0].self_attn
-        norms = [part for layer in layers for part in (layer.input_layernorm, layer.post_attention_layernorm)]
-        head_norms = [norm for layer in layers for norm in _head_norms(layer.self_attn) if norm is not None]
-        outer, inner = {_epsilon(norm) for norm in (*norms, decoder.norm)}, {_epsilon(norm) for norm in head_norms}
-        sizes = {
-            (*_heads(part.self_attn), part.self_attn.head_dim, part.self_attn.scaling, part.mlp.gate_proj.out_features)
-            for part in layers
-        }
+        parts = [parts_of(layer, decoder.config) for layer in layers]
+        self._turns = _Turns(decoder, [part.turns for part in parts], self.dtype)
+        self._layers = (Layer * len(layers))(*map(self._layer, parts, windows, self._turns.of_layers))
+        same = {part.sizes for part in parts if part.experts is not None} or {parts[0].sizes}
+        sizes = same.pop()
         types = {self.dtype, *(product.dtype for product in self._products)}
-        acts = {_ACTS[type(layer.mlp.act_fn).__name__] for layer in layers}
-        if len(outer) != 1 or len(inner) > 1 or len(sizes) != 1 or len(acts) != 1 or len(types) != 1:
+        if same or any(replace(part.sizes, chosen=sizes.chosen) != sizes for part in parts) or len(types) != 1:
             raise ValueError("its layers differ")
-        if first.head_dim % 2 or first.head_dim > _MOST_HEAD_SIZE or self._turns.size != first.head_dim:
-            raise ValueError(f"heads of {first.head_dim} numbers, of which {self._turns.size} are turned")
-        self.size = len(decoder.norm.weight)
+        turned = self._turns.size
+        if sizes.head_size > _MOST_HEAD_SIZE or turned > sizes.head_size:
+            raise ValueError(f"heads of {sizes.head_size} numbers, of which {turned} are turned")
+        self.size = len(final.weight)
         is_int8 = any(isinstance(product, NativeInt8) for product in self._products)
         # a number that is rounded to the other side changes the rest
         self.rounds = is_int8 or self.dtype != torch.float32
         # int8 rounds what keys and values are computed from, so they need no more than 16 bits
         self.cache_dtype = torch.float16 if is_int8 else self.dtype
-        self._model = Model(
-            self.size,
-            *_heads(first),
-            first.head_dim,
-            layers[0].mlp.gate_proj.out_features,
-            len(layers),
-            acts.pop(),
-            KINDS[self.cache_dtype],
-            KINDS[self.dtype],
-            KINDS[self._embedding.dtype],
-            len(self._embedding),
-            outer.pop(),
-            inner.pop() if inner else 0.0,
-            first.scaling,
-            self._numbers(decoder.norm.weight),
-            self._layers,
-            self._embedding.data_ptr(),
-        )
+        self._model = self._described(sizes, final, embedding, getattr(decoder, "wpe", None))
+        self._model.embedding_scale *= float(getattr(decoder, "embedding_multiplier", 1.0))
 
     def memory(self, slots: int) -> Tensor:
         """Memory for the keys and values of so many tokens of a text, zeros (layers, 2, groups, slots, d)."""
@@ -146,13 +125,13 @@ class NativeStep:
         count, slots = len(token_ids), self._checked_slots(texts, len(token_ids))
         last = torch.empty(count, self.size, dtype=self.dtype)
         inputs = torch.empty(count, len(layers) * self.size, dtype=self.dtype) if layers else last
-        cos, sin, of_tokens = self._turns.of(texts, last_position)
+        turns, of_tokens = self._turns.of(texts, last_position)
         held = [np.array(values, dtype=np.int32) for values in (slots, texts.lengths, texts.counts, layers)]
         slots_at, lengths, counts, kept = (array.ctypes.data for array in held)
         memory = (ctypes.c_void_p * len(texts.memory))(*(part.data_ptr() for part in texts.memory))
         ancestors = texts.ancestors
         self._native.draftheads_threads(native_threads())
-        has_failed = self._native.draftheads_pass(
+        failure = self._native.draftheads_pass(
             self._model,
             Pass(
                 tokens=count,
@@ -166,8 +145,9 @@ class NativeStep:
                 counts=counts,
                 depths=depths.data_ptr(),
                 ancestors=None if ancestors is None else ancestors.data_ptr(),
-                cos=cos.data_ptr(),
-                sin=sin.data_ptr(),
+                cos=turns[0].data_ptr(),
+                sin=turns[1].data_ptr(),
+                num_turns=turns.shape[2],
                 of_tokens=of_tokens,
                 last_position=last_position,
                 kept_layers=kept,
@@ -175,8 +155,13 @@ class NativeStep:
                 states=last.data_ptr(),
             ),
         )
-        if has_failed:
-            raise IndexError(f"a token is outside the vocabulary, 0 to {self._model.vocab - 1}")
+        if failure:
+            what = f"token is outside the vocabulary, 0 to {self._model.vocab - 1}"
+            raise IndexError(
+                f"a {what}"
+                if failure == 1
+                else f"a position of {max(texts.lengths)} + {int(depths.max())} has no entry"
+            )
         return last, inputs
 
     def _checked_slots(self, texts: SequenceBatch, count: int) -> list[int]:
@@ -196,24 +181,90 @@ class NativeStep:
             )
         return slots
 
-    def _layer(self, layer: Any, window: int) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        if {name for name, _ in layer.named_children()} != _PARTS or list(attention.parameters(recurse=False)):
-            raise TypeError("it has other parts than Llama's layers")
-        qkv, gate_up = (Weight * 3), (Weight * 2)
-        q, k, v, out = (self._weight(getattr(attention, name)) for name in _PROJECTIONS)
-        heads = [None if norm is None else self._numbers(norm.weight) for norm in _head_norms(attention)]
-        norms = [self._numbers(norm.weight) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        gate, up, down = (self._weight(part) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        return Layer(qkv(q, k, v), out, gate_up(gate, up), down, *norms, *heads, window)
+    def _described(self, sizes: Sizes, final: Any, embedding: Any, positions: Any) -> Model:
+        heads, groups, size = sizes.heads, sizes.groups, sizes.head_size
+        places = (
+            (size, 2 * size, 3 * size, 3 * size)
+            if sizes.is_interleaved
+            else (heads * size, (heads + groups) * size, size, size)
+        )
+        return Model(
+            *(self.size, heads, groups, size, self._turns.size, *places, len(self._layers)),
+            *(KINDS[self.cache_dtype], KINDS[self.dtype], KINDS[self._embedding.dtype], len(self._embedding)),
+            *(sizes.is_parallel, self._turns.are_neighbours, sizes.norms_whole),
+            *(
+                sizes.scaling,
+                sizes.cap,
+                float(getattr(embedding, "embed_scale", 1.0)),
+                sizes.residual_scale,
+                *sizes.gate,
+            ),
+            self._norm(final),
+            self._layers,
+            self._embedding.data_ptr(),
+            *((None, 0) if positions is None else (self._numbers(positions.weight), len(positions.weight))),
+        )
 
-    def _weight(self, layer: nn.Module) -> Weight:
+    def _layer(self, parts: LayerParts, window: int, turns: int) -> Layer:
+        sizes = parts.sizes
+        widths = [sizes.head_size * (n if sizes.norms_whole else 1) for n in (sizes.heads, sizes.groups)]
+        norms, head_norms = map(self._norm, parts.norms), map(self._norm, parts.head_norms, widths)
+        weights = [self._weight(part) for part in (*parts.qkv, parts.out, *parts.feed_forward)]
+        num = len(parts.qkv)
+        qkv, out, rest = weights[:num], weights[num], weights[num + 1 :]
+        *inner, down = rest or [Weight(), Weight()]
+        return Layer(
+            (Weight * 3)(*qkv),
+            out,
+            (Weight * 2)(*inner),
+            down,
+            (Norm * 4)(*norms),
+            (Norm * 2)(*head_norms),
+            None if parts.sinks is None else self._numbers(parts.sinks),
+            None if parts.experts is None else self._experts(parts.experts, parts.router),
+            window,
+            turns,
+        )
+
+    def _experts(self, experts: PackedExperts, router: Any) -> Any:
+        count = experts.num_experts
+        weights = (Weight * (3 * count))(*(self._weight(Outputs(part)) for part in experts.parts))
+        forms = {
+            (place % 3, weight.kind, weight.inputs, weight.out, weight.in_) for place, weight in enumerate(weights)
+        }
+        if len(forms) != 3 or router.top_k > count or tuple(router.weight.shape) != (count, weights[0].in_):
+            raise ValueError("its experts differ")
+        bias = getattr(router, "bias", None)
+        held = Experts(
+            weights,
+            self._numbers(router.weight),
+            None if bias is None else self._numbers(bias),
+            count,
+            router.top_k,
+            not getattr(router, "norm_topk_prob", True),
+        )
+        self._held += [weights, held]
+        return ctypes.pointer(held)
+
+    def _norm(self, norm: Any, size: int | None = None) -> Norm:
+        if norm is None:
+            return Norm()
+        scale, shift, epsilon, is_centred = norm_numbers(norm)
+        if size is not None and scale.shape != (size,):
+            raise ValueError("its norms of queries and keys are not those of heads")
+        return Norm(self._numbers(scale), None if shift is None else self._numbers(shift), epsilon, is_centred)
+
+    def _weight(self, part: Outputs) -> Weight:
+        layer = part.layer
         product = getattr(layer, "product", None)
         low_rank: tuple[Tensor, Tensor] | None = getattr(product, "low_rank", None)  # of LoRA beside its base
         if low_rank is not None:
             product = product.base  # type: ignore[union-attr]
         if not isinstance(layer, PackedLinear) or not isinstance(product, Native):
             raise TypeError("a product is not a native one")
+        if part.count is not None:
+            product = product.part(part.first, part.count)
+            low_rank = low_rank and (low_rank[0], low_rank[1][part.first : part.first + part.count])
         self._products.append(product)
         if low_rank is None:
             return product.given
@@ -230,40 +281,42 @@ class NativeStep:
         return self
 
     def _numbers(self, values: Tensor) -> int:
-        self._held.append(values.detach().float().contiguous())
-        return self._held[-1].data_ptr()
-
-
-def _heads(attention: Any) -> tuple[int, int]:
-    """Of queries, and of keys."""
-    return attention.q_proj.out_features // attention.head_dim, attention.k_proj.out_features // attention.head_dim
-
-
-def _head_norms(attention: Any) -> list[Any]:
-    """Of queries and of keys, each head alone; None where there is none."""
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    if any(norm is not None and norm.weight.shape != (attention.head_dim,) for norm in norms):
-        raise ValueError("its norms of queries and keys are not those of heads")
-    return norms
-
-
-def _epsilon(norm: Any) -> float:
-    """Norms differ in its name."""
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+        held = values.detach().float().contiguous()
+        self._held.append(held)
+        return held.data_ptr()
 
 
 class _Turns:
-    """Cosines and sines of the positions, as the model's own module computes them."""
+    """Cosines and sines of the positions, as the model's own module computes them: a table for each kind of layer."""
 
-    def __init__(self, rotary: Any, dtype: torch.dtype) -> None:
-        self._rotary, self._dtype = rotary, dtype
+    def __init__(self, decoder: Any, layers: Sequence[bool], dtype: torch.dtype) -> None:
+        self._rotary: Any = getattr(decoder, "rotary_emb", None)
+        self._dtype = dtype
+        self.of_layers, self.size, self.are_neighbours = [-1] * len(layers), 0, False
+        self._kinds: list[tuple[str, ...]] = []
+        if self._rotary is None:
+            self._is_fixed, self._tables = True, torch.zeros(2, 1, 1, 0)
+            return
+        kinds = (
+            [(kind,) for kind in decoder.config.layer_types]
+            if hasattr(self._rotary, "layer_types")
+            else [()] * len(layers)
+        )
+        self._kinds = sorted(set(kinds))
+        self.of_layers = [self._kinds.index(kind) if turns else -1 for kind, turns in zip(kinds, layers, strict=True)]
+        types = self._rotary.rope_type
         # others depend on the length of the text
-        self._is_fixed = getattr(rotary, "rope_type", None) in _FIXED_ROPES
-        self._table = self._computed(torch.arange(1))
-        self.size = self._table[0].shape[-1]
+        self._is_fixed = {*types.values()} <= {*_FIXED_ROPES} if isinstance(types, dict) else types in _FIXED_ROPES
+        self._is_half = False  # numbers of one half only
+        few = self._computed(torch.arange(4))[0, 0]
+        half = few.shape[-1] // 2
+        self.are_neighbours = bool(torch.equal(few[:, ::2], few[:, 1::2]) and half > 1)
+        self._is_half = not self.are_neighbours and not torch.equal(few[:, :half], few[:, half:])
+        self._tables = self._computed(torch.arange(1))
+        self.size = self._tables.shape[-1]
 
-    def of(self, texts: SequenceBatch, last_position: int) -> tuple[Tensor, Tensor, bool]:
-        """(P, d) each; P are the tokens if the last value is true, or positions from 0 on."""
+    def of(self, texts: SequenceBatch, last_position: int) -> tuple[Tensor, bool]:
+        """(2, tables, P, d'): P are the tokens if the second value is true, or positions from 0 on."""
         longest = max(length + count for length, count in zip(texts.lengths, texts.counts, strict=True))
         needed = min(longest, last_position + 1)
         if not self._is_fixed:
@@ -272,15 +325,17 @@ class _Turns:
             positions = positions.clamp(max=last_position)
             if texts.are_long is not None:
                 positions = self._rotary.marked(positions, torch.tensor(texts.are_long).repeat_interleave(counts))
-            return *self._computed(positions), True
-        if needed > len(self._table[0]):
-            self._table = self._computed(torch.arange(max(_FIRST_POSITIONS, 2 * needed)))
-        return *self._table, False
+            return self._computed(positions), True
+        if self.size and needed > self._tables.shape[2]:
+            self._tables = self._computed(torch.arange(max(_FIRST_POSITIONS, 2 * needed)))
+        return self._tables, False
 
-    def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _computed(self, positions: Tensor) -> Tensor:
+        x = torch.empty(1, 1, 1, dtype=self._dtype)
         with torch.inference_mode():
-            cos, sin = self._rotary(torch.empty(1, 1, 1, dtype=self._dtype), positions[None])
-            return cos[0].float().contiguous(), sin[0].float().contiguous()
+            pairs = [self._rotary(x, positions[None], *kind) for kind in self._kinds]
+            table = torch.stack([torch.cat([pair[place] for pair in pairs]).float() for place in range(2)])
+        return torch.cat([table, table], -1) if self._is_half else table
 
 
 def ancestor_bits(ancestors: Tensor, texts: Tensor, nodes: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
-from draftheads.cpu.kernels import PackedLinear, Plain, pack, replace_linears, smoothing
+from draftheads.cpu.experts import PackedExperts, are_experts
+from draftheads.cpu.kernels import PackedLinear, Plain, is_linear, pack, replace_linears, smoothing
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
@@ -48,6 +49,10 @@ def speed_up(model: Any, *, int8: bool = False, typical_ids: Tensor | None = Non
     if model.config.get_text_config()._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if are_experts(child):
+                    setattr(parent, name, PackedExperts(child))
         layers = replace_linears(model)
         if typical_ids is not None and int8:
             _observe_inputs(model, layers, typical_ids)
@@ -62,24 +67,26 @@ def speed_up(model: Any, *, int8: bool = False, typical_ids: Tensor | None = Non
 class HalfEmbedding(nn.Module):
     """An embedding in 16 bits, for a model that computes in fp32 and whose embedding is exact in 16 bits."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.dtype = dtype
+        self.dtype, self.embed_scale = dtype, scale  # Gemma scales its embeddings
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight).to(self.dtype)
+        return F.embedding(token_ids, self.weight).to(self.dtype) * self.embed_scale
 
 
 def _halve_embedding(model: Any) -> None:
     original = model.get_input_embeddings()
-    if type(original) is not nn.Embedding or original.weight.dtype != torch.float32:
+    scale = float(getattr(original, "embed_scale", 1.0))
+    is_known = type(original) is nn.Embedding or type(original).__name__.endswith("ScaledWordEmbedding")
+    if not is_known or original.weight.dtype != torch.float32:
         return
     weight = original.weight.detach()
     for dtype in (torch.bfloat16, torch.float16):
         held = weight.to(dtype)
         if torch.equal(held.float(), weight):
-            model.set_input_embeddings(HalfEmbedding(held, weight.dtype))
+            model.set_input_embeddings(HalfEmbedding(held, weight.dtype, scale))
             return
 
 
@@ -100,7 +107,8 @@ def _check_quantisable(model: Any) -> None:
         raise InvalidSettings(f"precision int8 needs the native library: {how_to_get()}")
     embeddings = {id(model.get_input_embeddings().weight)}
     everything = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings)
-    linears = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and id(m.weight) not in embeddings)
+    linears = sum(m.weight.numel() for m in model.modules() if is_linear(m) and id(m.weight) not in embeddings)
+    linears += sum(p.numel() for m in model.modules() if are_experts(m) for p in m.parameters() if p.dim() == 3)
     if linears < _SMALLEST_SHARE * everything:
         raise InvalidSettings(
             f"precision int8 needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of this "

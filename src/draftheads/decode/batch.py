@@ -18,10 +18,10 @@ from draftheads.decode.token_rules import BatchRules, has_rules
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
 from draftheads.runners.runner import Row
-from draftheads.speculation.accept import accept, num_rejection_uniforms
+from draftheads.speculation.accept import accept, accept_greedy, num_rejection_uniforms
 from draftheads.speculation.draft import AcceptResult, Context, Draft, Places
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, has_penalty
+from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, has_penalty, most_likely
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
 
@@ -31,7 +31,8 @@ class Verified(NamedTuple):
 
     draft: Draft
     places: Places  # of its nodes, where rows have rules
-    logits: Tensor  # (B, N, V)
+    logits: Tensor | None  # (B, N, V)
+    best: Tensor | None  # (B, N) the most likely tokens, where nobody needs more of the logits
     hidden: Tensor  # (B, N, D or n·D)
     asked: Tensor | None  # what the session wants to read on the host
     begun: float  # when, in seconds
@@ -130,26 +131,12 @@ class Batch:
     def step(self) -> list[StreamEvent]:
         """Draft, verify, accept, commit: at least one new token for every row."""
         assert self._settings is not None
-        found = self.verify()
-        draft, logits = found.draft, found.logits
-        uniforms = self._uniforms(self.requests, draft.max_depth + 1)
-        rejection_uniforms = None
-        if draft.sampled and self._settings.any_rejection:
-            rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
-        scores = logits if self._rules is None else self._rules.verified(logits, found.places, draft.depths)
-        processed = None if self._rules is None else self._rules.processed(draft)
-        result = accept(
-            draft,
-            scores,
-            self._settings,
-            uniforms,
-            self._seen,
-            rejection_uniforms=rejection_uniforms,
-            processed=processed,
-        )
+        found = self.verify(takes_best=self._takes_best())
+        draft = found.draft
+        result = accept_greedy(draft, found.best) if found.best is not None else self._accepted(found)
         new_ids, counts, copied, by_depth, watched = tokens_of(draft, result, found.asked)  # the step's one read
         self.advance(found, result, [ids[:n] for ids, n in zip(new_ids, counts, strict=True)], watched)
-        logprobs = logprobs_of(self.requests, logits, result.path, new_ids, counts)
+        logprobs = logprobs_of(self.requests, found.logits, result.path, new_ids, counts)
         if self.on_leave is not None:
             assert self._context is not None
             for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
@@ -173,6 +160,34 @@ class Batch:
         self.on_phase("rest")
         return events
 
+    def _takes_best(self) -> bool:
+        """Whether all rows take the most likely token, whatever its probability."""
+        rows = self._settings
+        assert rows is not None, "a step needs rows"
+        others = rows.any_sampled, rows.any_penalty, rows.any_typical, self._rules is not None, self._seen is not None
+        is_on_host = self.runner.model.device.type == "cpu"  # elsewhere it would wait for the device
+        return is_on_host and not any(others) and all(request.settings.logprobs is None for request in self.requests)
+
+    def _accepted(self, found: Verified) -> AcceptResult:
+        draft, logits = found.draft, found.logits
+        assert logits is not None
+        assert self._settings is not None
+        uniforms = self._uniforms(self.requests, draft.max_depth + 1)
+        rejection_uniforms = None
+        if draft.sampled and self._settings.any_rejection:
+            rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
+        scores = logits if self._rules is None else self._rules.verified(logits, found.places, draft.depths)
+        processed = None if self._rules is None else self._rules.processed(draft)
+        return accept(
+            draft,
+            scores,
+            self._settings,
+            uniforms,
+            self._seen,
+            rejection_uniforms=rejection_uniforms,
+            processed=processed,
+        )
+
     def begin(
         self, rows: Sequence[Row], texts: Sequence[list[int]], hidden: Sequence[Tensor], roots: Sequence[int]
     ) -> None:
@@ -192,8 +207,8 @@ class Batch:
         self.rows += rows
 
     @torch.inference_mode()
-    def verify(self) -> Verified:
-        """A draft for all rows, and one pass over it."""
+    def verify(self, *, takes_best: bool = False) -> Verified:
+        """A draft for all rows, and one pass over it: with the logits, or where the model can the best tokens alone."""
         assert self._context is not None, "a step needs rows"
         context = replace(
             self._context,
@@ -209,11 +224,12 @@ class Batch:
             draft, places = self._rules.pruned(draft)
         self._stepped_rows = len(self.rows)
         self.on_phase("draft")
-        logits, hidden = self.runner.verify(self.rows, draft)
+        found, hidden = (self.runner.most_likely if takes_best else self.runner.verify)(self.rows, draft)
+        logits, best = (None, found) if takes_best else (found, None)
         self.on_phase("verify")
-        asked = self.session.on_verify(draft, logits)
+        asked = self.session.on_verify(draft, (lambda: found) if takes_best else partial(most_likely, found))
         self.on_phase("on_verify")
-        return Verified(draft, places, logits, hidden, asked, begun, drafted)
+        return Verified(draft, places, logits, best, hidden, asked, begun, drafted)
 
     @torch.inference_mode()
     def advance(

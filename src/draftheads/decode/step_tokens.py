@@ -48,20 +48,20 @@ def _without_zeros(counts: list[int]) -> list[int]:
 
 
 def logprobs_of(
-    requests: Sequence[Request], logits: Tensor, path: Tensor, new_ids: list[list[int]], counts: Sequence[int]
+    requests: Sequence[Request], logits: Tensor | None, path: Tensor, new_ids: list[list[int]], counts: Sequence[int]
 ) -> list[dict[str, Any]]:
     """For each row the log-probabilities of its new tokens, as arguments of :meth:`Request.append`; empty unless asked.
 
     Args:
         requests: of the B rows.
-        logits: (B, N, V) the target's, at each node.
+        logits: (B, N, V) the target's, at each node; None where nobody asked.
         path: (B, P) the nodes at which the new tokens were chosen.
         new_ids: at most P tokens of each row.
         counts: how many of them are new.
     """
     arguments: list[dict[str, Any]] = [{} for _ in requests]
     asked = {row: k for row, request in enumerate(requests) if (k := request.settings.logprobs) is not None}
-    if not asked:
+    if not asked or logits is None:
         return arguments
     rows = to_device(list(asked), logits.device)
     width = max(counts[row] for row in asked)

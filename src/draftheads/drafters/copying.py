@@ -1,7 +1,7 @@
 """A drafter that adds copies from the text so far to the trees of another one."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Self
@@ -134,8 +134,8 @@ class CopyingSession(DraftSession):
         self._texts.read(context)
         self.session.observe(context)
 
-    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor | None:
-        return self.session.on_verify(draft, logits)
+    def on_verify(self, draft: Draft, best: Callable[[], Tensor]) -> Tensor | None:
+        return self.session.on_verify(draft, best)
 
     def on_read(self, values: Sequence[Sequence[int]]) -> None:
         self.session.on_read(values)

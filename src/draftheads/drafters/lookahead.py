@@ -9,7 +9,7 @@ merged.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -156,9 +156,9 @@ class LookaheadSession(DraftSession):
         deepest = max(max(trie.depths) for trie in tries)
         return Draft(token_ids, parents, depths, ancestors_of(parents, deepest), deepest, reads_all_nodes=True)
 
-    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor:
-        """(B, N) the target's most likely token after every node, by its logits (B, N, V)."""
-        return logits.argmax(-1)
+    def on_verify(self, draft: Draft, best: Callable[[], Tensor]) -> Tensor:
+        """(B, N) the target's most likely token after every node."""
+        return best()
 
     def on_read(self, values: Sequence[Sequence[int]]) -> None:
         for row, outputs in zip(self._rows, values, strict=True):

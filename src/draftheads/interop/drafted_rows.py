@@ -74,8 +74,9 @@ class DraftedRows:
             )
         found = self._batch.verify()
         self.num_steps += 1
-        draft = found.draft
-        paths, new_ids = self._walk(draft, found.logits)
+        draft, logits = found.draft, found.logits
+        assert logits is not None
+        paths, new_ids = self._walk(draft, logits)
         self._texts.stream()
         copied = [0] * len(paths) if draft.copied is None else _counts(draft.copied.tolist(), paths)
         counts, device = list(map(len, paths)), draft.token_ids.device

@@ -18,7 +18,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.kernels import PackedLinear
+from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
 from draftheads.cpu.native_step import native_step
 from draftheads.cpu.optimise import TYPICAL_TEXT, speed_up
 from draftheads.cpu.threads import single_torch_thread
@@ -291,6 +291,18 @@ class TargetModel(ModelFacts):
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    @cached_property
+    def finds_most_likely(self) -> bool:
+        """Whether :meth:`most_likely` is for this model: its logits grow with what a native lm_head computes."""
+        is_native = type(getattr(self.lm_head, "product", None)) in (Native, NativeInt8)
+        is_plain = self._softcap is None and (self._logit_scale == 1.0 or self.dtype == torch.float32)
+        return self.native is not None and is_native and is_plain and self._logit_scale > 0.0
+
+    def most_likely(self, hidden: Tensor) -> Tensor:
+        """The first of the largest logits at each place, (…, D) -> (…) int64, where :attr:`finds_most_likely`."""
+        best: Tensor = self.lm_head.product.largest(hidden.flatten(0, -2), self._logit_scale)  # type: ignore[operator, union-attr]
+        return best.view(hidden.shape[:-1])
 
     @torch.inference_mode()
     def _check_logits(self) -> None:

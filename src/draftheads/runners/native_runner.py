@@ -58,6 +58,18 @@ class NativeRunner(Runner):
 
     @torch.inference_mode()
     def verify(self, rows: Sequence[Row], draft: Draft) -> tuple[Tensor, Tensor]:
+        last, hidden = self._verified(rows, draft)
+        return self.model.logits(last), hidden
+
+    @torch.inference_mode()
+    def most_likely(self, rows: Sequence[Row], draft: Draft) -> tuple[Tensor, Tensor]:
+        if not self.model.finds_most_likely:
+            return super().most_likely(rows, draft)
+        last, hidden = self._verified(rows, draft)
+        return self.model.most_likely(last), hidden
+
+    def _verified(self, rows: Sequence[Row], draft: Draft) -> tuple[Tensor, Tensor]:
+        """h_t (B, N, D) and hidden states (B, N, D or n·D)."""
         batch, nodes = len(rows), draft.num_nodes
         texts, numbers = torch.arange(batch).repeat_interleave(nodes), torch.arange(nodes).repeat(batch)
         for row in rows:
@@ -70,7 +82,7 @@ class NativeRunner(Runner):
             ancestor_bits(draft.ancestors, texts, numbers),
         )
         last, hidden = self._pass(rows, draft.token_ids.flatten(), of_rows)
-        return self.model.logits(last).view(batch, nodes, -1), hidden.view(batch, nodes, -1)
+        return last.view(batch, nodes, -1), hidden.view(batch, nodes, -1)
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[Row], result: AcceptResult, num_accepted: Sequence[int]) -> None:

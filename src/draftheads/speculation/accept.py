@@ -126,7 +126,7 @@ def _exact(
 ) -> AcceptResult:
     """Choose at the node, and step into the child that was chosen."""
     if _on_host(logits) and seen is None and not (rows.any_sampled or rows.any_penalty or processed):
-        return _greedy(draft, most_likely(logits))
+        return accept_greedy(draft, most_likely(logits))
     batch = torch.arange(len(logits), device=logits.device)
     below_root = draft.depths > 0
 
@@ -144,8 +144,8 @@ def _on_host(values: Tensor) -> bool:
     return values.device.type == "cpu"
 
 
-def _greedy(draft: Draft, best: Tensor) -> AcceptResult:
-    """The same where ``best`` (B, N) are the tokens that would be chosen at all nodes, with few operators."""
+def accept_greedy(draft: Draft, best: Tensor) -> AcceptResult:
+    """The verdict on rows that take the most likely token, which ``best`` (B, N) has for each node; on a CPU."""
     batch = len(best)
     parts = (best, draft.token_ids, draft.parents.expand(batch, -1), draft.depths.expand(batch, -1))
     paths, counts, following = [], [], []

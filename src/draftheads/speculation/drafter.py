@@ -1,7 +1,7 @@
 """The protocol of drafters: what drafts, and what it keeps of a batch. All methods but two have defaults."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from torch import Tensor
@@ -23,8 +23,11 @@ class DraftSession(ABC):
     def observe(self, context: Context) -> None:  # noqa: B027 - many keep nothing
         """Takes note of a context without drafting: this step verifies the root alone."""
 
-    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor | None:
-        """What the session needs on the host of the target's logits (B, N, V) for its draft: (B, n) int64, or None."""
+    def on_verify(self, draft: Draft, best: Callable[[], Tensor]) -> Tensor | None:
+        """What the session needs on the host of the target's pass over its draft: (B, n) int64, or None.
+
+        ``best()`` gives the target's most likely token after every node, (B, N).
+        """
         return None
 
     def on_read(self, values: Sequence[Sequence[int]]) -> None:  # noqa: B027

@@ -581,15 +581,29 @@ void block(const Weight &weight, int number, const void *prepared, int rows, flo
 
 // --- the rest of a layer ---
 
-void norm(const float *x, const float *scale, float epsilon, int size, float *out) {
-    Vec squares = {};
+void norm(const Norm &norm, const float *x, int size, float *out) {
+    float mean = 0.0f;
     int i = 0;
-    for (; i + kLanes <= size; i += kLanes) squares += load(x + i) * load(x + i);
+    if (norm.is_centred) {
+        Vec sums = {};
+        for (; i + kLanes <= size; i += kLanes) sums += load(x + i);
+        mean = total(sums);
+        for (; i < size; i++) mean += x[i];
+        mean /= float(size);
+    }
+    Vec squares = {};
+    for (i = 0; i + kLanes <= size; i += kLanes) {
+        const Vec v = load(x + i) - mean;
+        squares += v * v;
+    }
     float sum = total(squares);
-    for (; i < size; i++) sum += x[i] * x[i];
-    const float factor = 1.0f / std::sqrt(sum / float(size) + epsilon);
-    for (i = 0; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * factor * load(scale + i));
-    for (; i < size; i++) out[i] = x[i] * factor * scale[i];
+    for (; i < size; i++) sum += (x[i] - mean) * (x[i] - mean);
+    const float factor = 1.0f / std::sqrt(sum / float(size) + norm.epsilon);
+    for (i = 0; i + kLanes <= size; i += kLanes) {
+        const Vec v = (load(x + i) - mean) * factor * load(norm.scale + i);
+        store(out + i, norm.shift ? v + load(norm.shift + i) : v);
+    }
+    for (; i < size; i++) out[i] = (x[i] - mean) * factor * norm.scale[i] + (norm.shift ? norm.shift[i] : 0.0f);
 }
 
 template <int kind>
@@ -613,29 +627,49 @@ void dots(int kind, const void *rows, const float *x, int count, int size, float
     of(static_cast<const char *>(rows), x, count, size, out);
 }
 
-void turn(float *head, const float *cos, const float *sin, int size) {
-    const int half = size / 2;
-    for (int i = 0; i < half; i++) {
-        const float first = head[i], second = head[i + half];
+void turn(float *head, const float *cos, const float *sin, int size, bool are_neighbours) {
+    const int half = size / 2, step = are_neighbours ? 2 : 1, other = are_neighbours ? 1 : half;
+    for (int pair = 0; pair < half; pair++) {
+        const int i = pair * step, j = i + other;
+        const float first = head[i], second = head[j];
         head[i] = first * cos[i] - second * sin[i];
-        head[i + half] = second * cos[i + half] + first * sin[i + half];
+        head[j] = second * cos[j] + first * sin[j];
     }
 }
 
+// erf(x), to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+inline Vec error_function(Vec x) {
+    const Vec size = max(x, -x), t = 1.0f / (1.0f + 0.3275911f * size);
+    const Vec sum = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+    const Vec of_size = 1.0f - sum * exponential(-size * size);
+    return x < Vec{} ? -of_size : of_size;
+}
+
+// What SiLU, or what stands in its place, makes of x.
 inline Vec activated(int act, Vec x) {
-    if (act == 0) return x / (all(1.0f) + exponential(-x));  // SiLU
+    if (act == kSilu) return x / (all(1.0f) + exponential(-x));
+    if (act == kGelu) return 0.5f * x * (1.0f + error_function(x * 0.70710678118654752f));
     const Vec inner = all(1.5957691216057308f) * (x + all(0.044715f) * x * x * x);  // GELU by tanh: x * sigmoid(2 ...)
     return x / (all(1.0f) + exponential(-inner));
 }
 
-void gate(int act, const float *gate, const float *up, int size, float *out) {
+inline Vec joined(const Gate &how, Vec gate, Vec up) {
+    if (how.act != kClamped) return activated(how.act, gate) * up;
+    const Vec limit = all(how.limit);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return gate / (1.0f + exponential(-how.alpha * gate)) * (up + 1.0f);
+}
+
+void gate(const Gate &how, const float *gate, const float *up, int size, float *out) {
+    const Vec one = all(1.0f);
     int i = 0;
-    for (; i + kLanes <= size; i += kLanes) store(out + i, activated(act, load(gate + i)) * load(up + i));
+    for (; i + kLanes <= size; i += kLanes) store(out + i, joined(how, load(gate + i), up ? load(up + i) : one));
     if (i == size) return;
     float g[kLanes] = {}, u[kLanes] = {}, o[kLanes];
     std::memcpy(g, gate + i, 4 * (size - i));
-    std::memcpy(u, up + i, 4 * (size - i));
-    store(o, activated(act, load(g)) * load(u));
+    if (up) std::memcpy(u, up + i, 4 * (size - i));
+    store(o, joined(how, load(g), up ? load(u) : one));
     std::memcpy(out + i, o, 4 * (size - i));
 }
 
@@ -730,10 +764,15 @@ inline void mix(const float *const *weights, const Entries &values, const Slots 
 }
 
 // The scores become weights; returns 1 / their sum. Their number is rounded up to whole vectors.
-inline float weigh(float *scores, int count) {
+inline float weigh(float *scores, int count, float cap, float sink) {
     const int width = (count + kLanes - 1) / kLanes * kLanes;
+    if (cap > 0.0f)  // tanh(x) = 1 - 2 / (1 + e^2x)
+        for (int e = 0; e < width; e += kLanes) {
+            const Vec tanh = 1.0f - 2.0f / (1.0f + exponential(load(scores + e) * (2.0f / cap)));
+            store(scores + e, cap * tanh);
+        }
     for (int e = count; e < width; e++) scores[e] = -INFINITY;
-    Vec most = all(-INFINITY), sums = {};
+    Vec most = all(sink), sums = {};
     for (int e = 0; e < width; e += kLanes) most = max(most, load(scores + e));
     const Vec top = all(largest(most));
     for (int e = 0; e < width; e += kLanes) {
@@ -741,11 +780,11 @@ inline float weigh(float *scores, int count) {
         store(scores + e, weight);
         sums += weight;
     }
-    return 1.0f / total(sums);
+    return 1.0f / (total(sums) + (sink > -INFINITY ? exponential(sink - top)[0] : 0.0f));
 }
 
 template <int kind, int whole>
-void attend_to(const Query *queries, int count, const Entries &keys, const Entries &values, float scaling, float *scratch) {
+void attend_to(const Query *queries, int count, const Entries &keys, const Entries &values, float scaling, float cap, float *scratch) {
     constexpr int rows = kAttendRows;
     const int size = keys.size, padded = (size + kLanes - 1) / kLanes * kLanes;
     for (int first = 0; first < count; first += rows) {
@@ -793,7 +832,7 @@ void attend_to(const Query *queries, int count, const Entries &keys, const Entri
         }
         float factors[rows];
         for (int r = 0; r < few; r++) {
-            factors[r] = weigh(scores[r], of[r].end - of[r].start + of[r].listed);
+            factors[r] = weigh(scores[r], of[r].end - of[r].start + of[r].listed, cap, of[r].sink);
             weights[r] = scores[r];
             if (const Slots slots = before(r); slots.count) mix<kind, 1, whole>(weights + r, values, slots, out + r);
         }
@@ -814,18 +853,19 @@ void attend_to(const Query *queries, int count, const Entries &keys, const Entri
 }
 
 template <int kind>
-void attend_of(const Query *queries, int count, const Entries &keys, const Entries &values, float scaling, float *scratch) {
+void attend_of(const Query *queries, int count, const Entries &keys, const Entries &values, float scaling, float cap, float *scratch) {
     auto *of_size = keys.size == 64    ? attend_to<kind, 64 / kLanes>
                     : keys.size == 128 ? attend_to<kind, 128 / kLanes>
+                    : keys.size == 256 ? attend_to<kind, 256 / kLanes>
                                        : attend_to<kind, 0>;
-    of_size(queries, count, keys, values, scaling, scratch);
+    of_size(queries, count, keys, values, scaling, cap, scratch);
 }
 
 void attend(int kind, const Query *queries, int count, int size, const char *keys, const char *values, int64_t stride,
-            float scaling, float *scratch) {
+            float scaling, float cap, float *scratch) {
     const int64_t bytes = stride * bytes_of(kind);
     auto *of = kind == kFloat32 ? attend_of<kFloat32> : kind == kBFloat16 ? attend_of<kBFloat16> : attend_of<kFloat16>;
-    of(queries, count, {keys, bytes, size}, {values, bytes, size}, scaling, scratch);
+    of(queries, count, {keys, bytes, size}, {values, bytes, size}, scaling, cap, scratch);
 }
 
 // --- the largest of many numbers ---

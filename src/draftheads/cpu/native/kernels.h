@@ -39,6 +39,21 @@ inline int64_t block_bytes(int kind, int in) {
     return int64_t(in + group - 1) / group * group * kBlock * bytes_of(kind) + (kind == kInt8 ? 8 * kBlock : 0);
 }
 
+// x / rms(x) * scale + shift; if it is centred, of x - mean(x).
+struct Norm {
+    const float *scale, *shift;  // null: there is no norm; no shift
+    float epsilon;
+    int32_t is_centred;
+};
+
+// How a feed-forward part joins its two products: SiLU(gate) * up, or GELU by tanh or by erf in its place; or, with both
+// clamped to `limit`, gate * sigmoid(alpha * gate) * (up + 1). Without `up`, what is behind the star is 1.
+enum Act : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kClamped = 3 };
+struct Gate {
+    int32_t act;
+    float alpha, limit;
+};
+
 // A query of a token, and what it sees of its text: entries start, start + 1, ... end - 1 and those of the list.
 struct Query {
     const float *query;
@@ -46,6 +61,7 @@ struct Query {
     int32_t start, end;
     const int32_t *list;
     int32_t listed;
+    float sink;  // a score that takes a share and adds nothing; minus infinity: there is none
 };
 
 // Sets of instructions; each needs those of the ones before it.
@@ -60,14 +76,13 @@ struct Kernels {
     void (*prepare)(const Weight &weight, const float *row, void *prepared);
     // `rows` prepared rows times one block of a weight: y (rows, kBlock), without the bias.
     void (*block)(const Weight &weight, int number, const void *prepared, int rows, float *y);
-    // x / rms(x) * scale.
-    void (*norm)(const float *x, const float *scale, float epsilon, int size, float *out);
-    // Turns a head by its position: x * cos + (x rotated by a half) * sin.
-    void (*turn)(float *head, const float *cos, const float *sin, int size);
+    void (*norm)(const Norm &norm, const float *x, int size, float *out);
+    // Turns the first `size` numbers of a head by its position: pairs of number i of the first and the second half, or of
+    // neighbours.
+    void (*turn)(float *head, const float *cos, const float *sin, int size, bool are_neighbours);
     // The products of `count` rows (count, size) and x, summed in fp32.
     void (*dots)(int kind, const void *rows, const float *x, int count, int size, float *out);
-    // act(gate) * up.
-    void (*gate)(int act, const float *gate, const float *up, int size, float *out);
+    void (*gate)(const Gate &how, const float *gate, const float *up, int size, float *out);
     // base + SiLU(x).
     void (*add_silu)(const float *base, const float *x, int size, float *out);
     // Stores numbers as fp32 (kFloat32), bf16 or fp16.
@@ -75,9 +90,10 @@ struct Kernels {
     // Loads them.
     void (*load)(int kind, const void *x, int64_t size, float *out);
     // Attention of queries of one text over the same keys and values, entries of `size` numbers with `stride` between
-    // them. `scratch` has room for the scores of kMostTogether queries, each rounded up to a multiple of 16.
+    // them. Scores s become cap * tanh(s / cap); cap 0: they stay. `scratch` has room for the scores of kMostTogether
+    // queries, each rounded up to a multiple of 16.
     void (*attend)(int kind, const Query *queries, int count, int size, const char *keys, const char *values,
-                   int64_t stride, float scaling, float *scratch);
+                   int64_t stride, float scaling, float cap, float *scratch);
     // The `count` largest of x / divisor, the largest first, and their places. Returns log(sum(exp(x / divisor))) where
     // it sums up.
     float (*top)(int kind, const void *x, int size, int count, float divisor, bool sums_up, float *values, int64_t *places);

@@ -44,12 +44,12 @@ struct alignas(64) Part {
 // What a job needs, as plain words: a late thread may read them while they change, and then sees that its job is over.
 struct Job {
     void (*work)(const Job &, uint32_t number);
-    uint64_t words[48];
+    uint64_t words[64];
 };
 
 class Pool {
   public:
-    static constexpr int kMostParts = 8192;
+    static constexpr int kMostParts = 16384;
 
     void resize(int threads) {
         if (threads == wanted_) return;
@@ -205,18 +205,41 @@ bool supports(const Kernels &set) {
 
 }  // namespace
 
+// Several feed-forward parts, of which a router chooses some for each token.
+struct Experts {
+    const Weight *weights;             // (count, 3): gate, up and down of each
+    const float *router, *router_bias;  // (count, size) and (count,), or null
+    int32_t count, chosen;
+    int32_t share_of_all;  // an expert's share is its probability among all, not among the chosen ones
+    int32_t unused;
+};
+
+// What a layer of any family computes. A norm without a scale is not there.
 struct Layer {
-    Weight qkv[3], out, gate_up[2], down;
-    const float *norm, *middle_norm, *query_norm, *key_norm;  // the last two: or null
-    int32_t window;                                           // tokens that a token sees; 0: all
+    Weight qkv[3], out, gate_up[2], down;  // the last ones of qkv may be empty: then the first has their outputs, too
+    Norm norm, after_attention, middle, after_mlp, query_norm, key_norm;
+    const float *sinks;      // (heads,), or null
+    const Experts *experts;  // in place of gate_up and down, or null
+    int32_t window;          // tokens that a token sees; 0: all
+    int32_t turns;           // which cosines and sines its queries and keys have; -1: none
 };
 
 struct Model {
-    int32_t size, heads, groups, head_size, inner, layers, act, cache_kind, state_kind, embedding_kind, vocab;
-    float epsilon, head_epsilon, scaling;
-    const float *final_norm;
+    int32_t size, heads, groups, head_size;
+    int32_t turned;                                    // numbers of a head that turn by its position
+    int32_t key_first, value_first, query_step, key_step;  // where heads lie among the outputs of qkv
+    int32_t layers, cache_kind, state_kind, embedding_kind, vocab;
+    int32_t is_parallel;        // attention and feed-forward part read the same states
+    int32_t turns_neighbours;   // pairs that turn are neighbours, not halves of a head
+    int32_t norms_whole;        // query_norm and key_norm are of all heads together
+    float scaling, cap;         // of scores
+    float embedding_scale, residual_scale;  // of embeddings, and of what is added to the states
+    Gate gate;
+    Norm final;
     const Layer *of_layers;
     const void *embedding;  // (vocab, size)
+    const float *positions;  // (num_positions, size) that are added to embeddings, or null
+    int32_t num_positions, unused;
 };
 
 // The tokens of a pass: those of a text are neighbours, and are written after it.
@@ -229,9 +252,11 @@ struct Pass {
     const int32_t *counts;      // (texts,) tokens of each text in the pass
     const int32_t *depths;      // (tokens,) levels below the first token of the same text
     const uint64_t *ancestors;  // (tokens, words): bit m: sees the m-th token of its text; null: all of the text before it, and itself
-    const float *cos, *sin;     // (positions, head_size), of positions 0, 1, ..., or of the tokens
+    const float *cos, *sin;     // (tables, num_turns, turned), of positions 0, 1, ..., or of the tokens
+    int32_t num_turns;
     int32_t of_tokens;          // whether of the tokens
     int32_t last_position;      // texts that are longer stay at it
+    int32_t unused;
     const int32_t *kept_layers;  // (kept,) whose inputs are kept
     void *kept_states;           // (tokens, kept, size)
     void *states;                // (tokens, size): after the last layer's norm
@@ -247,12 +272,21 @@ struct Token {
 // Memory of the passes, one after the other. It only grows, because a late thread may look at it.
 struct Buffers {
     std::vector<char> inputs;  // (tokens,) prepared
-    std::vector<float> states, qkv, attended, inner, low;
+    std::vector<float> states, branch, qkv, attended, inner, low, shares;
     std::vector<Token> tokens;
-    std::vector<int32_t> groups;
+    std::vector<int32_t> groups, chosen, places, used;
+    std::vector<int64_t> best;
 };
 
 Buffers &buffers = *new Buffers();  // never goes, as the pool
+
+// What a thread needs to know of a layer before it has a task.
+struct Outline {
+    int32_t qkv_blocks, inner_blocks;
+    bool attention_waits, mlp_waits, has_experts;
+};
+constexpr int kMostLayers = 800;
+Outline outlines[kMostLayers];
 
 template <class T>
 T *room(std::vector<T> &buffer, int64_t size) {
@@ -265,12 +299,17 @@ struct Work {
     Model model;
     Pass pass;
     char *inputs;  // (3, tokens,) rows of `widest` bytes at most: prepared for up to three weights
-    float *states, *qkv, *attended, *inner;
+    float *states, *branch, *qkv, *attended, *inner;  // branch: what is added to the states after a norm
     float *low;    // (3, tokens, most_rank) A x of what is prepared
     int64_t widest, most_rank;
     const Token *tokens;
     const int32_t *groups;  // of tokens that attend together: the first token of each, and the number of all
     int32_t num_groups, head_parts;
+    // Of experts: of each token those that are chosen, their shares and their rows among those of all experts; and for
+    // each of `slots` experts which one it is and its first row, and behind the last one the number of rows.
+    int32_t *chosen, *places, *used;
+    float *shares;
+    int32_t slots, most_chosen;
 };
 static_assert(sizeof(Work) <= sizeof(Job::words), "a job holds it");
 
@@ -350,39 +389,100 @@ void attend(const Work &work, const Layer &layer, int index, int first_token, in
         const int start = std::min(from, end);
         most = std::max<int64_t>(most, end - start + listed);
         for (int head = group * per_group + first_head; head < group * per_group + first_head + heads; head++)
-            queries.push_back({work.qkv + int64_t(token) * width + int64_t(head) * m.head_size,
-                               work.attended + (int64_t(token) * m.heads + head) * m.head_size, start, end, list, listed});
+            queries.push_back({work.qkv + int64_t(token) * width + int64_t(head) * m.query_step,
+                               work.attended + (int64_t(token) * m.heads + head) * m.head_size, start, end, list, listed,
+                               layer.sinks ? layer.sinks[head] : -INFINITY});
     }
     scratch.resize(kMostTogether * ((most + 15) / 16 * 16));
     const int row = work.tokens[first_token].text;
     kernels->attend(m.cache_kind, queries.data(), int(queries.size()), m.head_size, keys_at(m, p, row, index, group),
-                    keys_at(m, p, row, index, m.groups + group), m.head_size, m.scaling, scratch.data());
+                    keys_at(m, p, row, index, m.groups + group), m.head_size, m.scaling, m.cap, scratch.data());
 }
 
 // Queries and keys turn by their position; keys and values go to their slots.
 void turn_and_store(const Work &work, const Layer &layer, int index, int token) {
     const Model &m = work.model;
     const Pass &p = work.pass;
-    const int size = m.head_size, turned = m.heads + m.groups;
+    const int size = m.head_size;
     const Token &t = work.tokens[token];
-    const int64_t turn = int64_t(p.of_tokens ? token : t.position) * size;
-    float *heads = work.qkv + int64_t(token) * (turned + m.groups) * size;
-    for (int head = 0; head < turned; head++) {
-        float *of = heads + int64_t(head) * size;
-        const float *scale = head < m.heads ? layer.query_norm : layer.key_norm;
-        if (scale) kernels->norm(of, scale, m.head_epsilon, size, of);
-        kernels->turn(of, p.cos + turn, p.sin + turn, size);
+    float *queries = work.qkv + int64_t(token) * (m.heads + 2 * m.groups) * size, *keys = queries + m.key_first;
+    if (m.norms_whole) {
+        if (layer.query_norm.scale) kernels->norm(layer.query_norm, queries, m.heads * size, queries);
+        if (layer.key_norm.scale) kernels->norm(layer.key_norm, keys, m.groups * size, keys);
     }
+    const int64_t place = int64_t(layer.turns) * p.num_turns + (p.of_tokens ? token : t.position);
+    auto turn = [&](float *head, const Norm &norm) {
+        if (norm.scale && !m.norms_whole) kernels->norm(norm, head, size, head);
+        if (layer.turns >= 0) kernels->turn(head, p.cos + place * m.turned, p.sin + place * m.turned, m.turned, m.turns_neighbours);
+    };
+    for (int head = 0; head < m.heads; head++) turn(queries + int64_t(head) * m.query_step, layer.query_norm);
+    for (int group = 0; group < m.groups; group++) turn(keys + int64_t(group) * m.key_step, layer.key_norm);
     const int64_t at = (t.length + token - t.first) * int64_t(size) * bytes_of(m.cache_kind);
     for (int group = 0; group < m.groups; group++) {
-        const float *key = heads + int64_t(m.heads + group) * size;
-        kernels->store(m.cache_kind, key, size, keys_at(m, p, t.text, index, group) + at);
-        kernels->store(m.cache_kind, key + int64_t(m.groups) * size, size, keys_at(m, p, t.text, index, m.groups + group) + at);
+        const int64_t step = int64_t(group) * m.key_step;
+        kernels->store(m.cache_kind, keys + step, size, keys_at(m, p, t.text, index, group) + at);
+        kernels->store(m.cache_kind, queries + m.value_first + step, size, keys_at(m, p, t.text, index, m.groups + group) + at);
     }
 }
 
-constexpr int kPartsOfLayer = 10;
+// The experts of a token: those of the largest scores, of equal ones the first.
+void choose_experts(const Work &work, const Experts &experts, const float *row, int token) {
+    static thread_local std::vector<float> scores;
+    const int count = experts.count, chosen = experts.chosen;
+    scores.resize(count);
+    kernels->dots(kFloat32, experts.router, row, count, work.model.size, scores.data());
+    if (experts.router_bias)
+        for (int e = 0; e < count; e++) scores[e] += experts.router_bias[e];
+    int32_t *of = work.chosen + int64_t(token) * work.most_chosen;
+    float *shares = work.shares + int64_t(token) * work.most_chosen, total = 0.0f;
+    int found = 0;
+    for (int e = 0; e < count; e++) {
+        if (found == chosen && !(scores[e] > scores[of[found - 1]])) continue;
+        int at = found < chosen ? found++ : found - 1;
+        for (; at && scores[e] > scores[of[at - 1]]; at--) of[at] = of[at - 1];
+        of[at] = e;
+    }
+    const float most = scores[of[0]];
+    for (int i = 0; i < found; i++) total += shares[i] = std::exp(scores[of[i]] - most);
+    if (experts.share_of_all) {
+        total = 0.0f;
+        for (int e = 0; e < count; e++) total += std::exp(scores[e] - most);
+    }
+    for (int i = 0; i < found; i++) shares[i] /= total;
+}
+
+// The rows of all tokens, expert by expert, so that each of them is read once.
+void order_rows(const Work &work, const Experts &experts) {
+    static thread_local std::vector<int32_t> first;
+    first.assign(experts.count + 1, 0);
+    const int tokens = work.pass.tokens;
+    auto chosen = [&](int token, int i) { return work.chosen[int64_t(token) * work.most_chosen + i]; };
+    for (int token = 0; token < tokens; token++)
+        for (int i = 0; i < experts.chosen; i++) first[chosen(token, i) + 1]++;
+    int slot = 0, rows = 0;
+    for (int e = 0; e < experts.count; e++) {
+        const int of_expert = first[e + 1];
+        first[e] = rows;
+        if (!of_expert) continue;
+        work.used[2 * slot] = e;
+        work.used[2 * slot++ + 1] = rows;
+        rows += of_expert;
+    }
+    for (; slot <= work.slots; slot++) {
+        work.used[2 * slot] = -1;
+        work.used[2 * slot + 1] = rows;
+    }
+    for (int token = 0; token < tokens; token++)
+        for (int i = 0; i < experts.chosen; i++) work.places[int64_t(token) * work.most_chosen + i] = first[chosen(token, i)]++;
+}
+
+constexpr int kPartsOfLayer = 12;
 constexpr int kTogether = 16;  // queries that share their keys and values, about
+
+float *row_of_thread(int64_t size) {
+    static thread_local std::vector<float> row;
+    return room(row, size);
+}
 
 void pass_of(const Job &job, uint32_t number) {
     Work work;
@@ -391,9 +491,10 @@ void pass_of(const Job &job, uint32_t number) {
     const Pass &p = work.pass;
     const int tokens = p.tokens, size = m.size, head_size = m.head_size;
     const int width = (m.heads + 2 * m.groups) * head_size, joined = m.heads * head_size;
-    const int query_blocks = blocks_of(joined), key_blocks = blocks_of(m.groups * head_size);
     int part = 0;
     auto each = [&](auto task) { return pool->share(part++, number, tokens, task); };
+    auto state = [&](int token) { return work.states + int64_t(token) * size; };
+    auto branch = [&](int token) { return work.branch + int64_t(token) * size; };
     // of weights that read the same rows
     auto inputs = [&](const Weight *weights, int which) {
         return work.inputs + (reads_alike(weights[0], weights[which]) ? 0 : which * tokens * work.widest);
@@ -402,79 +503,166 @@ void pass_of(const Job &job, uint32_t number) {
     auto prepare = [&](const Weight *weights, int count, const float *row, int token) {
         for (int which = 0; which < count; which++) {
             const Weight &weight = weights[which];
+            if (!weight.out) continue;
             if (!which || !reads_alike(weights[0], weight))
                 kernels->prepare(weight, row, inputs(weights, which) + token * kernels->input_bytes(weight));
             if (weight.rank)
                 kernels->dots(weight.low_kind, weight.low_a, row, weight.rank, weight.in, low(which) + token * work.most_rank);
         }
     };
-    auto prepare_normed = [&](const Weight *weights, int count, const float *scale, int token) {
-        static thread_local std::vector<float> normed;
-        normed.resize(size);
-        kernels->norm(work.states + int64_t(token) * size, scale, m.epsilon, size, normed.data());
-        prepare(weights, count, normed.data(), token);
+    // a token's states behind a norm, if there is one
+    auto normed = [&](const Norm &norm, int token) -> const float * {
+        if (!norm.scale) return state(token);
+        float *row = row_of_thread(size);
+        kernels->norm(norm, state(token), size, row);
+        return row;
     };
-    auto add = [&](int first, int outputs, const float *y) {
-        for (int t = 0; t < tokens; t++) {
-            float *row = work.states + int64_t(t) * size + first;
-            for (int o = 0; o < outputs; o++) row[o] += y[t * kBlock + o];
+    auto add_row = [&](const float *row, int token) {
+        float *to = state(token);
+        for (int i = 0; i < size; i++) to[i] += m.residual_scale * row[i];
+    };
+    // a block of outputs goes to the states, or waits in the branch
+    auto add_to = [&](bool waits) {
+        return [&work, &m, tokens, size, waits](int first, int outputs, const float *y) {
+            for (int t = 0; t < tokens; t++) {
+                float *row = (waits ? work.branch : work.states) + int64_t(t) * size + first;
+                if (waits) std::memcpy(row, y + t * kBlock, 4 * outputs);
+                else for (int o = 0; o < outputs; o++) row[o] += m.residual_scale * y[t * kBlock + o];
+            }
+        };
+    };
+    auto add_branch = [&](const Norm &norm, int token) {
+        if (norm.scale) kernels->norm(norm, branch(token), size, branch(token));
+        add_row(branch(token), token);
+    };
+    // what the feed-forward part of a layer left behind
+    auto add_mlp = [&](const Layer &layer, int token) {
+        if (const Experts *experts = layer.experts) {
+            float *sum = branch(token);
+            std::memset(sum, 0, 4 * size);
+            for (int i = 0; i < experts->chosen; i++) {
+                const int64_t at = int64_t(token) * work.most_chosen + i;
+                const float *row = work.branch + (tokens + int64_t(work.places[at])) * size, share = work.shares[at];
+                for (int j = 0; j < size; j++) sum[j] += share * row[j];
+            }
         }
+        if (layer.experts || layer.after_mlp.scale) add_branch(layer.after_mlp, token);
+    };
+    // a block of an expert's rows: `done(expert, first row, rows)`
+    auto of_experts = [&](int blocks, auto done) {
+        return pool->share(part++, number, work.slots * blocks, [&, blocks](int task) {
+            const int slot = task / blocks, expert = work.used[2 * slot], first = work.used[2 * slot + 1];
+            if (expert >= 0) done(expert, task % blocks, first, work.used[2 * slot + 3] - first);
+        });
     };
     const int64_t row_bytes = int64_t(size) * bytes_of(m.state_kind);
     if (!each([&](int token) {
             const int64_t bytes = int64_t(size) * bytes_of(m.embedding_kind);
-            kernels->load(m.embedding_kind, static_cast<const char *>(m.embedding) + p.ids[token] * bytes, size,
-                          work.states + int64_t(token) * size);
+            float *row = state(token);
+            kernels->load(m.embedding_kind, static_cast<const char *>(m.embedding) + p.ids[token] * bytes, size, row);
+            if (m.embedding_scale != 1.0f)
+                for (int i = 0; i < size; i++) row[i] *= m.embedding_scale;
+            if (m.positions)
+                for (int i = 0; i < size; i++) row[i] += m.positions[int64_t(work.tokens[token].position) * size + i];
         }))
         return;
     for (int index = 0; index < m.layers; index++) {
-        auto layer = [&]() -> const Layer & { return m.of_layers[index]; };
+        const Outline outline = outlines[index];
+        const Layer &now = m.of_layers[index];  // which only tasks look at
         const bool goes_on =
             each([&](int token) {
+                if (index) add_mlp(m.of_layers[index - 1], token);
                 for (int i = 0; i < p.kept; i++)
                     if (p.kept_layers[i] == index)
-                        kernels->store(m.state_kind, work.states + int64_t(token) * size, size,
+                        kernels->store(m.state_kind, state(token), size,
                                        static_cast<char *>(p.kept_states) + (int64_t(token) * p.kept + i) * row_bytes);
-                prepare_normed(layer().qkv, 3, layer().norm, token);
+                prepare(now.qkv, 3, normed(now.norm, token), token);
             }) &&
-            pool->share(part++, number, query_blocks + 2 * key_blocks, [&](int task) {
-                const int which = task < query_blocks ? 0 : task < query_blocks + key_blocks ? 1 : 2;
-                const int block = which ? (task - query_blocks) % key_blocks : task;
-                const int first = (which ? joined + (which - 1) * m.groups * head_size : 0) + block * kBlock;
-                const Weight *weights = layer().qkv;
+            pool->share(part++, number, outline.qkv_blocks, [&](int block) {
+                int which = 0, first = 0;
+                for (; block >= blocks_of(now.qkv[which].out); which++) {
+                    block -= blocks_of(now.qkv[which].out);
+                    first += now.qkv[which].out;
+                }
                 float *y = outputs_of_thread(int64_t(tokens) * kBlock);
-                const int outputs = multiply_block(weights[which], block, inputs(weights, which), tokens, y, low(which), work.most_rank);
+                const int outputs = multiply_block(now.qkv[which], block, inputs(now.qkv, which), tokens, y, low(which), work.most_rank);
                 for (int t = 0; t < tokens; t++)
-                    std::memcpy(work.qkv + int64_t(t) * width + first, y + t * kBlock, 4 * outputs);
+                    std::memcpy(work.qkv + int64_t(t) * width + first + block * kBlock, y + t * kBlock, 4 * outputs);
             }) &&
-            each([&](int token) { turn_and_store(work, layer(), index, token); }) &&
+            each([&](int token) { turn_and_store(work, now, index, token); }) &&
             pool->share(part++, number, work.num_groups * m.groups * work.head_parts,
                         [&](int task) {
                             const int of = task / work.head_parts / m.groups, heads = m.heads / m.groups / work.head_parts;
-                            attend(work, layer(), index, work.groups[of], work.groups[of + 1] - work.groups[of],
+                            attend(work, now, index, work.groups[of], work.groups[of + 1] - work.groups[of],
                                    task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
                         }) &&
-            each([&](int token) { prepare(&layer().out, 1, work.attended + int64_t(token) * joined, token); }) &&
-            multiply(part++, number, size, [&]() -> const Weight & { return layer().out; }, work.inputs, tokens, add, work.low,
-                     work.most_rank) &&
-            each([&](int token) { prepare_normed(layer().gate_up, 2, layer().middle_norm, token); }) &&
-            pool->share(part++, number, blocks_of(m.inner), [&](int block) {
-                float *gate = outputs_of_thread(int64_t(2 * tokens) * kBlock), *up = gate + int64_t(tokens) * kBlock;
-                const Weight *weights = layer().gate_up;
-                const int outputs = multiply_block(weights[0], block, work.inputs, tokens, gate, low(0), work.most_rank);
-                multiply_block(weights[1], block, inputs(weights, 1), tokens, up, low(1), work.most_rank);
-                for (int t = 0; t < tokens; t++)
-                    kernels->gate(m.act, gate + t * kBlock, up + t * kBlock, outputs,
-                                  work.inner + int64_t(t) * m.inner + block * kBlock);
+            each([&](int token) { prepare(&now.out, 1, work.attended + int64_t(token) * joined, token); }) &&
+            multiply(part++, number, size, [&]() -> const Weight & { return now.out; }, work.inputs, tokens, add_to(outline.attention_waits),
+                     work.low, work.most_rank) &&
+            each([&](int token) {
+                if (outline.attention_waits && !m.is_parallel) add_branch(now.after_attention, token);
+                const float *row = normed(m.is_parallel && !now.middle.scale ? now.norm : now.middle, token);
+                if (outline.has_experts) {
+                    choose_experts(work, *now.experts, row, token);
+                    std::memcpy(work.inner + int64_t(token) * size, row, 4 * size);  // until the rows have an order
+                } else {
+                    prepare(now.gate_up, 2, row, token);
+                }
+                if (m.is_parallel) add_branch(now.after_attention, token);
             }) &&
-            each([&](int token) { prepare(&layer().down, 1, work.inner + int64_t(token) * m.inner, token); }) &&
-            multiply(part++, number, size, [&]() -> const Weight & { return layer().down; }, work.inputs, tokens, add, work.low,
-                     work.most_rank);
+            (outline.has_experts
+                 ? pool->share(part++, number, 1, [&](int) { order_rows(work, *now.experts); }) &&
+                       each([&](int token) {
+                           for (int64_t at = int64_t(token) * work.most_chosen, end = at + work.most_chosen; at < end; at++) {
+                               const Weight &gate = now.experts->weights[3 * work.chosen[at]];
+                               kernels->prepare(gate, work.inner + int64_t(token) * size,
+                                                work.inputs + work.places[at] * kernels->input_bytes(gate));
+                           }
+                       }) &&
+                       of_experts(outline.inner_blocks, [&](int expert, int block, int first, int rows) {
+                           const Weight *weights = now.experts->weights + 3 * expert;
+                           const char *rows_of = work.inputs + first * kernels->input_bytes(weights[0]);
+                           float *gate = outputs_of_thread(int64_t(2 * rows) * kBlock), *up = gate + int64_t(rows) * kBlock;
+                           const int outputs = multiply_block(weights[0], block, rows_of, rows, gate);
+                           multiply_block(weights[1], block, rows_of, rows, up);
+                           for (int r = 0; r < rows; r++)
+                               kernels->gate(m.gate, gate + r * kBlock, up + r * kBlock, outputs,
+                                             work.inner + int64_t(first + r) * weights[0].out + block * kBlock);
+                       }) &&
+                       each([&](int token) {
+                           for (int64_t at = int64_t(token) * work.most_chosen, end = at + work.most_chosen; at < end; at++) {
+                               const Weight &down = now.experts->weights[3 * work.chosen[at] + 2];
+                               const int64_t row = work.places[at];
+                               kernels->prepare(down, work.inner + row * down.in, work.inputs + row * kernels->input_bytes(down));
+                           }
+                       }) &&
+                       of_experts(blocks_of(size), [&](int expert, int block, int first, int rows) {
+                           const Weight &down = now.experts->weights[3 * expert + 2];
+                           float *y = outputs_of_thread(int64_t(rows) * kBlock);
+                           const int outputs = multiply_block(down, block, work.inputs + first * kernels->input_bytes(down), rows, y);
+                           for (int r = 0; r < rows; r++)
+                               std::memcpy(work.branch + (tokens + int64_t(first + r)) * size + block * kBlock, y + r * kBlock, 4 * outputs);
+                       })
+                 : pool->share(part++, number, outline.inner_blocks, [&](int block) {
+                       float *gate = outputs_of_thread(int64_t(2 * tokens) * kBlock), *up = gate + int64_t(tokens) * kBlock;
+                       const Weight *weights = now.gate_up;
+                       const int inner = weights[0].out;
+                       const int outputs = multiply_block(weights[0], block, work.inputs, tokens, gate, low(0), work.most_rank);
+                       if (weights[1].out) multiply_block(weights[1], block, inputs(weights, 1), tokens, up, low(1), work.most_rank);
+                       else up = nullptr;
+                       for (int t = 0; t < tokens; t++)
+                           kernels->gate(m.gate, gate + t * kBlock, up ? up + t * kBlock : nullptr, outputs,
+                                         work.inner + int64_t(t) * inner + block * kBlock);
+                   }) &&
+                       each([&](int token) { prepare(&now.down, 1, work.inner + int64_t(token) * now.down.in, token); }) &&
+                       multiply(part++, number, size, [&]() -> const Weight & { return now.down; }, work.inputs, tokens,
+                                add_to(outline.mlp_waits), work.low, work.most_rank));
         if (!goes_on) return;
     }
     each([&](int token) {
-        float *row = work.states + int64_t(token) * size;
-        kernels->norm(row, m.final_norm, m.epsilon, size, row);
+        float *row = state(token);
+        add_mlp(m.of_layers[m.layers - 1], token);
+        kernels->norm(m.final, row, size, row);
         kernels->store(m.state_kind, row, size, static_cast<char *>(p.states) + token * row_bytes);
     });
 }
@@ -488,18 +676,19 @@ struct Alone {
 };
 static_assert(sizeof(Alone) <= sizeof(Job::words), "a job holds it");
 
+// Row r of x as products with the weight read it.
+void prepare_row(const Weight &w, const void *x, int kind, int r, char *inputs) {
+    float *row = row_of_thread(w.in);
+    kernels->load(kind, static_cast<const char *>(x) + int64_t(r) * w.in * bytes_of(kind), w.in, row);
+    kernels->prepare(w, row, inputs + r * kernels->input_bytes(w));
+}
+
 void product_of(const Job &job, uint32_t number) {
     Alone a;
     std::memcpy(&a, job.words, sizeof a);
     const Weight &w = a.weight;
     const int bytes = a.x_kind == kFloat32 ? 4 : 2;
-    const int64_t stride = kernels->input_bytes(w);
-    pool->share(0, number, a.rows, [&](int r) {
-        static thread_local std::vector<float> row;
-        row.resize(w.in);
-        kernels->load(a.x_kind, static_cast<const char *>(a.x) + int64_t(r) * w.in * bytes, w.in, row.data());
-        kernels->prepare(w, row.data(), a.inputs + r * stride);
-    }) && multiply(1, number, w.out, [&]() -> const Weight & { return w; }, a.inputs, a.rows, [&](int first, int outputs, const float *y) {
+    pool->share(0, number, a.rows, [&](int r) { prepare_row(w, a.x, a.x_kind, r, a.inputs); }) && multiply(1, number, w.out, [&]() -> const Weight & { return w; }, a.inputs, a.rows, [&](int first, int outputs, const float *y) {
         for (int r = 0; r < a.rows; r++)
             kernels->store(a.x_kind, y + r * kBlock, outputs, static_cast<char *>(a.y) + (int64_t(r) * w.out + first) * bytes);
     });
@@ -523,6 +712,46 @@ void top_of(const Job &job, uint32_t number) {
                                          t.values + r * t.count, t.places + r * t.count);
         if (t.totals) t.totals[r] = total;
     });
+}
+
+// The largest outputs alone: of each block, and then of all.
+struct Best {
+    Weight weight;
+    const void *x;
+    char *inputs;
+    float *values;         // (blocks, rows)
+    int64_t *of_blocks, *places;  // (blocks, rows), (rows,)
+    float scale;
+    int32_t x_kind, rows;
+};
+static_assert(sizeof(Best) <= sizeof(Job::words), "a job holds it");
+
+void best_of(const Job &job, uint32_t number) {
+    Best b;
+    std::memcpy(&b, job.words, sizeof b);
+    const Weight &w = b.weight;
+    pool->share(0, number, b.rows, [&](int r) { prepare_row(w, b.x, b.x_kind, r, b.inputs); }) &&
+        multiply(1, number, w.out, [&]() -> const Weight & { return w; }, b.inputs, b.rows, [&](int first, int outputs, float *y) {
+            for (int r = 0; r < b.rows; r++) {
+                float *row = y + r * kBlock;
+                if (b.scale != 1.0f)
+                    for (int o = 0; o < outputs; o++) row[o] *= b.scale;
+                if (b.x_kind != kFloat32) {  // as they would be stored
+                    uint16_t stored[kBlock];
+                    kernels->store(b.x_kind, row, outputs, stored);
+                    kernels->load(b.x_kind, stored, outputs, row);
+                }
+                const int64_t at = int64_t(first / kBlock) * b.rows + r;
+                kernels->top(kFloat32, row, outputs, 1, 1.0f, false, b.values + at, b.of_blocks + at);
+                b.of_blocks[at] += first;
+            }
+        }) &&
+        pool->share(2, number, b.rows, [&](int r) {
+            int64_t best = r;
+            for (int64_t at = r, end = int64_t(blocks_of(w.out)) * b.rows; at < end; at += b.rows)
+                if (b.values[at] > b.values[best]) best = at;
+            b.places[r] = b.of_blocks[best];
+        });
 }
 
 // --- packing ---
@@ -803,7 +1032,8 @@ extern "C" {
 
 // The sizes of the structures: a library of another version is not used.
 int draftheads_size(int number) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Layer), sizeof(Model), sizeof(Pass), sizeof(HeadLayer), sizeof(Depth), sizeof(Growth)};
+    const size_t sizes[] = {sizeof(Weight), sizeof(Norm), sizeof(Experts), sizeof(Layer), sizeof(Model), sizeof(Pass),
+                            sizeof(HeadLayer), sizeof(Depth), sizeof(Growth)};
     return number < int(sizeof sizes / sizeof *sizes) ? int(sizes[number]) : 0;
 }
 
@@ -844,6 +1074,15 @@ void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int ro
     std::lock_guard<std::mutex> lock(turns);
     char *inputs = room(buffers.inputs, kernels->input_bytes(*weight) * rows);
     pool->run(job_of(product_of, Alone{*weight, x, y, inputs, x_kind, rows}), 2);
+}
+
+// The first of the largest outputs * scale of each row of x (rows, in), (rows,), as they are in the type of x.
+void draftheads_best_outputs(const Weight *weight, const void *x, int x_kind, int rows, float scale, int64_t *places) {
+    std::lock_guard<std::mutex> lock(turns);
+    const int64_t all = int64_t(blocks_of(weight->out)) * rows;
+    const Best best{*weight, x, room(buffers.inputs, kernels->input_bytes(*weight) * rows), room(buffers.shares, all),
+                    room(buffers.best, all), places, scale, x_kind, rows};
+    pool->run(job_of(best_of, best), 3);
 }
 
 // The largest numbers x / divisor of each row of x (rows, size): values and places (rows, count), and the logarithm of the
@@ -918,7 +1157,7 @@ int draftheads_grow(const Growth *growth) {
     return g.count;
 }
 
-// Returns 0, or 1 if a token is not in the vocabulary: then nothing is computed.
+// Returns 0; or 1 if a token is not in the vocabulary, or 2 if a position is not in a table: then nothing is computed.
 int draftheads_pass(const Model *model, const Pass *pass) {
     std::lock_guard<std::mutex> lock(turns);
     const Model &m = *model;
@@ -931,25 +1170,43 @@ int draftheads_pass(const Model *model, const Pass *pass) {
         const int32_t first = token;
         for (; token < first + p.counts[text]; token++) {
             if (p.ids[token] < 0 || p.ids[token] >= m.vocab) return 1;
-            tokens[token] = {text, first, p.lengths[text], std::min(p.lengths[text] + p.depths[token], p.last_position)};
+            const int32_t position = std::min(p.lengths[text] + p.depths[token], p.last_position);
+            if (position < 0 || (m.turned && !p.of_tokens && position >= p.num_turns) || (m.positions && position >= m.num_positions)) return 2;
+            tokens[token] = {text, first, p.lengths[text], position};
             if ((token - first) % together == 0) groups[num_groups++] = token;
         }
     }
     groups[num_groups] = token;
     // few tokens: each head is a task
     const int32_t head_parts = num_groups * m.groups < 4 * pool->size() ? per_group : 1;
-    int64_t widest = 0, most_rank = 0;
+    int64_t widest = 0, most_rank = 0, inner = 0;
+    int32_t slots = 0, most_chosen = 0;
     for (int layer = 0; layer < m.layers; layer++) {
         const Layer &l = m.of_layers[layer];
+        const Weight &first_inner = l.experts ? *l.experts->weights : l.gate_up[0];
+        outlines[layer] = {blocks_of(l.qkv[0].out) + blocks_of(l.qkv[1].out) + blocks_of(l.qkv[2].out), blocks_of(first_inner.out),
+                           l.after_attention.scale || m.is_parallel, bool(l.after_mlp.scale), bool(l.experts)};
         for (const Weight *w : {&l.qkv[0], &l.qkv[1], &l.qkv[2], &l.out, &l.gate_up[0], &l.gate_up[1], &l.down}) {
+            if (!w->out) continue;
             widest = std::max(widest, kernels->input_bytes(*w));
             most_rank = std::max<int64_t>(most_rank, w->rank);
         }
+        inner = std::max<int64_t>(inner, l.gate_up[0].out);
+        if (!l.experts) continue;
+        const Experts &e = *l.experts;
+        most_chosen = std::max(most_chosen, e.chosen);
+        slots = std::max<int32_t>(slots, std::min<int64_t>(e.count, count * e.chosen));
+        // the rows of all experts fit where those of three weights do
+        for (const Weight *w = e.weights; w < e.weights + 3; w++)
+            widest = std::max(widest, (kernels->input_bytes(*w) * e.chosen + 2) / 3);
+        inner = std::max<int64_t>(inner, std::max(e.weights->out * e.chosen, m.size));
     }
     const Work work{m, p, room(buffers.inputs, 3 * widest * count), room(buffers.states, count * m.size),
-                    room(buffers.qkv, count * (m.heads + 2 * m.groups) * m.head_size),
-                    room(buffers.attended, count * joined), room(buffers.inner, count * m.inner),
-                    room(buffers.low, 3 * count * most_rank), widest, most_rank, tokens, groups, num_groups, head_parts};
+                    room(buffers.branch, count * m.size * (1 + most_chosen)), room(buffers.qkv, count * (m.heads + 2 * m.groups) * m.head_size),
+                    room(buffers.attended, count * joined), room(buffers.inner, count * inner),
+                    room(buffers.low, 3 * count * most_rank), widest, most_rank, tokens, groups, num_groups, head_parts,
+                    room(buffers.chosen, count * most_chosen), room(buffers.places, count * most_chosen),
+                    room(buffers.used, 2 * (slots + 1)), room(buffers.shares, count * most_chosen), slots, most_chosen};
     pool->run(job_of(pass_of, work), kPartsOfLayer * m.layers + 2);
     return 0;
 }

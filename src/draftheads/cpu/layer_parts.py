@@ -1,0 +1,176 @@
+"""What the layers of a model compute, by the names of their parts: one description for all families.
+
+A description may be wrong for modules that have known names and compute something else. That is noticed when the model
+is loaded (:mod:`draftheads.runners.structure`): there layers with random weights must have the stock modules' logits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.cpu.experts import PackedExperts
+
+# norms before and after attention, before and after the feed-forward part, by the names of all norms of a layer
+_NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
+    frozenset(name for name in names if name): names
+    for names in (
+        ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
+        (
+            "input_layernorm",  # Gemma 2
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+        ("input_layernorm", None, None, None),  # Cohere 2
+        ("ln_1", None, "ln_2", None),  # GPT-2
+    )
+}
+_ACTS = [
+    {"SiLU", "SiLUActivation"},
+    {"PytorchGELUTanh", "GELUTanh", "NewGELUActivation"},
+    {"GELUActivation", "GELU"},
+    {"Clamped"},
+]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Some outputs of a linear layer, from ``first`` on; all of them if there is no count."""
+
+    layer: Any
+    first: int = 0
+    count: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer's weights, and how it puts them together. A part that is None is not there."""
+
+    norms: tuple[Any, ...]  # before and after attention, before and after the feed-forward part
+    qkv: tuple[Outputs, ...]
+    out: Outputs
+    head_norms: tuple[Any, Any]  # of queries and keys
+    sinks: Tensor | None  # (heads,)
+    feed_forward: tuple[Outputs, ...]  # gate, up and down, or up and down; empty if there are experts
+    experts: PackedExperts | None
+    router: Any
+    sizes: "Sizes"
+    turns: bool  # whether queries and keys have rotary positions
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What must be equal in all layers."""
+
+    heads: int
+    groups: int
+    head_size: int
+    is_interleaved: bool  # a head's query, key and value are neighbours among the outputs
+    is_parallel: bool  # attention and feed-forward part read the same states
+    norms_whole: bool  # those of queries and keys are of all heads together
+    scaling: float
+    cap: float  # of scores; 0: none
+    residual_scale: float
+    gate: tuple[int, float, float]  # the activation's number, α and limit
+    chosen: int  # experts of a token
+
+
+def parts_of(layer: Any, config: Any) -> LayerParts:
+    """The description of a layer.
+
+    Raises:
+        AttributeError, TypeError: it has other parts than the families that are known here.
+    """
+    children = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout | nn.Identity)}
+    attention = next((children.pop(name) for name in ("self_attn", "attention", "attn") if name in children), None)
+    mlp: Any = children.pop("mlp", None)
+    if attention is None or mlp is None or frozenset(children) not in _NORMS:
+        raise TypeError(f"its layers have other parts: {', '.join(name for name, _ in layer.named_children())}")
+    norms = tuple(children[name] if name else None for name in _NORMS[frozenset(children)])
+    own = {name for name, _ in attention.named_parameters(recurse=False)}
+    if own - {"sinks"}:
+        raise TypeError(f"its attention has {', '.join(sorted(own))}")
+    size = int(getattr(attention, "head_dim", None) or attention.head_size)
+    heads = int(config.num_attention_heads)
+    if hasattr(attention, "q_proj"):
+        qkv = tuple(Outputs(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+        groups = qkv[1].layer.out_features // size
+    else:
+        qkv = (Outputs(_first(attention, "qkv_proj", "query_key_value", "c_attn")),)
+        groups = (qkv[0].layer.out_features // size - heads) // 2
+    head_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    experts: Any = getattr(mlp, "experts", None)
+    router: Any = getattr(mlp, "gate", getattr(mlp, "router", None))
+    is_mixture = isinstance(experts, PackedExperts)
+    if is_mixture and {name for name, _ in mlp.named_children()} - {"experts", "gate", "router"}:
+        raise TypeError("it has more than experts and a router")
+    act = "" if is_mixture else type(_first(mlp, "act_fn", "activation_fn", "act")).__name__
+    gate = experts.gate if is_mixture else (act, 0.0, 0.0)
+    if not any(gate[0] in names for names in _ACTS):
+        raise TypeError(f"its activation is {gate[0]}")
+    sizes = Sizes(
+        heads=heads,
+        groups=groups,
+        head_size=size,
+        is_interleaved=hasattr(attention, "query_key_value"),
+        is_parallel=bool(getattr(layer, "use_parallel_residual", norms[1:] == (None, None, None))),
+        norms_whole=head_norms[0] is not None and head_norms[0].weight.shape != (size,),
+        scaling=float(attention.scaling),
+        cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
+        residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
+        gate=(next(number for number, names in enumerate(_ACTS) if gate[0] in names), *gate[1:]),
+        chosen=int(router.top_k) if is_mixture else 0,
+    )
+    return LayerParts(
+        norms,
+        qkv,
+        Outputs(_first(attention, "o_proj", "dense", "c_proj")),
+        head_norms,
+        getattr(attention, "sinks", None),
+        () if is_mixture else _feed_forward(mlp),
+        experts if is_mixture else None,
+        router if is_mixture else None,
+        sizes,
+        _has_positions(attention),
+    )
+
+
+def _feed_forward(mlp: Any) -> tuple[Outputs, ...]:
+    if hasattr(mlp, "gate_up_proj"):
+        half = mlp.gate_up_proj.out_features // 2
+        halves = (Outputs(mlp.gate_up_proj, place * half, half) for place in range(2))
+        return (*halves, Outputs(mlp.down_proj))
+    for names in (("gate_proj", "up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj")):
+        if all(hasattr(mlp, name) for name in names):
+            return tuple(Outputs(getattr(mlp, name)) for name in names)
+    raise TypeError("its feed-forward part has unknown layers")
+
+
+def _first(module: Any, *names: str) -> Any:
+    found = next((name for name in names if hasattr(module, name)), names[0])
+    return getattr(module, found)
+
+
+def _has_positions(attention: Any) -> bool:
+    if type(attention).__name__ == "Cohere2Attention":
+        return attention.sliding_window is not None
+    return bool(getattr(attention, "use_rope", True))
+
+
+def norm_numbers(norm: Any) -> tuple[Tensor, Tensor | None, float, bool]:
+    """A norm's scale (D,), shift (D,) or None, epsilon, and whether it subtracts the mean, by what it makes of ones."""
+    weight = norm.weight.detach()
+    bias = getattr(norm, "bias", None)
+    with torch.inference_mode():
+        of_ones = norm(torch.ones(1, weight.numel(), dtype=weight.dtype)).float()[0]
+    scale, shift = weight.float(), torch.zeros(()) if bias is None else bias.detach().float()
+    epsilon = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+    is_centred = bool(((of_ones - shift).abs() < 1e-3).all())
+    if (
+        not is_centred and (of_ones - 1 - scale).abs().sum() < (of_ones - scale).abs().sum()
+    ):  # Gemma stores what is behind 1
+        scale = 1 + scale
+    return scale, None if bias is None else shift, epsilon, is_centred
