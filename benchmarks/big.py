@@ -125,7 +125,7 @@ class DraftHeads:
         with self.target.computing():
             for count in self.options.all_nodes:
                 draft = Draft.on_tree(Tree.chain(count - 1), torch.tensor([text[:count]]))
-                passes.append(step.median_ms(lambda draft=draft: runner.verify(rows, draft), self.options.repeats))
+                passes.append(step.median_ms(partial(runner.verify, rows, draft), self.options.repeats))
         return speed, passes
 
     def next_tokens(self, prompts: Sequence[Ids]) -> Ids:

@@ -89,6 +89,7 @@ def write_gguf(config: Any, folder: Path, path: Path) -> None:
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, tensor in _stored(folder):
         own = names.get_name(name, try_suffixes=(".weight",))
+        assert own is not None, name
         if tensor.dim() == 1:
             writer.add_tensor_info(own, tensor.shape, np.dtype("float32"), 4 * tensor.numel())
         else:
