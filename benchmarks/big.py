@@ -119,7 +119,7 @@ class DraftHeads:
         """As :class:`Program`; chains have as many nodes as trees, and take as long."""
         stream = self.engine.stream(text, max_new_tokens=self.options.max_new_tokens, ignore_eos=True)
         times = [time.perf_counter() for _ in stream]  # the first one is behind the prompt
-        speed = (self.options.max_new_tokens - 1) / (times[-1] - times[0])
+        speed = (len(times) - 1) / (times[-1] - times[0])
         runner, passes = runner_for(self.target), []
         rows, _, _ = runner.prefill([text])
         with self.target.computing():
@@ -174,7 +174,6 @@ class LlamaCpp:
 @contextmanager
 def folder_for_model(options: Options) -> Iterator[Path]:
     """A new folder, deleted at the end whatever ends it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"random-{options.size}-", dir=options.folder))
     try:
@@ -244,7 +243,10 @@ def bounds_of(target: TargetModel, options: Options, bandwidth: float) -> Bounds
         head.speed_up()
         timer = StepTimer(target, head)
         drafting = tuple(
-            min(timer.draft(1, BestFirst(count, max_depth=_DEPTH, min_level_probability=None)) for _ in range(4))
+            min(
+                timer.draft(1, BestFirst(count, max_depth=min(_DEPTH, count - 1), min_level_probability=None))
+                for _ in range(4)
+            )
             if count > 1
             else 0.0
             for count in options.all_nodes
@@ -312,4 +314,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the model is deleted then, too
     main(tyro.cli(Options, description=__doc__))
