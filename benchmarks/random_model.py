@@ -33,7 +33,8 @@ _GEMMA: dict[str, Any] = {"head_dim": 256, "query_pre_attn_scalar": 256, "slidin
 CONFIGS: dict[str, Any] = {  # by name
     "1.1b": LlamaConfig(**dict(zip(_NAMES, _LLAMA_1B, strict=True)), **_COMMON),
     "3b": LlamaConfig(**dict(zip(_NAMES, _LLAMA_3B, strict=True)), **_COMMON),
-    "tiny": LlamaConfig(**dict(zip(_NAMES, _TINY, strict=True)), **_COMMON),
+    # as large numbers in its attention as the others have, or a wrong order of queries and keys would change no token
+    "tiny": LlamaConfig(**dict(zip(_NAMES, _TINY, strict=True)), **_COMMON, initializer_range=0.2),
     "gemma-270m": Gemma3TextConfig(**dict(zip(_NAMES, _GEMMA_270M, strict=True)), **_COMMON, **_GEMMA),
 }
 
