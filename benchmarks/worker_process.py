@@ -26,6 +26,8 @@ class Reply:
     num_steps: int | None  # passes behind the prompts', all answers together, where the peer counts them
     token_ids: tuple[tuple[int, ...], ...] = ()  # the answers
     accepted_by_depth: tuple[int, ...] = ()  # accepted draft tokens at depth 1, 2, …, where the peer counts them
+    decode_seconds: float | None = None  # of the tokens after the first one, where the peer measures it
+    batch_seconds: tuple[float, ...] = ()  # of passes of several tokens, where the settings ask for them
 
 
 class WorkerProcess:
@@ -78,8 +80,15 @@ class WorkerProcess:
             raise WorkerFailed(self._last_words()) from None
         line = self._read()
         answers = tuple(map(tuple, line["token_ids"]))
-        counts = tuple(line["accepted_by_depth"])
-        return Reply(line["seconds"], tuple(map(len, answers)), line["num_steps"], answers, counts)
+        return Reply(
+            line["seconds"],
+            tuple(map(len, answers)),
+            line["num_steps"],
+            answers,
+            tuple(line["accepted_by_depth"]),
+            line["decode_seconds"],
+            tuple(line["batch_seconds"]),
+        )
 
     @property
     def is_alive(self) -> bool:

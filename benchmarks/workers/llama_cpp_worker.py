@@ -3,6 +3,10 @@
 Its Python interface answers one prompt at a time; a batch is decoded through its binding of llama.cpp's own functions.
 """
 
+import ctypes
+import statistics
+import time
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -14,7 +18,13 @@ _LOOKUP_TOKENS = 2  # llama-cpp-python's advice for machines without a GPU
 
 
 def load(settings: dict[str, Any]) -> Generate:
-    """Settings: ``gguf`` file, ``threads``, ``lookup``, ``max_length``, ``max_batch_size``."""
+    """Settings: ``gguf`` file, ``threads``, ``lookup``, ``max_length``, ``max_batch_size``.
+
+    With ``nodes`` and ``repeats`` a single prompt is answered as by :meth:`Batched.measured`. With ``source`` and
+    ``kind`` the file is first made of another one.
+    """
+    if "source" in settings:
+        quantise(Path(settings["source"]), Path(settings["gguf"]), settings["kind"])
     llama = llama_cpp.Llama(
         settings["gguf"],
         n_ctx=settings["max_length"],
@@ -26,12 +36,15 @@ def load(settings: dict[str, Any]) -> Generate:
     batched: list[Batched] = []  # made when it is first needed
 
     def generate(prompts: list[Ids], max_new_tokens: int) -> Answers:
-        if len(prompts) == 1:
+        if len(prompts) == 1 and "nodes" not in settings:
             return Answers([_single(llama, prompts[0], max_new_tokens)])
         if settings["lookup"]:
             raise NotImplementedError("llama-cpp-python has no prompt lookup for batches")
         if not batched:
             batched.append(Batched(llama, settings))
+        if "nodes" in settings and len(prompts) == 1:
+            nodes = settings["nodes"] if max_new_tokens > 1 else []
+            return batched[0].measured(prompts[0], max_new_tokens, nodes, settings["repeats"])
         return Answers(batched[0].generate(prompts, max_new_tokens))
 
     return generate
@@ -56,6 +69,8 @@ class Batched:
         parameters.n_seq_max = settings["max_batch_size"]
         parameters.n_ctx = parameters.n_batch = settings["max_length"] * settings["max_batch_size"]
         parameters.n_threads = parameters.n_threads_batch = settings["threads"]
+        if "nodes" in settings:  # passes of 4 to 16 tokens are a tenth faster so, and those of one as fast (1.1b, AVX2)
+            parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = llama_cpp.llama_init_from_model(llama.model, parameters)
         self._batch = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
 
@@ -74,14 +89,33 @@ class Batched:
                     del fed[row]
         return answers
 
-    def _decoded(self, fed: dict[int, Ids], positions: list[int]) -> dict[int, int]:
+    def measured(self, prompt: Ids, max_new_tokens: int, nodes: list[int], repeats: int) -> Answers:
+        """A greedy answer that no token ends; then passes of several tokens behind the prompt, with logits of each."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        llama_cpp.llama_memory_clear(memory, True)  # noqa: FBT003 - a C function
+        answer = [self._decoded({0: prompt}, [0])[0]]
+        start = time.perf_counter()
+        for position in range(len(prompt), len(prompt) + max_new_tokens - 1):
+            answer.append(self._decoded({0: answer[-1:]}, [position])[0])
+        seconds, medians = time.perf_counter() - start, []
+        for count in nodes:
+            times = []
+            for _ in range(repeats):
+                llama_cpp.llama_memory_seq_rm(memory, 0, len(prompt), -1)
+                before = time.perf_counter()
+                self._decoded({0: prompt[:count]}, [len(prompt)], all_logits=True)
+                times.append(time.perf_counter() - before)
+            medians.append(statistics.median(times))
+        return Answers([answer], decode_seconds=seconds, batch_seconds=tuple(medians))
+
+    def _decoded(self, fed: dict[int, Ids], positions: list[int], *, all_logits: bool = False) -> dict[int, int]:
         """The best next token of each row behind the tokens that are fed."""
         batch, place, last = self._batch, 0, {}
         for row, ids in fed.items():
             for offset, token in enumerate(ids):
                 batch.token[place], batch.pos[place] = token, positions[row] + offset
                 batch.n_seq_id[place], batch.seq_id[place][0] = 1, row
-                batch.logits[place] = offset == len(ids) - 1
+                batch.logits[place] = all_logits or offset == len(ids) - 1
                 place += 1
             last[row] = place - 1
         batch.n_tokens = place
@@ -92,6 +126,14 @@ class Batched:
     def _best(self, index: int) -> int:
         logits = llama_cpp.llama_get_logits_ith(self._context, index)
         return int(np.ctypeslib.as_array(logits, shape=(self._num_tokens,)).argmax())
+
+
+def quantise(source: Path, path: Path, kind: str) -> None:
+    """Another GGUF file in a type such as Q4_0, by the function of ``llama-quantize``."""
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(parameters)):
+        raise RuntimeError(f"{source.name} cannot be quantised to {kind}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Each peer runs in an environment of its own, so a worker imports the peer's library and the standard library only.
 The first line on stdout is ``{"versions": {…}}``; then each request ``{"prompts": [[id, …], …], "max_new_tokens": N}``
-gets ``{"seconds": S, "token_ids": [[id, …], …], "num_steps": N or null, "accepted_by_depth": [n, …]}``.
+gets ``{"seconds": S, "token_ids": [[id, …], …]}`` and the other fields of :class:`Answers`.
 Whatever fails gets ``{"error": "…"}``.
 """
 
@@ -25,6 +25,8 @@ class Answers:
     token_ids: list[Ids]
     num_steps: int | None = None  # passes behind the prompts', all rows together; None where the peer does not count
     accepted_by_depth: tuple[int, ...] = ()  # accepted draft tokens at depth 1, 2, …, where the peer counts them
+    decode_seconds: float | None = None  # of the tokens after the first one, where the peer measures it
+    batch_seconds: tuple[float, ...] = ()  # of a pass of so many tokens as each of the settings' ``nodes`` says
 
 
 Generate = Callable[[list[Ids], int], Answers]  # prompts and max_new_tokens

@@ -1,0 +1,318 @@
+"""Big models with random weights on a CPU, beside llama.cpp: plain tokens per second, and what a pass of 1 … 16 costs.
+
+The model is made on disk, loaded by draftheads in each precision and by llama.cpp in each type, and deleted. All take
+turns, round by round. A draft head's speed is predicted: nobody trains a head for random weights. Its drafting is
+measured with an untrained Hydra head, and its acceptance is assumed.
+"""
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+import step
+import torch
+import tyro
+from big_tables import Bounds, Row, tables
+from machine import machine
+from random_model import CONFIGS, write_gguf, write_model
+from rich.console import Console
+from worker_process import Ids, WorkerFailed, WorkerProcess
+
+from draftheads.cli.show import quiet_transformers
+from draftheads.cpu.kernels import PackedLinear
+from draftheads.decode.engine import Engine
+from draftheads.decode.step_costs import StepTimer
+from draftheads.errors import DraftHeadsError
+from draftheads.heads.hydra import HydraConfig, HydraHead
+from draftheads.loading import load_target
+from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Tree
+
+HERE = Path(__file__).parent
+_DEPTH, _DRAFT_VOCABULARY = 4, 8192  # of the untrained head: the defaults of `draftheads train`
+_PROMPTS, _PROMPT_TOKENS = 16, 12  # whose next tokens are compared
+_PAUSE_SECONDS = 0.25  # threads of the one before spin for up to 0.2 s after their work (OpenMP)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    size: Literal["1.1b", "3b", "gemma-270m", "tiny"] = "1.1b"
+    """Sizes of TinyLlama, of Llama-3.2-3B with TinyLlama's vocabulary, or of Gemma-3-270m. tiny is for tests."""
+    precisions: tuple[str, ...] = ("int8", "int4")
+    """Of draftheads. All are in memory together."""
+    kinds: tuple[str, ...] = ("Q4_0", "Q8_0")
+    """Types of llama.cpp, as llama-quantize makes them; BF16 is exact. None leaves llama.cpp out."""
+    nodes: tuple[int, ...] = (4, 8, 16)
+    """Tokens of a pass: nodes of the tree, or llama.cpp's batch. Passes of one token are measured, too."""
+    length: int = 200
+    """Tokens of the text before."""
+    max_new_tokens: int = 48
+    """Tokens of plain decoding."""
+    rounds: int = 3
+    """How often everything is measured."""
+    repeats: int = 7
+    """Passes of each kind in a round; their median counts."""
+    tokens_per_step: tuple[float, ...] = (2.0, 2.5, 3.0)
+    """Acceptance that is assumed of a draft head."""
+    draft_ms: float | None = None
+    """Milliseconds of drafting a tree; measured with an untrained Hydra head where left out."""
+    threads: int = torch.get_num_threads()
+    """Threads of each program."""
+    environments: Path = HERE / ".peers"
+    """Folder that environments.sh filled."""
+    folder: Path = Path(tempfile.gettempdir())
+    """Where the model is written: 8 GB for 1.1b, 20 GB for 3b."""
+    keep: bool = False
+    """Do not delete the model."""
+    plot: Path | None = None
+    """Draw the time of a pass of draftheads against nodes into this file."""
+    json: Path | None = None
+    """Write everything there."""
+    timeout: float = 1800.0
+    """Seconds that quantising and loading a file, or one round of llama.cpp, may take."""
+
+    @property
+    def all_nodes(self) -> tuple[int, ...]:
+        """The tokens of all passes that are measured."""
+        return (1, *(count for count in self.nodes if count > 1))
+
+
+class Program(Protocol):
+    """What can be measured."""
+
+    megabytes: float  # of the weights
+
+    def measure(self, text: Ids) -> tuple[float, list[float]]:
+        """Tokens per second of plain decoding behind a text, and milliseconds of a pass of each number of nodes."""
+        ...
+
+    def next_tokens(self, prompts: Sequence[Ids]) -> Ids:
+        """The best next token of each prompt."""
+        ...
+
+
+class DraftHeads:
+    """Our engine, in this process."""
+
+    def __init__(self, options: Options, model: Path, precision: str) -> None:
+        self.options = options
+        self.target = load_target(str(model), precision=precision)  # type: ignore[arg-type]
+        self.engine = Engine(self.target, max_batch_size=1)
+        self.megabytes = step.weight_bytes(self.target) / 1e6
+
+    @torch.inference_mode()
+    def measure(self, text: Ids) -> tuple[float, list[float]]:
+        """As :class:`Program`; chains have as many nodes as trees, and take as long."""
+        stream = self.engine.stream(text, max_new_tokens=self.options.max_new_tokens, ignore_eos=True)
+        times = [time.perf_counter() for _ in stream]  # the first one is behind the prompt
+        speed = (len(times) - 1) / (times[-1] - times[0])
+        runner, passes = runner_for(self.target), []
+        rows, _, _ = runner.prefill([text])
+        with self.target.computing():
+            for count in self.options.all_nodes:
+                draft = Draft.on_tree(Tree.chain(count - 1), torch.tensor([text[:count]]))
+                passes.append(step.median_ms(partial(runner.verify, rows, draft), self.options.repeats))
+        return speed, passes
+
+    def next_tokens(self, prompts: Sequence[Ids]) -> Ids:
+        """As :class:`Program`."""
+        return [result.token_ids[0] for result in self.engine.generate(prompts, max_new_tokens=1)]
+
+
+class LlamaCpp:
+    """llama.cpp, in a process of its own. Its Python interface has no part in what is timed."""
+
+    def __init__(self, options: Options, source: Path, kind: str) -> None:
+        self.options = options
+        python = options.environments.absolute() / "llama-cpp" / "bin" / "python"
+        if not python.exists():
+            raise WorkerFailed("no environment; run benchmarks/environments.sh llama-cpp")
+        path = source.with_name(f"{kind}.gguf")
+        given = {"source": str(source), "gguf": str(path), "kind": kind, "threads": options.threads, "lookup": False}
+        longest = options.length + max(options.max_new_tokens, *options.all_nodes) + 8
+        given |= {"max_length": longest, "max_batch_size": 1, "nodes": options.all_nodes, "repeats": options.repeats}
+        self.process = WorkerProcess(
+            python,
+            "llama_cpp_worker.py",
+            given,
+            num_threads=options.threads,
+            log=options.environments / "logs" / f"big-{kind}.log",
+            timeout=options.timeout,
+        )
+        try:
+            self.versions = self.process.versions()
+        except BaseException:
+            self.process.stop()
+            raise
+        self.megabytes = path.stat().st_size / 1e6
+
+    def measure(self, text: Ids) -> tuple[float, list[float]]:
+        """As :class:`Program`."""
+        reply = self.process.ask([text], self.options.max_new_tokens)
+        assert reply.decode_seconds is not None
+        return (reply.num_tokens[0] - 1) / reply.decode_seconds, [1e3 * seconds for seconds in reply.batch_seconds]
+
+    def next_tokens(self, prompts: Sequence[Ids]) -> Ids:
+        """As :class:`Program`."""
+        return [self.process.ask([prompt], 1).token_ids[0][0] for prompt in prompts]
+
+
+@contextmanager
+def folder_for_model(options: Options) -> Iterator[Path]:
+    """A new folder, deleted at the end whatever ends it."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"random-{options.size}-", dir=options.folder))
+    try:
+        yield folder
+    finally:
+        if options.keep:
+            say(f"the model is in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(options: Options, folder: Path, programs: dict[str, Program]) -> dict[str, str]:
+    """Write the model and load all programs into ``programs``. Returns why some cannot be measured, by name."""
+    failed: dict[str, str] = {}
+    config, source = CONFIGS[options.size], folder / "source.gguf"
+    say("writing the model")
+    write_model(config, folder)
+    if options.kinds:
+        write_gguf(config, folder, source)
+    makers: list[tuple[str, Callable[[], Program]]] = [
+        *((f"draftheads {one}", partial(DraftHeads, options, folder, one)) for one in options.precisions),
+        *((f"llama.cpp {one}", partial(LlamaCpp, options, source, one)) for one in options.kinds),
+    ]
+    for name, make in makers:
+        say(f"loading {name}")
+        try:
+            programs[name] = make()
+        except (DraftHeadsError, WorkerFailed) as error:
+            failed[name] = str(error)
+    return failed
+
+
+def measured(options: Options, programs: dict[str, Program]) -> list[Row]:
+    """All rounds; each begins with another program."""
+    vocab_size = CONFIGS[options.size].vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(vocab_size, (_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()
+    text = torch.randint(vocab_size, (options.length,), generator=generator).tolist()
+    rows = {
+        name: Row(name, one.megabytes, one.next_tokens(prompts), options.all_nodes) for name, one in programs.items()
+    }
+    names = list(programs)
+    for turn in range(options.rounds):
+        say(f"round {turn + 1} of {options.rounds}")
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            time.sleep(_PAUSE_SECONDS)
+            speed, passes = programs[name].measure(text)
+            rows[name].speeds.append(speed)
+            rows[name].passes.append(passes)
+    return list(rows.values())
+
+
+@torch.inference_mode()
+def bounds_of(target: TargetModel, options: Options, bandwidth: float) -> Bounds:
+    """Lower bounds as in step.py, and the time of drafting trees with a head of `draftheads train`'s default size."""
+    rate = step.operations_per_second(target)
+    layers = [layer for layer in target.model.modules() if isinstance(layer, PackedLinear)]
+    numbers = sum(layer.in_features * layer.out_features for layer in layers)
+    drafting = (options.draft_ms or 0.0,) * len(options.all_nodes)
+    if options.draft_ms is None:
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        head = HydraHead(
+            HydraConfig(**sizes, num_heads=_DEPTH, draft_vocab_size=min(_DRAFT_VOCABULARY, target.vocab_size))
+        )
+        head.requires_grad_(requires_grad=False).bind(target.weights)
+        head.speed_up()
+        timer = StepTimer(target, head)
+        drafting = tuple(
+            min(
+                timer.draft(1, BestFirst(count, max_depth=min(_DEPTH, count - 1), min_level_probability=None))
+                for _ in range(4)
+            )
+            if count > 1
+            else 0.0
+            for count in options.all_nodes
+        )
+    return Bounds(1e3 * step.weight_bytes(target) / bandwidth, 2e3 * numbers / rate, drafting)
+
+
+def say(text: str) -> None:
+    """For the one who waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write(options: Options, facts: dict[str, object], rows: list[Row]) -> None:
+    """The files that are asked for."""
+    if options.json is not None:
+        names = ("size", "length", "max_new_tokens", "rounds", "repeats", "draft_ms")
+        settings = {name: getattr(options, name) for name in names}
+        content = {"machine": facts, "settings": settings, "rows": [row.record() for row in rows]}
+        options.json.write_text(json.dumps(content), encoding="utf-8")
+    if options.plot is not None:
+        points: list[dict[str, object]] = [
+            {"precision": row.name, "rows": 1, "length": options.length, "nodes": count}
+            | {"step_ms": row.pass_ms(place)[1], "read_ms": row.bounds.reading, "sums_ms": row.bounds.computing * count}
+            for row in rows
+            if row.bounds is not None
+            for place, count in enumerate(row.nodes)
+        ]
+        step.draw(points, f"random {options.size}, {facts['cpu']}", options.plot)
+
+
+def main(options: Options) -> None:
+    """Measure, and print the tables."""
+    quiet_transformers()
+    torch.set_num_threads(options.threads)
+    facts = machine(options.threads)
+    programs: dict[str, Program] = {}
+    with folder_for_model(options) as folder:
+        try:
+            failed = start(options, folder, programs)
+            if not programs:
+                sys.exit("\n".join(f"error: {name}: {reason}" for name, reason in failed.items()))
+            rows = measured(options, programs)
+            bandwidth = step.bytes_per_second()
+            for row, one in zip(rows, programs.values(), strict=True):
+                if isinstance(one, DraftHeads):
+                    row.bounds = bounds_of(one.target, options, bandwidth)
+                elif isinstance(one, LlamaCpp):
+                    facts |= one.versions
+        finally:
+            for one in programs.values():
+                if isinstance(one, LlamaCpp):
+                    one.process.stop()
+    write(options, facts, rows)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(f"{facts['cpu']}, {options.threads} threads, {bandwidth / 1e9:.1f} GB/s")
+    console.print(
+        f"random {options.size}, a text of {options.length} tokens, {options.rounds} rounds: median (quartiles)\n"
+        "with a head: predicted tokens/s (× plain, × the fastest type of llama.cpp)"
+    )
+    for table in tables(rows, options.tokens_per_step):
+        console.print()
+        console.print(table)
+    for name, reason in failed.items():
+        console.print(f"{name}: {reason}", markup=False)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the model is deleted then, too
+    main(tyro.cli(Options, description=__doc__))
