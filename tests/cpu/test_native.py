@@ -151,7 +151,7 @@ def sped_up(family: str, precision: str = "fp32", model: TargetModel | None = No
     stock = check_trees(model)
     used = load_library().draftheads_kernels(b"")
     load_library().draftheads_kernels(None)  # the portable kernels are not chosen when a model is loaded
-    native = model.sped_up(int8=precision == "int8")
+    native = model.sped_up(bits=ROUNDED_BITS.get(precision))
     load_library().draftheads_kernels(used)
     assert native.native is not None, "this family has a native form"
     return native, stock

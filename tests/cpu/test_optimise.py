@@ -170,7 +170,7 @@ def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
 def test_int8_logits_are_close_to_the_model(family: str):
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     target, stock = tiny_model(family, **sizes), tiny_model(family, **sizes)
-    target = target.sped_up(int8=True)
+    target = target.sped_up(bits=8)
     assert target.precision == "int8"
     layers = [layer for layer in target.model.modules() if isinstance(layer, PackedLinear)]
     assert {layer.product.name for layer in layers} == {"native-int8"}
@@ -183,7 +183,7 @@ def test_int8_logits_are_close_to_the_model(family: str):
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_int8_for_a_model_of_other_layers_is_refused(family: str):
     with pytest.raises(InvalidSettings, match=r"int8 needs nn.Linear layers; only \d+% of the weights of this \w+ "):
-        tiny_model(family).sped_up(int8=True)
+        tiny_model(family).sped_up(bits=8)
 
 
 # --- attention ---
@@ -294,7 +294,7 @@ def test_int8_needs_the_native_library(monkeypatch: pytest.MonkeyPatch):
     def error() -> str:
         model = tiny_model("llama").model
         with pytest.raises(InvalidSettings) as caught:
-            speed_up(model, int8=True)
+            speed_up(model, bits=8)
         assert kernels_of(model) == "stock", "nothing was changed"
         return str(caught.value)
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
+from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, PackedLinear, table_of
 from draftheads.cpu.native_library import KINDS, Layer, Model, Pass, Weight, load_library
-from draftheads.cpu.optimise import HalfEmbedding
+from draftheads.cpu.optimise import HalfEmbedding, RoundedEmbedding
 from draftheads.cpu.threads import native_threads
 
 _ACTS = {"SiLU": 0, "SiLUActivation": 0, "PytorchGELUTanh": 1, "GELUTanh": 1}
@@ -65,9 +65,11 @@ class NativeStep:
         decoder = model.get_decoder()
         self.dtype = decoder.norm.weight.dtype
         embedding = model.get_input_embeddings()
-        if type(embedding) not in (nn.Embedding, HalfEmbedding):
+        if type(embedding) not in (nn.Embedding, HalfEmbedding, RoundedEmbedding):
             raise TypeError(f"its embedding is a {type(embedding).__name__}")
-        self._embedding = embedding.weight.detach()
+        is_rounded = isinstance(embedding, RoundedEmbedding)
+        self._embedding = embedding.product if is_rounded else embedding.weight.detach()
+        table_kind, *table = table_of(self._embedding)
         self._turns = _Turns(decoder.rotary_emb, self.dtype)
         self._native = load_library()
         self._held: list[Tensor] = []  # to which the structures point
@@ -91,11 +93,11 @@ class NativeStep:
         if first.head_dim % 2 or first.head_dim > _MOST_HEAD_SIZE or self._turns.size != first.head_dim:
             raise ValueError(f"heads of {first.head_dim} numbers, of which {self._turns.size} are turned")
         self.size = len(decoder.norm.weight)
-        is_int8 = any(isinstance(product, NativeInt8) for product in self._products)
+        are_rounded = any(isinstance(product, NativeInt8 | NativeInt4) for product in self._products)
         # a number that is rounded to the other side changes the rest
-        self.rounds = is_int8 or self.dtype != torch.float32
-        # int8 rounds what keys and values are computed from, so they need no more than 16 bits
-        self.cache_dtype = torch.float16 if is_int8 else self.dtype
+        self.rounds = are_rounded or self.dtype != torch.float32
+        # int8 and int4 round what keys and values are computed from, so they need no more than 16 bits
+        self.cache_dtype = torch.float16 if are_rounded else self.dtype
         self._model = Model(
             self.size,
             *_heads(first),
@@ -105,14 +107,14 @@ class NativeStep:
             acts.pop(),
             KINDS[self.cache_dtype],
             KINDS[self.dtype],
-            KINDS[self._embedding.dtype],
-            len(self._embedding),
+            table_kind,
+            model.get_output_embeddings().out_features if is_rounded else len(self._embedding),
             outer.pop(),
             inner.pop() if inner else 0.0,
             first.scaling,
             self._numbers(decoder.norm.weight),
             self._layers,
-            self._embedding.data_ptr(),
+            *table,
         )
 
     def memory(self, slots: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Makes a model faster on a CPU, in place, by native products.
 
-``int8`` quantises the linear layers. This is another model; lossless then means: equal to its own plain decoding.
+``int8`` and ``int4`` quantise the linear layers. This is another model; lossless then means: equal to its own plain
+decoding.
 """
 
 import ctypes
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
-from draftheads.cpu.kernels import PackedLinear, Plain, pack, replace_linears, smoothing
+from draftheads.cpu.kernels import NativeInt8, PackedLinear, Plain, Product, pack, replace_linears, smoothing
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
-# varied text, on which int8 finds the layers' large inputs
+# varied text, on which int8 and int4 find the layers' large inputs
 TYPICAL_TEXT = """
 The committee met on 14 March 2019 to discuss the harbour. "Nobody asked us," said Mrs. Alvarez, who has
 fished here since 1987. def mean(values): return sum(values) / len(values)  # raises ZeroDivisionError when
@@ -26,37 +27,41 @@ am sorry that the parcel never arrived. Photosynthesis turns carbon dioxide and 
 Why did the old lighthouse keeper leave? He loved his daughter more than the sea. SELECT name, age FROM people
 WHERE city = 'Oslo' ORDER BY age DESC; Der Zug nach Bern fährt um 7 Uhr. La maison est près de la rivière. 1.
 Wash the rice. 2. Boil 400 ml of water."""
-_SMALLEST_SHARE = 0.5  # int8 must cover this share of the weights, embeddings excluded
+_SMALLEST_SHARE = 0.5  # rounded layers must be this share of the weights, embeddings excluded
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def speed_up(model: Any, *, int8: bool = False, typical_ids: Tensor | None = None) -> None:
-    """Gives a stock model faster products. Its results stay the same, up to rounding (or int8).
+def speed_up(model: Any, *, bits: int | None = None, typical_ids: Tensor | None = None) -> None:
+    """Gives a stock model faster products. Its results stay the same, up to rounding (or ``bits``).
 
     Each weight is stored once, in the format of its kernel. ``layer.weight`` unpacks it.
 
     Args:
         model: a transformers causal LM in fp32 or bf16 on a CPU; other models are not changed.
-        int8: quantise the linear layers.
-        typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
+        bits: of quantised linear layers, 8 or 4; None: they stay exact. The lm_head has at least 8.
+        typical_ids: (1, T) a text whose inputs of the layers are typical; without it rounding loses more.
     """
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:
         return
-    if int8:
-        _check_quantisable(model)
+    if bits is not None:
+        _check_quantisable(model, f"int{bits}")
     if model.config.get_text_config()._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
         layers = replace_linears(model)
-        if typical_ids is not None and int8:
+        if typical_ids is not None and bits:
             _observe_inputs(model, layers, typical_ids)
-        pack(layers, int8=int8, portable=int8)
-        _halve_embedding(model)
-        _let_go_of_file(model)
         lm_head = model.get_output_embeddings()
-        if isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False)):
-            lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
+        is_tied = isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False))
+        if bits == 4 and isinstance(lm_head, PackedLinear):
+            pack([lm_head], bits=8, portable=True)
+        pack(layers, bits=bits, portable=bits is not None)
+        if not (bits == 4 and _round_embedding(model, lm_head.product if is_tied else None)):
+            _halve_embedding(model)
+            if is_tied:
+                lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
+        _let_go_of_file(model)
 
 
 class HalfEmbedding(nn.Module):
@@ -69,6 +74,31 @@ class HalfEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.weight).to(self.dtype)
+
+
+class RoundedEmbedding(nn.Module):
+    """An embedding in 8 bits, as a product stores it: a tied lm_head's, so that there is one copy."""
+
+    def __init__(self, product: NativeInt8) -> None:
+        super().__init__()
+        self.product = product
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, D), unpacked at each call."""
+        return self.product.weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.product.rows_of(token_ids)
+
+
+def _round_embedding(model: Any, tied: Product | None) -> bool:
+    original = model.get_input_embeddings()
+    if type(original) is not nn.Embedding or not NativeInt8.fits(original.weight):
+        return False
+    product = tied if isinstance(tied, NativeInt8) else NativeInt8(original.weight.detach(), None)
+    model.set_input_embeddings(RoundedEmbedding(product))
+    return True
 
 
 def _halve_embedding(model: Any) -> None:
@@ -95,15 +125,15 @@ def kernels_of(model: Any) -> str:
     return "fast" if model.config.get_text_config()._attn_implementation == GROUPED_ATTENTION else "stock"
 
 
-def _check_quantisable(model: Any) -> None:
+def _check_quantisable(model: Any, precision: str) -> None:
     if load_library() is None:
-        raise InvalidSettings(f"precision int8 needs the native library: {how_to_get()}")
+        raise InvalidSettings(f"precision {precision} needs the native library: {how_to_get()}")
     embeddings = {id(model.get_input_embeddings().weight)}
     everything = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings)
     linears = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and id(m.weight) not in embeddings)
     if linears < _SMALLEST_SHARE * everything:
         raise InvalidSettings(
-            f"precision int8 needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of this "
+            f"precision {precision} needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of this "
             f"{model.config.model_type} are in such layers: use fp32 or bf16"
         )
 
