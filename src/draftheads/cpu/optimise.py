@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
-from draftheads.cpu.kernels import NativeInt8, PackedLinear, Plain, Product, pack, replace_linears, smoothing
+from draftheads.cpu.kernels import NativeInt8, PackedLinear, Plain, Product, emphasis, pack, replace_linears, smoothing
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
@@ -51,17 +51,18 @@ def speed_up(model: Any, *, bits: int | None = None, typical_ids: Tensor | None 
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
         layers = replace_linears(model)
         if typical_ids is not None and bits:
-            _observe_inputs(model, layers, typical_ids)
+            _observe_inputs(model, layers, typical_ids, bits=bits)
         lm_head = model.get_output_embeddings()
         is_tied = isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False))
         if bits == 4 and isinstance(lm_head, PackedLinear):
             pack([lm_head], bits=8, portable=True)
         pack(layers, bits=bits, portable=bits is not None)
-        if not (bits == 4 and _round_embedding(model, lm_head.product if is_tied else None)):
+        is_rounded = bits == 4 and _round_embedding(model, lm_head.product if is_tied else None)
+        if not is_rounded:
             _halve_embedding(model)
-            if is_tied:
-                lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
         _let_go_of_file(model)
+        if is_tied and not is_rounded:
+            lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
 
 
 class HalfEmbedding(nn.Module):
@@ -139,19 +140,20 @@ def _check_quantisable(model: Any, precision: str) -> None:
 
 
 @torch.inference_mode()
-def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor) -> None:
+def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor, *, bits: int) -> None:
     """Reads a text and gives each layer factors of its inputs, the same to layers that read the same rows.
 
-    What counts are the largest inputs of rows that are divided by their maximum, as int8 does.
+    What counts in 8 bits are the largest inputs of rows that are divided by their maximum, and in 4 bits the usual ones.
     """
-    groups: list[tuple[Tensor, list[PackedLinear]]] = []
+    groups: list[tuple[list[Tensor], list[PackedLinear]]] = []
     held: list[Tensor] = []  # the last rows, so that their place in memory is not used again
 
     class Observing(Plain):
         def __call__(self, rows: Tensor) -> Tensor:
             if not held or held[0].data_ptr() != rows.data_ptr():
                 size = rows.abs().float()
-                groups.append(((size / size.amax(1, keepdim=True).clamp_min(1e-12)).amax(0), []))
+                share = size / size.amax(1, keepdim=True).clamp_min(1e-12)
+                groups.append(([share.amax(0), size.mean(0), size.square().mean(0)], []))
                 held[:] = [rows]
             groups[-1][1].append(observed[id(self)])
             return super().__call__(rows)
@@ -163,10 +165,12 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
     model(input_ids=token_ids, use_cache=False)
     for layer, product in zip(layers, plain, strict=True):
         layer.product = product
-    for inputs, readers in groups:
-        smooth = smoothing(inputs, [layer.weight for layer in readers])
+    lm_head = model.get_output_embeddings()
+    for (largest, means, squares), readers in groups:
+        is_int4 = bits == 4 and lm_head not in readers
+        smooth = emphasis(means) if is_int4 else smoothing(largest, [layer.weight for layer in readers])
         for layer in readers:
-            layer.smooth = smooth
+            layer.smooth, layer.sizes = smooth, squares
 
 
 def _let_go_of_file(model: Any) -> None:

@@ -279,6 +279,8 @@ void load_from(int kind, const void *x, int64_t size, float *out) {
     std::memcpy(out + i, rest, 4 * (size - i));
 }
 
+constexpr float kTiny = 1e-36f;  // so small numbers become 0: 127 divided by one may be infinite
+
 // Rounds numbers to whole ones from -127 to 127, and adds `more`. Returns their scale. The last ones may be followed by
 // some that stand for 0.
 float quantise(const float *row, const float *smooth, int in, int more, char *rounded_row) {
@@ -295,7 +297,7 @@ float quantise(const float *row, const float *smooth, int in, int more, char *ro
         most = max(most, max(x, -x));
         strange += x * 0.0f;
     }
-    const float largest_of_row = largest(most), factor = largest_of_row > 0.0f ? 127.0f / largest_of_row : 0.0f;
+    const float largest_of_row = largest(most), factor = largest_of_row > kTiny ? 127.0f / largest_of_row : 0.0f;
     const float scale = largest_of_row / 127.0f + total(strange);
     for (int i = 0; i < in; i += kLanes) {
         const Vec rounded = numbers(i) * factor + all(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
