@@ -182,9 +182,9 @@ class NativeInt8(Native):
 
 
 class NativeInt4(Native):
-    """The native library's, with int4 weights and int8 rows. 32 inputs have a scale together, of weights a bf16 one.
+    """The native library's, with int4 weights and int8 rows, both with a scale for 32 inputs.
 
-    The scales are those with the least squared error. A weight takes 4.5 bits.
+    Weights are a q + b with q from 0 to 15; a and b, in bf16, have the least squared error. So a weight takes 5 bits.
 
     Args:
         weight: (out, in).
@@ -202,7 +202,8 @@ class NativeInt4(Native):
         self._stored = torch.float32
         self._make_room(INT4, smooth)
         if sizes is not None:
-            sizes = (sizes if smooth is None else sizes * smooth.square()).contiguous()
+            sizes = sizes if smooth is None else sizes * smooth.square()
+            sizes = sizes.clamp_min(1e-4 * float(sizes.mean())).contiguous()  # other texts may have inputs that this has not
         first = 0
         for (part,) in _in_parts(weight):
             exact = part.float() if smooth is None else part.float() / smooth

@@ -35,7 +35,7 @@ typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 
 constexpr int kHeader = 64;  // bytes before a row of int8: its scale
-constexpr int kRowInputs = 8 + kInputs;  // bytes of kInputs of a row for int4: their scale, where their sum starts, they
+constexpr int kRowInputs = 8 + kInputs;  // bytes of kInputs of a row for int4: their scale, their sum, they
 // What a tile fetches before it is needed: of its own block, where it is not in the cache yet, and with narrow vectors,
 // whose tiles are many, a share of the next block. So memory is read at all times.
 struct Ahead {
@@ -308,20 +308,16 @@ float quantise(const float *row, const float *smooth, int in, int more, char *ro
     return scale;
 }
 
-// A row for int4: kInputs at a time have a scale, and their sum starts at -8 times what it adds, as the weights' numbers
-// are 8 too large.
+// A row for int4: kInputs at a time have a scale and, as a number, their sum.
 void quantise_for_int4(const float *row, const float *smooth, int in, char *prepared) {
     for (int first = 0; first < in; first += kInputs, prepared += kRowInputs) {
         signed char rounded[kInputs] = {};
         const int count = in - first < kInputs ? in - first : kInputs;
         const float scale = quantise(row + first, smooth ? smooth + first : nullptr, count, 0, reinterpret_cast<char *>(rounded));
-        int sums[2] = {};  // as pairs of neighbours are added
-        for (int i = 0; i < kInputs; i++) sums[i / 2 % 2] -= 8 * rounded[i];
-        const int16_t pairs[2] = {int16_t(sums[0]), int16_t(sums[1])};
-        const int32_t whole = sums[0] + sums[1];
-        std::memcpy(prepared, &scale, 4);
-        if (kAddsPairs) std::memcpy(prepared + 4, pairs, 4);
-        else std::memcpy(prepared + 4, &whole, 4);
+        int whole = 0;
+        for (int i = 0; i < kInputs; i++) whole += rounded[i];
+        const float both[2] = {scale, scale * float(whole)};
+        std::memcpy(prepared, both, 8);
         std::memcpy(prepared + 8, rounded, kInputs);
     }
 }
@@ -477,12 +473,7 @@ inline void tile_of_int4(const char *weight, const char *const *x, int in, int f
     const int groups = (in + kInputs - 1) / kInputs;
     for (int group = 0; group < groups; group++, weight += kInputsBytes) {
         const int64_t at = int64_t(group) * kRowInputs;
-        IntVec of_group[rows][vecs];
-        for (int r = 0; r < rows; r++) {
-            int32_t start;
-            std::memcpy(&start, x[r] + at + 4, 4);
-            for (int v = 0; v < vecs; v++) of_group[r][v] = start - IntVec{};
-        }
+        IntVec of_group[rows][vecs] = {};
         for (int k = 0; k < kInputs; k += 8) {
             const char *eight = weight + k / 2 * kBlock + 4 * first;
             fetch<4 * kLanes * vecs>(eight, ahead);
@@ -496,14 +487,15 @@ inline void tile_of_int4(const char *weight, const char *const *x, int in, int f
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < vecs; v++) add_eight(of_group[r][v], x[r] + at + 8 + k, low[v], high[v]);
         }
-        const auto *scales = reinterpret_cast<const uint16_t *>(weight + kInputs / 2 * kBlock) + first;
-        fetch<2 * kLanes * vecs>(reinterpret_cast<const char *>(scales), ahead);
+        fetch<4 * kLanes * vecs>(weight + scale_at(first), ahead);
         for (int v = 0; v < vecs; v++) {
-            const Vec of_weight = of_bf16(scales + kLanes * v);
+            const char *scales = weight + scale_at(first + kLanes * v);
+            const Vec of_weight = load_as(kBFloat16, scales), least = load_as(kBFloat16, scales + 32);
             for (int r = 0; r < rows; r++) {
-                float of_row;
-                std::memcpy(&of_row, x[r] + at, 4);
-                add_product_once(sums[r][v], numbers_of(of_group[r][v]), of_weight * of_row);
+                float both[2];
+                std::memcpy(both, x[r] + at, 8);
+                add_product_once(sums[r][v], numbers_of(of_group[r][v]), of_weight * both[0]);
+                add_product_once(sums[r][v], least, all(both[1]));
             }
         }
     }
@@ -573,9 +565,8 @@ void tiles(const char *weight, const char *const *x, int in, Ahead ahead, float 
     constexpr int vecs = kTileVecs<kind, rows>;
     constexpr int bytes = (kind == kFloat16 ? 2 : 4) * kLanes;  // of a vector: numbers, pairs or groups of four
     constexpr int group = kind == kInt4 ? kInputs : group_of(kind == kPairs ? kBFloat16 : kind);
-    constexpr int lines = kind == kInt4 ? 4 * ((bytes * vecs + 63) / 64) + 1 : 0;
-    const int64_t groups = (in + group - 1) / group;
-    const int64_t share = int64_t(ahead.step) * groups * (kind == kInt4 ? 64 * lines : bytes * vecs) / 64;
+    constexpr int read = bytes * vecs * (kind == kInt4 ? kInputs / 8 + 1 : 1);  // for each of them
+    const int64_t share = int64_t(ahead.step) * ((in + group - 1) / group) * read / 64;
     for (int v = 0; v < kBlock / kLanes; v += vecs, ahead.next += share) {
         if constexpr (kind == kInt4)
             tile_of_int4<rows, vecs>(weight, x, in, v * kLanes, ahead, y + v * kLanes);

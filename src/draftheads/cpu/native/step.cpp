@@ -580,37 +580,75 @@ void pack_block(const Packing &p, int block) {
     }
 }
 
-// The scale of kInputs numbers, and their nearest numbers from 0 to 15, which stand for -8 to 7 times it: of some scales
-// the one that has the least squared error, weighted by the size of the inputs.
-uint16_t round_to_int4(const float *x, const float *sizes, uint8_t *rounded) {
-    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
-    constexpr int kTrials = 16, kWide = 8;
-    float most = 0.0f, scale = 0.0f, gain = 0.0f;  // most: with its sign, as -8 is further away than 7
-    for (int i = 0; i < kInputs; i++) {
-        most = std::fabs(x[i]) > std::fabs(most) ? x[i] : most;
-        scale += x[i] * 0.0f;  // not a number if one of them is none
-    }
-    std::memset(rounded, 8, kInputs);
-    for (int trial = 0; trial < kTrials && most != 0.0f; trial++) {
-        const float factor = -(6.8f + 0.16f * float(trial)) / most;
-        float whole[kInputs], products[kWide] = {}, squares[kWide] = {};
-        for (int i = 0; i < kInputs; i += kWide)
-            for (int j = 0; j < kWide; j++) {
-                const float near = std::min(std::max(x[i + j] * factor, -8.0f), 7.0f) + kMagic, q = near - kMagic;
-                whole[i + j] = q;
-                products[j] += sizes[i + j] * x[i + j] * q;
-                squares[j] += sizes[i + j] * q * q;
-            }
-        float product = 0.0f, square = 0.0f;
-        for (int j = 0; j < kWide; j++) product += products[j], square += squares[j];
-        if (!(square > 0.0f && product * product > gain * square)) continue;
-        gain = product * product / square;
-        scale = product / square;
-        for (int i = 0; i < kInputs; i++) rounded[i] = uint8_t(8 + int(whole[i]));
-    }
+uint16_t to_bf16(float x) {
     uint32_t bits;
-    std::memcpy(&bits, &scale, 4);
-    return scale == scale ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t(0x7fc0);
+    std::memcpy(&bits, &x, 4);
+    return x == x ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t(0x7fc0);
+}
+
+float of_bf16(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+// A scale a, a least number b and for each x the q from 0 to 15 that makes a q + b nearest to it. Several steps of a grid
+// are tried; each has the a and b of least squares, weighted by the sizes of the inputs, for its q, and then its q again.
+void round_to_int4(const float *x, const float *sizes, int count, uint8_t *rounded, uint16_t *scale, uint16_t *least) {
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+    constexpr int kTrials = 8, kWide = 8;
+    float low = x[0], high = x[0], strange = 0.0f;  // not a number if one of them is none
+    for (int i = 0; i < count; i++) {
+        low = std::min(low, x[i]);
+        high = std::max(high, x[i]);
+        strange += x[i] * 0.0f;
+    }
+    float whole[kInputs];
+    auto round = [&](float a, float b) {
+        const float factor = a > 0.0f ? 1.0f / a : 0.0f;
+        for (int i = 0; i < kInputs; i++) {
+            const float near = std::min(std::max((x[i] - b) * factor, 0.0f), 15.0f) + kMagic;
+            whole[i] = near - kMagic;
+        }
+    };
+    auto keep = [&](float a, float b) {
+        *scale = to_bf16(a + strange);
+        *least = to_bf16(b);
+        for (int i = 0; i < kInputs; i++) rounded[i] = uint8_t(whole[i]);
+    };
+    const float range = high - low, plain = of_bf16(to_bf16(range / 15.0f));
+    round(plain, low);
+    keep(plain, low);
+    float fewest = INFINITY;
+    for (int trial = 0; trial < kTrials; trial++) {
+        float a = range / (12.0f + 4.0f / (kTrials - 1) * float(trial)), b = 0.5f * (low + high) - 7.5f * a;
+        for (int again = 0; again < 2; again++) {
+            round(a, b);
+            float lanes[6][kWide] = {};
+            for (int i = 0; i < kInputs; i += kWide)
+                for (int j = 0; j < kWide; j++) {
+                    const float w = sizes[i + j], q = whole[i + j], n = x[i + j];
+                    lanes[0][j] += w;
+                    lanes[1][j] += w * q;
+                    lanes[2][j] += w * q * q;
+                    lanes[3][j] += w * n;
+                    lanes[4][j] += w * n * q;
+                    lanes[5][j] += w * n * n;
+                }
+            float sums[6] = {};
+            for (int j = 0; j < kWide; j++)
+                for (int of = 0; of < 6; of++) sums[of] += lanes[of][j];
+            const float determinant = sums[0] * sums[2] - sums[1] * sums[1];
+            if (!(determinant > 1e-6f * sums[0] * sums[2])) break;  // they are all the same
+            a = of_bf16(to_bf16((sums[0] * sums[4] - sums[1] * sums[3]) / determinant));
+            b = of_bf16(to_bf16((sums[3] - a * sums[1]) / sums[0]));
+            const float error = sums[5] - 2.0f * (a * sums[4] + b * sums[3]) + a * (a * sums[2] + 2.0f * b * sums[1]) + b * b * sums[0];
+            if (!(error < fewest)) continue;
+            fewest = error;
+            keep(a, b);
+        }
+    }
 }
 
 // A block of int4 from fp32 numbers, and back. The scales are the sizes of the inputs.
@@ -622,22 +660,21 @@ void pack_int4(const Packing &p, int block) {
             const int64_t row = block * kBlock + o;
             const int count = std::min(kInputs, p.in - first);
             float *numbers = weight + row * p.in + first, x[kInputs] = {}, sizes[kInputs] = {};
-            uint8_t rounded[kInputs], *bytes = to + 4 * o, *of_scale = to + kInputs / 2 * kBlock + 2 * o;
-            uint16_t scale = 0;
+            uint8_t rounded[kInputs], *bytes = to + 4 * o, *of_scale = to + scale_at(o);
+            uint16_t scale, least;
             if (p.back) {
                 if (row >= p.out) continue;
                 std::memcpy(&scale, of_scale, 2);
-                const uint32_t bits = uint32_t(scale) << 16;
-                float wide;
-                std::memcpy(&wide, &bits, 4);
+                std::memcpy(&least, of_scale + 32, 2);
                 for (int i = 0; i < count; i++)
-                    numbers[i] = float((bytes[i / 8 * 4 * kBlock + i % 4] >> (i % 8 / 4 * 4) & 15) - 8) * wide;
+                    numbers[i] = float(bytes[i / 8 * 4 * kBlock + i % 4] >> (i % 8 / 4 * 4) & 15) * of_bf16(scale) + of_bf16(least);
                 continue;
             }
             if (row < p.out) std::memcpy(x, numbers, 4 * count);
             for (int i = 0; i < count; i++) sizes[i] = p.scales ? p.scales[first + i] : 1.0f;
-            scale = round_to_int4(x, sizes, rounded);
+            round_to_int4(x, sizes, count, rounded, &scale, &least);
             std::memcpy(of_scale, &scale, 2);
+            std::memcpy(of_scale + 32, &least, 2);
             for (int i = 0; i < kInputs; i += 8)
                 for (int j = 0; j < 4; j++) bytes[i / 2 * kBlock + j] = uint8_t(rounded[i + j] | rounded[i + 4 + j] << 4);
         }
