@@ -151,28 +151,24 @@ def test_what_is_no_number_stays_none_when_rounded(
 # --- int4 ---
 
 
-def by_definition(rows: Tensor, product: NativeInt4, smooth: Tensor | None) -> Tensor:
+def by_definition(rows: Tensor, product: NativeInt4) -> Tensor:
     """Rows whose groups of 32 inputs are rounded to 255 numbers, times the rounded weights."""
-    factors = torch.ones(rows.shape[1]) if smooth is None else smooth
-    groups = F.pad(rows * factors, (0, -rows.shape[1] % 32)).view(len(rows), -1, 32)
+    groups = F.pad(rows, (0, -rows.shape[1] % 32)).view(len(rows), -1, 32)
     scales = groups.abs().amax(2, keepdim=True) / 127
     rounded = ((groups / scales.clamp_min(1e-30)).round() * scales).view(len(rows), -1)[:, : rows.shape[1]]
     bias = 0.0 if product.bias is None else product.bias.double()
-    return rounded.double() @ (product.weight.double() / factors).T + bias
+    return rounded.double() @ product.weight.double().T + bias
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65), (100, 192)])
-@pytest.mark.parametrize("is_smooth", [False, True])
 def test_int4_products_are_right_and_have_the_same_bits_with_all_instructions(
-    threads: int, outputs: int, inputs: int, is_smooth: bool
+    threads: int, outputs: int, inputs: int
 ) -> None:
     weight, bias, rows = numbers(outputs, inputs), numbers(outputs, seed=1), numbers(45, inputs, seed=2)
     rows[3] = 0.0
     rows[:, : inputs // 2] *= 100.0  # its groups have scales of their own
-    smooth = smoothing(rows.abs().amax(0), [weight]) if is_smooth else None
-    product = NativeInt4(weight, bias, smooth)
-    bits = product(rows)
-    expected = by_definition(rows, product, smooth)
+    product = NativeInt4(weight, bias)
+    bits, expected = product(rows), by_definition(rows, product)
     assert (bits.double() - expected).abs().max() < 3e-6 * expected.abs().max().clamp_min(1.0)
     used = load_library().draftheads_kernels(b"")
     try:
@@ -211,11 +207,10 @@ def test_int4_scales_have_less_error_than_those_of_the_range() -> None:
     sizes = torch.ones(256)
     assert error(NativeInt4(weight, None).weight, sizes) < 0.9 * error(plain, sizes)
     sizes = numbers(256, seed=1).exp()  # of the inputs
-    weighted = NativeInt4(weight, None, sizes=sizes).weight
+    weighted = NativeInt4(weight, None, sizes).weight
     assert error(weighted, sizes) < 0.95 * error(NativeInt4(weight, None).weight, sizes)
-    smooth = numbers(256, seed=2).exp()  # the product divides the weights by it, and its inputs become larger
-    one, other = NativeInt4(weight, None, smooth, sizes).weight, NativeInt4(weight / smooth, None, None, sizes)
-    assert error(one, sizes) < 0.95 * error(other.weight * smooth, sizes)
+    unseen = NativeInt4(weight, None, torch.zeros(256)).weight
+    assert error(unseen, torch.ones(256)) < 1.1 * error(plain, torch.ones(256)), "a typical text without some inputs"
 
 
 def test_the_largest_sums_of_int4_fit_into_16_bits(instructions: str) -> None:

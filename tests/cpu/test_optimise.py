@@ -111,7 +111,9 @@ def test_weights_are_stored_once():
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a list of what this process has mapped")
-@pytest.mark.parametrize("precision", ["bf16", "fp32", *(pytest.param(name, marks=needs_library) for name in ROUNDED_BITS)])
+@pytest.mark.parametrize(
+    "precision", ["bf16", "fp32", *(pytest.param(name, marks=needs_library) for name in ROUNDED_BITS)]
+)
 def test_the_file_of_the_weights_is_not_kept_in_memory(precision: Precision, tmp_path: Path):
     """A single small tensor that lies in the mapped file would keep all of it."""
     target = tiny_model("llama", tie_word_embeddings=True)

@@ -27,7 +27,8 @@ from draftheads.runners.structure import check_numbers, check_trees, checked, ow
 from draftheads.settings import ROUNDED_BITS
 from families import ALL_FAMILIES, FAMILIES, IntegerTokenizer, tiny_head, tiny_model
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32, "int4": torch.float32}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES |= dict.fromkeys(ROUNDED_BITS, torch.float32)
 SIZES = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
 GEMMA = {**SIZES, **HEADS, "head_dim": 256, "sliding_window": 16, "query_pre_attn_scalar": 256}

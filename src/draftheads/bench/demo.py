@@ -95,7 +95,7 @@ def load_demo(
     fast: bool = True,
     **load_options: Any,
 ) -> Demo:
-    """Loads transformers' model (never in int8 or int4), ours, and the heads. Arguments are those of :func:`draftheads.load`."""
+    """Loads transformers' model (never in int8 or int4), ours, and the heads. Arguments: :func:`draftheads.load`'s."""
     named = names_of(heads, taken=(PLAIN, STOCK))
     resolved = {name: resolve_head(head, model) for name, head in named.items()}
     template = template_of(chat_template, *resolved.values())

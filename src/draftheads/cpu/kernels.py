@@ -17,7 +17,6 @@ from draftheads.cpu.native_library import BLOCK, INT4, KINDS, VARIABLE, Weight, 
 from draftheads.cpu.threads import native_threads
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
-EMPHASIS = 0.3  # α of int4; 0.25 and 0.35 have the same loss, 0.15 and 0.5 more, SmoothQuant most
 _PART_SIZE = 2**22  # numbers that are converted at a time
 _MOST_INT8_INPUTS = 65_536  # 127 times 255 for each
 
@@ -189,32 +188,26 @@ class NativeInt4(Native):
     Args:
         weight: (out, in).
         bias: (out,), or None.
-        smooth: (in,) factors of the inputs, from :func:`emphasis`; None: they stay as they are.
         sizes: (in,) mean squares of typical inputs, which weight the errors; None: all are equal.
     """
 
     name = "native-int4"
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, smooth: Tensor | None = None, sizes: Tensor | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Tensor | None = None) -> None:
         super(Native, self).__init__(weight, bias)
         self._stored = torch.float32
-        self._make_room(INT4, smooth)
-        if sizes is not None:
-            sizes = sizes if smooth is None else sizes * smooth.square()
-            sizes = sizes.clamp_min(1e-4 * float(sizes.mean())).contiguous()  # other texts may have inputs that this has not
+        self._make_room(INT4, None)
+        if sizes is not None:  # other texts may have inputs that this one has not
+            sizes = sizes.clamp_min(1e-4 * float(sizes.mean())).contiguous()
         first = 0
         for (part,) in _in_parts(weight):
-            exact = part.float() if smooth is None else part.float() / smooth
-            self._convert(exact.contiguous(), sizes, first=first)
+            self._convert(part.float().contiguous(), sizes, first=first)
             first += len(part)
 
     @property
     def weight(self) -> Tensor:
         """(out, in): as it was rounded."""
-        rounded = self._held()
-        return (rounded if self._smooth is None else rounded.mul_(self._smooth)).to(self.dtype)
+        return self._held().to(self.dtype)
 
 
 def smoothing(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -229,25 +222,13 @@ def smoothing(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return scale.log().mean().exp() / scale
 
 
-def emphasis(inputs: Tensor) -> Tensor:
-    """(in,) the factors 1 / s_j for :class:`NativeInt4`, scaled to a geometric mean of 1.
-
-    AWQ (Lin et al. 2024, equation 4): s_j = mean|x_j|^α. Weights of large inputs become larger, and lose less.
-
-    Args:
-        inputs: (in,) the mean magnitudes of typical inputs.
-    """
-    scale = inputs.clamp_min(1e-6) ** EMPHASIS
-    return scale.log().mean().exp() / scale
-
-
 class PackedLinear(nn.Module):
     """Replaces an ``nn.Linear``. Stores its weight only in the format of the product."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.product = product
-        self.smooth: Tensor | None = None  # (in,) factors of the inputs, used to prepare int8 and int4
+        self.smooth: Tensor | None = None  # (in,) factors of the inputs, used to prepare int8
         self.sizes: Tensor | None = None  # (in,) mean squares of the inputs, used to prepare int4
         self.tied: Tensor | None = None  # (out, in): the weight, if it is tied to another module's
 
@@ -323,7 +304,7 @@ def pack(layers: Sequence[PackedLinear], *, bits: int | None = None, portable: b
     for layer in layers:
         if type(layer.product) is Plain and Native.fits(weight := layer.product.weight):
             if bits == 4:
-                layer.product = NativeInt4(weight, layer.bias, layer.smooth, layer.sizes)
+                layer.product = NativeInt4(weight, layer.bias, layer.sizes)
             elif bits == 8 and NativeInt8.fits(weight):
                 layer.product = NativeInt8(weight, layer.bias, layer.smooth)
             else:

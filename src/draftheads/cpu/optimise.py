@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
-from draftheads.cpu.kernels import NativeInt8, PackedLinear, Plain, Product, emphasis, pack, replace_linears, smoothing
+from draftheads.cpu.kernels import NativeInt8, PackedLinear, Plain, Product, pack, replace_linears, smoothing
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
@@ -51,7 +51,7 @@ def speed_up(model: Any, *, bits: int | None = None, typical_ids: Tensor | None 
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
         layers = replace_linears(model)
         if typical_ids is not None and bits:
-            _observe_inputs(model, layers, typical_ids, bits=bits)
+            _observe_inputs(model, layers, typical_ids)
         lm_head = model.get_output_embeddings()
         is_tied = isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False))
         if bits == 4 and isinstance(lm_head, PackedLinear):
@@ -134,16 +134,16 @@ def _check_quantisable(model: Any, precision: str) -> None:
     linears = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and id(m.weight) not in embeddings)
     if linears < _SMALLEST_SHARE * everything:
         raise InvalidSettings(
-            f"precision {precision} needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of this "
-            f"{model.config.model_type} are in such layers: use fp32 or bf16"
+            f"precision {precision} needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of "
+            f"this {model.config.model_type} are in such layers: use fp32 or bf16"
         )
 
 
 @torch.inference_mode()
-def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor, *, bits: int) -> None:
-    """Reads a text and gives each layer factors of its inputs, the same to layers that read the same rows.
+def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor) -> None:
+    """Reads a text and gives each layer factors and sizes of its inputs, the same to layers that read the same rows.
 
-    What counts in 8 bits are the largest inputs of rows that are divided by their maximum, and in 4 bits the usual ones.
+    For factors the largest inputs of rows that are divided by their maximum count, as int8 does.
     """
     groups: list[tuple[list[Tensor], list[PackedLinear]]] = []
     held: list[Tensor] = []  # the last rows, so that their place in memory is not used again
@@ -153,7 +153,7 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
             if not held or held[0].data_ptr() != rows.data_ptr():
                 size = rows.abs().float()
                 share = size / size.amax(1, keepdim=True).clamp_min(1e-12)
-                groups.append(([share.amax(0), size.mean(0), size.square().mean(0)], []))
+                groups.append(([share.amax(0), size.square().mean(0)], []))
                 held[:] = [rows]
             groups[-1][1].append(observed[id(self)])
             return super().__call__(rows)
@@ -165,10 +165,8 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
     model(input_ids=token_ids, use_cache=False)
     for layer, product in zip(layers, plain, strict=True):
         layer.product = product
-    lm_head = model.get_output_embeddings()
-    for (largest, means, squares), readers in groups:
-        is_int4 = bits == 4 and lm_head not in readers
-        smooth = emphasis(means) if is_int4 else smoothing(largest, [layer.weight for layer in readers])
+    for (largest, squares), readers in groups:
+        smooth = smoothing(largest, [layer.weight for layer in readers])
         for layer in readers:
             layer.smooth, layer.sizes = smooth, squares
 

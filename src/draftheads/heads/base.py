@@ -315,7 +315,8 @@ class DraftHead(nn.Module, Drafter):
         """The target's embedding of tokens in this head's type, (…) -> (…, D)."""
         if self.rounded_embedding is not None:
             return self.rounded_embedding.rows_of(token_ids).to(self.dtype)
-        return self.target_embedding[token_ids].to(self.dtype)
+        rows: Tensor = self.target_embedding[token_ids]
+        return rows.to(self.dtype)
 
     def scaled_embedding(self, token_ids: Tensor) -> Tensor:
         """The same times ``embedding_scale``."""

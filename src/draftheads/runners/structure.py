@@ -39,7 +39,9 @@ _MISFITS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 _UNFIT = (UnsupportedModel, *_MISFITS[1:])  # errors of modules that do not fit this version of transformers
 
 
-def checked(target: TargetModel, read: Callable[[], TargetModel], *, fast: bool, bits: int | None = None) -> TargetModel:
+def checked(
+    target: TargetModel, read: Callable[[], TargetModel], *, fast: bool, bits: int | None = None
+) -> TargetModel:
     """The target if its trees are lossless; ``fast``: with faster products and, on a CPU, the native pass.
 
     ``target`` is changed, and ``read`` reads it again.

@@ -309,11 +309,11 @@ float quantise(const float *row, const float *smooth, int in, int more, char *ro
 }
 
 // A row for int4: kInputs at a time have a scale and, as a number, their sum.
-void quantise_for_int4(const float *row, const float *smooth, int in, char *prepared) {
+void quantise_for_int4(const float *row, int in, char *prepared) {
     for (int first = 0; first < in; first += kInputs, prepared += kRowInputs) {
         signed char rounded[kInputs] = {};
         const int count = in - first < kInputs ? in - first : kInputs;
-        const float scale = quantise(row + first, smooth ? smooth + first : nullptr, count, 0, reinterpret_cast<char *>(rounded));
+        const float scale = quantise(row + first, nullptr, count, 0, reinterpret_cast<char *>(rounded));
         int whole = 0;
         for (int i = 0; i < kInputs; i++) whole += rounded[i];
         const float both[2] = {scale, scale * float(whole)};
@@ -324,7 +324,7 @@ void quantise_for_int4(const float *row, const float *smooth, int in, char *prep
 
 void prepare(const Weight &weight, const float *row, void *prepared) {
     const int in = weight.in;
-    if (weight.kind == kInt4) return quantise_for_int4(row, weight.smooth, in, static_cast<char *>(prepared));
+    if (weight.kind == kInt4) return quantise_for_int4(row, in, static_cast<char *>(prepared));
     if (weight.kind == kInt8) {  // with one scale
         auto *bytes = static_cast<char *>(prepared);
         const float scale = quantise(row, weight.smooth, in, kTakesUnsigned ? 128 : 0, bytes + kHeader);

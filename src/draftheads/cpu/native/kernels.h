@@ -28,7 +28,7 @@ struct Weight {
     int32_t out, in;
     const void *packed;
     const float *bias;    // (out,), or null
-    const float *smooth;  // (in,) by which rows are multiplied before they are rounded to int8 (also for int4), or null
+    const float *smooth;  // (in,) by which rows are multiplied before they are rounded to int8, or null
     const void *low_a, *low_b;  // (rank, in) and (out, rank): B A x is added to the product; or null
     int32_t rank, low_kind;
 };
