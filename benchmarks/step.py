@@ -19,7 +19,6 @@ from rich.table import Table
 
 from draftheads.cli.show import quiet_transformers
 from draftheads.cpu.kernels import Native, PackedLinear
-from draftheads.cpu.native_library import KINDS
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
@@ -34,7 +33,7 @@ class Options:
 
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
-    precisions: tuple[Precision, ...] = ("auto", "int8")
+    precisions: tuple[Precision, ...] = ("auto", "int8", "int4")
     """What the model computes in."""
     nodes: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32)
     """Nodes of the tree."""
@@ -85,10 +84,8 @@ def operations_per_second(model: TargetModel) -> float:
 
 def weight_bytes(model: TargetModel) -> int:
     """Of all linear layers in the form that they are held in."""
-    sizes = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
     products = [layer.product for layer in model.model.modules() if isinstance(layer, PackedLinear)]
-    held = [sizes[one.given.kind] if isinstance(one, Native) else one.dtype.itemsize for one in products]
-    return sum(n * one.in_features * one.out_features for n, one in zip(held, products, strict=True))
+    return sum(one.nbytes if isinstance(one, Native) else one.weight.nbytes for one in products)
 
 
 @torch.inference_mode()
