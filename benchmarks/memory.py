@@ -20,7 +20,7 @@ from rich.table import Table
 
 from draftheads import load
 
-BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # of one weight
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 5 / 8}  # of one weight; lm_head and embedding of int4 have 1
 
 
 @dataclass(frozen=True)

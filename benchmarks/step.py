@@ -33,7 +33,7 @@ class Options:
 
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
-    precisions: tuple[Precision, ...] = ("auto", "int8")
+    precisions: tuple[Precision, ...] = ("auto", "int8", "int4")
     """What the model computes in."""
     nodes: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32)
     """Nodes of the tree."""
@@ -85,7 +85,7 @@ def operations_per_second(model: TargetModel) -> float:
 def weight_bytes(model: TargetModel) -> int:
     """Of all linear layers in the form that they are held in."""
     products = [layer.product for layer in model.model.modules() if isinstance(layer, PackedLinear)]
-    return sum(one._packed.nbytes if isinstance(one, Native) else one.weight.nbytes for one in products)  # noqa: SLF001
+    return sum(one.nbytes if isinstance(one, Native) else one.weight.nbytes for one in products)
 
 
 @torch.inference_mode()

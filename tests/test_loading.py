@@ -17,6 +17,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import StepCosts
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.loading import load_target, resolve, template_of
+from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import NoDraft
 from draftheads.speculation.shapes import BestFirst
@@ -75,11 +76,14 @@ def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: P
     assert engine.batch().plan is not None
 
 
-def test_int8_is_refused_before_a_model_is_loaded_on_a_gpu(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_rounded_weights_are_refused_before_a_model_is_loaded_on_a_gpu(
+    world: Path, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading, "device_named", lambda _: torch.device("cuda:1"))
     monkeypatch.setattr(loading.TargetModel, "load", lambda *_, **__: pytest.fail("the model is loaded"))
-    with pytest.raises(InvalidSettings, match="precision int8 is for CPUs; the model is on cuda:1: give device='cpu'"):
-        load_target(world / "model", precision="int8")
+    with pytest.raises(InvalidSettings, match=f"precision {precision} is for CPUs; the model is on cuda:1: give "):
+        load_target(world / "model", precision=precision)
 
 
 def test_steps_are_captured_only_if_it_is_asked_for(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

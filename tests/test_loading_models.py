@@ -233,6 +233,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "four_bit is True and quantization_config is a Bi",
     ),
     ({"four_bit": True, "precision": "int8"}, "precision int8 and four_bit=True: give one of them"),
+    ({"four_bit": True, "precision": "int4"}, "precision int4 and four_bit=True: give one of them"),
     ({"quantization_config": 3}, "quantization_config is 3; give one of transformers"),
     ({"device": "cpu", "device_map": "auto"}, "device is 'cpu' and device_map is 'auto': give one of them"),
     ({"device_map": "nowhere"}, "device is 'nowhere'; give cpu, cuda"),
@@ -281,7 +282,7 @@ def test_what_is_no_model_is_named(model: Any) -> None:
 def test_names_of_types(world: Path) -> None:
     for name in ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16):
         assert TargetModel.load(world / "model", dtype=name, device="cpu").dtype == torch.bfloat16
-    for name in ("fp8", "int8", "int32", torch.int8, 3, "nn"):
+    for name in ("fp8", "int8", "int4", "int32", torch.int8, 3, "nn"):
         with pytest.raises(InvalidSettings, match=r"dtype is .*; choose auto, fp32, bf16, fp16 or a floating-point"):
             TargetModel.load(world / "model", dtype=name)
 

@@ -12,6 +12,7 @@ from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.checkpoints.registry import find_head, zoo_heads
 from draftheads.cli.main import main
 from draftheads.loading import head_engine, load_drafter, load_target
+from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.speculation.acceptance_profile import read_profile
 from families import PlantedDrafter, needs_library
 from thorough import some
@@ -92,8 +93,9 @@ def test_speculative_text_is_plains(precision: str):
 
 
 @needs_library
-def test_int8_is_loaded_and_its_speculative_text_is_its_plain_text():
-    target = load_target(MODEL, precision="int8")
+@pytest.mark.parametrize("precision", ROUNDED_BITS)
+def test_rounded_weights_are_loaded_and_their_speculative_text_is_their_plain_text(precision: Precision):
+    target = load_target(MODEL, precision=precision)
     plain = answers(Engine(target), 8)
     assert ids(answers(with_oracle(Engine(target), plain), 8)) == ids(plain)
 

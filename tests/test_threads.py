@@ -17,9 +17,9 @@ NEW_TOKENS = 32
 THREADS = 4
 
 
-def engine(method: str | None, *, int8: bool) -> Engine:
+def engine(method: str | None, *, bits: int | None) -> Engine:
     model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    model = model.sped_up(int8=int8)
+    model = model.sped_up(bits=bits)
     if method is None:
         return Engine(model)
     head = tiny_head(method, model)
@@ -36,25 +36,25 @@ def ask(one: Engine, seed: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "shared", "int8"),
+    ("method", "shared", "bits"),
     some_rows(
-        product([None, "medusa", "hydra", "eagle"], [True, False], [False, True]),
-        *[("eagle", True, False), ("hydra", False, True)],
+        product([None, "medusa", "hydra", "eagle"], [True, False], [None, 8, 4]),
+        *[("eagle", True, None), ("hydra", False, 8), ("hydra", True, 4)],
     ),
 )
-def test_threads_get_the_answers_that_they_would_get_alone(method: str | None, shared: bool, int8: bool):
-    if int8 and load_library() is None:
-        pytest.skip("int8 needs the native library")
-    alone = engine(method, int8=int8)
+def test_threads_get_the_answers_that_they_would_get_alone(method: str | None, shared: bool, bits: int | None):
+    if bits and load_library() is None:
+        pytest.skip("int8 and int4 need the native library")
+    alone = engine(method, bits=bits)
     expected = [ask(alone, seed) for seed in range(2 * THREADS)]
-    engines = [engine(method, int8=int8)] * THREADS if shared else [engine(method, int8=int8) for _ in range(THREADS)]
+    engines = [engine(method, bits=bits)] * THREADS if shared else [engine(method, bits=bits) for _ in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
         work = [pool.submit(ask, engines[seed % THREADS], seed) for seed in range(2 * THREADS)]
         assert [future.result() for future in work] == expected
 
 
 def test_a_stream_that_nobody_reads_on_does_not_hold_up_others():
-    one = engine("medusa", int8=False)
+    one = engine("medusa", bits=None)
     stream = one.stream(PROMPTS[0], max_new_tokens=NEW_TOKENS, ignore_eos=True)
     next(stream)
     with ThreadPoolExecutor(1) as pool:

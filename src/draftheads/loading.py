@@ -28,7 +28,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, tokenizer_of
 from draftheads.runners.structure import checked
-from draftheads.settings import Precision
+from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import calibrated
 from draftheads.speculation.tree import Tree
@@ -40,8 +40,8 @@ from draftheads.utils.messages import short
 # what drafts without a head, by name
 UNTRAINED: dict[str, Callable[[], Drafter]] = dict(zip(UNTRAINED_HEADS, (PromptLookup, Lookahead), strict=True))
 
-# what the model computes in; int8 multiplies integers between fp32 numbers
-PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, "int8": torch.float32}
+# what the model computes in; int8 and int4 multiply integers between fp32 numbers
+PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, **dict.fromkeys(ROUNDED_BITS, torch.float32)}
 
 Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
 
@@ -100,9 +100,9 @@ def load(
             or a file of it; a :class:`Tree`, :class:`BestFirst`, :class:`BestPaths` or :class:`Sampled`; or an
             ``acceptance.json`` or a folder with one: as ``auto``, by this profile.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
-        precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 where the machine computes in it, else
-            fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8``, for CPUs, holds linear layers in 8 bits: faster, but it
-            changes the model a little.
+        precision: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``int4``; ``auto`` is bf16 where the machine computes
+            in it, else fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8`` and ``int4``, for CPUs, hold linear layers in
+            8 and 4 bits: faster, but they change the model, int8 a little and int4 more.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
         max_length: most tokens of prompt and answer together. When left out, what the model's configuration says.
@@ -119,7 +119,7 @@ def load(
         ModelNotFound, UnsupportedModel, CheckpointError: the model, the head or an adapter cannot be loaded.
         InvalidTree: ``tree`` is deeper than the head.
         InvalidSettings: a wrong value, arguments that contradict each other or need another one, a draft model of
-            another tokenizer; or int8 without the native library.
+            another tokenizer; or int8 or int4 without the native library.
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
@@ -320,7 +320,7 @@ def load_target(
     """The model alone; arguments and errors as for :func:`load`, but ``chat_template`` is a template's text."""
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise InvalidSettings(f"precision is {precision!r}; choose among {', '.join(PRECISIONS)}")
-    int8 = precision == "int8"
+    bits = ROUNDED_BITS.get(precision)
     _check_whole(precision, "four_bit=True" if options.get("four_bit") else options.get("quantization_config"))
     place = device_named(device)
     if cuda_graphs and place.type != "cuda":
@@ -333,8 +333,8 @@ def load_target(
             target = TargetModel.of(model, tokenizer, **ours)
             _check_as_loaded(target, precision, None if device is None else place, options)
         else:
-            if int8 and options.get("device_map") is None:
-                _check_int8(place)
+            if bits and options.get("device_map") is None:
+                _check_rounded(precision, place)
             target = TargetModel.load(
                 model, tokenizer=tokenizer, dtype=PRECISIONS[precision], device=device, **ours, **options
             )
@@ -342,12 +342,12 @@ def load_target(
         return target
 
     target = read()
-    if int8:
-        _check_int8(target.device)
-    if int8 and not fast:
-        raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
+    if bits:
+        _check_rounded(precision, target.device)
+    if bits and not fast:
+        raise InvalidSettings(f"precision {precision} needs fast=True: it is one of the faster kernels")
     _check_whole(precision, f"{target.model_id}, whose weights are quantised" if target.is_quantised else None)
-    target = checked(target, read, fast=fast, int8=int8)
+    target = checked(target, read, fast=fast, bits=bits)
     return_freed_memory()
     return target
 
@@ -379,16 +379,17 @@ def _check_as_loaded(
 
 def _check_whole(precision: str, quantised: object) -> None:
     """Quantised layers have kernels of their own."""
-    if quantised is not None and precision == "int8":
+    if quantised is not None and precision in ROUNDED_BITS:
         raise InvalidSettings(
-            f"precision int8 and {short(str(quantised))}: give one of them; precision int8 needs nn.Linear layers"
+            f"precision {precision} and {short(str(quantised))}: give one of them; precision {precision} needs "
+            "nn.Linear layers"
         )
 
 
-def _check_int8(place: torch.device) -> None:
+def _check_rounded(precision: str, place: torch.device) -> None:
     if place.type != "cpu":
         raise InvalidSettings(
-            f"precision int8 is for CPUs; the model is on {place}: give device='cpu' or four_bit=True"
+            f"precision {precision} is for CPUs; the model is on {place}: give device='cpu' or four_bit=True"
         )
 
 

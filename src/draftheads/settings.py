@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 from draftheads.errors import InvalidSettings
 from draftheads.utils.strict_json import depth_of
 
-Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
+ROUNDED_BITS = {"int8": 8, "int4": 4}  # of a weight, for the precisions of CPUs that change the model
 LmHeadKind = Literal["shared", "own", "low_rank"]
 LossKind = Literal["teacher", "hard", "kl", "tv", "nla", "lk", "amphista"]
 LK_ETA = 3.0  # η of the hybrid LK loss, as published
@@ -317,8 +318,8 @@ class LoadSettings:
     chat_template: str | None = None
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     precision: Precision = "auto"
-    """Number format. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a CPU. int8 is
-    for CPUs: it is faster and changes the model a little."""
+    """Number format. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a CPU. int8
+    and int4 are for CPUs: they are faster and change the model, int8 a little and int4 more."""
     device: str | None = None
     """Where the model runs: cpu, cuda or cuda:1. Default: CUDA if there is one."""
     four_bit: bool = False

@@ -110,6 +110,7 @@ def test_heads_draft_with_the_fast_kernels_in_the_demo(monkeypatch: pytest.Monke
         ("bf16", ["--precision fp32 prevents"]),
         ("fp32", ["please report"]),
         pytest.param("int8", ["please report", "another model than int8"], marks=needs_library),
+        pytest.param("int4", ["please report", "another model than int4"], marks=needs_library),
     ],
 )
 @pytest.mark.usefixtures("here")
@@ -125,7 +126,9 @@ def test_the_demo_explains_texts_that_differ(
     for differing in (False, True):
         out = run([*DEMO, "--heads", "./hydra", "--limit", "1", "--precision", precision]).out
         said[differing] = [
-            words for words in ("--precision fp32 prevents", "please report", "another model than int8") if words in out
+            words
+            for words in ("--precision fp32 prevents", "please report", f"another model than {precision}")
+            if words in out
         ]
         assert all(len(line) <= 80 for line in out.splitlines())
     assert said == {False: [], True: explained}

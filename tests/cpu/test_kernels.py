@@ -65,8 +65,8 @@ def test_layers_get_native_products(monkeypatch: pytest.MonkeyPatch):
     assert packed(*layers, portable=True) == [Native, Native, Plain], "the library has no fp64"
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, expected, strict=True))
     rounded, wide = (PackedLinear(Plain(weight(inputs=inputs), None)) for inputs in (60, 61))
-    assert packed(rounded, wide, int8=True, portable=True) == [NativeInt8, Native], "sums of int8 have a limit"
-    assert packed(*layers, rounded, int8=True, portable=True) == [Native, Native, Plain, NativeInt8], "they stay"
+    assert packed(rounded, wide, bits=8, portable=True) == [NativeInt8, Native], "sums of int8 have a limit"
+    assert packed(*layers, rounded, bits=8, portable=True) == [Native, Native, Plain, NativeInt8], "they stay"
 
 
 @needs_library
@@ -87,4 +87,4 @@ def test_portable_products_are_for_those_who_ask(
 
 def test_without_the_library_layers_stay_plain(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernels, "load_library", lambda: None)
-    assert packed(PackedLinear(Plain(weight(), None)), int8=True, portable=True) == [Plain]
+    assert packed(PackedLinear(Plain(weight(), None)), bits=8, portable=True) == [Plain]

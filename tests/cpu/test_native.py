@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.cpu import native_library
-from draftheads.cpu.kernels import Native, NativeInt8, largest, smoothing
+from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, largest, smoothing
 from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import NativeStep, SequenceBatch
 from draftheads.cpu.threads import native_threads, single_torch_thread
@@ -21,6 +21,7 @@ from draftheads.decode.engine import Engine
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
 from draftheads.runners.structure import check_trees
+from draftheads.settings import ROUNDED_BITS
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, PlantedRandomTrees, needs_library, tiny_head, tiny_model
@@ -198,18 +199,110 @@ def test_smoothing_makes_outliers_cheaper(instructions: str) -> None:
     assert loss[1] < 0.5 * loss[0]
 
 
+@pytest.mark.parametrize("kind", [NativeInt8, NativeInt4])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none_in_int8(instructions: str, strange: float) -> None:
-    rows = numbers(3, 40)
+def test_what_is_no_number_stays_none_when_rounded(
+    instructions: str, kind: type[NativeInt8 | NativeInt4], strange: float
+) -> None:
+    rows, weight = numbers(3, 40), numbers(20, 40, seed=1)
     rows[1, 7] = strange
-    out = NativeInt8(numbers(20, 40, seed=1), None)(rows)
+    out = kind(weight, None)(rows)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
+    weight[3, 35] = strange
+    out = kind(weight, None)(rows)
+    assert out[:, 3].isnan().all()
+    assert out[0, [0, 1, 2, *range(4, 20)]].isfinite().all()
+
+
+# --- int4 ---
+
+
+def by_definition(rows: Tensor, product: NativeInt4) -> Tensor:
+    """Rows whose groups of 32 inputs are rounded to 255 numbers, times the rounded weights."""
+    groups = F.pad(rows, (0, -rows.shape[1] % 32)).view(len(rows), -1, 32)
+    scales = groups.abs().amax(2, keepdim=True) / 127
+    rounded = ((groups / scales.clamp_min(1e-30)).round() * scales).view(len(rows), -1)[:, : rows.shape[1]]
+    bias = 0.0 if product.bias is None else product.bias.double()
+    return rounded.double() @ product.weight.double().T + bias
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65), (100, 192)])
+def test_int4_products_are_right_and_have_the_same_bits_with_all_instructions(
+    threads: int, outputs: int, inputs: int
+) -> None:
+    weight, bias, rows = numbers(outputs, inputs), numbers(outputs, seed=1), numbers(45, inputs, seed=2)
+    rows[3] = 0.0
+    rows[:, : inputs // 2] *= 100.0  # its groups have scales of their own
+    product = NativeInt4(weight, bias)
+    bits, expected = product(rows), by_definition(rows, product)
+    assert (bits.double() - expected).abs().max() < 3e-6 * expected.abs().max().clamp_min(1.0)
+    used = load_library().draftheads_kernels(b"")
+    try:
+        for name in sets_here(load_library()):
+            load_library().draftheads_kernels(name.encode())
+            alone = torch.cat([product(row[None]) for row in rows])
+            for count in (1, 2, 3, 4, 5, 7, 8, 13, 45):
+                assert torch.equal(product(rows[:count]), bits[:count]), (name, count)
+            assert torch.equal(alone, bits), name
+    finally:
+        load_library().draftheads_kernels(used)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (70, 96), (40, 75)])
+def test_weights_that_int4_can_hold_stay_exact(outputs: int, inputs: int) -> None:
+    whole = torch.randint(-8, 8, (outputs, inputs), generator=torch.Generator().manual_seed(0))
+    whole[:, ::32], whole[:, 1::32] = -8, 7
+    scales = 2.0 ** torch.arange(-4, 4).repeat(-(-outputs * inputs // 8))[: outputs * inputs].view(outputs, inputs)
+    scales = scales[:, torch.arange(inputs) // 32]  # one for each output and 32 inputs
+    weight = whole * scales
+    weight[-1] = 0.0
+    product = NativeInt4(weight, None)
+    assert torch.equal(product.weight, weight)
+    assert product.nbytes == -(-outputs // 32) * -(-inputs // 32) * 640
+
+
+def test_int4_scales_have_less_error_than_those_of_the_range() -> None:
+    weight = numbers(64, 256)
+    groups = weight.view(64, 8, 32)
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    plain = (((groups - low) * 15 / (high - low)).round() * (high - low) / 15 + low).view_as(weight)
+
+    def error(rounded: Tensor, sizes: Tensor) -> float:
+        return float(((rounded - weight).square() * sizes).sum())
+
+    sizes = torch.ones(256)
+    assert error(NativeInt4(weight, None).weight, sizes) < 0.9 * error(plain, sizes)
+    sizes = numbers(256, seed=1).exp()  # of the inputs
+    weighted = NativeInt4(weight, None, sizes).weight
+    assert error(weighted, sizes) < 0.95 * error(NativeInt4(weight, None).weight, sizes)
+    unseen = NativeInt4(weight, None, torch.zeros(256)).weight
+    assert error(unseen, torch.ones(256)) < 1.1 * error(plain, torch.ones(256)), "a typical text without some inputs"
+
+
+def test_the_largest_sums_of_int4_fit_into_16_bits(instructions: str) -> None:
+    """16 products of at most 15 times 127 are added there."""
+    weight = torch.full((32, 64), 7.0)
+    weight[:16] = -8.0
+    weight[:, ::32], weight[:, 1::32] = -8.0, 7.0
+    product = NativeInt4(weight, None)
+    assert torch.equal(product.weight, weight)
+    signs = numbers(8, 64).sign()
+    rows = 127.0 * torch.cat([torch.ones(1, 64), -torch.ones(1, 64), signs, signs * weight[:1].sign()])
+    assert torch.equal(product(rows), rows @ weight.T)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 7), (64, 48), (100, 65)])
+@pytest.mark.parametrize("is_smooth", [False, True])
+def test_rows_of_a_packed_int8_weight(outputs: int, inputs: int, is_smooth: bool) -> None:
+    product = NativeInt8(numbers(outputs, inputs), None, numbers(inputs, seed=1).exp() if is_smooth else None)
+    places = torch.tensor([[0, outputs - 1], [outputs // 2, 0]])
+    assert torch.equal(product.rows_of(places), product.weight[places])
 
 
 # --- passes ---
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32, "int4": torch.float32}
 
 
 def sped_up(family: str, precision: str = "fp32", model: TargetModel | None = None) -> tuple[TargetModel, Tensor]:
@@ -218,7 +311,7 @@ def sped_up(family: str, precision: str = "fp32", model: TargetModel | None = No
     stock = check_trees(model)
     used = load_library().draftheads_kernels(b"")
     load_library().draftheads_kernels(None)  # the portable kernels are not chosen when a model is loaded
-    native = model.sped_up(int8=precision == "int8")
+    native = model.sped_up(bits=ROUNDED_BITS.get(precision))
     load_library().draftheads_kernels(used)
     assert native.native is not None, "this family has a native form"
     return native, stock
@@ -226,13 +319,13 @@ def sped_up(family: str, precision: str = "fp32", model: TargetModel | None = No
 
 @pytest.mark.few(24)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-5), ("bf16", 0.1), ("int8", 0.2)])
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-5), ("bf16", 0.1), ("int8", 0.2), ("int4", 0.8)])
 def test_a_pass_gives_the_logits_of_the_stock_modules(
     instructions: str, family: str, precision: str, most: float
 ) -> None:
     model, stock = sped_up(family, precision)
     # in a tree, as in plain texts
-    found = check_trees(model, stock=None if precision == "int8" else stock).float()
+    found = check_trees(model, stock=None if precision in ROUNDED_BITS else stock).float()
     assert (found - stock.float()).abs().max() / stock.float().abs().max() < most
 
 
@@ -299,7 +392,7 @@ def test_a_draft_that_was_cut_to_its_roots_has_its_own_tokens(instructions: str)
 
 @pytest.mark.parametrize("drafter", ["hydra", "eagle3"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_drafted_texts_are_plain_texts(drafter: str, settings: dict[str, Any], precision: str) -> None:
     """Elsewhere bf16 texts may differ: a step rounds in another order than a pass of one token."""
     model, _ = sped_up("qwen3", precision)
@@ -332,9 +425,11 @@ def test_texts_of_all_families_are_those_of_transformers(family: str) -> None:
     assert [answer.token_ids for answer in sampled[0]] == [answer.token_ids for answer in sampled[1]]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
 def test_a_weight_of_several_parts_is_read_in_place_where_they_are_whole_blocks(precision: str) -> None:
-    whole, odd = (tiny_model("phi3", intermediate_size=size).sped_up(int8=precision == "int8") for size in (64, 48))
+    whole, odd = (
+        tiny_model("phi3", intermediate_size=size).sped_up(bits=ROUNDED_BITS.get(precision)) for size in (64, 48)
+    )
     assert whole.native is not None
     product = whole.model.model.layers[0].mlp.gate_up_proj.product
     half = product.part(64, 64)

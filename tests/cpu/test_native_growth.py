@@ -77,6 +77,18 @@ def test_candidates_are_those_found_step_by_step(
     assert_same(found, drafted(head, SHAPES[shape], rows))
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_candidates_of_an_embedding_in_8_bits(is_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftheads.heads.base.pack", lambda layers, **_: pack(layers))
+    head = tiny_head("hydra", tiny_model("llama", tie_word_embeddings=is_tied).sped_up(bits=4), num_heads=3)
+    assert head.target_embedding is None
+    head.speed_up()
+    assert head.growth is not None
+    found = drafted(head, SHAPES["ten"], 3)
+    head.growth = None
+    assert_same(found, drafted(head, SHAPES["ten"], 3))
+
+
 @pytest.mark.parametrize("instructions", sets_here(load_library()) if load_library() else [])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_rows_candidates_depend_on_no_other_row(instructions: str, threads: int) -> None:

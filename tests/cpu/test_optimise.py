@@ -19,11 +19,13 @@ from draftheads.cpu.attention import (
 )
 from draftheads.cpu.kernels import PackedLinear, Plain
 from draftheads.cpu.native_library import VARIABLE, load_library
-from draftheads.cpu.optimise import kernels_of, speed_up
+from draftheads.cpu.native_step import SequenceBatch
+from draftheads.cpu.optimise import RoundedEmbedding, kernels_of, speed_up
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target
+from draftheads.models.fingerprint import MAX_DIFFERENCE, difference
 from draftheads.runners.masks import as_float_mask
-from draftheads.settings import Precision
+from draftheads.settings import ROUNDED_BITS, Precision
 from families import FAMILIES, VOCAB, needs_library, tiny_model
 
 NATIVE = [*FAMILIES, "cohere2", "smollm3", "qwen3_moe", "gpt_oss", "olmo3", "olmoe"]
@@ -109,7 +111,9 @@ def test_weights_are_stored_once():
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a list of what this process has mapped")
-@pytest.mark.parametrize("precision", ["bf16", "fp32", pytest.param("int8", marks=needs_library)])
+@pytest.mark.parametrize(
+    "precision", ["bf16", "fp32", *(pytest.param(name, marks=needs_library) for name in ROUNDED_BITS)]
+)
 def test_the_file_of_the_weights_is_not_kept_in_memory(precision: Precision, tmp_path: Path):
     """A single small tensor that lies in the mapped file would keep all of it."""
     target = tiny_model("llama", tie_word_embeddings=True)
@@ -131,8 +135,7 @@ def test_an_embedding_that_is_exact_in_16_bits_is_stored_in_16_bits(family: str)
     expected = exact.model(text).logits
     for stock, dtype in ((exact, torch.bfloat16), (inexact, torch.float32)):
         model = stock.sped_up()
-        # Gemma's embedding scales what it gives: a class of its own, which is left alone
-        assert model.weights.embedding.dtype == (dtype if family == "llama" else torch.float32)
+        assert model.weights.embedding.dtype == dtype
         assert model.dtype == torch.float32
     torch.testing.assert_close(exact.model(text).logits, expected, rtol=1e-4, atol=1e-4)
 
@@ -166,24 +169,59 @@ def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
 
 @needs_library
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", "mixtral", "gemma2")])
+@pytest.mark.parametrize("bits", [8, 4])
 @torch.inference_mode()
-def test_int8_logits_are_close_to_the_model(family: str):
+def test_rounded_logits_are_those_of_the_rounded_weights(family: str, bits: int):
+    """Up to the rounding of rows. Random weights of so few inputs lose much in 4 bits."""
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     target, stock = tiny_model(family, **sizes), tiny_model(family, **sizes)
-    target = target.sped_up(int8=True)
-    assert target.precision == "int8"
+    target = target.sped_up(bits=bits)
+    assert target.precision == f"int{bits}"
     layers = [layer for layer in target.model.modules() if isinstance(layer, PackedLinear)]
-    assert {layer.product.name for layer in layers} == {"native-int8"}
+    lm_head = target.model.get_output_embeddings()
+    assert {layer.product.name for layer in layers if layer is not lm_head} == {f"native-int{bits}"}
+    assert lm_head.product.name == "native-int8"
     text = torch.arange(20)[None] % VOCAB
-    found, expected = target.model(text).logits, stock.model(text).logits
-    assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.2
+    found, exact = target.model(text).logits, stock.model(text).logits
+    for name, layer in target.model.named_modules():
+        if isinstance(layer, PackedLinear):
+            stock.model.get_submodule(name).weight.copy_(layer.weight)
+    stock.model.get_input_embeddings().weight.copy_(target.weights.embedding)
+    rounded = stock.model(text).logits
+    assert float((found - rounded).norm() / rounded.norm()) < 0.2
+    assert 0.0 < float((found - exact).norm() / exact.norm()) < (0.2 if bits == 8 else 1.0)
 
 
 @needs_library
-@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("is_tied", [False, True])
+@torch.inference_mode()
+def test_an_int4_model_has_its_embedding_once_and_in_8_bits(is_tied: bool):
+    stock, target = (tiny_model("llama", tie_word_embeddings=is_tied) for _ in range(2))
+    before = stock.fingerprints
+    target = target.sped_up(bits=4)
+    embedding, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    assert isinstance(embedding, RoundedEmbedding)
+    assert (embedding.product is lm_head.product) == is_tied
+    assert not [weight for weight in target.model.parameters() if weight.dim() > 1], "there is no other copy"
+    text = torch.arange(VOCAB)[None]
+    expected = stock.model.get_input_embeddings()(text)
+    assert torch.equal(embedding(text)[0], target.weights.embedding)
+    assert 0.0 < float((embedding(text) - expected).norm() / expected.norm()) < 0.02
+    assert difference(target.fingerprints.embedding, before.embedding) < MAX_DIFFERENCE
+    assert difference(target.fingerprints.lm_head, before.lm_head) < MAX_DIFFERENCE
+    assert (target.device, target.dtype, target.vocab_size) == (stock.device, stock.dtype, stock.vocab_size)
+    native = target.native
+    assert native is not None
+    memory, depths = native.memory(VOCAB), torch.arange(VOCAB, dtype=torch.int32)
+    layers = native.run(text[0], SequenceBatch([memory], [0], [VOCAB], depths), (0,), last_position=VOCAB)[1]
+    torch.testing.assert_close(layers, embedding(text)[0], rtol=0, atol=1e-7)
+
+
+@needs_library
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe"])
 def test_int8_for_a_model_of_other_layers_is_refused(family: str):
     with pytest.raises(InvalidSettings, match=r"int8 needs nn.Linear layers; only \d+% of the weights of this \w+ "):
-        tiny_model(family).sped_up(int8=True)
+        tiny_model(family).sped_up(bits=8)
 
 
 # --- attention ---
@@ -294,7 +332,7 @@ def test_int8_needs_the_native_library(monkeypatch: pytest.MonkeyPatch):
     def error() -> str:
         model = tiny_model("llama").model
         with pytest.raises(InvalidSettings) as caught:
-            speed_up(model, int8=True)
+            speed_up(model, bits=8)
         assert kernels_of(model) == "stock", "nothing was changed"
         return str(caught.value)
 

@@ -91,7 +91,7 @@ def test_for_each_rule_of_acceptance_and_kind_of_draft(way: str, graphs: bool):
 @needs_library
 def test_int8_has_those_of_the_int8_model():
     model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    model = model.sped_up(int8=True)
+    model = model.sped_up(bits=8)
     results = [
         Engine(model, drafter, max_batch_size=2).generate(FIVE, logprobs=0, **ON)
         for drafter in (None, tiny_head("hydra", model))

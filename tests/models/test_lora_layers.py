@@ -18,12 +18,13 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
+from draftheads.settings import ROUNDED_BITS
 from families import FAMILIES, GROWING, PROMPTS, needs_library, tiny_head, tiny_model
 from joint_world import on_disk
 from training_world import chat_model
 
 TEXT = torch.tensor([[5, 6, 7, 8, 9, 20, 11, 3]])
-KINDS = {"stock": None, "fast": {}, "int8": {"int8": True}}
+KINDS = {"stock": None, "fast": {}, "int8": {"bits": 8}, "int4": {"bits": 4}}
 
 
 def logits_of(target: TargetModel) -> torch.Tensor:
@@ -40,6 +41,7 @@ def answers(engine: Engine, prompts: Sequence[Any] = PROMPTS, **options: Any) ->
     [
         *product(FAMILIES, ["stock", "fast"]),
         pytest.param("llama", "int8", marks=needs_library),
+        pytest.param("llama", "int4", marks=needs_library),
     ],
 )
 def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
@@ -60,7 +62,7 @@ def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
     assert torch.equal(logits_of(base), before)
     for one, whole in zip(adapted, expected, strict=True):
         assert float((logits_of(one) - before).abs().max()) > 0.1
-        if kind != "int8":  # which rounds the weights, merged or not
+        if kind not in ROUNDED_BITS:  # which rounds the weights, merged or not
             torch.testing.assert_close(logits_of(one), logits_of(whole), rtol=1e-4, atol=1e-4)
             assert answers(Engine(one), ignore_eos=True) == answers(Engine(whole), ignore_eos=True)
         drafted = Engine(one, tiny_head("hydra", base), shape=GROWING["best first"])

@@ -24,9 +24,11 @@ from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
 from draftheads.runners import transformers_runner
 from draftheads.runners.structure import check_numbers, check_trees, checked, own_numbers, probe_of
+from draftheads.settings import ROUNDED_BITS
 from families import ALL_FAMILIES, FAMILIES, IntegerTokenizer, tiny_head, tiny_model
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES |= dict.fromkeys(ROUNDED_BITS, torch.float32)
 SIZES = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
 GEMMA = {**SIZES, **HEADS, "head_dim": 256, "sliding_window": 16, "query_pre_attn_scalar": 256}
@@ -62,8 +64,8 @@ def with_real_statistics(family: str, seed: int = 0) -> Any:
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("family", REAL)
 def test_models_with_real_statistics_load(family: str, precision: str, seed: int):
-    if precision == "int8" and load_library() is None:
-        pytest.skip("int8 needs the native library")
+    if precision in ROUNDED_BITS and load_library() is None:
+        pytest.skip(f"{precision} needs the native library")
     model = with_real_statistics(family, seed).to(DTYPES[precision])
     with warnings.catch_warnings():
         if precision == "fp16":  # whose numbers end at 65,504: Gemma's grow beyond

@@ -124,7 +124,7 @@ def test_a_history_from_cached_texts_drafts_as_one_from_scratch():
 
 @needs_library
 def test_answers_of_int8_have_the_same_bits():
-    model = tiny_model("llama", hidden_size=64, intermediate_size=128).sped_up(int8=True)
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128).sped_up(bits=8)
     alone = Engine(model, max_batch_size=1)
     engines = engines_of(model, "hydra", "eagle")
     scheduler = scheduler_of(engines, max_rows=4, chunk_tokens=9)

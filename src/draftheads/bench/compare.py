@@ -30,7 +30,7 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.loading import load_target, resolve, template_of
 from draftheads.models.model_names import model_name
 from draftheads.search.replay import encoded
-from draftheads.settings import Precision
+from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import counted
 from draftheads.utils.files import locked
@@ -115,7 +115,7 @@ def compare_heads(
     target = load_target(model, chat_template=template, precision=precision, **load_options)
     stock = None
     if transformers:
-        exact = {"precision": "auto" if precision == "int8" else precision, **load_options, "fast": False}
+        exact = {"precision": "auto" if precision in ROUNDED_BITS else precision, **load_options, "fast": False}
         stock = load_target(model, chat_template=template, **exact)
     if not quality and any(rule.startswith("typical") for rule in settings.acceptance):
         quality = ("agreement", "perplexity")  # typical acceptance is never shown without what it costs

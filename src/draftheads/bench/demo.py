@@ -15,7 +15,7 @@ from draftheads.decode.engine import Engine
 from draftheads.loading import head_engine, load_drafter, load_target, template_of
 from draftheads.models.model import TargetModel
 from draftheads.runners.structure import checked
-from draftheads.settings import Precision
+from draftheads.settings import ROUNDED_BITS, Precision
 
 
 class Scorer:
@@ -95,12 +95,12 @@ def load_demo(
     fast: bool = True,
     **load_options: Any,
 ) -> Demo:
-    """Loads transformers' model (never int8), ours, and the heads. Arguments are those of :func:`draftheads.load`."""
+    """Loads transformers' model (never in int8 or int4), ours, and the heads. Arguments: :func:`draftheads.load`'s."""
     named = names_of(heads, taken=(PLAIN, STOCK))
     resolved = {name: resolve_head(head, model) for name, head in named.items()}
     template = template_of(chat_template, *resolved.values())
-    if precision == "int8":
-        plain = load_target(model, chat_template=template, precision="int8", **load_options)
+    if precision in ROUNDED_BITS:
+        plain = load_target(model, chat_template=template, precision=precision, **load_options)
         stock = load_target(model, fast=False, **load_options)
     else:
         stock = load_target(model, chat_template=template, precision=precision, fast=False, **load_options)

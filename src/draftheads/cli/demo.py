@@ -26,6 +26,7 @@ from draftheads.cli.show_comparison import (
 from draftheads.data.records import TextPrompt, own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
+from draftheads.settings import ROUNDED_BITS
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import counted_stage
 from draftheads.utils.provenance import provenance
@@ -42,7 +43,7 @@ def run(options: DemoOptions) -> None:
         raise InvalidSettings(f"seconds is {options.seconds:g}; it must be above 0")
     check_json_path(options.json)
     names_of(options.heads, taken=(PLAIN, STOCK))  # raises now what would fail after minutes
-    int8 = options.load.precision == "int8"
+    rounded = options.load.precision in ROUNDED_BITS
     console = Console(highlight=False)
     prompts = prompts_in(options.prompts or own_prompts("demo"))[: options.limit]
     if not prompts:
@@ -61,13 +62,13 @@ def run(options: DemoOptions) -> None:
     if options.stream and demo.heads:
         _show_one(prompts[0], *next(iter(demo.heads.items())), options.max_new_tokens, console)
     timings = _timed(demo, encoded, options, max_seconds=options.seconds - (time.perf_counter() - start))
-    rows = demo.rows(timings, encoded, None if int8 else Scorer(demo.stock))
+    rows = demo.rows(timings, encoded, None if rounded else Scorer(demo.stock))
     if heads := [row for row in rows if row.name in demo.heads]:
         best = max(heads, key=lambda row: row.speedup)
         given = "the defaults" if options.copy else "these options"
         first = speed_sentence(best.name, best.speedup, best.speedup_error, given=given)
         console.print(first, end="\n\n", markup=False)
-    print_table(rows, SPEED_COLUMNS[:-1] if int8 else SPEED_COLUMNS, console)
+    print_table(rows, SPEED_COLUMNS[:-1] if rounded else SPEED_COLUMNS, console)
     longest = counted(timings.max_new_tokens, "token")
     console.print(
         f"{counted(timings.num_groups, 'prompt')}, answers of at most {longest}, {timings.seconds:.0f} s in all\n"
@@ -123,10 +124,10 @@ def _record(
     shown: Sequence[Row],
     sentences: list[str],
 ) -> dict[str, object]:
-    int8 = options.load.precision == "int8"
+    rounded = options.load.precision in ROUNDED_BITS
     return {
         "model": options.model,
-        "precision": "int8" if int8 else demo.stock.precision,
+        "precision": options.load.precision if rounded else demo.stock.precision,
         "threads": torch.get_num_threads(),
         "copy": options.copy,
         "num_prompts": timings.num_groups,

@@ -20,6 +20,7 @@ from draftheads.decode.prompts import Prompt
 from draftheads.decode.request import GenerationResult
 from draftheads.errors import InvalidPrompt
 from draftheads.loading import load
+from draftheads.settings import ROUNDED_BITS
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
 from draftheads.utils.progress import Progress
@@ -152,7 +153,7 @@ def no_draft_sentence(engine: Engine, options: GenerateOptions | ChatOptions) ->
     planner = engine.planner
     if planner is None or planner.choose(1, follows=False)[0] is not None:
         return None
-    trials = "Try --precision int8, or measure" if options.load.precision != "int8" else "Measure"
+    trials = "Try --precision int8, or measure" if options.load.precision not in ROUNDED_BITS else "Measure"
     copies = ", only copies from the text" if options.draft.copy else ""
     return (
         f"{options.head} drafts no tokens of its own here{copies}: verifying them takes more time than it saves. "

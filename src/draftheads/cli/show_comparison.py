@@ -12,6 +12,7 @@ from rich.text import Text
 from draftheads.bench.table import PARTS, Column, Row
 from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.decode.engine import Engine
+from draftheads.settings import ROUNDED_BITS
 from draftheads.utils.counts import counted
 
 NEAR_TIES = """\
@@ -19,7 +20,7 @@ In bf16, adding numbers in another order changes their last bits. Then one of
 two tokens that are nearly as likely can replace the other: with heads, and
 also between transformers and plain. "worst margin" is the largest such gap
 (in fp32 logits). --precision fp32 prevents this."""
-INT8 = "transformers computes in {}, another model than int8: its texts may differ."
+ROUNDED = "transformers computes in {}, another model than {}: its texts may differ."
 DIFFERENT = "Texts differ. They should be equal in this precision: please report it."
 _BAR_CELLS = 32
 _NAME_CELLS = 30  # of a table's first column; longer names are folded
@@ -107,9 +108,9 @@ def bar(parts: Mapping[str, float], longest: float, *, cells: int = _BAR_CELLS) 
 def explain_texts(table: Sequence[Row], console: Console, *, precision: str, stock_precision: str) -> None:
     """Why texts differ, where they do."""
     different = {row.name for row in table if row.num_different}
-    if precision == "int8" and STOCK in different:
+    if precision in ROUNDED_BITS and STOCK in different:
         different.remove(STOCK)
-        console.print(INT8.format(stock_precision) + "\n")
+        console.print(ROUNDED.format(stock_precision, precision) + "\n")
     if different:
         console.print((NEAR_TIES if precision == "bf16" else DIFFERENT) + "\n")
 
@@ -144,7 +145,7 @@ def copies_sentence(row: Row) -> str:
 
 def slower_sentences(table: Sequence[Row], *, precision: str, copy: bool, model: str) -> list[str]:
     """A sentence for each head that is slower than plain decoding, with what to try."""
-    other = [*(["--precision int8"] if precision != "int8" else []), *(["--no-copy"] if copy else [])]
+    other = [*(["--precision int8"] if precision not in ROUNDED_BITS else []), *(["--no-copy"] if copy else [])]
     trials = f"Try {' or '.join(other)}, or" if other else "To change that,"
     return [
         f"{row.name} is slower than plain decoding here ({row.speedup:.2f} ×). {trials} measure its trees on your "

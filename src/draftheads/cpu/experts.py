@@ -62,6 +62,14 @@ def are_experts(module: nn.Module) -> bool:
     )
 
 
+def replace_experts(model: nn.Module) -> None:
+    """Replaces the modules of that form."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if are_experts(child):
+                setattr(parent, name, PackedExperts(child))
+
+
 def _weights(stock: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Weights (out, in) and biases of gate, up and down of each expert."""
 

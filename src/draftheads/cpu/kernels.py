@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.cpu.native_library import KINDS, VARIABLE, Weight, load_library
+from draftheads.cpu.native_library import BLOCK, INT4, KINDS, VARIABLE, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
-BLOCK = 32  # outputs that a packed weight has side by side
 _PART_SIZE = 2**22  # numbers that are converted at a time
 _MOST_INT8_INPUTS = 65_536  # 127 times 255 for each
 
@@ -134,26 +133,37 @@ class Native(Product):
         bias = None if self.bias is None else self.bias[first : first + count]
         return Native(self.weight[first : first + count], bias)
 
+    @property
+    def nbytes(self) -> int:
+        """Of its weight in memory."""
+        return self._packed.nbytes
+
     def _pack(self, held: Tensor, scales: Tensor | None, smooth: Tensor | None) -> None:
-        held = held.contiguous()
-        kind, sizes = KINDS[held.dtype], (self.out_features, self.in_features)
+        self._stored, self._scales = held.dtype, scales
+        self._make_room(KINDS[held.dtype], smooth)
+        self._convert(held.contiguous(), scales)
+
+    def _make_room(self, kind: int, smooth: Tensor | None) -> None:
+        sizes = (self.out_features, self.in_features)
         self._native = load_library()
-        self._native.draftheads_threads(native_threads())
         self._packed = torch.empty(self._native.draftheads_packed_size(kind, *sizes), dtype=torch.uint8)
-        self._stored = held.dtype
-        self._native.draftheads_pack(kind, held.data_ptr(), _pointer(scales), *sizes, self._packed.data_ptr(), 0)
         self._bias = None if self.bias is None else self.bias.detach().float().contiguous()
-        self._scales, self._smooth = scales, smooth
+        self._smooth = smooth
         self.rows_kind = KINDS[self.dtype]
         inputs = KINDS[torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32]
         pointers = (self._packed.data_ptr(), _pointer(self._bias), _pointer(smooth))
         self.given = Weight(kind, inputs, *sizes, *pointers)
 
+    def _convert(self, held: Tensor, scales: Tensor | None = None, *, first: int = 0, back: bool = False) -> None:
+        """Packs the weights of the outputs from ``first`` on, or unpacks them; blocks of outputs stay whole."""
+        kind, size = self.given.kind, self.in_features
+        at = self._packed.data_ptr() + self._native.draftheads_packed_size(kind, first, size)
+        self._native.draftheads_threads(native_threads())
+        self._native.draftheads_pack(kind, held.data_ptr(), _pointer(scales), len(held), size, at, back)
+
     def _held(self) -> Tensor:
-        given, held = self.given, torch.empty(self.out_features, self.in_features, dtype=self._stored)
-        self._native.draftheads_pack(
-            given.kind, held.data_ptr(), None, given.out, given.in_, self._packed.data_ptr(), 1
-        )
+        held = torch.empty(self.out_features, self.in_features, dtype=self._stored)
+        self._convert(held, back=True)
         return held
 
 
@@ -192,6 +202,45 @@ class NativeInt8(Native):
         rounded = self._held() * self._scales[:, None]
         return (rounded if self._smooth is None else rounded * self._smooth).to(self.dtype)
 
+    def rows_of(self, outputs: Tensor) -> Tensor:
+        """The weights of some outputs, (…) -> (…, in), as an embedding has them."""
+        assert self._scales is not None
+        groups = -(-self.in_features // 4)
+        numbers = self._packed.view(torch.int8).view(-1, self._packed.numel() // -(-self.out_features // BLOCK))
+        numbers = numbers[:, : 4 * groups * BLOCK].view(-1, groups, BLOCK, 4)[outputs // BLOCK, :, outputs % BLOCK]
+        rounded = numbers.flatten(-2)[..., : self.in_features] * self._scales[outputs, None]
+        return (rounded if self._smooth is None else rounded * self._smooth).to(self.dtype)
+
+
+class NativeInt4(Native):
+    """The native library's, with int4 weights and int8 rows, both with a scale for 32 inputs.
+
+    Weights are a q + b with q from 0 to 15; a and b, in bf16, have the least squared error. So a weight takes 5 bits.
+
+    Args:
+        weight: (out, in).
+        bias: (out,), or None.
+        sizes: (in,) mean squares of typical inputs, which weight the errors; None: all are equal.
+    """
+
+    name = "native-int4"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Tensor | None = None) -> None:
+        super(Native, self).__init__(weight, bias)
+        self._stored = torch.float32
+        self._make_room(INT4, None)
+        if sizes is not None:  # other texts may have inputs that this one has not
+            sizes = sizes.clamp_min(1e-4 * float(sizes.mean())).contiguous()
+        first = 0
+        for (part,) in _in_parts(weight):
+            self._convert(part.float().contiguous(), sizes, first=first)
+            first += len(part)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in): as it was rounded."""
+        return self._held().to(self.dtype)
+
 
 def smoothing(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """(in,) the factors 1 / s_j of inputs that several weights read, scaled to a geometric mean of 1.
@@ -212,6 +261,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.product = product
         self.smooth: Tensor | None = None  # (in,) factors of the inputs, used to prepare int8
+        self.sizes: Tensor | None = None  # (in,) mean squares of the inputs, used to prepare int4
         self.tied: Tensor | None = None  # (out, in): the weight, if it is tied to another module's
 
     @property
@@ -277,14 +327,14 @@ def first_largest(logits: Tensor) -> Tensor | None:
     return places
 
 
-def pack(layers: Sequence[PackedLinear], *, int8: bool = False, portable: bool = False) -> None:
+def pack(layers: Sequence[PackedLinear], *, bits: int | None = None, portable: bool = False) -> None:
     """Gives a native product to each plain layer that the library supports, if the library is fast or asked for.
 
     With portable instructions ``F.linear`` is faster.
 
     Args:
         layers: what is packed already stays as it is.
-        int8: rounded weights.
+        bits: of rounded weights, 8 or 4; None: they stay exact.
         portable: also with portable instructions; they are asked for in the environment, too.
     """
     library = load_library()
@@ -293,11 +343,13 @@ def pack(layers: Sequence[PackedLinear], *, int8: bool = False, portable: bool =
         return
     for layer in layers:
         if type(layer.product) is Plain and Native.fits(weight := layer.product.weight):
-            if int8 and NativeInt8.fits(weight):
+            if bits == 4:
+                layer.product = NativeInt4(weight, layer.bias, layer.sizes)
+            elif bits == 8 and NativeInt8.fits(weight):
                 layer.product = NativeInt8(weight, layer.bias, layer.smooth)
             else:
                 layer.product = Native(weight, layer.bias)
-            layer.smooth = None
+            layer.smooth = layer.sizes = None
 
 
 def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -334,6 +386,13 @@ def native_bf16() -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
+def table_of(embedding: Tensor | NativeInt8) -> tuple[int, int, int | None]:
+    """An embedding (V, D) for the library: its kind, its place, and that of its factors."""
+    if isinstance(embedding, NativeInt8):
+        return embedding.given.kind, embedding.given.packed, embedding.given.smooth
+    return KINDS[embedding.dtype], embedding.data_ptr(), None
+
+
 def _pointer(numbers: Tensor | None) -> int | None:
     return None if numbers is None else numbers.data_ptr()
 
@@ -349,5 +408,5 @@ def _in_16_bits(weight: Tensor) -> Tensor:
 
 def _in_parts(weight: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Some rows of each at a time, so that copies of a large weight need little memory."""
-    rows = max(1, _PART_SIZE // max(1, weight.shape[1]))
+    rows = max(1, _PART_SIZE // max(1, BLOCK * weight.shape[1])) * BLOCK  # whole blocks of outputs
     return zip(*(tensor.split(rows) for tensor in (weight, *others)), strict=True)

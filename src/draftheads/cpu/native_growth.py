@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftheads.cpu.kernels import Native, PackedLinear
-from draftheads.cpu.native_library import KINDS, Depth, Growth, HeadLayer, Weight, load_library
+from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear, table_of
+from draftheads.cpu.native_library import Depth, Growth, HeadLayer, Weight, load_library
 from draftheads.cpu.threads import native_threads
 
 _MOST_DEPTHS, _MOST_LAYERS = 16, 64
@@ -29,7 +29,7 @@ class NativeGrowth:
     Args:
         depths: of the head, K of them.
         reads_path: whether the state is h_t with the embeddings of the path's tokens behind it, and not h_t alone.
-        embedding: (V, D) of the target.
+        embedding: (V, D) of the target, or its product of 8 bits.
         embedding_scale: of the embeddings in the state.
         logit_scale: of the logits.
         target_ids: (V',) of the draft vocabulary; None: it is the target's.
@@ -43,21 +43,23 @@ class NativeGrowth:
         depths: Sequence[HeadLayers],
         *,
         reads_path: bool,
-        embedding: Tensor,
+        embedding: Tensor | NativeInt8,
         embedding_scale: float,
         logit_scale: float,
         target_ids: Tensor | None,
     ) -> None:
         parts = [pair for depth in depths for pair in (*depth.layers, (depth.lm_head, None))]
         products = [part.product for pair in parts for part in pair if part is not None]
-        if not all(isinstance(product, Native) for product in products) or embedding.dtype not in KINDS:
+        if not all(isinstance(product, Native) for product in products):
             raise TypeError("a layer is not a native one")
         self.most_depths = len(depths)
         layers = [_head_layer(*pair) for depth in depths for pair in depth.layers]
         if len(depths) > _MOST_DEPTHS or len(layers) > _MOST_LAYERS:
             raise ValueError("it has more depths or layers than the library takes")
         self._library = load_library()
-        self._held = products, embedding.contiguous(), target_ids
+        embedding = embedding if isinstance(embedding, NativeInt8) else embedding.contiguous()
+        self._table = table_of(embedding)
+        self._held = products, embedding, target_ids
         self._layers = (HeadLayer * max(1, len(layers)))(*layers)
         self._depths = [
             (sum(len(d.layers) for d in depths[:i]), len(depth.layers), depth.lm_head.product.given)  # type: ignore[attr-defined]
@@ -98,7 +100,7 @@ class NativeGrowth:
                 count = min(count, beam or count)
             count *= width
             capacity += count
-        embedding, target_ids = self._held[1:]
+        target_ids, (kind, table, smooth) = self._held[2], self._table
         states, root_ids = states.float().contiguous(), root_ids.contiguous()
         tokens, parents = (torch.zeros(rows, capacity, dtype=torch.int64) for _ in range(2))
         log_probs = torch.zeros(rows, capacity)
@@ -109,11 +111,12 @@ class NativeGrowth:
                 size=states.shape[1],
                 num_depths=len(levels),
                 reads_path=self._reads_path,
-                embedding_kind=KINDS[embedding.dtype],
+                embedding_kind=kind,
                 nodes=0 if limit is None else limit[0],
                 likely=0.0 if limit is None else limit[1],
                 embedding_scale=self._embedding_scale,
-                embedding=embedding.data_ptr(),
+                embedding=table,
+                embedding_smooth=smooth,
                 target_ids=None if target_ids is None else target_ids.data_ptr(),
                 roots=root_ids.data_ptr(),
                 states=states.data_ptr(),

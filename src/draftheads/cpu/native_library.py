@@ -1,7 +1,7 @@
 """The native library for CPUs: where it is, and its structures in C.
 
-It is built when the package is installed, if there is a C++ compiler (``hatch_build.py``). Without it all but int8
-works, more slowly. It has a plain C interface, so one build serves all versions of Python and PyTorch.
+It is built when the package is installed, if there is a C++ compiler (``hatch_build.py``). Without it all but int8 and
+int4 works, more slowly. It has a plain C interface, so one build serves all versions of Python and PyTorch.
 """
 
 import ctypes
@@ -19,6 +19,8 @@ VARIABLE = "DRAFTHEADS_KERNELS"  # names the set of instructions to use, or is "
 SETS = ("amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")  # the fastest first
 FILE = Path(__file__).parent / "native" / "libdraftheads.so"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+INT4 = 4  # the same, of 4 bits
+BLOCK = 32  # outputs that are stored side by side
 
 
 class Weight(ctypes.Structure):
@@ -107,6 +109,7 @@ class Model(ctypes.Structure):
         ("final", Norm),
         ("of_layers", POINTER(Layer)),
         ("embedding", c_void_p),
+        ("embedding_smooth", c_void_p),
         ("positions", c_void_p),
         ("num_positions", c_int32),
         ("unused", c_int32),
@@ -172,6 +175,7 @@ class Growth(ctypes.Structure):
         ("likely", c_float),
         ("embedding_scale", c_float),
         ("embedding", c_void_p),
+        ("embedding_smooth", c_void_p),
         ("target_ids", c_void_p),
         ("roots", c_void_p),
         ("states", c_void_p),

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.cpu.experts import PackedExperts
-from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
+from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, PackedLinear, table_of
 from draftheads.cpu.layer_parts import LayerParts, Outputs, Sizes, norm_numbers, parts_of
 from draftheads.cpu.native_library import KINDS, Experts, Layer, Model, Norm, Pass, Weight, load_library
-from draftheads.cpu.optimise import HalfEmbedding
+from draftheads.cpu.optimise import HalfEmbedding, RoundedEmbedding
 from draftheads.cpu.threads import native_threads
 
 _MOST_HEAD_SIZE = 256
@@ -65,9 +65,9 @@ class NativeStep:
         final = getattr(decoder, next((name for name in _FINAL_NORMS if hasattr(decoder, name)), "norm"))
         self.dtype = final.weight.dtype
         embedding = model.get_input_embeddings()
-        if not isinstance(embedding, nn.Embedding | HalfEmbedding):
+        if not isinstance(embedding, nn.Embedding | HalfEmbedding | RoundedEmbedding):
             raise TypeError(f"its embedding is a {type(embedding).__name__}")
-        self._embedding = embedding.weight.detach()
+        self._embedding = embedding.product if isinstance(embedding, RoundedEmbedding) else embedding.weight.detach()
         self._native = load_library()
         self._held: list[Any] = []  # to which the structures point
         self._products: list[Native] = []  # the same
@@ -86,11 +86,11 @@ class NativeStep:
         if sizes.head_size > _MOST_HEAD_SIZE or turned > sizes.head_size:
             raise ValueError(f"heads of {sizes.head_size} numbers, of which {turned} are turned")
         self.size = len(final.weight)
-        is_int8 = any(isinstance(product, NativeInt8) for product in self._products)
+        are_rounded = any(isinstance(product, NativeInt8 | NativeInt4) for product in self._products)
         # a number that is rounded to the other side changes the rest
-        self.rounds = is_int8 or self.dtype != torch.float32
-        # int8 rounds what keys and values are computed from, so they need no more than 16 bits
-        self.cache_dtype = torch.float16 if is_int8 else self.dtype
+        self.rounds = are_rounded or self.dtype != torch.float32
+        # int8 and int4 round what keys and values are computed from, so they need no more than 16 bits
+        self.cache_dtype = torch.float16 if are_rounded else self.dtype
         self._model = self._described(sizes, final, embedding, getattr(decoder, "wpe", None))
         self._model.embedding_scale *= float(getattr(decoder, "embedding_multiplier", 1.0))
 
@@ -188,9 +188,11 @@ class NativeStep:
             if sizes.is_interleaved
             else (heads * size, (heads + groups) * size, size, size)
         )
+        vocab = self._embedding.out_features if isinstance(self._embedding, NativeInt8) else len(self._embedding)
+        table_kind, *table = table_of(self._embedding)
         return Model(
             *(self.size, heads, groups, size, self._turns.size, *places, len(self._layers)),
-            *(KINDS[self.cache_dtype], KINDS[self.dtype], KINDS[self._embedding.dtype], len(self._embedding)),
+            *(KINDS[self.cache_dtype], KINDS[self.dtype], table_kind, vocab),
             *(sizes.is_parallel, self._turns.are_neighbours, sizes.norms_whole),
             *(
                 sizes.scaling,
@@ -201,7 +203,7 @@ class NativeStep:
             ),
             self._norm(final),
             self._layers,
-            self._embedding.data_ptr(),
+            *table,
             *((None, 0) if positions is None else (self._numbers(positions.weight), len(positions.weight))),
         )
 

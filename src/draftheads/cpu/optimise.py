@@ -1,6 +1,7 @@
 """Makes a model faster on a CPU, in place, by native products.
 
-``int8`` quantises the linear layers. This is another model; lossless then means: equal to its own plain decoding.
+``int8`` and ``int4`` quantise the linear layers. This is another model; lossless then means: equal to its own plain
+decoding.
 """
 
 import ctypes
@@ -13,12 +14,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
-from draftheads.cpu.experts import PackedExperts, are_experts
-from draftheads.cpu.kernels import PackedLinear, Plain, is_linear, pack, replace_linears, smoothing
+from draftheads.cpu.experts import are_experts, replace_experts
+from draftheads.cpu.kernels import (
+    NativeInt8,
+    PackedLinear,
+    Plain,
+    Product,
+    is_linear,
+    pack,
+    replace_linears,
+    smoothing,
+)
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
-# varied text, on which int8 finds the layers' large inputs
+# varied text, on which int8 and int4 find the layers' large inputs
 TYPICAL_TEXT = """
 The committee met on 14 March 2019 to discuss the harbour. "Nobody asked us," said Mrs. Alvarez, who has
 fished here since 1987. def mean(values): return sum(values) / len(values)  # raises ZeroDivisionError when
@@ -27,40 +37,42 @@ am sorry that the parcel never arrived. Photosynthesis turns carbon dioxide and 
 Why did the old lighthouse keeper leave? He loved his daughter more than the sea. SELECT name, age FROM people
 WHERE city = 'Oslo' ORDER BY age DESC; Der Zug nach Bern fährt um 7 Uhr. La maison est près de la rivière. 1.
 Wash the rice. 2. Boil 400 ml of water."""
-_SMALLEST_SHARE = 0.5  # int8 must cover this share of the weights, embeddings excluded
+_SMALLEST_SHARE = 0.5  # rounded layers must be this share of the weights, embeddings excluded
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def speed_up(model: Any, *, int8: bool = False, typical_ids: Tensor | None = None) -> None:
-    """Gives a stock model faster products. Its results stay the same, up to rounding (or int8).
+def speed_up(model: Any, *, bits: int | None = None, typical_ids: Tensor | None = None) -> None:
+    """Gives a stock model faster products. Its results stay the same, up to rounding (or ``bits``).
 
     Each weight is stored once, in the format of its kernel. ``layer.weight`` unpacks it.
 
     Args:
         model: a transformers causal LM in fp32 or bf16 on a CPU; other models are not changed.
-        int8: quantise the linear layers.
-        typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
+        bits: of quantised linear layers, 8 or 4; None: they stay exact. The lm_head has at least 8.
+        typical_ids: (1, T) a text whose inputs of the layers are typical; without it rounding loses more.
     """
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:
         return
-    if int8:
-        _check_quantisable(model)
+    if bits is not None:
+        _check_quantisable(model, f"int{bits}")
     if model.config.get_text_config()._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if are_experts(child):
-                    setattr(parent, name, PackedExperts(child))
+        replace_experts(model)
         layers = replace_linears(model)
-        if typical_ids is not None and int8:
+        if typical_ids is not None and bits:
             _observe_inputs(model, layers, typical_ids)
-        pack(layers, int8=int8, portable=int8)
-        _halve_embedding(model)
-        _let_go_of_file(model)
         lm_head = model.get_output_embeddings()
-        if isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False)):
+        is_tied = isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False))
+        if bits == 4 and isinstance(lm_head, PackedLinear):
+            pack([lm_head], bits=8, portable=True)
+        pack(layers, bits=bits, portable=bits is not None)
+        is_rounded = bits == 4 and _round_embedding(model, lm_head.product if is_tied else None)
+        if not is_rounded:
+            _halve_embedding(model)
+        _let_go_of_file(model)
+        if is_tied and not is_rounded:
             lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
 
 
@@ -76,11 +88,42 @@ class HalfEmbedding(nn.Module):
         return F.embedding(token_ids, self.weight).to(self.dtype) * self.embed_scale
 
 
+class RoundedEmbedding(nn.Module):
+    """An embedding in 8 bits, as a product stores it: a tied lm_head's, so that there is one copy."""
+
+    def __init__(self, product: NativeInt8, scale: float = 1.0) -> None:
+        super().__init__()
+        self.product, self.embed_scale = product, scale
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, D), unpacked at each call."""
+        return self.product.weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.product.rows_of(token_ids) * self.embed_scale
+
+
+def _round_embedding(model: Any, tied: Product | None) -> bool:
+    original = model.get_input_embeddings()
+    scale = _scale_of(original)
+    if scale is None or not NativeInt8.fits(original.weight):
+        return False
+    product = tied if isinstance(tied, NativeInt8) else NativeInt8(original.weight.detach(), None)
+    model.set_input_embeddings(RoundedEmbedding(product, scale))
+    return True
+
+
+def _scale_of(embedding: Any) -> float | None:
+    """By which an embedding multiplies its rows; None if it is of an unknown class."""
+    is_known = type(embedding) is nn.Embedding or type(embedding).__name__.endswith("ScaledWordEmbedding")
+    return float(getattr(embedding, "embed_scale", 1.0)) if is_known else None
+
+
 def _halve_embedding(model: Any) -> None:
     original = model.get_input_embeddings()
-    scale = float(getattr(original, "embed_scale", 1.0))
-    is_known = type(original) is nn.Embedding or type(original).__name__.endswith("ScaledWordEmbedding")
-    if not is_known or original.weight.dtype != torch.float32:
+    scale = _scale_of(original)
+    if scale is None or original.weight.dtype != torch.float32:
         return
     weight = original.weight.detach()
     for dtype in (torch.bfloat16, torch.float16):
@@ -102,34 +145,35 @@ def kernels_of(model: Any) -> str:
     return "fast" if model.config.get_text_config()._attn_implementation == GROUPED_ATTENTION else "stock"
 
 
-def _check_quantisable(model: Any) -> None:
+def _check_quantisable(model: Any, precision: str) -> None:
     if load_library() is None:
-        raise InvalidSettings(f"precision int8 needs the native library: {how_to_get()}")
+        raise InvalidSettings(f"precision {precision} needs the native library: {how_to_get()}")
     embeddings = {id(model.get_input_embeddings().weight)}
     everything = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings)
     linears = sum(m.weight.numel() for m in model.modules() if is_linear(m) and id(m.weight) not in embeddings)
     linears += sum(p.numel() for m in model.modules() if are_experts(m) for p in m.parameters() if p.dim() == 3)
     if linears < _SMALLEST_SHARE * everything:
         raise InvalidSettings(
-            f"precision int8 needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of this "
-            f"{model.config.model_type} are in such layers: use fp32 or bf16"
+            f"precision {precision} needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of "
+            f"this {model.config.model_type} are in such layers: use fp32 or bf16"
         )
 
 
 @torch.inference_mode()
 def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor) -> None:
-    """Reads a text and gives each layer factors of its inputs, the same to layers that read the same rows.
+    """Reads a text and gives each layer factors and sizes of its inputs, the same to layers that read the same rows.
 
-    What counts are the largest inputs of rows that are divided by their maximum, as int8 does.
+    For factors the largest inputs of rows that are divided by their maximum count, as int8 does.
     """
-    groups: list[tuple[Tensor, list[PackedLinear]]] = []
+    groups: list[tuple[list[Tensor], list[PackedLinear]]] = []
     held: list[Tensor] = []  # the last rows, so that their place in memory is not used again
 
     class Observing(Plain):
         def __call__(self, rows: Tensor) -> Tensor:
             if not held or held[0].data_ptr() != rows.data_ptr():
                 size = rows.abs().float()
-                groups.append(((size / size.amax(1, keepdim=True).clamp_min(1e-12)).amax(0), []))
+                share = size / size.amax(1, keepdim=True).clamp_min(1e-12)
+                groups.append(([share.amax(0), size.square().mean(0)], []))
                 held[:] = [rows]
             groups[-1][1].append(observed[id(self)])
             return super().__call__(rows)
@@ -141,10 +185,10 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
     model(input_ids=token_ids, use_cache=False)
     for layer, product in zip(layers, plain, strict=True):
         layer.product = product
-    for inputs, readers in groups:
-        smooth = smoothing(inputs, [layer.weight for layer in readers])
+    for (largest, squares), readers in groups:
+        smooth = smoothing(largest, [layer.weight for layer in readers])
         for layer in readers:
-            layer.smooth = smooth
+            layer.smooth, layer.sizes = smooth, squares
 
 
 def _let_go_of_file(model: Any) -> None:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import BUILT_IN
+from draftheads.settings import Precision
 from draftheads.speculation.tree_choice import read_tree
 from draftheads.utils.option_group import ABOVE_0, FROM_0, FROM_1, SHARE, OptionGroup, Range
 
@@ -88,7 +89,7 @@ class DistillOptions(OptionGroup):
     """Conversations that are answered together."""
     chunk_size: Annotated[int | None, FROM_1] = None
     """Conversations that are saved together. Default: eight batches. A kill loses at most this much work."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    precision: Precision = "auto"
     """Number format of the model. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a
     CPU."""
     device: str | None = None

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.kernels import pack, replace_linears
+from draftheads.cpu.kernels import NativeInt8, pack, replace_linears
 from draftheads.cpu.native_growth import HeadLayers, NativeGrowth
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
@@ -156,6 +156,7 @@ class DraftHead(nn.Module, Drafter):
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
         self.register_buffer("target_embedding", None, persistent=False)
+        self.rounded_embedding: NativeInt8 | None = None  # in its place, where the target has it in 8 bits
         self.dtype = torch.float32  # what it computes in; its parameters' when it is bound
         self.embedding_scale = config.embedding_scale if isinstance(config, EmbeddingConfig) else 1.0
         self.default_shape: Shape = Tree.chain(config.num_heads)
@@ -163,7 +164,7 @@ class DraftHead(nn.Module, Drafter):
         self.growth: NativeGrowth | None = None  # finds candidates in one call; made by speed_up
 
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
-    target_embedding: Tensor  # (V, D): the target's, frozen, not saved
+    target_embedding: Any  # Tensor (V, D): the target's, frozen, not saved
 
     @property
     def name(self) -> str:
@@ -216,10 +217,11 @@ class DraftHead(nn.Module, Drafter):
 
     def speed_up(self) -> None:
         """Drafts with faster modules and products; after ``bind``."""
-        if self.target_embedding.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
+        on_cpu = self.rounded_embedding is not None or self.target_embedding.device.type == "cpu"
+        if on_cpu and self.dtype in (torch.float32, torch.bfloat16):
             self.lm_heads.pack()
             # a draft that is rounded costs half as much, and what is accepted does not depend on it
-            pack(replace_linears(self), int8=True)
+            pack(replace_linears(self), bits=8)
             self.growth = self._native_growth()
 
     def layers_of_depths(self) -> Sequence[Sequence[tuple[Any, Any]]] | None:
@@ -235,7 +237,7 @@ class DraftHead(nn.Module, Drafter):
             return NativeGrowth(
                 [HeadLayers(*pair) for pair in zip(layers, lm_heads, strict=True)],  # type: ignore[arg-type]
                 reads_path=self.reads_path,
-                embedding=self.target_embedding,
+                embedding=self.rounded_embedding or self.target_embedding,
                 embedding_scale=self.embedding_scale,
                 logit_scale=self.lm_heads.logit_scale,
                 target_ids=self.draft_vocab if self.config.draft_vocab_size is not None else None,
@@ -294,7 +296,8 @@ class DraftHead(nn.Module, Drafter):
         for name in ("embedding", "lm_head"):
             if (shape := tuple(getattr(weights, name).shape)) != expected:
                 raise InvalidSettings(f"the target's {name} is {shape} but the head was made for {expected}")
-        self.target_embedding = weights.embedding.detach()
+        self.rounded_embedding = weights.rounded_embedding
+        self.target_embedding = None if self.rounded_embedding else weights.embedding.detach()
         self.growth = None
         self._read_type()
         rows = self.draft_vocab.to(weights.lm_head.device) if self.config.draft_vocab_size else None
@@ -310,7 +313,10 @@ class DraftHead(nn.Module, Drafter):
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of tokens in this head's type, (…) -> (…, D)."""
-        return self.target_embedding[token_ids].to(self.dtype)
+        if self.rounded_embedding is not None:
+            return self.rounded_embedding.rows_of(token_ids).to(self.dtype)
+        rows: Tensor = self.target_embedding[token_ids]
+        return rows.to(self.dtype)
 
     def scaled_embedding(self, token_ids: Tensor) -> Tensor:
         """The same times ``embedding_scale``."""

@@ -67,7 +67,7 @@ def custom_generate(
         draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
         tree: as for :func:`draftheads.load`, but no ``Sampled`` tree.
         copy: whether drafts also hold copies from the text so far.
-        precision: ``int8``, for CPUs, holds the linear layers in 8 bits: faster, but another model.
+        precision: ``int8`` or ``int4``, for CPUs, holds the linear layers in 8 or 4 bits: faster, but another model.
         fast: on a CPU, packed weights and the native library; off is the stock model.
         rows_together: whether all rows of a batch get their next tokens in one call of the processors and criteria, as
             in ``generate``. Then no row is ahead of another, and drafts gain less. None: only where a processor or

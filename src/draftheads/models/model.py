@@ -184,18 +184,19 @@ class TargetModel(ModelFacts):
     def _with(self, model: Any, facts: WeightFacts, **changes: Any) -> Self:
         return replace(self, model=model, facts=facts, step_mode=replace(self.step_mode), **{"native": None, **changes})
 
-    def sped_up(self, *, int8: bool = False) -> Self:
+    def sped_up(self, *, bits: int | None = None) -> Self:
         """This model with faster kernels on a CPU. It takes the modules of this one over.
 
         See :func:`draftheads.cpu.optimise.speed_up`.
         """
         facts = self._facts()  # before packing, which changes them
         typical = None
-        if int8:
+        if bits is not None:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
-        speed_up(self.model, int8=int8, typical_ids=typical)
+        speed_up(self.model, bits=bits, typical_ids=typical)
         native = native_step(self.model, self.windows)
-        return self._with(self.model, replace(facts, precision="int8") if int8 else facts, native=native)
+        facts = facts if bits is None else replace(facts, precision=f"int{bits}")
+        return self._with(self.model, facts, native=native)
 
     def set_graphs(self, *, on: bool) -> None:
         """Turns static steps on or off, also for a running batch."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.native_step import NativeStep
+from draftheads.cpu.optimise import RoundedEmbedding
 from draftheads.errors import InvalidSettings, UnsupportedModel
 from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
 from draftheads.models.long_rope import LongRope
@@ -58,7 +59,7 @@ class ModelFacts:
 
     @cached_property
     def precision(self) -> str:
-        """``fp32``, ``bf16``, ``fp16`` or ``int8``: the type in which linear layers compute."""
+        """``fp32``, ``bf16``, ``fp16``, ``int8`` or ``int4``: the type in which linear layers compute."""
         if self.facts is not None:
             return self.facts.precision
         return next((name for name, dtype in DTYPES.items() if dtype == self.dtype), str(self.dtype))
@@ -71,7 +72,8 @@ class ModelFacts:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self._embedding.device
+        embedding = self.model.get_input_embeddings()
+        return torch.device("cpu") if isinstance(embedding, RoundedEmbedding) else embedding.weight.device
 
     @property
     def is_quantised(self) -> bool:
@@ -190,7 +192,7 @@ class ModelFacts:
 
     @property
     def weights(self) -> TargetWeights:
-        """The weights that a draft head may read. A packed lm_head unpacks its weight at each call: do not keep it."""
+        """The weights that a draft head may read. Packed ones are unpacked at each call: do not keep them."""
         lm_head = self.lm_head
         return TargetWeights(
             self._embedding,
@@ -199,6 +201,7 @@ class ModelFacts:
             self._logit_scale,
             self._softcap,
             lm_head.product if isinstance(lm_head, PackedLinear) else None,
+            getattr(self.model.get_input_embeddings(), "product", None),
         )
 
     @property

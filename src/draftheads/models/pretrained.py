@@ -27,6 +27,7 @@ from draftheads.models.adapter import Adapter, require_peft
 from draftheads.models.model_config import eos_ids_of, max_positions_of
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
 from draftheads.models.weight_files import check_quantisation, check_series, check_weights
+from draftheads.settings import ROUNDED_BITS
 
 if TYPE_CHECKING:  # its import takes three seconds
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -267,7 +268,7 @@ def dtype_named(dtype: object) -> torch.dtype | None:
     named = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if isinstance(named, torch.dtype) and named.is_floating_point:
         return named
-    also = "; int8 is a precision of draftheads.load" if dtype == "int8" else ""
+    also = f"; {dtype} is a precision of draftheads.load" if dtype in ROUNDED_BITS else ""
     raise InvalidSettings(f"dtype is {dtype!r}; choose auto, {', '.join(DTYPES)} or a floating-point torch.dtype{also}")
 
 

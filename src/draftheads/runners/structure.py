@@ -39,26 +39,28 @@ _MISFITS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 _UNFIT = (UnsupportedModel, *_MISFITS[1:])  # errors of modules that do not fit this version of transformers
 
 
-def checked(target: TargetModel, read: Callable[[], TargetModel], *, fast: bool, int8: bool = False) -> TargetModel:
+def checked(
+    target: TargetModel, read: Callable[[], TargetModel], *, fast: bool, bits: int | None = None
+) -> TargetModel:
     """The target if its trees are lossless; ``fast``: with faster products and, on a CPU, the native pass.
 
     ``target`` is changed, and ``read`` reads it again.
     """
     probe = probe_of(target)
     stock = check_trees(probe) if probe else check_trees(target, num_tokens=_SHORT_TEXT)
-    own = None if int8 else own_numbers(target)
+    own = None if bits else own_numbers(target)
     if fast:
         try:
-            target = target.sped_up(int8=int8)
+            target = target.sped_up(bits=bits)
             if probe is None:  # modules were changed, and the native pass would not notice
                 target = replace(target, native=None)
-                check_trees(target, stock=None if int8 else stock, num_tokens=_SHORT_TEXT)
+                check_trees(target, stock=None if bits else stock, num_tokens=_SHORT_TEXT)
             else:
                 target = _as_proved(target, probe, stock)
             if own is not None:
                 check_numbers(target, own)
         except _UNFIT as error:
-            if int8:
+            if bits:
                 raise
             target = read()
             warnings.warn(

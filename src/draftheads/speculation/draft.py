@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from draftheads.cpu.kernels import Product
+from draftheads.cpu.kernels import NativeInt8, Product
 from draftheads.speculation.sampling import RowSettings
 from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
@@ -233,3 +233,4 @@ class TargetWeights:
     logit_scale: float = 1.0  # what the target multiplies its logits by
     logit_softcap: float | None = None  # c where the target then takes c · tanh(logits / c)
     lm_head_product: Product | None = None  # the lm_head in its kernel's form, if it is packed
+    rounded_embedding: NativeInt8 | None = None  # the embedding as it is stored, if in 8 bits

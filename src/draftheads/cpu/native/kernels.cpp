@@ -17,16 +17,16 @@ namespace {
 // registers for.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
-template <int kind> constexpr int kTileRows = 12;
-template <int kind> constexpr int kTileVecs = 2;
+template <int kind> constexpr int kTileRows = kind == kInt4 ? 8 : 12;
+template <int kind, int rows> constexpr int kTileVecs = 2;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
-template <int kind> constexpr int kTileRows = kind == kInt8 ? 4 : kind == kBFloat16 ? 5 : 3;
-template <int kind> constexpr int kTileVecs = kind == kInt8 || kind == kBFloat16 ? 2 : 4;
+template <int kind> constexpr int kTileRows = kind == kInt8 || kind == kInt4 ? 4 : kind == kBFloat16 ? 5 : 3;
+template <int kind, int rows> constexpr int kTileVecs = kind == kInt8 || kind == kBFloat16 || (kind == kInt4 && rows > 1) ? 2 : 4;
 #else
 constexpr int kLanes = 4;
 template <int kind> constexpr int kTileRows = 2;
-template <int kind> constexpr int kTileVecs = 4;
+template <int kind, int rows> constexpr int kTileVecs = 4;
 #endif
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
@@ -35,6 +35,7 @@ typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 
 constexpr int kHeader = 64;  // bytes before a row of int8: its scale
+constexpr int kRowInputs = 8 + kInputs;  // bytes of kInputs of a row for int4: their scale, their sum, they
 // What a tile fetches before it is needed: of its own block, where it is not in the cache yet, and with narrow vectors,
 // whose tiles are many, a share of the next block. So memory is read at all times.
 struct Ahead {
@@ -44,6 +45,17 @@ struct Ahead {
 };
 constexpr int kNear = 2048;  // bytes
 constexpr bool kFetchesNext = kLanes < 16;  // measured: wider ones lose by it
+#if defined(__AVX512VNNI__)
+constexpr bool kTakesUnsigned = true;  // rows of int8, whose numbers are then 1 to 255
+#else
+constexpr bool kTakesUnsigned = false;
+#endif
+// Products of int4 are added in 16 bits: for 16 of a group, a sum is at most 16 * 15 * 127 = 30,480.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+constexpr bool kAddsPairs = true;
+#else
+constexpr bool kAddsPairs = false;
+#endif
 
 inline Vec load(const float *x) {
     Vec v;
@@ -215,6 +227,7 @@ inline bool reads_bf16(const Weight &weight) {
 int64_t input_bytes(const Weight &weight) {
     const int64_t in = weight.in;
     if (weight.kind == kInt8) return kHeader + (in + 63) / 64 * 64;
+    if (weight.kind == kInt4) return (in + kInputs - 1) / kInputs * kRowInputs;
     return reads_bf16(weight) ? 2 * ((in + 1) / 2 * 2) : 4 * ((in + 1) / 2 * 2);
 }
 
@@ -266,8 +279,11 @@ void load_from(int kind, const void *x, int64_t size, float *out) {
     std::memcpy(out + i, rest, 4 * (size - i));
 }
 
-// A row as int8 with one scale: whole numbers from -127 to 127, or 1 to 255 for instructions that take them unsigned.
-void quantise(const float *row, const float *smooth, int in, char *prepared) {
+constexpr float kTiny = 1e-36f;  // so small numbers become 0: 127 divided by one may be infinite
+
+// Rounds numbers to whole ones from -127 to 127, and adds `more`. Returns their scale. The last ones may be followed by
+// some that stand for 0.
+float quantise(const float *row, const float *smooth, int in, int more, char *rounded_row) {
     Vec most = {}, strange = {};  // strange: not a number if one of them is none
     auto numbers = [&](int i) {
         const int count = in - i < kLanes ? in - i : kLanes;
@@ -281,23 +297,40 @@ void quantise(const float *row, const float *smooth, int in, char *prepared) {
         most = max(most, max(x, -x));
         strange += x * 0.0f;
     }
-    const float largest_of_row = largest(most), factor = largest_of_row > 0.0f ? 127.0f / largest_of_row : 0.0f;
+    const float largest_of_row = largest(most), factor = largest_of_row > kTiny ? 127.0f / largest_of_row : 0.0f;
     const float scale = largest_of_row / 127.0f + total(strange);
-    std::memcpy(prepared, &scale, 4);
     for (int i = 0; i < in; i += kLanes) {
         const Vec rounded = numbers(i) * factor + all(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
-        IntVec whole = (IntVec)(rounded) - 0x4b400000;
-#if defined(__AVX512VNNI__)
-        whole += 128;
-#endif
+        const IntVec whole = (IntVec)(rounded) - (0x4b400000 - more);
         const ByteVec bytes = __builtin_convertvector(whole, ByteVec);
-        std::memcpy(prepared + kHeader + i, &bytes, kLanes);
+        std::memcpy(rounded_row + i, &bytes, kLanes);
+    }
+    return scale;
+}
+
+// A row for int4: kInputs at a time have a scale and, as a number, their sum.
+void quantise_for_int4(const float *row, int in, char *prepared) {
+    for (int first = 0; first < in; first += kInputs, prepared += kRowInputs) {
+        signed char rounded[kInputs] = {};
+        const int count = in - first < kInputs ? in - first : kInputs;
+        const float scale = quantise(row + first, nullptr, count, 0, reinterpret_cast<char *>(rounded));
+        int whole = 0;
+        for (int i = 0; i < kInputs; i++) whole += rounded[i];
+        const float both[2] = {scale, scale * float(whole)};
+        std::memcpy(prepared, both, 8);
+        std::memcpy(prepared + 8, rounded, kInputs);
     }
 }
 
 void prepare(const Weight &weight, const float *row, void *prepared) {
     const int in = weight.in;
-    if (weight.kind == kInt8) return quantise(row, weight.smooth, in, static_cast<char *>(prepared));
+    if (weight.kind == kInt4) return quantise_for_int4(row, in, static_cast<char *>(prepared));
+    if (weight.kind == kInt8) {  // with one scale
+        auto *bytes = static_cast<char *>(prepared);
+        const float scale = quantise(row, weight.smooth, in, kTakesUnsigned ? 128 : 0, bytes + kHeader);
+        std::memcpy(bytes, &scale, 4);
+        return;
+    }
     if (reads_bf16(weight)) {
         auto *numbers = static_cast<uint16_t *>(prepared);
         store_as(kBFloat16, row, in, numbers);
@@ -388,6 +421,88 @@ inline void tile_of_int8(const char *weight, const char *const *x, int in, const
     }
 }
 
+// Eight numbers of a row times eight of each output, of which `w` has four in its low and four in its high halves.
+inline void add_eight(IntVec &sums, const char *eight, IntVec low, IntVec high) {
+#if defined(__AVX2__)
+    int32_t first, second;
+    std::memcpy(&first, eight, 4);
+    std::memcpy(&second, eight + 4, 4);
+#endif
+#if defined(__AVX512VNNI__)
+    sums = (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)low, _mm512_set1_epi32(first));
+    sums = (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)high, _mm512_set1_epi32(second));
+#elif defined(__AVX512BW__)
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)low, _mm512_set1_epi32(first));
+    const __m512i others = _mm512_maddubs_epi16((__m512i)high, _mm512_set1_epi32(second));
+    sums = (IntVec)_mm512_add_epi16((__m512i)sums, _mm512_add_epi16(pairs, others));
+#elif defined(__AVX2__)
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)low, _mm256_set1_epi32(first));
+    const __m256i others = _mm256_maddubs_epi16((__m256i)high, _mm256_set1_epi32(second));
+    sums = (IntVec)_mm256_add_epi16((__m256i)sums, _mm256_add_epi16(pairs, others));
+#else
+    for (int j = 0; j < 4; j++) {
+        sums += (low >> (8 * j) & 255) * int32_t(static_cast<signed char>(eight[j]));
+        sums += (high >> (8 * j) & 255) * int32_t(static_cast<signed char>(eight[4 + j]));
+    }
+#endif
+}
+
+// The sums of kInputs, as numbers.
+inline Vec numbers_of(IntVec sums) {
+#if defined(__AVX512F__)
+    if (kAddsPairs) sums = (IntVec)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    sums = (IntVec)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#endif
+    return __builtin_convertvector(sums, Vec);
+}
+
+// sums += a * b, rounded once also where there is no instruction for it, so that all sets give the same bits.
+inline void add_product_once(Vec &sums, Vec a, Vec b) {
+#if defined(__AVX2__)
+    add_product(sums, a, b);
+#else
+    for (int lane = 0; lane < kLanes; lane++) sums[lane] = std::fma(a[lane], b[lane], sums[lane]);
+#endif
+}
+
+// Of the outputs from `first` on. Each group of inputs is added as a whole number, and these are added in their order.
+template <int rows, int vecs>
+inline void tile_of_int4(const char *weight, const char *const *x, int in, int first, Ahead ahead, float *y) {
+    Vec sums[rows][vecs] = {};
+    const int groups = (in + kInputs - 1) / kInputs;
+    for (int group = 0; group < groups; group++, weight += kInputsBytes) {
+        const int64_t at = int64_t(group) * kRowInputs;
+        IntVec of_group[rows][vecs] = {};
+        for (int k = 0; k < kInputs; k += 8) {
+            const char *eight = weight + k / 2 * kBlock + 4 * first;
+            fetch<4 * kLanes * vecs>(eight, ahead);
+            IntVec low[vecs], high[vecs];
+            for (int v = 0; v < vecs; v++) {
+                UIntVec both;
+                std::memcpy(&both, eight + 4 * kLanes * v, 4 * kLanes);
+                low[v] = (IntVec)(both & 0x0f0f0f0f);
+                high[v] = (IntVec)(both >> 4 & 0x0f0f0f0f);
+            }
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < vecs; v++) add_eight(of_group[r][v], x[r] + at + 8 + k, low[v], high[v]);
+        }
+        fetch<4 * kLanes * vecs>(weight + scale_at(first), ahead);
+        for (int v = 0; v < vecs; v++) {
+            const char *scales = weight + scale_at(first + kLanes * v);
+            const Vec of_weight = load_as(kBFloat16, scales), least = load_as(kBFloat16, scales + 32);
+            for (int r = 0; r < rows; r++) {
+                float both[2];
+                std::memcpy(both, x[r] + at, 8);
+                add_product_once(sums[r][v], numbers_of(of_group[r][v]), of_weight * both[0]);
+                add_product_once(sums[r][v], least, all(both[1]));
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vecs; v++) store(y + r * kBlock + v * kLanes, sums[r][v]);
+}
+
 template <int kind, int rows, int vecs>
 inline void tile(const char *weight, const char *const *x, int in, Ahead ahead, float *y) {
     Vec sums[rows][vecs] = {};
@@ -447,12 +562,15 @@ inline void tile(const char *weight, const char *const *x, int in, Ahead ahead, 
 
 template <int kind, int rows>
 void tiles(const char *weight, const char *const *x, int in, Ahead ahead, float *y) {
-    constexpr int vecs = kTileVecs<kind>;
+    constexpr int vecs = kTileVecs<kind, rows>;
     constexpr int bytes = (kind == kFloat16 ? 2 : 4) * kLanes;  // of a vector: numbers, pairs or groups of four
-    constexpr int group = group_of(kind == kPairs ? kBFloat16 : kind);
-    const int64_t share = int64_t(ahead.step) * ((in + group - 1) / group) * bytes * vecs / 64;
+    constexpr int group = kind == kInt4 ? kInputs : group_of(kind == kPairs ? kBFloat16 : kind);
+    constexpr int read = bytes * vecs * (kind == kInt4 ? kInputs / 8 + 1 : 1);  // for each of them
+    const int64_t share = int64_t(ahead.step) * ((in + group - 1) / group) * read / 64;
     for (int v = 0; v < kBlock / kLanes; v += vecs, ahead.next += share) {
-        if constexpr (kind == kInt8)
+        if constexpr (kind == kInt4)
+            tile_of_int4<rows, vecs>(weight, x, in, v * kLanes, ahead, y + v * kLanes);
+        else if constexpr (kind == kInt8)
             tile_of_int8<rows, vecs>(weight + bytes * v, x, in, weight + block_bytes(kInt8, in) - 8 * kBlock + 4 * kLanes * v,
                                      ahead, y + v * kLanes);
         else
@@ -570,6 +688,7 @@ void block(const Weight &weight, int number, const void *prepared, int rows, flo
 #endif
     auto *of_kind = weight.kind == kFloat32   ? rows_of<kFloat32>
                     : weight.kind == kInt8    ? rows_of<kInt8>
+                    : weight.kind == kInt4    ? rows_of<kInt4>
                     : weight.kind == kFloat16 ? rows_of<kFloat16>
 #if defined(__AVX512BF16__)
                     : reads_bf16(weight) ? rows_of<kPairs>

@@ -9,14 +9,19 @@
 namespace draftheads {
 
 // How a weight is stored.
-enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kKinds = 4 };
+enum Kind : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4, kKinds = 5 };
 
 constexpr int kBlock = 32;    // outputs of a product that are computed together, and stored side by side
 constexpr int kMostHead = 256;  // numbers of a head
 constexpr int kMostTogether = 4;
+constexpr int kInputs = 32;   // of int4 that have a scale and a least number together
+constexpr int kInputsBytes = kBlock * (kInputs / 2 + 4);  // of them in a block
 
 // A weight (out, in): blocks of kBlock outputs, in each of them the inputs in groups of four (int8), in pairs (bf16) or
 // alone. A block of int8 ends with a scale for each output and, as int32, the sum of its numbers.
+//
+// int4 has kInputs inputs at a time: numbers from 0 to 15, and then for each output a scale and what 0 stands for, in bf16.
+// Of eight neighbours, the first four are the low halves of four bytes and the others the high ones.
 struct Weight {
     int32_t kind;
     int32_t inputs;       // the kind of the rows that it multiplies: fp32, or bf16 to which they are rounded
@@ -35,6 +40,7 @@ constexpr int group_of(int kind) { return kind == kInt8 ? 4 : kind == kBFloat16 
 constexpr int bytes_of(int kind) { return kind == kInt8 ? 1 : kind == kFloat32 ? 4 : 2; }
 
 inline int64_t block_bytes(int kind, int in) {
+    if (kind == kInt4) return int64_t(in + kInputs - 1) / kInputs * kInputsBytes;
     const int group = group_of(kind);
     return int64_t(in + group - 1) / group * group * kBlock * bytes_of(kind) + (kind == kInt8 ? 8 * kBlock : 0);
 }
@@ -53,6 +59,10 @@ struct Gate {
     int32_t act;
     float alpha, limit;
 };
+
+// Where the scale of an output is, after the numbers of kInputs inputs; its least number is 32 bytes behind it. Those of
+// 16 outputs are one line of the cache.
+constexpr int scale_at(int output) { return kInputs / 2 * kBlock + output / 16 * 64 + output % 16 * 2; }
 
 // A query of a token, and what it sees of its text: entries start, start + 1, ... end - 1 and those of the list.
 struct Query {

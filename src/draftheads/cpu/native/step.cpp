@@ -237,7 +237,8 @@ struct Model {
     Gate gate;
     Norm final;
     const Layer *of_layers;
-    const void *embedding;  // (vocab, size)
+    const void *embedding;  // (vocab, size); of int8 as a weight that is packed
+    const float *embedding_smooth;  // (size,) of int8, or null
     const float *positions;  // (num_positions, size) that are added to embeddings, or null
     int32_t num_positions, unused;
 };
@@ -268,6 +269,20 @@ namespace {
 struct Token {
     int32_t text, first, length, position;  // first: the first token of the text in the pass
 };
+
+// A row of an embedding.
+void embed(int kind, const void *embedding, const float *smooth, int64_t token, int size, float *out) {
+    auto *from = static_cast<const char *>(embedding);
+    if (kind != kInt8) return kernels->load(kind, from + token * size * bytes_of(kind), size, out);
+    const int64_t bytes = block_bytes(kInt8, size), place = 4 * (token % kBlock);
+    from += token / kBlock * bytes + place;
+    float scale;
+    std::memcpy(&scale, from + bytes - 8 * kBlock, 4);
+    for (int i = 0; i < size; i++) {
+        const float number = scale * float(static_cast<signed char>(from[i / 4 * 4 * kBlock + i % 4]));
+        out[i] = smooth ? number * smooth[i] : number;
+    }
+}
 
 // Memory of the passes, one after the other. It only grows, because a late thread may look at it.
 struct Buffers {
@@ -557,9 +572,8 @@ void pass_of(const Job &job, uint32_t number) {
     };
     const int64_t row_bytes = int64_t(size) * bytes_of(m.state_kind);
     if (!each([&](int token) {
-            const int64_t bytes = int64_t(size) * bytes_of(m.embedding_kind);
             float *row = state(token);
-            kernels->load(m.embedding_kind, static_cast<const char *>(m.embedding) + p.ids[token] * bytes, size, row);
+            embed(m.embedding_kind, m.embedding, m.embedding_smooth, p.ids[token], size, row);
             if (m.embedding_scale != 1.0f)
                 for (int i = 0; i < size; i++) row[i] *= m.embedding_scale;
             if (m.positions)
@@ -796,10 +810,110 @@ void pack_block(const Packing &p, int block) {
     }
 }
 
+uint16_t to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return x == x ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t(0x7fc0);
+}
+
+float of_bf16(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+// A scale a, a least number b and for each x the q from 0 to 15 that makes a q + b nearest to it. Several steps of a grid
+// are tried; each has the a and b of least squares, weighted by the sizes of the inputs, for its q, and then its q again.
+void round_to_int4(const float *x, const float *sizes, int count, uint8_t *rounded, uint16_t *scale, uint16_t *least) {
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+    constexpr int kTrials = 8, kWide = 8;
+    float low = x[0], high = x[0], strange = 0.0f;  // not a number if one of them is none
+    for (int i = 0; i < count; i++) {
+        low = std::min(low, x[i]);
+        high = std::max(high, x[i]);
+        strange += x[i] * 0.0f;
+    }
+    float whole[kInputs];
+    auto round = [&](float a, float b) {
+        const float factor = a > 0.0f ? 1.0f / a : 0.0f;
+        for (int i = 0; i < kInputs; i++) {
+            const float near = std::min(std::max((x[i] - b) * factor, 0.0f), 15.0f) + kMagic;
+            whole[i] = near - kMagic;
+        }
+    };
+    auto keep = [&](float a, float b) {
+        *scale = to_bf16(a + strange);
+        *least = to_bf16(b);
+        for (int i = 0; i < kInputs; i++) rounded[i] = uint8_t(whole[i]);
+    };
+    const float range = high - low, plain = of_bf16(to_bf16(range / 15.0f));
+    round(plain, low);
+    keep(plain, low);
+    float fewest = INFINITY;
+    for (int trial = 0; trial < kTrials; trial++) {
+        float a = range / (12.0f + 4.0f / (kTrials - 1) * float(trial)), b = 0.5f * (low + high) - 7.5f * a;
+        for (int again = 0; again < 2; again++) {
+            round(a, b);
+            float lanes[6][kWide] = {};
+            for (int i = 0; i < kInputs; i += kWide)
+                for (int j = 0; j < kWide; j++) {
+                    const float w = sizes[i + j], q = whole[i + j], n = x[i + j];
+                    lanes[0][j] += w;
+                    lanes[1][j] += w * q;
+                    lanes[2][j] += w * q * q;
+                    lanes[3][j] += w * n;
+                    lanes[4][j] += w * n * q;
+                    lanes[5][j] += w * n * n;
+                }
+            float sums[6] = {};
+            for (int j = 0; j < kWide; j++)
+                for (int of = 0; of < 6; of++) sums[of] += lanes[of][j];
+            const float determinant = sums[0] * sums[2] - sums[1] * sums[1];
+            if (!(determinant > 1e-6f * sums[0] * sums[2])) break;  // they are all the same
+            a = of_bf16(to_bf16((sums[0] * sums[4] - sums[1] * sums[3]) / determinant));
+            b = of_bf16(to_bf16((sums[3] - a * sums[1]) / sums[0]));
+            const float error = sums[5] - 2.0f * (a * sums[4] + b * sums[3]) + a * (a * sums[2] + 2.0f * b * sums[1]) + b * b * sums[0];
+            if (!(error < fewest)) continue;
+            fewest = error;
+            keep(a, b);
+        }
+    }
+}
+
+// A block of int4 from fp32 numbers, and back. The scales are the sizes of the inputs.
+void pack_int4(const Packing &p, int block) {
+    auto *weight = reinterpret_cast<float *>(p.weight);
+    auto *to = reinterpret_cast<uint8_t *>(p.packed + block * block_bytes(kInt4, p.in));
+    for (int first = 0; first < p.in; first += kInputs, to += kInputsBytes)
+        for (int o = 0; o < kBlock; o++) {
+            const int64_t row = block * kBlock + o;
+            const int count = std::min(kInputs, p.in - first);
+            float *numbers = weight + row * p.in + first, x[kInputs] = {}, sizes[kInputs] = {};
+            uint8_t rounded[kInputs], *bytes = to + 4 * o, *of_scale = to + scale_at(o);
+            uint16_t scale, least;
+            if (p.back) {
+                if (row >= p.out) continue;
+                std::memcpy(&scale, of_scale, 2);
+                std::memcpy(&least, of_scale + 32, 2);
+                for (int i = 0; i < count; i++)
+                    numbers[i] = float(bytes[i / 8 * 4 * kBlock + i % 4] >> (i % 8 / 4 * 4) & 15) * of_bf16(scale) + of_bf16(least);
+                continue;
+            }
+            if (row < p.out) std::memcpy(x, numbers, 4 * count);
+            for (int i = 0; i < count; i++) sizes[i] = p.scales ? p.scales[first + i] : 1.0f;
+            round_to_int4(x, sizes, count, rounded, &scale, &least);
+            std::memcpy(of_scale, &scale, 2);
+            std::memcpy(of_scale + 32, &least, 2);
+            for (int i = 0; i < kInputs; i += 8)
+                for (int j = 0; j < 4; j++) bytes[i / 2 * kBlock + j] = uint8_t(rounded[i + j] | rounded[i + 4 + j] << 4);
+        }
+}
+
 void packing_of(const Job &job, uint32_t number) {
     Packing p;
     std::memcpy(&p, job.words, sizeof p);
-    pool->share(0, number, blocks_of(p.out), [&](int block) { pack_block(p, block); });
+    pool->share(0, number, blocks_of(p.out), [&](int block) { (p.kind == kInt4 ? pack_int4 : pack_block)(p, block); });
 }
 
 // --- drafting ---
@@ -829,7 +943,8 @@ struct Growth {
     int32_t nodes;      // of the tree: what cannot be in it has no children; 0: everything has
     float likely;       // least probability of the nodes that get children, of all together
     float embedding_scale;
-    const void *embedding;       // (vocabulary, size)
+    const void *embedding;       // (vocabulary, size); of int8 as a weight that is packed
+    const float *embedding_smooth;  // (size,) of int8, or null
     const int64_t *target_ids;   // (draft vocabulary,), or null
     const int64_t *roots;        // (rows,)
     const float *states;         // (rows, size)
@@ -864,6 +979,11 @@ float log_prob(float value, float total) {
 
 // Numbers of the state of a node.
 int state_size(const Growth &w, int depth) { return w.reads_path ? (2 + depth) * w.size : w.size; }
+
+void embed_scaled(const Growth &w, int64_t token, float *out) {
+    embed(w.embedding_kind, w.embedding, w.embedding_smooth, token, w.size, out);
+    for (int i = 0; i < w.size; i++) out[i] *= w.embedding_scale;
+}
 
 // For the products of a depth.
 void make_room(Growing &g, int depth) {
@@ -948,12 +1068,6 @@ void grow_of(const Job &, uint32_t number) {
     Growing &g = growing;
     int part = 0;
     auto each = [&](int tasks, auto task) { return pool->share(part++, number, tasks, task); };
-    auto embed = [&](int64_t token, float *out) {
-        const Growth &w = g.growth;
-        const int64_t bytes = int64_t(w.size) * bytes_of(w.embedding_kind);
-        kernels->load(w.embedding_kind, static_cast<const char *>(w.embedding) + token * bytes, w.size, out);
-        for (int i = 0; i < w.size; i++) out[i] *= w.embedding_scale;
-    };
     for (int depth = 0;; depth++) {
         if (depth >= g.growth.num_depths) return;
         const Depth &level = g.depths[depth];
@@ -1005,7 +1119,7 @@ void grow_of(const Job &, uint32_t number) {
                 const int row = node / width, before = g.widths[depth];
                 float *state = g.next_states.data() + int64_t(node) * whole;
                 std::memcpy(state, g.states.data() + (int64_t(row) * before + g.above[node]) * old, 4 * old);
-                embed(w.tokens[int64_t(row) * w.capacity + g.nodes[node]], state + old);
+                embed_scaled(w, w.tokens[int64_t(row) * w.capacity + g.nodes[node]], state + old);
             }) ||
             !each(1, [&](int) {
                 g.states.swap(g.next_states);
@@ -1064,7 +1178,8 @@ void draftheads_forked() {
 // How many bytes a packed weight (out, in) has, with padding.
 int64_t draftheads_packed_size(int kind, int out, int in) { return blocks_of(out) * block_bytes(kind, in); }
 
-// Packs a weight (out, in), of int8 with the scales of its outputs (out,), or unpacks it.
+// Packs a weight (out, in), of int8 with the scales of its outputs (out,), or unpacks it. int4 takes and gives fp32, and
+// the sizes of the inputs (in,), or null, in place of scales.
 void draftheads_pack(int kind, void *weight, const float *scales, int out, int in, void *packed, int back) {
     std::lock_guard<std::mutex> lock(turns);
     pool->run(job_of(packing_of, Packing{static_cast<char *>(weight), scales, static_cast<char *>(packed), kind, out, in, back}), 1);
@@ -1138,14 +1253,10 @@ int draftheads_grow(const Growth *growth) {
     g.states.assign(int64_t(w.rows) * size, 0.0f);
     g.nodes.assign(w.rows, 0);
     g.scores.assign(w.rows, 0.0f);
-    const int64_t bytes = int64_t(w.size) * bytes_of(w.embedding_kind);
     for (int row = 0; row < w.rows; row++) {
         float *state = g.states.data() + int64_t(row) * size;
         std::memcpy(state, w.states + int64_t(row) * w.size, 4 * w.size);
-        if (w.reads_path) {
-            kernels->load(w.embedding_kind, static_cast<const char *>(w.embedding) + w.roots[row] * bytes, w.size, state + w.size);
-            for (int i = 0; i < w.size; i++) state[w.size + i] *= w.embedding_scale;
-        }
+        if (w.reads_path) embed_scaled(w, w.roots[row], state + w.size);
         w.tokens[int64_t(row) * w.capacity] = w.roots[row];
         w.parents[int64_t(row) * w.capacity] = 0;
         w.log_probs[int64_t(row) * w.capacity] = 0.0f;
