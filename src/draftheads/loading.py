@@ -381,8 +381,7 @@ def _check_whole(precision: str, quantised: object) -> None:
     """Quantised layers have kernels of their own."""
     if quantised is not None and precision in ROUNDED_BITS:
         raise InvalidSettings(
-            f"precision {precision} and {short(str(quantised))}: give one of them; precision {precision} needs "
-            "nn.Linear layers"
+            f"precision {precision} and {short(str(quantised))}: give one of them; it needs nn.Linear layers"
         )
 
 

@@ -131,9 +131,8 @@ class Root:
 class DraftHead(nn.Module, Drafter):
     """A set of K heads on the target's last hidden state.
 
-    Life: build from a config, ``bind`` to the target's weights (also after loading), then train with ``forward`` and
-    ``logits``, or draft with a session, which calls ``begin``, ``predict`` and ``descend``. Drafting changes nothing in
-    it.
+    Build it from a config, ``bind`` it to the target's weights (also after loading), then train with ``forward`` and
+    ``logits``, or draft with a session, which calls ``begin``, ``predict`` and ``descend`` and changes nothing in it.
     """
 
     predicts_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs are predicted hidden states
@@ -219,8 +218,7 @@ class DraftHead(nn.Module, Drafter):
         """Drafts with faster modules and products; after ``bind``."""
         on_cpu = self.rounded_embedding is not None or self.target_embedding.device.type == "cpu"
         if on_cpu and self.dtype in (torch.float32, torch.bfloat16):
-            self.lm_heads.pack()
-            # a draft that is rounded costs half as much, and what is accepted does not depend on it
+            self.lm_heads.pack()  # a draft that is rounded costs half as much, and what is accepted stays the same
             pack(replace_linears(self), bits=8)
             self.growth = self._native_growth()
 
@@ -313,10 +311,10 @@ class DraftHead(nn.Module, Drafter):
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of tokens in this head's type, (…) -> (…, D)."""
-        if self.rounded_embedding is not None:
-            return self.rounded_embedding.rows_of(token_ids).to(self.dtype)
-        rows: Tensor = self.target_embedding[token_ids]
-        return rows.to(self.dtype)
+        held: Any = self.rounded_embedding
+        return (
+            self.target_embedding[token_ids].to(self.dtype) if held is None else held.rows_of(token_ids).to(self.dtype)
+        )
 
     def scaled_embedding(self, token_ids: Tensor) -> Tensor:
         """The same times ``embedding_scale``."""

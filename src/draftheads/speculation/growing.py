@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.cpu.kernels import largest
+from draftheads.cpu.top import largest
 from draftheads.speculation.candidates import Candidates, best_nodes
 from draftheads.speculation.draft import Context, Draft, tree_tensors
 from draftheads.speculation.masking import MaskedPredictor, Predictor

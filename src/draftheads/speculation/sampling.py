@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from draftheads.cpu.kernels import first_largest
+from draftheads.cpu.top import first_largest
 from draftheads.settings import SamplingSettings
 from draftheads.utils.transfer import to_device
 
