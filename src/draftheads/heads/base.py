@@ -268,11 +268,7 @@ class DraftHead(nn.Module, Drafter):
         return deeper
 
     def check_shape(self, shape: Shape) -> None:
-        """Can this head fill it?
-
-        Raises:
-            InvalidTree: deeper than :attr:`depth_limit`, or wider than the draft vocabulary.
-        """
+        """Raises :class:`InvalidTree` if it is deeper than :attr:`depth_limit`, or wider than the draft vocabulary."""
         depth, heads, limit = depth_of(shape), self.config.num_heads, self.depth_limit
         if depth is not None and limit is not None and depth > limit:
             raise InvalidTree(
@@ -294,9 +290,8 @@ class DraftHead(nn.Module, Drafter):
         for name in ("embedding", "lm_head"):
             if (shape := tuple(getattr(weights, name).shape)) != expected:
                 raise InvalidSettings(f"the target's {name} is {shape} but the head was made for {expected}")
-        self.rounded_embedding = weights.rounded_embedding
+        self.growth, self.rounded_embedding = None, weights.rounded_embedding
         self.target_embedding = None if self.rounded_embedding else weights.embedding.detach()
-        self.growth = None
         self._read_type()
         rows = self.draft_vocab.to(weights.lm_head.device) if self.config.draft_vocab_size else None
         self.lm_heads.bind(weights, rows, self.dtype)
@@ -312,9 +307,8 @@ class DraftHead(nn.Module, Drafter):
     def embedded(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of tokens in this head's type, (…) -> (…, D)."""
         held: Any = self.rounded_embedding
-        return (
-            self.target_embedding[token_ids].to(self.dtype) if held is None else held.rows_of(token_ids).to(self.dtype)
-        )
+        rows: Tensor = self.target_embedding[token_ids] if held is None else held.rows_of(token_ids)
+        return rows.to(self.dtype)
 
     def scaled_embedding(self, token_ids: Tensor) -> Tensor:
         """The same times ``embedding_scale``."""
