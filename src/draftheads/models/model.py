@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Self, Unpack
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
@@ -31,6 +32,7 @@ from draftheads.models.model_config import max_positions_of, rope_kinds
 from draftheads.models.model_facts import ModelFacts, WeightFacts
 from draftheads.models.model_names import find_adapter, name_of_loaded
 from draftheads.models.pretrained import ATTENTION, LoadOptions, adapter_tokenizer, load_pretrained
+from draftheads.models.recurrent import FAMILIES, KINDS, missing_functions
 from draftheads.models.weight_files import check_quantisation
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
@@ -59,13 +61,7 @@ class TargetModel(ModelFacts):
     def __post_init__(self) -> None:
         use_long_rope(self.decoder, self.config)
         self._check_length()
-        unknown = set(self.layer_kinds) - _ATTENTION_KINDS
-        if unknown or getattr(self.model, "_is_stateful", False):
-            what = ", ".join(sorted(unknown)) or "a recurrent state"
-            raise UnsupportedModel(
-                f"{self.model_id} has {what}: "
-                "drafts are rewound by removing cache entries, which needs plain attention layers"
-            )
+        self._check_layer_kinds()
         if self.config.model_type in _SLOT_BOUND_TYPES or getattr(self.config, "alibi", False):
             raise UnsupportedModel(
                 f"{self.model_id} ({self.config.model_type}) derives positions from cache slots: "
@@ -204,6 +200,22 @@ class TargetModel(ModelFacts):
     def computing(self) -> AbstractContextManager[None]:
         """The context of steps of this model: native ones need the cores that torch's threads would keep."""
         return nullcontext() if self.native is None else single_torch_thread()
+
+    def _check_layer_kinds(self) -> None:
+        family = self.config.model_type
+        unknown = set(self.layer_kinds) - _ATTENTION_KINDS - (KINDS if self.is_recurrent else set())
+        if unknown or (getattr(self.model, "_is_stateful", False) and not self.is_recurrent):
+            what = ", ".join(sorted(unknown)) or "a recurrent state"
+            raise UnsupportedModel(
+                f"{self.model_id} ({family}) has {what}: "
+                "drafts are rewound by removing cache entries, or by states that follow a tree in families that are "
+                f"tested: {', '.join(sorted(FAMILIES))}"
+            )
+        if self.is_recurrent and (missing := missing_functions(family, self.decoder)):
+            raise UnsupportedModel(
+                f"{self.model_id} ({family}): its layers do not call {' and '.join(missing)} in transformers "
+                f"{transformers.__version__}, which trees need: install another version of transformers, such as 5.24"
+            )
 
     def _check_length(self) -> None:
         require_at_least(1, max_length=self.max_length)

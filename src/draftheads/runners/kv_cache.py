@@ -99,6 +99,14 @@ class SlotCache(Cache):
         """Of all layers, keys and values."""
         return [part for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values)]
 
+    @property
+    def of_rows(self) -> list[Tensor]:
+        """All that it holds, each (rows, …)."""
+        return self.buffers
+
+    def clear(self, row: int) -> None:
+        """A new text has that row. Masks hide what the slots held."""
+
     def resize(self, rows: int, capacity: int) -> None:
         """Reallocates the buffers, if they have another shape."""
         if (rows, capacity) != self.shape:
@@ -115,7 +123,7 @@ class SlotCache(Cache):
     def order(self, rows: Sequence[int]) -> None:
         """Row ``rows[i]`` is row i from now on."""
         moved = [place for place, row in enumerate(rows) if row != place]
-        for buffer in self.buffers if moved else ():
+        for buffer in self.of_rows if moved else ():
             source, target = to_device([rows[place] for place in moved], buffer.device), to_device(moved, buffer.device)
             buffer[target] = buffer[source]
 
