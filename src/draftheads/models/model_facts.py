@@ -190,6 +190,11 @@ class ModelFacts:
         kinds = {"full_attention" if kind == "hybrid" else kind for kind in self.layer_kinds}
         return frozenset(kinds - KINDS if self.is_recurrent else kinds)
 
+    @property
+    def num_attention_layers(self) -> int:
+        """How many layers have keys and values."""
+        return sum(kind == "hybrid" or kind in self.attention_kinds for kind in self.layer_kinds)
+
     @cached_property
     def is_recurrent(self) -> bool:
         """Whether it has recurrent layers or short convolutions, of a family whose trees are proved."""

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 CONVOLUTION = "causal_conv1d_fn"
+KIMI_RULE = "chunk_kimi_delta_attention"
 DELTA_RULE, MAMBA2, MAMBA1 = "torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"
 FAMILIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), (CONVOLUTION, DELTA_RULE)),
@@ -15,6 +16,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"), (CONVOLUTION, MAMBA2)
     ),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), (CONVOLUTION, MAMBA1)),
+    "kimi_linear": (CONVOLUTION, KIMI_RULE),
     **dict.fromkeys(("lfm2", "lfm2_moe"), (CONVOLUTION,)),
 }
 KINDS = frozenset({"linear_attention", "hybrid", "conv", "moe", "mlp"})  # of layers, beside attention

@@ -1,8 +1,8 @@
 """Recurrent layers in trees: a node goes on from the state of its parent, not from that of the token before it.
 
 The mixers of ``transformers`` call a convolution and a recurrence by names of their module. While a pass of ours runs,
-these names lead to functions that look up the pass in a context variable; calls from elsewhere go to the originals. The
-cache hides states from the mixers, so that they always make the calls for whole texts, and the functions find them here.
+these names lead to functions that look up the pass in a context variable; calls from elsewhere go to the originals.
+The cache hides states from mixers, so that they always make the calls for whole texts; the functions find them here.
 
 A tree is walked by levels: nodes of one depth together, whatever their row. Each node's numbers are added in the same
 order however many nodes there are. Prompts are read by the original functions, which compute many tokens at once.
@@ -46,9 +46,9 @@ def levels_of(parents: Sequence[Sequence[int]], device: torch.device) -> list[Le
     """
     width = max(map(len, parents), default=0)
     found: list[list[tuple[int, int, int]]] = []
-    for row, above in enumerate(parents):
+    for row, of_row in enumerate(parents):
         at: list[tuple[int, int]] = []  # of each node: its level, its place there
-        for node, parent in enumerate(above):
+        for node, parent in enumerate(of_row):
             level, place = (at[parent][0] + 1, at[parent][1]) if parent >= 0 else (0, row)
             if level == len(found):
                 found.append([])
@@ -79,16 +79,19 @@ def path_levels(paths: Sequence[Sequence[int]], num_nodes: int, device: torch.de
 
 
 class DeltaRule(NamedTuple):
-    """The gated delta rule (arXiv 2412.06464, eq. 10) of m nodes, in fp32; states (m, heads, K, V)."""
+    """The gated delta rule (arXiv 2412.06464, eq. 10) of m nodes, in fp32; states (m, heads, K, V).
+
+    In Kimi Linear (arXiv 2510.26692, eq. 1) each number of a key has a decay of its own.
+    """
 
     query: Tensor  # (m, heads, K) normed and scaled, as keys are
     key: Tensor
     value: Tensor  # (m, heads, V)
-    decay: Tensor  # (m, heads)
+    decay: Tensor  # (m, heads, 1 or K)
     beta: Tensor  # (m, heads)
 
     def next(self, state: Tensor) -> Tensor:
-        state = state * self.decay[..., None, None]
+        state = state * self.decay[..., None]
         delta = (self.value - (state * self.key[..., None]).sum(-2)) * self.beta[..., None]
         return state + self.key[..., None] * delta[..., None, :]
 
@@ -300,11 +303,15 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Of queries and keys (B, N, key heads, K), values (B, N, heads, V), and (B, N, heads)."""
+    """Of queries and keys (B, N, key heads, K), values (B, N, heads, V), and (B, N, heads).
+
+    Of Kimi Linear ``g`` is (B, N, heads, K).
+    """
     states = run.states((value.shape[2], key.shape[3], value.shape[3]), value)
     if run.counts is not None:
-        padding = run.padding(g.device)[..., None]
-        options |= {"g": g.masked_fill(padding, 0), "beta": beta.masked_fill(padding, 0), "output_final_state": True}
+        padding = run.padding(g.device)[..., None]  # a padded token changes no state
+        options["g"] = g.masked_fill(padding if g.dim() == 3 else padding[..., None], 0)
+        options |= {"beta": beta.masked_fill(padding, 0), "output_final_state": True}
         options |= {"initial_state": states.clone(), "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         found, last = original(query, key, value, **options)
         states.copy_(last)
@@ -314,11 +321,12 @@ def delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (query, key))
     decay, beta = (part.float().flatten(0, 1).contiguous() for part in (g, beta))
-    rule = DeltaRule(query * key.shape[-1] ** -0.5, key, value.float().flatten(0, 1), decay.exp(), beta)
+    decay = decay.exp().view(*beta.shape, -1)
+    rule = DeltaRule(query * key.shape[-1] ** -0.5, key, value.float().flatten(0, 1), decay, beta)
     return _walked(run, rule, states).view(value.shape).to(value.dtype), states
 
 
-def mamba2(
+def mamba2(  # noqa: PLR0917 - as it is called
     run: Pass,
     original: Callable[..., Any],
     x: Tensor,
@@ -350,7 +358,7 @@ def mamba2(
     return (found if D is None else found + inputs * D.float()[:, None]).view(x.shape), states
 
 
-def mamba1(
+def mamba1(  # noqa: PLR0917 - as it is called
     run: Pass,
     _: Callable[..., Any],
     x: Tensor,

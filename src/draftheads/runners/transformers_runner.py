@@ -96,11 +96,18 @@ class TransformersRunner(Runner):
             self.cache.resize(held_rows(len(kept)), min(self.cache.shape[1], self._slots(needed)))
 
     def entries(self, row: Row, num_tokens: int) -> Entries:
+        if self.model.is_recurrent:
+            return ()  # states are those of the whole text, not of its first tokens
         return self.cache.entries(self.order.index(row), num_tokens)
 
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.cache.of_rows)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of these, memory of states."""
+        return self.num_bytes - sum(buffer.nbytes for buffer in self.cache.buffers)
 
     def verify_static(
         self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor, are_long: Tensor | None = None
