@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from draftheads.models.recurrent import CONVOLUTION, DELTA_RULE, MAMBA1, MAMBA2
+from draftheads.models.recurrent import CONVOLUTION, DELTA_RULE, KIMI_RULE, MAMBA1, MAMBA2
 from draftheads.runners.kv_cache import SlotCache
 from draftheads.utils.transfer import to_device
 
@@ -414,6 +414,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     DELTA_RULE: delta_rule,
     MAMBA2: mamba2,
     MAMBA1: mamba1,
+    KIMI_RULE: delta_rule,
 }
 _RUNNING: ContextVar[Pass | None] = ContextVar("_RUNNING", default=None)
 _LOCK = threading.Lock()
