@@ -4,6 +4,7 @@ Callers choose the slots to write and to read; it knows nothing of text or trees
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -106,6 +107,10 @@ class SlotCache(Cache):
 
     def clear(self, row: int) -> None:
         """A new text has that row. Masks hide what the slots held."""
+
+    def undone(self, rows: slice) -> AbstractContextManager[None]:
+        """If reading fails inside, these rows are as before. Entries are only written behind what rows hold."""
+        return nullcontext()
 
     def resize(self, rows: int, capacity: int) -> None:
         """Reallocates the buffers, if they have another shape."""

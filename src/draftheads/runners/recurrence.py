@@ -161,6 +161,16 @@ class StateCache(SlotCache):
         for state in self.states.values():
             state[row : row + 1] = 0
 
+    @contextmanager
+    def undone(self, rows: slice) -> Iterator[None]:
+        before = {key: state[rows].clone() for key, state in self.states.items()}
+        try:
+            yield
+        except BaseException:
+            for key, state in self.states.items():
+                state[rows] = before.get(key, 0)
+            raise
+
     # what mixers call: states are hidden from them
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:

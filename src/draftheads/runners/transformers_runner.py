@@ -48,10 +48,11 @@ class TransformersRunner(Runner):
 
     @torch.inference_mode()
     def read(self, rows: Sequence[Row], token_ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
-        self._neighbours(rows, are_first=False)
+        places = self._neighbours(rows, are_first=False)
         results: list[tuple[Tensor, Tensor]] = []
-        for group in _groups(list(map(len, token_ids))):
-            results += self._read(rows[group], token_ids[group])
+        with self.cache.undone(places):
+            for group in _groups(list(map(len, token_ids))):
+                results += self._read(rows[group], token_ids[group])
         for row, ids in zip(rows, token_ids, strict=True):
             row.length += len(ids)
         return results
