@@ -269,10 +269,10 @@ class TargetModel(ModelFacts):
             UnsupportedModel: a layer's input does not have the size of h_t.
         """
         if not layers:
-            last: Tensor = self.decoder(**inputs).last_hidden_state
+            last: Tensor = self._in_own_type(self.decoder(**inputs).last_hidden_state)
             return last, last
         with layer_inputs([self.layers[layer] for layer in layers]) as read:
-            last = self.decoder(**inputs).last_hidden_state
+            last = self._in_own_type(self.decoder(**inputs).last_hidden_state)
         for layer, states in zip(layers, read, strict=True):
             if states is None or states.shape != last.shape:
                 shape = None if states is None else tuple(states.shape)
@@ -280,7 +280,11 @@ class TargetModel(ModelFacts):
                     f"{self.model_id}: the input of layer {layer} is {shape} and the last hidden state "
                     f"{tuple(last.shape)}; a head that reads several layers needs states of one size"
                 )
-        return last, torch.cat([states for states in read if states is not None], -1)
+        return last, self._in_own_type(torch.cat([states for states in read if states is not None], -1))
+
+    def _in_own_type(self, states: Tensor) -> Tensor:
+        """Mamba adds the outputs of its layers in fp32."""
+        return states.to(self.dtype) if self.is_recurrent else states
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor, layers: Sequence[int] = ()) -> Tensor:
@@ -326,7 +330,7 @@ class TargetModel(ModelFacts):
             expected = self.model(input_ids=probe, use_cache=False).logits.float()
         finally:
             handle.remove()
-        hidden = states[0] if states else self.hidden_states(probe)
+        hidden = self._in_own_type(states[0]) if states else self.hidden_states(probe)
         if not hidden.isfinite().all():  # sums may be too large for fp16: nothing can be said
             return
         error = float((expected - self.logits(hidden).float()).abs().max())

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from draftheads.models.recurrent import CONVOLUTION, DELTA_RULE, KIMI_RULE, MAMBA1, MAMBA2
@@ -298,7 +297,7 @@ def convolution(
         taken = columns.gather(2, column[:, None].expand(-1, x.shape[1], -1))
         found = found + taken.float() * weight[:, tap, None].float()
     found = found.to(weight.dtype)
-    return (found if activation is None else ACT2FN[activation](found)).to(x.dtype)
+    return (found if activation is None else _activated(found, activation)).to(x.dtype)
 
 
 def delta_rule(
@@ -392,14 +391,19 @@ def mamba1(  # noqa: PLR0917 - as it is called
     found = _walked(run, rule, states)[..., 0]  # (B·N, channels)
     found = found if D is None else found + inputs * D.float()
     if z is not None:
-        found = found * F.silu(z.transpose(1, 2).flatten(0, 1).contiguous().float())
+        found = found * _activated(z.transpose(1, 2).flatten(0, 1).contiguous().float(), "silu")
     return found.view(x.shape[0], x.shape[2], -1).transpose(1, 2).to(x.dtype), states
 
 
 def _steps(dt: Tensor, bias: Tensor | None, *, is_soft: bool) -> Tensor:
     """Sizes of steps; the bias is of the last dimension."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return F.softplus(dt) if is_soft else dt
+    return torch.where(dt > _LINEAR_FROM, dt, dt.exp().log1p()) if is_soft else dt
+
+
+def _activated(x: Tensor, name: str) -> Tensor:
+    # PyTorch's silu and softplus have other bits at the end of an array than in it, unlike exp and log1p
+    return x / (1 + (-x).exp()) if name in ("silu", "swish") else ACT2FN[name](x)
 
 
 def _walked(run: Pass, rule: Rule, states: Tensor) -> Tensor:
@@ -426,6 +430,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     MAMBA1: mamba1,
     KIMI_RULE: delta_rule,
 }
+_LINEAR_FROM = 20.0  # of softplus, as in PyTorch
 _RUNNING: ContextVar[Pass | None] = ContextVar("_RUNNING", default=None)
 _LOCK = threading.Lock()
 _uses: Counter[str] = Counter()  # passes that run now, by module
