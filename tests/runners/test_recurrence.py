@@ -190,11 +190,11 @@ def test_reading_that_fails_leaves_states_as_they_were(model: TargetModel, monke
 def test_interrupted_answers_are_plain_answers(model: TargetModel, temperature: float) -> None:
     """Rows are read in chunks, interrupted and read again; nothing of them is kept for others."""
     engine = Engine(model, tiny_head("hydra", model), shape=TREES["ragged"])
-    limit = num_bytes(engine, Lane(), [40, 40]) + bytes_per_token(engine)
-    limits = CoreLimits(kv_bytes=limit, chunk_tokens=3, headroom_tokens=4)
+    limit = num_bytes(engine, Lane(), [112, 112]) + bytes_per_token(engine)
+    limits = CoreLimits(kv_bytes=limit, chunk_tokens=21, headroom_tokens=4)
     core = EngineCore({"": engine}, limits, keeps_answers=True)
-    prompts = [[3 + n, 4, 5, 6, 7] for n in range(3)]
-    settings = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 5}
+    prompts = [[(3 * place + n) % 20 for place in range(112)] for n in range(3)]
+    settings = {"max_new_tokens": 24, "ignore_eos": True, "temperature": temperature, "seed": 5}
     requests = [request for prompt in prompts for request in engine.requests([prompt], **settings)]
     for request in requests:
         core.add(request)
