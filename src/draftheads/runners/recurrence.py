@@ -227,6 +227,13 @@ class Pass:
             self._tables[window] = to_device(rows, device)
         return self._tables[window]
 
+    def last(self, columns: Tensor, count: int, window: int) -> list[Tensor]:
+        """The last ones on the ways to some columns (B, n) of a window and its nodes, each (B, n), oldest first."""
+        found = [columns]
+        while len(found) < count:
+            found.append(self.before(window, columns.device).gather(1, found[-1]))
+        return found[::-1]
+
     def states(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """(B, …) of the running layer: a view."""
         return self.cache.state(("state", *self.layer), shape, like, torch.float32)[self.rows]
@@ -237,20 +244,17 @@ class Pass:
         for key, columns in self.columns.items():
             window = columns.shape[2] - self.num_nodes
             at = to_device([[window + (path[-1] if path else -1)] for path in paths], columns.device)
-            before, chosen = self.before(window, columns.device), [at]
-            while len(chosen) < window:
-                chosen.append(before.gather(1, chosen[-1]))
-            index = torch.cat(chosen[::-1], 1)[:, None].expand(-1, columns.shape[1], -1)
+            index = torch.cat(self.last(at, window, window), 1)[:, None].expand(-1, columns.shape[1], -1)
             self.cache.states[key][self.rows] = columns.gather(2, index)
-        begun = [row for row, path in enumerate(paths) if path]
+        begun, levels = [row for row, path in enumerate(paths) if path], None
         for key, (rule, roots) in self.rules.items():
             states = self.cache.states[key][self.rows]
             first = to_device(begun, states.device)
             new = roots[self._roots(states.device)]
             states[first] = new[first]
-            for level, _, part in walk(
-                rule, new, path_levels([path[1:] for path in paths], self.num_nodes, states.device)
-            ):
+            if levels is None:
+                levels = path_levels([path[1:] for path in paths], self.num_nodes, states.device)
+            for level, _, part in walk(rule, new, levels):
                 states[level.rows] = part
 
     def _roots(self, device: torch.device) -> Tensor:
@@ -288,12 +292,9 @@ def convolution(
     known = run.cache.state(key, (x.shape[1], window), x, x.dtype)[run.rows]
     columns = torch.cat([known, x], 2)
     run.columns[key] = columns
-    before = run.before(window, x.device)
-    at = [torch.arange(window, columns.shape[2], device=x.device).expand(len(x), -1)]
-    while len(at) <= window:
-        at.append(before.gather(1, at[-1]))
+    nodes = torch.arange(window, columns.shape[2], device=x.device).expand(len(x), -1)
     found = torch.zeros((), device=x.device) if bias is None else bias.float()[:, None]
-    for tap, column in enumerate(reversed(at)):
+    for tap, column in enumerate(run.last(nodes, window + 1, window)):
         taken = columns.gather(2, column[:, None].expand(-1, x.shape[1], -1))
         found = found + taken.float() * weight[:, tap, None].float()
     found = found.to(weight.dtype)
