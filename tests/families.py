@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -82,6 +83,89 @@ DEEPSEEK = {
     "num_key_value_heads": 4,
 }
 PARTIAL_GPT = {**GPT2, "n_ctx": 256, "rotary_dim": 4}
+LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+# earlier versions of transformers have no functions that can be followed in trees
+HAS_RECURRENT = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {**SMALL, **LINEAR},
+    "granitemoehybrid": {
+        **SMALL,
+        **MAMBA2,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+}
+FURTHER_RECURRENT: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8, "lm_head_multiplier": 0.5},
+    "falcon_mamba": {"state_size": 4},
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 4,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+    },
+    "kimi_linear": {
+        **MOE,
+        "num_experts": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_attn_config": {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**MOE, "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+    "mamba": {"state_size": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 16},
+    "nemotron_h": {
+        **GROUPED_MOE,
+        "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "head_dim": 8,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "olmo_hybrid": LINEAR,
+    "qwen3_5_moe_text": {**LINEAR, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**LINEAR, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "chunk_size": 16,
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+    },
+}
+if not HAS_RECURRENT:
+    RECURRENT_FAMILIES, FURTHER_RECURRENT = {}, {}
 # options beyond SMALL of families that make test-thorough compares with transformers
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -147,7 +231,12 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
 }
-ALL_FAMILIES = {**FAMILIES, **{name: {**SMALL, **options} for name, options in FURTHER_FAMILIES.items()}}
+FURTHER_FAMILIES |= FURTHER_RECURRENT
+ALL_FAMILIES = {
+    **FAMILIES,
+    **RECURRENT_FAMILIES,
+    **{name: {**SMALL, **options} for name, options in FURTHER_FAMILIES.items()},
+}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22], [3]]
 TREES = {
     "chain": Tree.chain(3),

@@ -23,6 +23,7 @@ from families import (
     FURTHER_FAMILIES,
     GROWING,
     PROMPTS,
+    RECURRENT_FAMILIES,
     TREES,
     VOCAB,
     PlantedDrafter,
@@ -34,6 +35,7 @@ from families import (
 from thorough import some, some_rows
 
 NEW_TOKENS = 28
+ALL = [*FAMILIES, *RECURRENT_FAMILIES]
 # prompts for batches of eight: no two rows alike, lengths from 1 to 14
 EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
 
@@ -54,7 +56,7 @@ def plain_text(name: str, temperature: float = 0.0) -> list[tuple[int, ...]]:
     return ids(decode(Engine(some_model(name), max_batch_size=1), EIGHT, temperature=temperature, seed=5))
 
 
-@pytest.fixture(params=some(FAMILIES, "llama", "mistral", "gpt2", "gemma3_text"))
+@pytest.fixture(params=some(ALL, "llama", "mistral", "gpt2", "gemma3_text", *RECURRENT_FAMILIES))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -75,11 +77,13 @@ def by_prompt(answers: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[int
 
 def by_transformers(family: TargetModel, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    # Zamba2's step of one token leaves out the limit of dt that its passes over texts have (transformers 5.23, 5.24)
+    options["use_cache"] = family.config.model_type != "zamba2"
     texts = [family.model.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
     return [tuple(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_plain_equals_transformers(name: str) -> None:
     plain = ids(decode(Engine(some_model(name), max_batch_size=1), PROMPTS))
     assert plain == by_transformers(some_model(name), PROMPTS)
@@ -125,7 +129,7 @@ VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
 @pytest.mark.parametrize(
     ("name", "shape"),
     some_rows(
-        product(["llama", "mixtral", "gpt2", "gemma3_text"], ["ragged", "64 nodes", "best first"]),
+        product(["llama", "mixtral", "gpt2", "gemma3_text", *RECURRENT_FAMILIES], ["ragged", "64 nodes", "best first"]),
         *[("llama", "best first"), ("mixtral", "ragged"), ("gpt2", "64 nodes"), ("gemma3_text", "best first")],
     ),
 )
@@ -279,7 +283,7 @@ def test_a_long_prompt_is_read_in_chunks_without_a_difference(monkeypatch: pytes
     assert ids(decode(Engine(model), [prompt, [4, 5]])) == whole
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_scoring_the_answer_in_one_pass_gives_the_same_logits(name: str) -> None:
     """One pass over prompt and answer must find each token the best: catches cache, mask and position bugs at once."""
     model = some_model(name)

@@ -23,7 +23,7 @@ class ModelNotFound(DraftHeadsError):
 
 
 class UnsupportedModel(DraftHeadsError):
-    """The model exists, but it is not a causal language model whose cache can be rewound."""
+    """The model exists, but it is not a causal language model that can read a tree of drafts."""
 
 
 class InvalidPrompt(DraftHeadsError):

@@ -20,34 +20,13 @@ MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "linear_attention"),
     "rwkv": (
         {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
-        "has a recurrent state: drafts are rewound by removing cache entries",
+        "a recurrent state: drafts are rewound by removing cache entries",
     ),
     "recurrent_gemma": ({**SMALL, "head_dim": 8, "lru_width": 32}, "linear_attention"),
-    "qwen3_next": (
-        {**SMALL, **MOE, **LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
-        "linear_attention",
-    ),
-    "lfm2": ({**SMALL, "layer_types": ["conv", "full_attention"]}, "conv"),
-    "falcon_h1": (SMALL, "hybrid"),
     "minimax": ({**SMALL, "head_dim": 8, "num_local_experts": 2}, "linear_attention"),
     "llama4_text": ({**SMALL, "head_dim": 8, "attention_chunk_size": 8}, "chunked_attention"),
-    "bamba": ({**SMALL, "mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]}, "linear_attention"),
-    "zamba2": (
-        {
-            **SMALL,
-            "num_key_value_heads": 4,
-            "mamba_d_state": 8,
-            "n_mamba_heads": 4,
-            "mamba_ngroups": 1,
-            "layers_block_type": ["mamba", "hybrid"],
-            "hybrid_layer_ids": [1],
-        },
-        "hybrid, linear_attention",
-    ),
-    "jamba": ({**SMALL, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}, "linear_attention"),
     "bloom": (BLOOM, "from cache slots"),
     "mpt": ({"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, "from cache slots"),
     "falcon": ({**SMALL, "alibi": True}, "from cache slots"),

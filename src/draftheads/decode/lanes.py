@@ -11,7 +11,7 @@ from draftheads.decode.prefix_cache import PrefixCache, block_digests
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.waiting import Lane, QueuedRequest
 from draftheads.models.model import TargetModel
-from draftheads.runners import bytes_per_slot, num_slots
+from draftheads.runners import bytes_of_states, bytes_per_slot, num_slots
 from draftheads.speculation.drafter import Drafter
 
 
@@ -58,7 +58,9 @@ class RunningLane(Generic[AnyEngine]):
             )
 
     def digests(self, queued: QueuedRequest, token_ids: Sequence[int]) -> list[Hashable]:
-        """Under which a text is found among the prefixes."""
+        """Under which a text is found among the prefixes; none where states do not tell what came before."""
+        if self.engine.model.is_recurrent:
+            return []
         is_long = self.engine.model.is_long(queued.request.most_tokens)
         return block_digests((self.engine.model, self.batch.runner.layers, queued.cache_salt, is_long), token_ids)
 
@@ -122,4 +124,5 @@ def bytes_per_token(engine: DecodingEngine) -> int:
 
 def num_bytes(engine: DecodingEngine, lane: Lane, lengths: Sequence[int]) -> int:
     """Memory of the requests of a lane, whose texts have so many tokens."""
-    return num_slots(engine.model, lengths, engine.most_nodes(lane.draft_nodes)) * bytes_per_token(engine)
+    slots = num_slots(engine.model, lengths, engine.most_nodes(lane.draft_nodes))
+    return slots * bytes_per_token(engine) + bytes_of_states(engine.model, len(lengths))

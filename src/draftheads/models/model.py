@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Self, Unpack
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
@@ -31,6 +32,7 @@ from draftheads.models.model_config import max_positions_of, rope_kinds
 from draftheads.models.model_facts import ModelFacts, WeightFacts
 from draftheads.models.model_names import find_adapter, name_of_loaded
 from draftheads.models.pretrained import ATTENTION, LoadOptions, adapter_tokenizer, load_pretrained
+from draftheads.models.recurrent import FAMILIES, KINDS, missing_functions
 from draftheads.models.weight_files import check_quantisation
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
@@ -59,13 +61,7 @@ class TargetModel(ModelFacts):
     def __post_init__(self) -> None:
         use_long_rope(self.decoder, self.config)
         self._check_length()
-        unknown = set(self.layer_kinds) - _ATTENTION_KINDS
-        if unknown or getattr(self.model, "_is_stateful", False):
-            what = ", ".join(sorted(unknown)) or "a recurrent state"
-            raise UnsupportedModel(
-                f"{self.model_id} has {what}: "
-                "drafts are rewound by removing cache entries, which needs plain attention layers"
-            )
+        self._check_layer_kinds()
         if self.config.model_type in _SLOT_BOUND_TYPES or getattr(self.config, "alibi", False):
             raise UnsupportedModel(
                 f"{self.model_id} ({self.config.model_type}) derives positions from cache slots: "
@@ -206,6 +202,22 @@ class TargetModel(ModelFacts):
         """The context of steps of this model: native ones need the cores that torch's threads would keep."""
         return nullcontext() if self.native is None else single_torch_thread()
 
+    def _check_layer_kinds(self) -> None:
+        family = self.config.model_type
+        unknown = set(self.layer_kinds) - _ATTENTION_KINDS - (KINDS if self.is_recurrent else set())
+        if unknown or (getattr(self.model, "_is_stateful", False) and not self.is_recurrent):
+            what = ", ".join(sorted(unknown)) or "a recurrent state"
+            raise UnsupportedModel(
+                f"{self.model_id} ({family}) has {what}: "
+                "drafts are rewound by removing cache entries, or by states that follow a tree in families that are "
+                f"tested: {', '.join(sorted(FAMILIES))}"
+            )
+        if self.is_recurrent and (missing := missing_functions(family, self.decoder)):
+            raise UnsupportedModel(
+                f"{self.model_id} ({family}): its layers do not call {' and '.join(missing)} in transformers "
+                f"{transformers.__version__}, which trees need: install another version of transformers, such as 5.24"
+            )
+
     def _check_length(self) -> None:
         require_at_least(1, max_length=self.max_length)
         longest, kinds = max_positions_of(self.config, switches=self.long_rope is not None), rope_kinds(self.config)
@@ -258,10 +270,10 @@ class TargetModel(ModelFacts):
             UnsupportedModel: a layer's input does not have the size of h_t.
         """
         if not layers:
-            last: Tensor = self.decoder(**inputs).last_hidden_state
+            last: Tensor = self._in_own_type(self.decoder(**inputs).last_hidden_state)
             return last, last
         with layer_inputs([self.layers[layer] for layer in layers]) as read:
-            last = self.decoder(**inputs).last_hidden_state
+            last = self._in_own_type(self.decoder(**inputs).last_hidden_state)
         for layer, states in zip(layers, read, strict=True):
             if states is None or states.shape != last.shape:
                 shape = None if states is None else tuple(states.shape)
@@ -269,7 +281,11 @@ class TargetModel(ModelFacts):
                     f"{self.model_id}: the input of layer {layer} is {shape} and the last hidden state "
                     f"{tuple(last.shape)}; a head that reads several layers needs states of one size"
                 )
-        return last, torch.cat([states for states in read if states is not None], -1)
+        return last, self._in_own_type(torch.cat([states for states in read if states is not None], -1))
+
+    def _in_own_type(self, states: Tensor) -> Tensor:
+        """Mamba adds the outputs of its layers in fp32."""
+        return states.to(self.dtype) if self.is_recurrent else states
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor, layers: Sequence[int] = ()) -> Tensor:
@@ -315,7 +331,7 @@ class TargetModel(ModelFacts):
             expected = self.model(input_ids=probe, use_cache=False).logits.float()
         finally:
             handle.remove()
-        hidden = states[0] if states else self.hidden_states(probe)
+        hidden = self._in_own_type(states[0]) if states else self.hidden_states(probe)
         if not hidden.isfinite().all():  # sums may be too large for fp16: nothing can be said
             return
         error = float((expected - self.logits(hidden).float()).abs().max())

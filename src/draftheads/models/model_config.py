@@ -17,7 +17,7 @@ def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     Rotary positions are the model's own, with its scaling. Of kinds that change with the length of the text (dynamic,
     longrope) they are those of short texts. ``config`` is that of the text model.
     """
-    heads = int(config.num_attention_heads)
+    heads = num_heads(config)
     ropes = _ropes(config)
     kind = "full_attention" if "full_attention" in ropes else None
     rope = ropes.get(kind, {})
@@ -36,9 +36,14 @@ def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     }
 
 
+def num_heads(config: Any) -> int:
+    """Heads of attention; of a model without attention as many as heads' own layers have in models of its size."""
+    return int(getattr(config, "num_attention_heads", None) or max(1, config.hidden_size // 64))
+
+
 def kv_numbers(config: Any) -> int:
     """How many numbers a layer's KV cache has of one token: keys and values of all groups."""
-    heads = int(config.num_attention_heads)
+    heads = num_heads(config)
     groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
     if not groups or (getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", True)):
         groups = 1 if getattr(config, "multi_query", False) else heads

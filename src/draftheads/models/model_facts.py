@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_
 from draftheads.models.long_rope import LongRope
 from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, max_positions_of
 from draftheads.models.pretrained import DTYPES
+from draftheads.models.recurrent import FAMILIES, KINDS, recurrent_modules
 from draftheads.speculation.draft import TargetWeights
 from draftheads.utils.counts import counted
 
@@ -88,7 +90,7 @@ class ModelFacts:
     @property
     def has_static_steps(self) -> bool:
         """Whether steps have static shapes, which can be captured. On a CPU static steps are slower; tests use them."""
-        return self.step_mode.graphs
+        return self.step_mode.graphs and not self.is_recurrent
 
     @property
     def hidden_size(self) -> int:
@@ -172,7 +174,8 @@ class ModelFacts:
     @cached_property
     def cache_name(self) -> str:
         """The decoder's argument for its KV cache: transformers 5.24 renamed ``past_key_values``."""
-        return "cache" if "cache" in signature(type(self.decoder).forward).parameters else "past_key_values"
+        names = signature(type(self.decoder).forward).parameters
+        return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -182,6 +185,27 @@ class ModelFacts:
             return tuple(kinds)
         kind = "sliding_attention" if self.sliding_window else "full_attention"
         return (kind,) * int(self.config.num_hidden_layers)
+
+    @cached_property
+    def attention_kinds(self) -> frozenset[str]:
+        """Kinds of layers that have a mask."""
+        kinds = {"full_attention" if kind == "hybrid" else kind for kind in self.layer_kinds}
+        return frozenset(kinds - KINDS if self.is_recurrent else kinds)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """How many layers have keys and values."""
+        return sum(kind == "hybrid" or kind in self.attention_kinds for kind in self.layer_kinds)
+
+    @cached_property
+    def is_recurrent(self) -> bool:
+        """Whether it has recurrent layers or short convolutions, of a family whose trees are proved."""
+        return self.config.model_type in FAMILIES
+
+    @cached_property
+    def recurrent_modules(self) -> list[ModuleType]:
+        """:func:`draftheads.models.recurrent.recurrent_modules` of this model."""
+        return recurrent_modules(self.decoder)
 
     @property
     def sliding_window(self) -> int | None:
@@ -245,4 +269,5 @@ class ModelFacts:
     def _logit_scale(self) -> float:
         if getattr(self.config, "logits_scaling", None):  # Granite divides
             return 1.0 / float(self.config.logits_scaling)
-        return float(getattr(self.config, "logit_scale", None) or 1.0)  # Cohere multiplies
+        scales = (getattr(self.config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
+        return float(next(filter(None, scales), 1.0))  # Cohere and Falcon-H1 multiply

@@ -1,12 +1,15 @@
 """Passes of the target: the native library's, or those of the model's own modules."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import kv_numbers
 from draftheads.runners.native_runner import NativeRunner
 from draftheads.runners.runner import Runner, whole_blocks
 from draftheads.runners.transformers_runner import TransformersRunner, held_rows, slots_for
+
+_state_bytes: WeakKeyDictionary[TargetModel, int] = WeakKeyDictionary()  # of one row
 
 
 def runner_for(model: TargetModel, layers: Sequence[int] = ()) -> Runner:
@@ -26,4 +29,15 @@ def bytes_per_slot(model: TargetModel) -> int:
     """Memory of the keys and values of one token."""
     if model.native is not None:
         return model.native.bytes_per_token
-    return len(model.layer_kinds) * kv_numbers(model.config) * model.dtype.itemsize
+    return model.num_attention_layers * kv_numbers(model.config) * model.dtype.itemsize
+
+
+def bytes_of_states(model: TargetModel, num_rows: int) -> int:
+    """Memory of the states of recurrent layers, which do not grow with the text."""
+    if not (model.is_recurrent and num_rows):
+        return 0
+    if model not in _state_bytes:
+        runner = TransformersRunner(model)
+        runner.prefill([[0]])
+        _state_bytes[model] = runner.state_bytes
+    return held_rows(num_rows) * _state_bytes[model]

@@ -4,6 +4,7 @@ Callers choose the slots to write and to read; it knows nothing of text or trees
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -99,6 +100,18 @@ class SlotCache(Cache):
         """Of all layers, keys and values."""
         return [part for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values)]
 
+    @property
+    def of_rows(self) -> list[Tensor]:
+        """All that it holds, each (rows, …)."""
+        return self.buffers
+
+    def clear(self, row: int) -> None:
+        """A new text has that row. Masks hide what the slots held."""
+
+    def undone(self, rows: slice) -> AbstractContextManager[None]:
+        """If reading fails inside, these rows are as before. Entries are only written behind what rows hold."""
+        return nullcontext()
+
     def resize(self, rows: int, capacity: int) -> None:
         """Reallocates the buffers, if they have another shape."""
         if (rows, capacity) != self.shape:
@@ -115,7 +128,7 @@ class SlotCache(Cache):
     def order(self, rows: Sequence[int]) -> None:
         """Row ``rows[i]`` is row i from now on."""
         moved = [place for place, row in enumerate(rows) if row != place]
-        for buffer in self.buffers if moved else ():
+        for buffer in self.of_rows if moved else ():
             source, target = to_device([rows[place] for place in moved], buffer.device), to_device(moved, buffer.device)
             buffer[target] = buffer[source]
 

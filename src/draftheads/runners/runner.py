@@ -81,7 +81,7 @@ class Runner(ABC):
 
     @abstractmethod
     def entries(self, row: Row, num_tokens: int) -> Entries:
-        """A copy of what was computed of the first tokens of a row."""
+        """A copy of what was computed of the first tokens of a row; of a model with recurrent layers nothing."""
 
     @property
     @abstractmethod

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftheads.errors import RoundingWarning, SpeedWarning, UnsupportedModel, first_line
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import num_heads
 from draftheads.runners import runner_for
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
@@ -148,7 +149,7 @@ def _probe_config(target: TargetModel, *, few: bool, narrow: bool) -> Any:
     config.pad_token_id = None
     if target.sliding_window is not None:
         config.sliding_window = min(target.sliding_window, _PROBE_WINDOW)
-    heads = config.num_attention_heads
+    heads = num_heads(config)
     groups = getattr(config, "num_key_value_heads", None) or heads
     if narrow and config.hidden_size > _NARROW and heads % groups == 0 and groups > _PROBE_HEADS:
         has_own_size = getattr(config, "head_dim", None) is not None

@@ -6,6 +6,7 @@ pass reads all slots, and a mask hides the unused ones. On CUDA such passes can 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from draftheads.models.model import TargetModel
 from draftheads.runners.graphs import StepGraphs, capture_for
 from draftheads.runners.kv_cache import SlotCache
 from draftheads.runners.masks import as_float_mask, tree_visibility, within_window
+from draftheads.runners.recurrence import Pass, StateCache, running, text_pass, tree_pass
 from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, whole_blocks
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.utils.transfer import to_device
@@ -28,7 +30,8 @@ class TransformersRunner(Runner):
 
     def __init__(self, model: TargetModel, layers: Sequence[int] = ()) -> None:
         super().__init__(model, layers)
-        self.cache = SlotCache(len(model.layer_kinds))
+        self.cache = (StateCache if model.is_recurrent else SlotCache)(len(model.layer_kinds))
+        self._last: Pass | None = None  # of trees, in a model with recurrent layers
         self.order: list[Row] = []
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
 
@@ -36,6 +39,7 @@ class TransformersRunner(Runner):
     def open(self, most_tokens: int, known: Entries | None = None) -> Row:
         row = Row(is_long=self.model.is_long(most_tokens))
         self.order.append(row)
+        self.cache.clear(len(self.order) - 1)
         if known is not None:
             row.length = known[0].shape[1]
             self._reserve(row.length)
@@ -44,10 +48,11 @@ class TransformersRunner(Runner):
 
     @torch.inference_mode()
     def read(self, rows: Sequence[Row], token_ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
-        self._neighbours(rows, are_first=False)
+        places = self._neighbours(rows, are_first=False)
         results: list[tuple[Tensor, Tensor]] = []
-        for group in _groups(list(map(len, token_ids))):
-            results += self._read(rows[group], token_ids[group])
+        with self.cache.undone(places):
+            for group in _groups(list(map(len, token_ids))):
+                results += self._read(rows[group], token_ids[group])
         for row, ids in zip(rows, token_ids, strict=True):
             row.length += len(ids)
         return results
@@ -57,7 +62,10 @@ class TransformersRunner(Runner):
         places = self._neighbours(rows, are_first=True)
         if self.model.has_static_steps:
             return self._verify_static(rows, draft)
-        last, hidden = self._forward(places, rows, draft.token_ids, draft.depths, draft.ancestors)
+        run = self._last = None
+        if isinstance(self.cache, StateCache):
+            run = self._last = tree_pass(self.cache, places, draft.parents, draft.depths)
+        last, hidden = self._forward(places, rows, draft.token_ids, draft.depths, draft.ancestors, run=run)
         return self.model.logits(last), hidden
 
     @torch.inference_mode()
@@ -71,6 +79,10 @@ class TransformersRunner(Runner):
                 # often all entries are at their places already; only on a CPU is this cheap to check
                 if source.device.type != "cpu" or not torch.equal(source, target):
                     self.cache.move(self.cache.view.row_index, source, target)
+        if self._last is not None:
+            paths = result.path.tolist()
+            self._last.commit([path[:count] for path, count in zip(paths, num_accepted, strict=True)])
+            self._last = None
         for row, count in zip(rows, num_accepted, strict=True):
             row.length += count
 
@@ -85,11 +97,18 @@ class TransformersRunner(Runner):
             self.cache.resize(held_rows(len(kept)), min(self.cache.shape[1], self._slots(needed)))
 
     def entries(self, row: Row, num_tokens: int) -> Entries:
+        if self.model.is_recurrent:
+            return ()  # states are those of the whole text, not of its first tokens
         return self.cache.entries(self.order.index(row), num_tokens)
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.cache.buffers)
+        return sum(buffer.nbytes for buffer in self.cache.of_rows)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of these, memory of states."""
+        return self.num_bytes - sum(buffer.nbytes for buffer in self.cache.buffers)
 
     def verify_static(
         self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor, are_long: Tensor | None = None
@@ -165,12 +184,26 @@ class TransformersRunner(Runner):
             steps = torch.arange(chunk.shape[1], device=tokens.device)
             # a text is a tree, too: a chain, in which every token attends to those before it
             chain = (steps[:, None] >= steps)[None]
-            parts.append(self._forward(places, rows, chunk, steps[None], chain, first=first))
+            run = None
+            if isinstance(self.cache, StateCache):
+                counts = [min(max(len(ids) - first, 0), len(steps)) for ids in token_ids]
+                run = text_pass(self.cache, places, counts, len(steps))
+            parts.append(self._forward(places, rows, chunk, steps[None], chain, first=first, run=run))
+            if run is not None:
+                run.commit([range(count) for count in counts])
         last, hidden = (torch.cat(states, 1) for states in zip(*parts, strict=True))
         return [(last[i, : len(ids)], hidden[i, : len(ids)]) for i, ids in enumerate(token_ids)]
 
     def _forward(
-        self, places: slice, rows: Sequence[Row], tokens: Tensor, depths: Tensor, ancestors: Tensor, *, first: int = 0
+        self,
+        places: slice,
+        rows: Sequence[Row],
+        tokens: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        *,
+        first: int = 0,
+        run: Pass | None = None,
     ) -> tuple[Tensor, Tensor]:
         """h_t (b, N, D) and hidden states (b, N, D or n·D) of tokens (b, N), ``first`` tokens behind the texts."""
         starts = [row.length + first for row in rows]
@@ -180,7 +213,8 @@ class TransformersRunner(Runner):
         start = starts[0] if len(set(starts)) == 1 else None
         self._set_view(places, lengths, tokens.shape[1], span=span, start=start)
         positions = self._positions(lengths, depths, self._long_rows(rows, tokens.device))
-        return self._pass(tokens, positions, depths, ancestors, lengths)
+        with nullcontext() if run is None else running(run, self.model.recurrent_modules):
+            return self._pass(tokens, positions, depths, ancestors, lengths)
 
     def _set_view(self, places: slice, lengths: Tensor, nodes: int, *, span: int, start: int | None = None) -> None:
         """The slots that a pass writes, N after each text (b,), and those that it reads, the first ``span``.
@@ -214,17 +248,17 @@ class TransformersRunner(Runner):
         rope = self.model.long_rope
         return positions if rope is None or are_long is None else rope.marked(positions, are_long[:, None])
 
-    def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor | dict[str, Tensor]:
-        """One mask over the view's slots, or one per kind of layer if the model has several kinds."""
+    def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor | dict[str, Tensor] | None:
+        """One mask over the view's slots, or one per kind of attention if the model has several kinds; None if none."""
         span = self.cache.view.span
         visible = tree_visibility(lengths, ancestors, span)
-        kinds = sorted(set(self.model.layer_kinds))
+        kinds = sorted(self.model.attention_kinds)
         masks = {}
         for kind in kinds:
             window = self.model.sliding_window if kind == "sliding_attention" else None
             seen = visible if window is None else visible & within_window(lengths, depths, span, window)
             masks[kind] = as_float_mask(seen, self.model.dtype)
-        return masks if len(masks) > 1 else masks[kinds[0]]
+        return masks if len(masks) > 1 else next(iter(masks.values()), None)
 
 
 def slots_for(num_tokens: int, num_nodes: int = 0, *, is_static: bool = False) -> int:
