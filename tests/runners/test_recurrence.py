@@ -18,15 +18,8 @@ from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.models.recurrent import FAMILIES, recurrent_modules
 from draftheads.runners import bytes_of_states, bytes_per_slot, num_slots, runner_for
-from draftheads.runners.recurrence import (
-    Pass,
-    StateCache,
-    convolution,
-    delta_rule,
-    mamba1,
-    mamba2,
-    tree_pass,
-)
+from draftheads.runners.mixers import convolution, delta_rule, mamba1, mamba2
+from draftheads.runners.recurrence import Pass, StateCache, tree_pass
 from draftheads.runners.transformers_runner import TransformersRunner
 from families import HAS_RECURRENT, RECURRENT_FAMILIES, TREES, IntegerTokenizer, tiny_head, tiny_model
 

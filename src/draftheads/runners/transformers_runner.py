@@ -17,7 +17,8 @@ from draftheads.models.model import TargetModel
 from draftheads.runners.graphs import StepGraphs, capture_for
 from draftheads.runners.kv_cache import SlotCache
 from draftheads.runners.masks import as_float_mask, tree_visibility, within_window
-from draftheads.runners.recurrence import Pass, StateCache, running, text_pass, tree_pass
+from draftheads.runners.mixers import running
+from draftheads.runners.recurrence import Pass, StateCache, text_pass, tree_pass
 from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, whole_blocks
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.utils.transfer import to_device
