@@ -130,7 +130,10 @@ def broken(
             monkeypatch.setattr(native_step._Turns, "_computed", turned)
         else:
             assert part == "norms of queries"
-            monkeypatch.setattr(native_step, "_head_norms", lambda _: [None, None])
+            of_model = native_step.parts_of
+            monkeypatch.setattr(
+                native_step, "parts_of", lambda *given: replace(of_model(*given), head_norms=(None, None))
+            )
 
     return breaks
 
