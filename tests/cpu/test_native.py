@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
 from typing import Any
 
@@ -453,6 +453,60 @@ def test_experts_of_any_scores_are_among_those_that_there_are(chosen: int, bias:
     router.top_k = 5
     with pytest.raises(ValueError, match="experts differ"):
         NativeStep(native.model, native.windows)
+
+
+def other_heads(model: Any) -> None:
+    """As of layers that have a gate among their queries."""
+    model.config.num_attention_heads = 2
+
+
+def no_groups(model: Any) -> None:
+    model.config.num_attention_heads = 3
+
+
+def short_norm(model: Any) -> None:
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight[:-1])
+
+
+def other_down(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Linear(40, 32, bias=False)
+
+
+def other_out(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj = torch.nn.Linear(24, 32, bias=False)
+
+
+@pytest.mark.parametrize("change", [other_heads, no_groups, short_norm, other_down, other_out])
+def test_sizes_that_do_not_fit_have_no_native_pass(change: Callable[[Any], None]) -> None:
+    """The library would read and write other memory."""
+    target = tiny_model("llama")
+    change(target.model)
+    assert target.sped_up().native is None
+
+
+def test_fewer_windows_than_layers_are_an_error() -> None:
+    model, _ = sped_up("llama")
+    with pytest.raises(ValueError, match="zip"):
+        NativeStep(model.model, model.windows[:1])
+
+
+@pytest.mark.parametrize("drafter", [None, "hydra"])
+def test_models_of_other_sizes_take_turns(drafter: str | None) -> None:
+    """A thread that comes late from one model's pass takes no task of the other's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        models = [sped_up("llama")[0], sped_up("mixtral")[0], tiny_model("llama", hidden_size=256).sped_up()]
+        engines = [Engine(model, drafter and tiny_head(drafter, model)) for model in models]
+        first = [engine.generate(PROMPTS, max_new_tokens=8) for engine in engines]
+        for _ in range(10):
+            for engine, expected in zip(engines, first, strict=True):
+                found = engine.generate(PROMPTS, max_new_tokens=8)
+                assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_positions_without_an_entry_are_an_error() -> None:

@@ -24,6 +24,7 @@ from draftheads.cpu.threads import native_threads
 
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
+_MOST_OUTPUTS = 32 * ((1 << 14) - 8)  # of products that read the same rows
 _FINAL_NORMS = ("norm", "final_layer_norm", "ln_f")
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
 _FIRST_POSITIONS = 1024
@@ -63,7 +64,7 @@ class NativeStep:
         """
         decoder = model.get_decoder()
         final = getattr(decoder, next((name for name in _FINAL_NORMS if hasattr(decoder, name)), "norm"))
-        self.dtype = final.weight.dtype
+        self.dtype, self.size = final.weight.dtype, len(final.weight)
         embedding = model.get_input_embeddings()
         if not isinstance(embedding, nn.Embedding | HalfEmbedding | RoundedEmbedding):
             raise TypeError(f"its embedding is a {type(embedding).__name__}")
@@ -76,7 +77,9 @@ class NativeStep:
             raise ValueError("this number of layers")
         parts = [parts_of(layer, decoder.config) for layer in layers]
         self._turns = _Turns(decoder, [part.turns for part in parts], self.dtype)
-        self._layers = (Layer * len(layers))(*map(self._layer, parts, windows, self._turns.of_layers))
+        self._layers = (Layer * len(layers))(
+            *(self._layer(*each) for each in zip(parts, windows, self._turns.of_layers, strict=True))
+        )
         same = {part.sizes for part in parts if part.experts is not None} or {parts[0].sizes}
         sizes = same.pop()
         types = {self.dtype, *(product.dtype for product in self._products)}
@@ -85,7 +88,6 @@ class NativeStep:
         turned = self._turns.size
         if sizes.head_size > _MOST_HEAD_SIZE or turned > sizes.head_size:
             raise ValueError(f"heads of {sizes.head_size} numbers, of which {turned} are turned")
-        self.size = len(final.weight)
         are_rounded = any(isinstance(product, NativeInt8 | NativeInt4) for product in self._products)
         # a number that is rounded to the other side changes the rest
         self.rounds = are_rounded or self.dtype != torch.float32
@@ -201,7 +203,7 @@ class NativeStep:
                 sizes.residual_scale,
                 *sizes.gate,
             ),
-            self._norm(final),
+            self._norm(final, self.size),
             self._layers,
             *table,
             *((None, 0) if positions is None else (self._numbers(positions.weight), len(positions.weight))),
@@ -210,11 +212,15 @@ class NativeStep:
     def _layer(self, parts: LayerParts, window: int, turns: int) -> Layer:
         sizes = parts.sizes
         widths = [sizes.head_size * (n if sizes.norms_whole else 1) for n in (sizes.heads, sizes.groups)]
-        norms, head_norms = map(self._norm, parts.norms), map(self._norm, parts.head_norms, widths)
+        norms = [self._norm(norm, self.size) for norm in parts.norms]
+        head_norms = map(self._norm, parts.head_norms, widths)
         weights = [self._weight(part) for part in (*parts.qkv, parts.out, *parts.feed_forward)]
         num = len(parts.qkv)
         qkv, out, rest = weights[:num], weights[num], weights[num + 1 :]
         *inner, down = rest or [Weight(), Weight()]
+        self._check_sizes(sizes, qkv, out)
+        if rest:
+            self._check_inner(inner, down)
         return Layer(
             (Weight * 3)(*qkv),
             out,
@@ -228,14 +234,32 @@ class NativeStep:
             turns,
         )
 
+    def _check_sizes(self, sizes: Sizes, qkv: Sequence[Weight], out: Weight) -> None:
+        """The library takes them for granted."""
+        heads, groups, size = sizes.heads, sizes.groups, sizes.head_size
+        outputs = [heads * size, groups * size, groups * size]
+        fit = groups > 0 and heads % groups == 0 and (heads == groups or not sizes.is_interleaved)
+        fit &= [part.out for part in qkv] == (outputs if len(qkv) == 3 else [sum(outputs)])
+        fit &= (out.in_, out.out) == (outputs[0], self.size) and {part.in_ for part in qkv} == {self.size}
+        if not fit or sum(outputs) > _MOST_OUTPUTS:
+            given = ", ".join(str(part.out) for part in qkv)
+            raise ValueError(f"outputs of {given} and {out.out} for {heads} and {groups} heads of {size}")
+
+    def _check_inner(self, inner: Sequence[Weight], down: Weight) -> None:
+        outputs = {part.out for part in inner}
+        fits = {part.in_ for part in inner} == {self.size} == {down.out} and outputs == {down.in_}
+        if not fits or down.in_ > _MOST_OUTPUTS:
+            raise ValueError(f"inner sizes of {', '.join(map(str, sorted(outputs)))} and {down.in_}")
+
     def _experts(self, experts: PackedExperts, router: Any) -> Any:
         count = experts.num_experts
         weights = (Weight * (3 * count))(*(self._weight(Outputs(part)) for part in experts.parts))
         forms = {
             (place % 3, weight.kind, weight.inputs, weight.out, weight.in_) for place, weight in enumerate(weights)
         }
-        if len(forms) != 3 or router.top_k > count or tuple(router.weight.shape) != (count, weights[0].in_):
+        if len(forms) != 3 or router.top_k > count or tuple(router.weight.shape) != (count, self.size):
             raise ValueError("its experts differ")
+        self._check_inner(weights[:2], weights[2])
         bias = getattr(router, "bias", None)
         held = Experts(
             weights,
@@ -248,12 +272,12 @@ class NativeStep:
         self._held += [weights, held]
         return ctypes.pointer(held)
 
-    def _norm(self, norm: Any, size: int | None = None) -> Norm:
+    def _norm(self, norm: Any, size: int) -> Norm:
         if norm is None:
             return Norm()
         scale, shift, epsilon, is_centred = norm_numbers(norm)
-        if size is not None and scale.shape != (size,):
-            raise ValueError("its norms of queries and keys are not those of heads")
+        if scale.shape != (size,):
+            raise ValueError(f"a norm of {len(scale)} numbers where there are {size}")
         return Norm(self._numbers(scale), None if shift is None else self._numbers(shift), epsilon, is_centred)
 
     def _weight(self, part: Outputs) -> Weight:

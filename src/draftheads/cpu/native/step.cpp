@@ -69,8 +69,11 @@ class Pool {
 
     int size() const { return size_; }
 
+    // Of the next job.
+    uint32_t next() const { return number_.load(std::memory_order_relaxed) + 1; }
+
     void run(const Job &job, int parts) {
-        const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
+        const uint32_t number = next();
         for (int i = 0; i < parts; i++) {
             parts_[i].next.store(uint64_t(number) << 32, std::memory_order_relaxed);
             parts_[i].done.store(0, std::memory_order_relaxed);
@@ -295,13 +298,25 @@ struct Buffers {
 
 Buffers &buffers = *new Buffers();  // never goes, as the pool
 
-// What a thread needs to know of a layer before it has a task.
+// What a thread needs to know of a layer before it has a task: one word, with the job's number, because a late thread may
+// read it while the next job's is written.
 struct Outline {
-    int32_t qkv_blocks, inner_blocks;
-    bool attention_waits, mlp_waits, has_experts;
+    static constexpr int kMostBlocks = 1 << 14;
+    uint64_t word;
+
+    static uint64_t of(uint32_t number, int qkv_blocks, int inner_blocks, bool attention_waits, bool mlp_waits, bool has_experts) {
+        return uint64_t(number) << 32 | uint64_t(qkv_blocks) << 17 | uint64_t(inner_blocks) << 3 | attention_waits << 2 |
+               mlp_waits << 1 | int(has_experts);
+    }
+    uint32_t number() const { return uint32_t(word >> 32); }
+    int qkv_blocks() const { return word >> 17 & (kMostBlocks - 1); }
+    int inner_blocks() const { return word >> 3 & (kMostBlocks - 1); }
+    bool attention_waits() const { return word >> 2 & 1; }
+    bool mlp_waits() const { return word >> 1 & 1; }
+    bool has_experts() const { return word & 1; }
 };
 constexpr int kMostLayers = 800;
-Outline outlines[kMostLayers];
+std::atomic<uint64_t> outlines[kMostLayers];
 
 template <class T>
 T *room(std::vector<T> &buffer, int64_t size) {
@@ -581,7 +596,8 @@ void pass_of(const Job &job, uint32_t number) {
         }))
         return;
     for (int index = 0; index < m.layers; index++) {
-        const Outline outline = outlines[index];
+        const Outline outline{outlines[index].load(std::memory_order_acquire)};
+        if (outline.number() != number) return;  // the job is over
         const Layer &now = m.of_layers[index];  // which only tasks look at
         const bool goes_on =
             each([&](int token) {
@@ -592,7 +608,7 @@ void pass_of(const Job &job, uint32_t number) {
                                        static_cast<char *>(p.kept_states) + (int64_t(token) * p.kept + i) * row_bytes);
                 prepare(now.qkv, 3, normed(now.norm, token), token);
             }) &&
-            pool->share(part++, number, outline.qkv_blocks, [&](int block) {
+            pool->share(part++, number, outline.qkv_blocks(), [&](int block) {
                 int which = 0, first = 0;
                 for (; block >= blocks_of(now.qkv[which].out); which++) {
                     block -= blocks_of(now.qkv[which].out);
@@ -611,12 +627,12 @@ void pass_of(const Job &job, uint32_t number) {
                                    task / work.head_parts % m.groups, task % work.head_parts * heads, heads);
                         }) &&
             each([&](int token) { prepare(&now.out, 1, work.attended + int64_t(token) * joined, token); }) &&
-            multiply(part++, number, size, [&]() -> const Weight & { return now.out; }, work.inputs, tokens, add_to(outline.attention_waits),
+            multiply(part++, number, size, [&]() -> const Weight & { return now.out; }, work.inputs, tokens, add_to(outline.attention_waits()),
                      work.low, work.most_rank) &&
             each([&](int token) {
-                if (outline.attention_waits && !m.is_parallel) add_branch(now.after_attention, token);
+                if (outline.attention_waits() && !m.is_parallel) add_branch(now.after_attention, token);
                 const float *row = normed(m.is_parallel && !now.middle.scale ? now.norm : now.middle, token);
-                if (outline.has_experts) {
+                if (outline.has_experts()) {
                     choose_experts(work, *now.experts, row, token);
                     std::memcpy(work.inner + int64_t(token) * size, row, 4 * size);  // until the rows have an order
                 } else {
@@ -624,7 +640,7 @@ void pass_of(const Job &job, uint32_t number) {
                 }
                 if (m.is_parallel) add_branch(now.after_attention, token);
             }) &&
-            (outline.has_experts
+            (outline.has_experts()
                  ? pool->share(part++, number, 1, [&](int) { order_rows(work, *now.experts); }) &&
                        each([&](int token) {
                            for (int64_t at = int64_t(token) * work.most_chosen, end = at + work.most_chosen; at < end; at++) {
@@ -633,7 +649,7 @@ void pass_of(const Job &job, uint32_t number) {
                                                 work.inputs + work.places[at] * kernels->input_bytes(gate));
                            }
                        }) &&
-                       of_experts(outline.inner_blocks, [&](int expert, int block, int first, int rows) {
+                       of_experts(outline.inner_blocks(), [&](int expert, int block, int first, int rows) {
                            const Weight *weights = now.experts->weights + 3 * expert;
                            const char *rows_of = work.inputs + first * kernels->input_bytes(weights[0]);
                            float *gate = outputs_of_thread(int64_t(2 * rows) * kBlock), *up = gate + int64_t(rows) * kBlock;
@@ -657,7 +673,7 @@ void pass_of(const Job &job, uint32_t number) {
                            for (int r = 0; r < rows; r++)
                                std::memcpy(work.branch + (tokens + int64_t(first + r)) * size + block * kBlock, y + r * kBlock, 4 * outputs);
                        })
-                 : pool->share(part++, number, outline.inner_blocks, [&](int block) {
+                 : pool->share(part++, number, outline.inner_blocks(), [&](int block) {
                        float *gate = outputs_of_thread(int64_t(2 * tokens) * kBlock), *up = gate + int64_t(tokens) * kBlock;
                        const Weight *weights = now.gate_up;
                        const int inner = weights[0].out;
@@ -670,7 +686,7 @@ void pass_of(const Job &job, uint32_t number) {
                    }) &&
                        each([&](int token) { prepare(&now.down, 1, work.inner + int64_t(token) * now.down.in, token); }) &&
                        multiply(part++, number, size, [&]() -> const Weight & { return now.down; }, work.inputs, tokens,
-                                add_to(outline.mlp_waits), work.low, work.most_rank));
+                                add_to(outline.mlp_waits()), work.low, work.most_rank));
         if (!goes_on) return;
     }
     each([&](int token) {
@@ -959,6 +975,7 @@ namespace {
 
 // Of the growth at hand. It never goes, because a late thread may look at it.
 struct Growing {
+    std::atomic<uint32_t> number{0};  // of its job; it changes before anything else does
     Growth growth;
     HeadLayer layers[kMostHeadLayers];
     Depth depths[kMostDepths];
@@ -1068,11 +1085,17 @@ void grow_of(const Job &, uint32_t number) {
     Growing &g = growing;
     int part = 0;
     auto each = [&](int tasks, auto task) { return pool->share(part++, number, tasks, task); };
+    // what was read outside of a task may be the next job's: then this one is over
+    auto is_over = [&] {
+        std::atomic_thread_fence(std::memory_order_acquire);
+        return g.number.load(std::memory_order_relaxed) != number;
+    };
     for (int depth = 0;; depth++) {
-        if (depth >= g.growth.num_depths) return;
+        if (depth >= g.growth.num_depths || depth >= kMostDepths) return;
         const Depth &level = g.depths[depth];
         const int rows = g.growth.reads_path ? g.growth.rows * g.widths[depth] : g.growth.rows, count = level.layers;
         int in = state_size(g.growth, depth);
+        if (is_over()) return;
         // the state goes through the layers, and the lm_head reads what comes out
         for (int i = 0; i <= count; i++) {
             const bool is_head = i == count;
@@ -1081,6 +1104,7 @@ void grow_of(const Job &, uint32_t number) {
             const Weight *base = !is_head && layer->has_base ? &layer->base : nullptr;
             const int out = weight.out, from = i;
             const int64_t bytes = kernels->input_bytes(weight);
+            if (is_over()) return;
             char *prepared = buffers.inputs.data(), *of_base = base && !reads_alike(weight, *base) ? prepared + rows * bytes : prepared;
             auto input = [&g, from, in](int row) {
                 return (from ? (from % 2 ? g.features : g.next_features) : g.states).data() + int64_t(row) * in;
@@ -1113,8 +1137,9 @@ void grow_of(const Job &, uint32_t number) {
         const int width = g.widths[depth + 1];
         if (!width) return;
         if (!g.growth.reads_path) continue;
-        const int old = state_size(g.growth, depth), whole = old + g.growth.size;
-        if (!each(g.growth.rows * width, [&](int node) {
+        const int old = state_size(g.growth, depth), whole = old + g.growth.size, nodes = g.growth.rows * width;
+        if (is_over()) return;
+        if (!each(nodes, [&](int node) {
                 const Growth &w = g.growth;
                 const int row = node / width, before = g.widths[depth];
                 float *state = g.next_states.data() + int64_t(node) * whole;
@@ -1240,6 +1265,8 @@ int draftheads_grow(const Growth *growth) {
     Growing &g = growing;
     const Growth &w = *growth;
     if (w.num_depths < 1 || w.num_depths > kMostDepths) return 0;
+    g.number.store(pool->next(), std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
     g.growth = w;
     int layers = 0;
     for (int i = 0; i < w.num_depths; i++) {
@@ -1295,8 +1322,11 @@ int draftheads_pass(const Model *model, const Pass *pass) {
     for (int layer = 0; layer < m.layers; layer++) {
         const Layer &l = m.of_layers[layer];
         const Weight &first_inner = l.experts ? *l.experts->weights : l.gate_up[0];
-        outlines[layer] = {blocks_of(l.qkv[0].out) + blocks_of(l.qkv[1].out) + blocks_of(l.qkv[2].out), blocks_of(first_inner.out),
-                           l.after_attention.scale || m.is_parallel, bool(l.after_mlp.scale), bool(l.experts)};
+        const int qkv_blocks = blocks_of(l.qkv[0].out) + blocks_of(l.qkv[1].out) + blocks_of(l.qkv[2].out);
+        if (qkv_blocks >= Outline::kMostBlocks || blocks_of(first_inner.out) >= Outline::kMostBlocks) return 3;
+        outlines[layer].store(Outline::of(pool->next(), qkv_blocks, blocks_of(first_inner.out),
+                                          l.after_attention.scale || m.is_parallel, l.after_mlp.scale, l.experts),
+                              std::memory_order_release);
         for (const Weight *w : {&l.qkv[0], &l.qkv[1], &l.qkv[2], &l.out, &l.gate_up[0], &l.gate_up[1], &l.down}) {
             if (!w->out) continue;
             widest = std::max(widest, kernels->input_bytes(*w));
