@@ -161,12 +161,13 @@ class Batch:
         return events
 
     def _takes_best(self) -> bool:
-        """Whether all rows take the most likely token, whatever its probability."""
+        """Whether the model finds the most likely tokens, and all rows take them whatever their probability."""
+        if not self.runner.model.finds_most_likely:
+            return False
         rows = self._settings
         assert rows is not None, "a step needs rows"
         others = rows.any_sampled, rows.any_penalty, rows.any_typical, self._rules is not None, self._seen is not None
-        is_on_host = self.runner.model.device.type == "cpu"  # elsewhere it would wait for the device
-        return is_on_host and not any(others) and all(request.settings.logprobs is None for request in self.requests)
+        return not any(others) and all(request.settings.logprobs is None for request in self.requests)
 
     def _accepted(self, found: Verified) -> AcceptResult:
         draft, logits = found.draft, found.logits

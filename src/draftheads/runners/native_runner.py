@@ -63,8 +63,6 @@ class NativeRunner(Runner):
 
     @torch.inference_mode()
     def most_likely(self, rows: Sequence[Row], draft: Draft) -> tuple[Tensor, Tensor]:
-        if not self.model.finds_most_likely:
-            return super().most_likely(rows, draft)
         last, hidden = self._verified(rows, draft)
         return self.model.most_likely(last), hidden
 

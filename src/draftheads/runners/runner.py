@@ -13,7 +13,6 @@ from torch import Tensor
 
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import AcceptResult, Draft
-from draftheads.speculation.sampling import most_likely
 
 BLOCK_SLOTS = 128  # memory of a text grows by so many tokens: little for short texts, few copies for long ones
 PASS_TOKENS = 2048  # of several texts; larger passes are not faster
@@ -61,9 +60,8 @@ class Runner(ABC):
         """One pass over all nodes of all rows: logits (B, N, V) and hidden states (B, N, D or n·D)."""
 
     def most_likely(self, rows: Sequence[Row], draft: Draft) -> tuple[Tensor, Tensor]:
-        """The same with the most likely token after each node, (B, N) int64, in place of its logits."""
-        logits, hidden = self.verify(rows, draft)
-        return most_likely(logits), hidden
+        """The same with the most likely token after each node, (B, N) int64, where the model finds it alone."""
+        raise NotImplementedError
 
     @abstractmethod
     def commit(self, rows: Sequence[Row], result: AcceptResult, num_accepted: Sequence[int]) -> None:
