@@ -353,9 +353,10 @@ def test_the_passes_of_a_model_are_known_from_its_configuration(family: str, tmp
 def test_a_model_that_cannot_be_decoded_or_has_no_native_passes_is_told_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recurrent = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2, "architectures": ["MambaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(recurrent), encoding="utf-8")
-    assert "plain attention layers" in diagnosis.find_passes(str(tmp_path)).text
+    for family, reason in (("mamba", "recurrent layers have no native"), ("rwkv", "cannot be loaded")):
+        config = {"model_type": family, "hidden_size": 8, "num_hidden_layers": 2}
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        assert reason in diagnosis.find_passes(str(tmp_path)).text
     config = tiny_model("llama").config.to_dict()
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

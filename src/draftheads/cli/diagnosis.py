@@ -290,6 +290,8 @@ def find_passes(name: str) -> Finding:
     fast = checked(target, lambda: target, fast=True)
     if fast.native is None:
         reason = "its layers do not compute what the names of their parts say"
+        if target.is_recurrent:
+            return _finding(name, f"{stock}: its recurrent layers have no native ones", native=False)
         try:
             NativeStep(fast.model, fast.windows)
         except OTHERWISE_BUILT as error:
