@@ -8,6 +8,7 @@ measured with an untrained Hydra head, and its acceptance is assumed.
 import json
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -206,8 +207,8 @@ def start(options: Options, folder: Path, programs: dict[str, Program]) -> dict[
     return failed
 
 
-def measured(options: Options, programs: dict[str, Program]) -> list[Row]:
-    """All rounds; each begins with another program."""
+def measured(options: Options, programs: dict[str, Program]) -> tuple[list[Row], list[float]]:
+    """All rounds, each of which begins with another program; and bytes per second that were read between them."""
     vocab_size = CONFIGS[options.size].vocab_size
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab_size, (_PROMPTS, _PROMPT_TOKENS), generator=generator).tolist()
@@ -215,16 +216,17 @@ def measured(options: Options, programs: dict[str, Program]) -> list[Row]:
     rows = {
         name: Row(name, one.megabytes, one.next_tokens(prompts), options.all_nodes) for name, one in programs.items()
     }
-    names = list(programs)
+    names, bandwidths = list(programs), []
     for turn in range(options.rounds):
         say(f"round {turn + 1} of {options.rounds}")
         for place in range(len(names)):
             name = names[(turn + place) % len(names)]
+            bandwidths.append(step.bytes_per_second())
             time.sleep(_PAUSE_SECONDS)
             speed, passes = programs[name].measure(text)
             rows[name].speeds.append(speed)
             rows[name].passes.append(passes)
-    return list(rows.values())
+    return list(rows.values()), bandwidths
 
 
 @torch.inference_mode()
@@ -288,8 +290,8 @@ def main(options: Options) -> None:
             failed = start(options, folder, programs)
             if not programs:
                 sys.exit("\n".join(f"error: {name}: {reason}" for name, reason in failed.items()))
-            rows = measured(options, programs)
-            bandwidth = step.bytes_per_second()
+            rows, bandwidths = measured(options, programs)
+            bandwidth = statistics.median(bandwidths)
             for row, one in zip(rows, programs.values(), strict=True):
                 if isinstance(one, DraftHeads):
                     row.bounds = bounds_of(one.target, options, bandwidth)
@@ -301,7 +303,8 @@ def main(options: Options) -> None:
                     one.process.stop()
     write(options, facts, rows)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(f"{facts['cpu']}, {options.threads} threads, {bandwidth / 1e9:.1f} GB/s")
+    shown = " to ".join(f"{one / 1e9:.1f}" for one in (min(bandwidths), bandwidth, max(bandwidths)))
+    console.print(f"{facts['cpu']}, {options.threads} threads, {shown} GB/s")
     console.print(
         f"random {options.size}, a text of {options.length} tokens, {options.rounds} rounds: median (quartiles)\n"
         "with a head: predicted tokens/s (× plain, × the fastest type of llama.cpp)"

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig
 
 _SHARD_BYTES = 400 << 20
 _NORM_RANGE = 0.1  # of norms: far from 0, so that one that is left out changes the text
@@ -24,18 +24,28 @@ _LLAMA_1B = (2048, 22, 32, 4, 5632, 32000)  # TinyLlama's
 _LLAMA_3B = (3072, 28, 24, 8, 8192, 32000)  # Llama-3.2-3B's, with TinyLlama's vocabulary
 _TINY = (64, 2, 4, 2, 128, 512)
 _GEMMA_270M = (640, 18, 4, 1, 2048, 262144)  # Gemma-3-270m's
+_QWEN35_800M = (1024, 24, 8, 2, 3584, 248320)  # Qwen3.5-0.8B's, three of four layers recurrent
 _NAMES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     "vocab_size",
 )
 _COMMON: dict[str, Any] = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None}
 _GEMMA: dict[str, Any] = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512, "pad_token_id": None}
+_QWEN35: dict[str, Any] = {
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 256,
+    "pad_token_id": None,
+    "tie_word_embeddings": True,
+}
 CONFIGS: dict[str, Any] = {  # by name
     "1.1b": LlamaConfig(**dict(zip(_NAMES, _LLAMA_1B, strict=True)), **_COMMON),
     "3b": LlamaConfig(**dict(zip(_NAMES, _LLAMA_3B, strict=True)), **_COMMON),
     # as large numbers in its attention as the others have, or a wrong order of queries and keys would change no token
     "tiny": LlamaConfig(**dict(zip(_NAMES, _TINY, strict=True)), **_COMMON, initializer_range=0.2),
     "gemma-270m": Gemma3TextConfig(**dict(zip(_NAMES, _GEMMA_270M, strict=True)), **_COMMON, **_GEMMA),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(**dict(zip(_NAMES, _QWEN35_800M, strict=True)), **_COMMON, **_QWEN35),
 }
 
 
@@ -65,12 +75,12 @@ def _drawn(name: str, parameter: Tensor, config: Any) -> Tensor:
     numbers = torch.empty(parameter.shape, dtype=torch.bfloat16)
     if parameter.dim() > 1:
         return numbers.normal_(0.0, config.initializer_range)
-    return numbers.normal_(0.0 if _adds_one(config) else 1.0, _NORM_RANGE)
+    return numbers.normal_(0.0 if _adds_one(config) and "linear_attn" not in name else 1.0, _NORM_RANGE)
 
 
 def _adds_one(config: Any) -> bool:
     """Whether norms multiply by 1 + w."""
-    return bool(config.model_type == "gemma3_text")
+    return config.model_type in ("gemma3_text", "qwen3_5_text")
 
 
 def _tokenizer() -> Any:

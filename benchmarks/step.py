@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,9 @@ from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
 
 
+_PROMPT_ROUNDS = 3
+
+
 @dataclass(frozen=True)
 class Options:
     """What is measured."""
@@ -41,6 +45,8 @@ class Options:
     """Texts that are decoded together."""
     lengths: tuple[int, ...] = (200, 1000)
     """Tokens of each text."""
+    prompts: tuple[int, ...] = ()
+    """Also read prompts of so many tokens, beside transformers with torch's products. Both take turns."""
     repeats: int = 15
     """Steps of each kind; their median counts."""
     plot: Path | None = None
@@ -66,6 +72,25 @@ def step_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Opt
     draft = Draft.on_tree(Tree.chain(nodes - 1), torch.randint(100, 1000, (rows, nodes)))
     with model.computing():
         return median_ms(lambda: runner.verify(texts, draft), options.repeats)
+
+
+def show_prompts(model: TargetModel, stock: TargetModel, options: Options, console: Console) -> list[dict[str, object]]:
+    """Milliseconds of reading a prompt, with the products of each."""
+    found: list[dict[str, object]] = []
+    table = Table("tokens of a prompt", "ours, ms", "transformers, ms", "× transformers", title="Prompts")
+    for length in options.prompts:
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(_PROMPT_ROUNDS):
+            for is_ours, one in ((True, model), (False, stock)):
+                read = partial(runner_for(one).prefill, [list(range(100, 100 + length))])
+                with one.computing():
+                    times[is_ours].append(median_ms(read, 1))
+        ours, theirs = (statistics.median(times[is_ours]) for is_ours in (True, False))
+        ratios = [b / a for a, b in zip(times[True], times[False], strict=True)]
+        table.add_row(str(length), f"{ours:.0f}", f"{theirs:.0f}", f"{min(ratios):.2f} to {max(ratios):.2f}")
+        found.append({"precision": model.precision, "length": length, "ours_ms": ours, "transformers_ms": theirs})
+    console.print(table)
+    return found
 
 
 def bytes_per_second() -> float:
@@ -96,7 +121,8 @@ def main(options: Options) -> None:
     facts = machine(torch.get_num_threads())
     console = Console(width=120)
     console.print(f"{facts['cpu']}: {bandwidth / 1e9:.0f} GB/s")
-    found = []
+    found, prompts = [], []
+    stock = load_target(options.model, precision="fp32", fast=False) if options.prompts else None
     for precision in options.precisions:
         model = load_target(options.model, precision=precision)
         rate = operations_per_second(model)
@@ -121,8 +147,10 @@ def main(options: Options) -> None:
                         | dict(zip(("step_ms", "read_ms", "sums_ms"), numbers_shown, strict=True))
                     )
         console.print(table)
+        if stock is not None:
+            prompts += show_prompts(model, stock, options, console)
     if options.json:
-        options.json.write_text(json.dumps({"machine": facts, "steps": found}), encoding="utf-8")
+        options.json.write_text(json.dumps({"machine": facts, "steps": found, "prompts": prompts}), encoding="utf-8")
     if options.plot:
         draw(found, f"{options.model}, {facts['cpu']}", options.plot)
 

@@ -23,4 +23,5 @@ def slow_loss(kind: str, log_probs: Tensor, target: Tensor, said: int, *, known:
         "nla": lambda: -accepted.log(),
         "lk": lambda: share * (cross - entropy) + (1 - share) * (1 - accepted),
         "amphista": lambda: cross - (log_probs[said] if known else 0.0),
+        "dspark": lambda: 0.9 * (probs - target).abs().sum() - (0.1 * log_probs[said] if known else 0.0),
     }[kind]()

@@ -21,7 +21,7 @@ from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.sampling import RowSettings, choose
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
-from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
+from families import GROWING, PROMPTS, RECURRENT_FAMILIES, TREES, tiny_head, tiny_model
 from thorough import some
 
 WIDE = Tree.cartesian([6, 3])
@@ -59,6 +59,18 @@ def test_answers_have_the_models_distribution(
     assert counts.total() == NUM_ANSWERS
     assert set(counts) <= set(exact), "an answer that the model cannot give"
     assert p_value(counts, exact) > ODDS
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_answers_of_hybrid_models_have_the_models_distribution(family: str) -> None:
+    hybrid = tiny_model(family)
+    expected = joint_distribution(hybrid)
+    for number, shape in enumerate([WIDE, BestFirst(16, top_k=6, beam=3)]):
+        head = tiny_head("hydra", hybrid)
+        counts = sampled_answers(hybrid, first_seed=60_000 + 10_000 * number, drafter=head, shape=shape)
+        assert set(counts) <= set(expected), "an answer that the model cannot give"
+        assert p_value(counts, expected) > ODDS
 
 
 def resampling(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: None, **_: Any) -> AcceptResult:

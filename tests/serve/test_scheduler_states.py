@@ -22,21 +22,31 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.lanes import bytes_per_token
 from draftheads.errors import QueueFull, ShuttingDown, TooLarge
-from draftheads.runners import runner_for
+from draftheads.models.model import TargetModel
+from draftheads.runners import bytes_of_states, runner_for
 from draftheads.serve.scheduler import Job, JobFailed, Lane
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.tree import Tree
-from families import TREES, by_hand, tiny_head, tiny_model, tiny_profile
+from families import HAS_RECURRENT, TREES, by_hand, tiny_head, tiny_model, tiny_profile
 from scheduler_world import Clock, Inbox, check_empty, scheduler_of, submit
 
-MODEL = tiny_model("llama").sped_up()
-READER = type(runner_for(MODEL))
 PROFILE = tiny_profile(Tree.chain(0), dynamic_tokens=[1.0, *(1.0 + 0.5 * n**0.7 for n in range(1, 24))])
 VERIFYING = [("verify", rows, nodes, 20.0 + 0.6 * rows * nodes) for rows in (1, 8) for nodes in (1, 16)]
-ENGINES = {
-    "m": Engine(MODEL, tiny_head("hydra", MODEL), profile=PROFILE, costs=by_hand([*VERIFYING, ("dynamic", 1, 2, 1.0)])),
-    "m:eagle": Engine(MODEL, tiny_head("eagle", MODEL, num_key_value_heads=1, head_size=8), shape=TREES["ragged"]),
-}
+
+
+@cache
+def engines_of(family: str) -> dict[str, Engine]:
+    """A model alone and with heads; hybrid models have states beside keys and values, and no cached prefixes."""
+    model = tiny_model(family)
+    model = model if model.is_recurrent else model.sped_up()
+    costs = by_hand([*VERIFYING, ("dynamic", 1, 2, 1.0)])
+    eagle = tiny_head("eagle", model, num_key_value_heads=1, head_size=8)
+    return {
+        "m": Engine(model, tiny_head("hydra", model), profile=PROFILE, costs=costs),
+        "m:eagle": Engine(model, eagle, shape=TREES["ragged"]),
+    }
+
+
 LANES = [Lane("m"), Lane("m:eagle"), Lane("m", 0), Lane("m", 4)]
 SYSTEM = [3 + n * n % 20 for n in range(40)]
 LONG = [4 + n * n % 19 for n in range(100)]
@@ -85,19 +95,23 @@ MUCH = st.builds(
 
 
 @cache
-def answer(prompt: tuple[int, ...], own: SamplingSettings) -> tuple[int, ...]:
-    return Engine(MODEL, max_batch_size=1).generate([prompt], own)[0].token_ids
+def answer(model: TargetModel, prompt: tuple[int, ...], own: SamplingSettings) -> tuple[int, ...]:
+    return Engine(model, max_batch_size=1).generate([prompt], own)[0].token_ids
 
 
 class Schedules(RuleBasedStateMachine):
     """The model: which jobs were accepted, by whom, and how each of them may end."""
 
+    family = "llama"
+
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.limit = SLOTS * max(map(bytes_per_token, ENGINES.values()))
+        engines = engines_of(self.family)
+        self.target = engines["m"].model
+        self.limit = SLOTS * max(map(bytes_per_token, engines.values())) + bytes_of_states(self.target, 2)
         self.scheduler = scheduler_of(
-            ENGINES,
+            engines,
             clock=self.clock,
             kv_bytes=self.limit,
             max_rows=ROWS,
@@ -196,10 +210,10 @@ class Schedules(RuleBasedStateMachine):
         self.clock.now += seconds
 
     @precondition(lambda self: not self.closed and len(self.jobs) > 7)  # it ends most of them
-    @rule(what=st.sampled_from([(Batch, "step"), (Batch, "join"), (READER, "read")]))
-    def a_pass_fails(self, what: tuple[type, str]) -> None:
+    @rule(what=st.sampled_from([(Batch, "step"), (Batch, "join"), (None, "read")]))
+    def a_pass_fails(self, what: tuple[type | None, str]) -> None:
         """The first of its kind in an iteration."""
-        owner, name = what
+        owner, name = what[0] or type(runner_for(self.target)), what[1]
         old, hits = getattr(owner, name), []
 
         def failing(self: Any, *arguments: Any) -> Any:
@@ -218,7 +232,7 @@ class Schedules(RuleBasedStateMachine):
         self.may_fail |= broken
         if not hits:
             assert not broken
-        elif owner is READER:
+        elif name == "read":
             assert len(broken) <= 1, "several are read again, each alone"
         else:
             assert len({job.lane for job in broken}) <= 1
@@ -262,7 +276,7 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def events_are_right(self) -> None:
         for job, inbox in self.jobs.items():
-            whole = answer(tuple(job.request.prompt_ids), job.request.settings)
+            whole = answer(self.target, tuple(job.request.prompt_ids), job.request.settings)
             assert inbox.token_ids == whole[: len(inbox.token_ids)]
             assert len(inbox.ends) <= 1
             if job in self.cancelled:
@@ -296,7 +310,20 @@ class Schedules(RuleBasedStateMachine):
         assert self.scheduler.core.prefixes.num_bytes == 0
 
 
-def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+class HybridSchedules(Schedules):
+    """The same of a model with recurrent layers."""
+
+    family = "qwen3_5_text"
+
+
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        Schedules,
+        pytest.param(HybridSchedules, marks=pytest.mark.skipif(not HAS_RECURRENT, reason="trees need a newer transformers")),
+    ],
+)
+def test_schedules(schedules: type[Schedules], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftheads.decode.core._MOST_OVERTAKEN", MOST_OVERTAKEN)
     SEEN.clear()
     options = settings(
@@ -307,7 +334,7 @@ def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
         phases=[Phase.explicit, Phase.generate],  # Phase.shrink finds a shorter example, in five minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
-    run_state_machine_as_test(Schedules, settings=options)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(schedules, settings=options)  # type: ignore[no-untyped-call]
     least = {
         "interruptions": 10,
         "interruptions of a sampled answer": 5,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # a method's file in this folder and the start of its two classes' names, until they are imported: then the classes
 HEADS: "dict[str, str | tuple[type[HeadConfig], type[DraftHead]]]" = {
     "amphista": "amphista.Amphista",
+    "dflash": "dflash.DFlash",
+    "dspark": "dspark.DSpark",
     "eagle": "eagle.Eagle",
     "eagle3": "eagle3.Eagle3",
     "hydra": "hydra.Hydra",

@@ -115,10 +115,17 @@ class TransformerLayer(nn.Module):
         rotary: turn queries and keys by their positions; off where positions are added to the inputs.
         input_norm: norm the inputs of attention; off where they come normed (EAGLE).
         num_inputs: how many vectors of the layer's size attention reads, side by side.
+        norm_heads: norm each query and key (Qwen3).
     """
 
     def __init__(
-        self, config: LayerConfig, *, rotary: bool = True, input_norm: bool = True, num_inputs: int = 1
+        self,
+        config: LayerConfig,
+        *,
+        rotary: bool = True,
+        input_norm: bool = True,
+        num_inputs: int = 1,
+        norm_heads: bool = False,
     ) -> None:
         super().__init__()
         size, heads, groups = config.state_size, config.num_attention_heads, config.num_key_value_heads
@@ -128,6 +135,8 @@ class TransformerLayer(nn.Module):
         self.q_proj = nn.Linear(inputs, heads * config.head_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(inputs, groups * config.head_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(inputs, groups * config.head_size, bias=config.qkv_bias)
+        norms = [RmsNorm(config.head_size, config.norm_epsilon) if norm_heads else nn.Identity() for _ in range(2)]
+        self.q_norm, self.k_norm = norms
         self.o_proj = nn.Linear(heads * config.head_size, size, bias=False)
         self.middle_norm = RmsNorm(size, config.norm_epsilon)
         self.feed_forward = FeedForward(size, config.intermediate_size)
@@ -139,9 +148,15 @@ class TransformerLayer(nn.Module):
         every = torch.cat([self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)], -1)
         heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
         q, k, v = every.view(*x.shape[:2], -1, self.config.head_size).split([heads, groups, groups], 2)
+        q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary:
             q, k = _rotated(q, positions, self.config), _rotated(k, positions, self.config)
         return q, KeysValues(k, v)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> KeysValues:
+        """Keys and values (B, S, G, d) alone, of inputs (B, S, D) as they are, without the norm of inputs."""
+        k, v = (part(x).view(*x.shape[:2], -1, self.config.head_size) for part in (self.k_proj, self.v_proj))
+        return KeysValues(_rotated(self.k_norm(k), positions, self.config), v)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's output (B, S, D) from its inputs and what attention gave, (B, S, H, d)."""

@@ -139,6 +139,7 @@ class DraftHead(nn.Module, Drafter):
     reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
     reads_path: bool = True  # whether a prediction depends on the draft tokens above it
     is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
+    reads_places: ClassVar[bool] = False  # whether forward takes the positions (B, A) that are to be computed
     shares_layers: ClassVar[bool] = False  # whether all K heads are the same layers; for lm_heads see depth_limit
 
     def __init__(self, config: HeadConfig, *, lm_head_bias: bool = False) -> None:

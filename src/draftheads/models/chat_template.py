@@ -6,7 +6,7 @@ the tokenizer, which other models may share.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from os import PathLike, fspath
 from pathlib import Path
@@ -156,6 +156,19 @@ def special_ids(tokenizer: Any) -> set[int]:
 def special_texts(tokenizer: Any) -> Mapping[int, str]:
     """The added tokens of a tokenizer that are not text, with what they look like."""
     return _added_tokens(tokenizer)[0]
+
+
+def unused_token(reader: ChatReader, size: int, ends: Collection[int]) -> int:
+    """A token that texts do not have, for the masks of block drafters, of a vocabulary of that size.
+
+    It is a special one that neither ends a text nor is in the chat template; one with "mask" in its name if there is
+    one. Without any it is the last of the vocabulary.
+    """
+    tokenizer, template = reader.tokenizer, str(template_of(reader))
+    used = {*ends, *(getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))}
+    free = {i: text for i, text in special_texts(tokenizer).items() if i < size and i not in used and text not in template}
+    masks = [i for i, text in free.items() if "mask" in text.lower()]
+    return max(masks or free or [size - 1])
 
 
 def is_tag(text: str) -> bool:

@@ -15,6 +15,7 @@ from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.native_step import NativeStep
 from draftheads.cpu.optimise import RoundedEmbedding
 from draftheads.errors import InvalidSettings, UnsupportedModel
+from draftheads.models.chat_template import unused_token
 from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
 from draftheads.models.long_rope import LongRope
 from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, max_positions_of
@@ -240,8 +241,9 @@ class ModelFacts:
 
     @property
     def head_sizes(self) -> dict[str, Any]:
-        """:func:`draftheads.models.model_config.head_sizes` of this model."""
-        return head_sizes(self.config, self.hidden_size)
+        """:func:`draftheads.models.model_config.head_sizes` of this model, and a token for masks."""
+        mask = unused_token(self, self.vocab_size, self.eos_ids)  # type: ignore[arg-type]
+        return {**head_sizes(self.config, self.hidden_size), "mask_token_id": mask}
 
     @cached_property
     def layers(self) -> nn.ModuleList:

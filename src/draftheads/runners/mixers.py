@@ -167,7 +167,7 @@ def _walked(run: Pass, rule: Rule, states: Tensor) -> Tensor:
     return found
 
 
-_OURS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {  # ours, by the names of those that mixers call
     CONVOLUTION: convolution,
     DELTA_RULE: delta_rule,
     MAMBA2: mamba2,
@@ -191,10 +191,10 @@ def running(run: Pass, modules: Sequence[ModuleType]) -> Iterator[Pass]:
     with _LOCK:
         for module in modules:
             _uses[module.__name__] += 1
-            for name in _OURS if _uses[module.__name__] == 1 else ():
+            for name in FUNCTIONS if _uses[module.__name__] == 1 else ():
                 if (original := getattr(module, name, None)) is not None:
                     _originals[module.__name__, name] = original
-                    setattr(module, name, partial(_dispatch, _OURS[name], original))
+                    setattr(module, name, partial(_dispatch, FUNCTIONS[name], original))
     token = RUNNING.set(run)
     try:
         yield run
@@ -203,6 +203,6 @@ def running(run: Pass, modules: Sequence[ModuleType]) -> Iterator[Pass]:
         with _LOCK:
             for module in modules:
                 _uses[module.__name__] -= 1
-                for name in _OURS if not _uses[module.__name__] else ():
+                for name in FUNCTIONS if not _uses[module.__name__] else ():
                     if (module.__name__, name) in _originals:
                         setattr(module, name, _originals.pop((module.__name__, name)))

@@ -11,7 +11,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.layers import Block
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train.losses import Labels, Objective, objective
-from draftheads.train.objectives import NUM_ROWS, LabelMaker, Predictions, depth_weights, find_predictions, head_losses
+from draftheads.train.objectives import NUM_ROWS, LabelMaker, Predictions, depth_weights, find_predictions, head_losses, random_places
 from draftheads.train.options import ObjectiveOptions
 
 
@@ -61,8 +61,10 @@ class Learner(nn.Module):
         noise_alpha: float = 0.0,
         feature_weight: float = 0.0,
         dropout: float = 0.0,
+        anchors: int = 0,
     ) -> None:
         super().__init__()
+        self.anchors = anchors if head.reads_places else 0
         self.head = head
         for module in head.modules():
             if isinstance(module, Block):
@@ -123,7 +125,11 @@ class Learner(nn.Module):
         if not self.objective.reads_teacher:  # then only the text is a label
             predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
         seen = with_noise(read, self.noise_alpha, lengths) if self.training else read
-        features = self.head(seen, token_ids).flatten(1, 2)  # (K, S, F)
+        places = []
+        if self.training and self.anchors:
+            places = [random_places(loss_mask, self.anchors)]
+            predictions = predictions.behind(places[0], loss_mask.shape[1])
+        features = self.head(seen, token_ids, *places).flatten(1, 2)  # (K, S, F)
         added = update if self.head.config.lm_head == "shared" else None
 
         def logits(inputs: Tensor, head_index: int) -> Tensor:
@@ -216,4 +222,5 @@ def head_learner(
         noise_alpha=options.noise_alpha,
         feature_weight=feature_weight,
         dropout=options.dropout,
+        anchors=options.anchors,
     )

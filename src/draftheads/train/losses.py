@@ -46,7 +46,8 @@ def objective(
 
     Args:
         kind: ``teacher`` (soft cross-entropy, Hydra appendix A), ``hard`` (cross-entropy with the text, Medusa equation
-            1), ``kl``, ``tv`` (total variation), ``nla`` (negative log-acceptance), ``lk`` (hybrid LK), ``amphista``.
+            1), ``kl``, ``tv`` (total variation), ``nla`` (negative log-acceptance), ``lk`` (hybrid LK), ``amphista``,
+            ``dspark``.
         alignment_weight: λ1 of ``amphista``, for the teacher's part.
         lm_weight: λ2 of ``amphista``, for the text's part.
         lk_eta: η of ``lk``.
@@ -58,6 +59,8 @@ def objective(
     if kind == "amphista":
         both = partial(two_part, alignment_weight=alignment_weight, lm_weight=lm_weight)
         return Objective(both, reads_teacher=True)
+    if kind == "dspark":
+        return Objective(text_and_distance, reads_teacher=True)
     row_losses: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
         "teacher": soft_cross_entropy,
         "kl": kl_divergence,
@@ -126,6 +129,14 @@ def two_part(
     weight = lm_weight * _given(labels.known).to(text_loss.dtype)  # (n,)
     losses = alignment_weight * aligned + weight * text_loss
     return losses, alignment_weight * from_teacher + weight[:, None] * from_text
+
+
+def text_and_distance(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    """0.1 · CE(y, p) + 0.9 · ‖p - q‖₁ (DSpark); the first part only where the head knows the token."""
+    text_loss, from_text = hard_cross_entropy(logits, _given(labels.token_ids))
+    rejected, from_rejection = total_variation(logits, _given(labels.probs))
+    weight = 0.1 * _given(labels.known).to(text_loss.dtype)  # (n,)
+    return weight * text_loss + 1.8 * rejected, weight[:, None] * from_text + 1.8 * from_rejection
 
 
 def _rejection_gradient(drafted: Tensor, probs: Tensor) -> Tensor:

@@ -40,6 +40,12 @@ class Predictions:
         """The predictions at positions where ``known``, (P,) bool, is True."""
         return type(self)(self.positions[known], self.counts[:, known])
 
+    def behind(self, places: Tensor, length: int) -> Self:
+        """The predictions from blocks behind positions (B, A) of texts of ``length`` tokens alone."""
+        are_read = places.new_zeros(len(places), length, dtype=torch.bool).scatter(1, places, value=True).flatten()
+        counts = torch.stack([part & are_read[self.sources(i)] for i, part in enumerate(self.counts)])
+        return type(self)(self.positions, counts).only(counts.any(0))
+
     def chunks(self, size: int, multiple: int = 1) -> Iterator[Self]:
         """The same predictions, at most ``size`` positions at a time.
 
@@ -66,6 +72,19 @@ def find_predictions(loss_mask: Tensor, num_heads: int) -> Predictions:
     counts = (is_next & torch.stack(before)).flatten(1)  # (K, S)
     positions = counts.any(0).nonzero()[:, 0]
     return Predictions(positions, counts[:, positions])
+
+
+def random_places(loss_mask: Tensor, count: int) -> Tensor:
+    """At most so many positions (B, A) of each text at random, none twice, before two tokens of the assistant.
+
+    Texts with fewer have others, too; nothing is predicted there.
+
+    >>> random_places(torch.tensor([[True, True, True, False]]), 2).sort().values.tolist()
+    [[0, 1]]
+    """
+    can = F.pad(loss_mask[:, 1:], (0, 1)) & F.pad(loss_mask[:, 2:], (0, 2))
+    chances = torch.rand(can.shape, device=can.device).masked_fill(~can, -1.0)
+    return chances.topk(min(count, max(1, int(can.sum(1).max()))), dim=1).indices
 
 
 def precedes_answer(loss_mask: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ class HeadOptions(OptionGroup):
     RARE: ClassVar = ("lm_head_rank",)
 
     method: str
-    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, markov-medusa, or
-    small-llama (a small model that reads only the text); vLLM, SGLang and llama.cpp serve eagle3. What serves the
-    others: `draftheads export --help-all`."""
+    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, dflash, dspark,
+    markov-medusa, or small-llama (a small model that reads only the text); vLLM, SGLang and llama.cpp serve eagle3.
+    What serves the others: `draftheads export --help-all`."""
     head_options: tuple[str, ...] = ()
     """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2 (amphista) or
     layers=[2,15,27] (eagle3). A wrong name lists those of the method."""
@@ -137,11 +137,11 @@ class FeatureOptions(OptionGroup):
 class ObjectiveOptions(OptionGroup):
     """Loss and regularisation."""
 
-    RARE: ClassVar = ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "dropout", "depth_decay")
+    RARE: ClassVar = ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "dropout", "depth_decay", "anchors")
 
     loss: LossKind = "teacher"
     """What heads learn. The model's distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), the
-    text's tokens (hard), or both (amphista)."""
+    text's tokens (hard), or both (amphista, dspark)."""
     alignment_weight: Annotated[float, FROM_0] = 1.0
     """Weight of the model's distribution in the amphista loss."""
     lm_weight: Annotated[float, FROM_0] = 1.0
@@ -157,6 +157,8 @@ class ObjectiveOptions(OptionGroup):
     depth_decay: Annotated[float, ABOVE_0] = 0.8
     """Weight of each head's loss relative to the head before it. small-llama, which is the same at every depth, trains
     on the first depth only."""
+    anchors: Annotated[int, FROM_0] = 64
+    """Places of a text, at random, behind which dflash and dspark are trained in an epoch; 0: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,6 +167,35 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 },
             },
         ),
+        "dflash": Recipe(
+            "DFlash: blocks of eight, a body of two layers, on the text",
+            {
+                "the paper": {"method": "dflash", "loss": "hard"},
+                "its code": {
+                    "depth_decay": 0.779,  # exp(-1/γ), γ = 4 for blocks of eight
+                    "learning_rate": 6e-4,
+                    "warmup": 0.04,
+                    "epochs": 10,
+                    "anchors": 512,
+                },
+                OURS: {"num_heads": 7, "num_layers": 2},  # five layers in the paper
+            },
+        ),
+        "dspark": Recipe(
+            "DSpark: shifted blocks of seven, two layers, on the text and the model's distribution",
+            {
+                "the paper": {"method": "dspark", "num_heads": 7, "loss": "dspark"},
+                "its code": {
+                    "depth_decay": 0.779,  # exp(-1/γ), γ = 4
+                    "learning_rate": 6e-4,
+                    "warmup": 0.04,
+                    "epochs": 10,
+                    "anchors": 512,
+                    "head_options": ("markov_rank=256",),
+                },
+                OURS: {"num_layers": 2},
+            },
+        ),
         "blockwise": Recipe(
             "Blockwise parallel decoding (Stern et al. 2018): Medusa's heads, chains of draft tokens, on the text",
             {

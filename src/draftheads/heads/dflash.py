@@ -1,0 +1,182 @@
+"""DFlash: one pass of a small body over a block of masks predicts all its tokens at once (arXiv 2602.06036).
+
+The block behind a text x_0 … x_t is [x_{t+1}, mask, …, mask] at positions t+1, t+2, …. Its rows see each other, both
+ways, and the text. Of the text each layer sees keys and values of c_s = norm(fc([a_s; b_s; …])), s ≤ t, where a, b, …
+are what enters some layers of the target; c is the same for all layers. The target's lm_head makes logits of the rows.
+
+In DFlash the row of a mask predicts the token in its own place. In a shifted block, as DSpark has, the row at each
+place predicts the token behind it, so that a block for K tokens has K rows in place of K+1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.errors import InvalidSettings
+from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer, attend_with_path
+from draftheads.heads.base import EmbeddingConfig, Root
+from draftheads.heads.kv_cache import HeadKVCache, KeysValues
+from draftheads.heads.stateful import StatefulHead
+from draftheads.speculation.draft import Context, TargetWeights
+
+
+@dataclass(frozen=True)
+class BlockConfig(LayerConfig, EmbeddingConfig):
+    """Options of heads that predict a block of ``num_heads`` tokens in one pass of ``num_layers`` layers."""
+
+    layers: list[int] = field(default_factory=list)
+    """Layers of the target whose inputs are read, from 0; index 0 is the embedding. If empty, the last hidden state h_t
+    is read. Training takes 2, L // 2 and L - 3 of L layers where it is not given."""
+    mask_token_id: int = 0
+    """The token in the places that are predicted. Training takes one that no text has where it is not given."""
+
+    one_lm_head: ClassVar[bool] = True
+    is_shifted: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
+            raise InvalidSettings(f"layers is {self.layers}; give different numbers from 0 on")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise InvalidSettings(
+                f"mask_token_id is {self.mask_token_id}; it must lie in 0 … vocab_size - 1 ({self.vocab_size - 1})"
+            )
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return tuple(self.layers)
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block, its first token included."""
+        return self.num_heads + (not self.is_shifted)
+
+
+@dataclass(frozen=True)
+class DFlashConfig(BlockConfig):
+    """DFlash: all tokens of a block in one pass, each by itself."""
+
+    method: ClassVar[str] = "dflash"
+
+
+class DFlashHead(StatefulHead):
+    """p_i = softmax(lm_head(norm(body([x_{t+1}, mask, …], c_0 … c_t)_i)))."""
+
+    reads_path = False
+    predicts_hidden_states: ClassVar[bool] = False
+    reads_places: ClassVar[bool] = True
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config, num_layers=config.num_layers)
+        size, epsilon = config.hidden_size, config.norm_epsilon
+        self.fc = nn.Linear(max(1, len(config.layers)) * size, size, bias=False)
+        self.hidden_norm = RmsNorm(size, epsilon)
+        self.layers = nn.ModuleList(TransformerLayer(config, norm_heads=True) for _ in range(config.num_layers))
+        self.norm = RmsNorm(size, epsilon)
+        self.block_size = config.block_size
+        self.first = config.block_size - config.num_heads  # the row that makes the first prediction
+        self.mask_token_id = config.mask_token_id
+
+    def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
+        """Starts c as the last of the hidden states, and the final norm at the size of h_t."""
+        super().initialise(weights, draft_vocab)
+        nn.init.zeros_(self.fc.weight)
+        nn.init.eye_(self.fc.weight.data[:, -self.config.hidden_size :])
+        self.norm.weight.data.fill_(self.hidden_scale(weights))
+
+    def ordered_layers(self) -> Sequence[Any]:
+        """The layers of the body, the first one first."""
+        return list(self.layers)
+
+    def context(self, hidden: Tensor) -> Tensor:
+        """c, (…, n·D) -> (…, D)."""
+        normed: Tensor = self.hidden_norm(self.fc(hidden))
+        return normed
+
+    def blocks(self, root_ids: Tensor) -> Tensor:
+        """What the body reads of blocks that begin with these tokens: (…) -> (…, S, D)."""
+        masks = root_ids.new_full((*root_ids.shape, self.block_size - 1), self.mask_token_id)
+        return self.scaled_embedding(torch.cat([root_ids[..., None], masks], -1))
+
+    def body(self, x: Tensor, starts: Tensor, seen: Sequence[KeysValues], mask: Tensor) -> Tensor:
+        """The last layer's outputs in the rows that predict.
+
+        Args:
+            x: (B, A, S, D) blocks behind A places of each text.
+            starts: (1 or B, A) positions of their first tokens.
+            seen: of each layer, (B, C, G, d) of the text.
+            mask: (1 or B, A, C), True where a block sees it.
+
+        Returns:
+            (K, B, A, D).
+        """
+        batch, places, rows, size = x.shape
+        positions = (starts[..., None] + torch.arange(rows, device=starts.device)).flatten(1)
+        visible = mask.repeat_interleave(rows, dim=1)  # (1 or B, A·S, C)
+        x = x.flatten(1, 2)
+        for layer, text in zip(self.ordered_layers(), seen, strict=True):
+            queries, own = layer.project(x, positions)
+            block = KeysValues(
+                *(
+                    part.unflatten(1, (places, 1, rows)).expand(-1, -1, rows, -1, -1, -1).flatten(1, 2)
+                    for part in own
+                )
+            )
+            x = layer.finish(x, attend_with_path(queries, text, visible, block))
+        out: Tensor = self.norm(x.view(batch, places, rows, size)[:, :, self.first :])
+        return out.permute(2, 0, 1, 3)
+
+    def forward(self, hidden: Tensor, token_ids: Tensor, places: Tensor | None = None) -> Tensor:
+        """(B, T, D or n·D), (B, T) -> (K, B, T, F).
+
+        With ``places`` (B, A) only blocks behind these positions are computed; the others' features are 0.
+        """
+        batch, length = token_ids.shape
+        steps = torch.arange(length, device=token_ids.device)
+        at = steps[None].expand(batch, -1) if places is None else places  # t of each block
+        context = self.context(hidden)
+        seen = [layer.keys_values(context, steps[None]) for layer in self.ordered_layers()]
+        roots = token_ids.roll(-1, dims=1).gather(1, at)
+        found = self.body(self.blocks(roots), at + 1, seen, steps <= at[..., None])
+        features = self.features(found, token_ids, at)
+        if places is None:
+            return features
+        index = at[None, ..., None].expand_as(features)
+        return features.new_zeros(len(features), batch, length, features.shape[-1]).scatter(2, index, features)
+
+    def features(self, found: Tensor, token_ids: Tensor, at: Tensor) -> Tensor:
+        """What logits are made of, (K, B, A, F), of the body's outputs (K, B, A, D) in blocks behind positions ``at``."""
+        return found
+
+    def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
+        made = self.context(context.hidden)
+        positions, longest = history.span(rows, made.shape[1])
+        for number, layer in enumerate(self.ordered_layers()):
+            history.write(number, rows, layer.keys_values(made, positions), positions, longest)
+        return made[:, :0].flatten(1)  # a block reads nothing of the text but its keys and values
+
+    def block_features(self, root: Root) -> Tensor:
+        """(K, B, D) behind every row's text."""
+        assert root.history is not None, "a stateful head's session gives its history"
+        kept = [root.history.accepted(number) for number in range(len(root.history.layers))]
+        mask = kept[0][1][:, None]
+        blocks = self.blocks(root.token_ids[:, None])
+        return self.body(blocks, root.history.counts[:, None], [seen for seen, _ in kept], mask)[:, :, 0]
+
+    def begin(self, root: Root, depth: int) -> Any:
+        """Logits of all places, (depth, B, V'): one pass, whatever the tree."""
+        if depth == 0:
+            return root.token_ids[None, :, None]
+        return self.lm_head_logits(self.block_features(root)[:depth])
+
+    def lm_head_logits(self, features: Tensor) -> Tensor:
+        """(depth, B, D) -> (depth, B, V'): one product."""
+        return self.lm_heads(features, 0)  # type: ignore[no-any-return]
+
+    def predict(self, state: Any, depth: int) -> Tensor:
+        """(B, 1, V'), the same for all nodes of a depth."""
+        logits: Tensor = state[depth][:, None]
+        return logits

@@ -1,0 +1,57 @@
+"""DSpark: DFlash's body on shifted blocks, and a bias from the token before (arXiv 2607.05147).
+
+The row at each place predicts the token behind it, and a low-rank bias makes the prediction depend on the draft token
+in its own place (:mod:`draftheads.heads.markov`). In training the text's tokens take the place of draft tokens.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from draftheads.errors import require_at_least
+from draftheads.heads.base import Root
+from draftheads.heads.dflash import BlockConfig, DFlashHead
+from draftheads.heads.markov import MarkovBias, MarkovState
+
+
+@dataclass(frozen=True)
+class DSparkConfig(BlockConfig):
+    """DSpark: logits_i = lm_head(f_i) + U (gate(f_i) * A E(x_{t+1+i})), f_i a row of the body."""
+
+    markov_rank: int = 128
+    """r, the rank of what the token before adds to the logits."""
+    gated: bool = True
+    """Whether the row weights each of the r numbers."""
+
+    method: ClassVar[str] = "dspark"
+    is_shifted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(1, markov_rank=self.markov_rank)
+
+
+class DSparkHead(MarkovBias, DFlashHead):
+    """DFlash with a bias from the token before. It starts without: U is zero at first."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.add_bias(config.markov_rank, 1, gated=config.gated)
+
+    def features(self, found: Tensor, token_ids: Tensor, at: Tensor) -> Tensor:
+        """(K, B, A, D + r)."""
+        embedded = self.scaled_embedding(token_ids)
+        parts = []
+        for i, rows in enumerate(found):
+            before = embedded.roll(-(i + 1), dims=1)  # the wrapped tail is not used
+            parts.append(self.biased(rows, before.gather(1, at[..., None].expand(-1, -1, before.shape[-1])), i))
+        return torch.stack(parts)
+
+    def begin(self, root: Root, depth: int) -> MarkovState:
+        """All that does not depend on the path, for all places at once."""
+        if depth == 0:
+            return self.with_gates(self.scaled_embedding(root.token_ids)[None], [], root.token_ids)
+        features = self.block_features(root)[:depth]
+        return self.with_gates(self.lm_head_logits(features), list(features), root.token_ids)

@@ -1,0 +1,217 @@
+"""Block drafters beside the published layout, row by row, and how they are trained."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftheads.errors import InvalidSettings
+from draftheads.heads import head_classes
+from draftheads.heads.base import DraftHead
+from draftheads.models.chat_template import unused_token
+from draftheads.speculation.draft import Context
+from draftheads.speculation.tree import Tree
+from draftheads.train.learner import Learner
+from draftheads.train.losses import objective
+from draftheads.train.objectives import find_predictions, random_places
+from families import propose, tiny_head, tiny_model
+from slow_heads import rms_norm
+
+TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
+
+
+def turned(x: Tensor, position: int, base: float) -> Tensor:
+    """(heads, d) by a position, pair by pair."""
+    half = x.shape[1] // 2
+    out = torch.empty_like(x)
+    for j in range(half):
+        angle = torch.tensor(position * base ** (-2 * j / x.shape[1]))
+        a, b = x[:, j], x[:, j + half]
+        out[:, j], out[:, j + half] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    return out
+
+
+def each_normed(x: Tensor, weight: Tensor) -> Tensor:
+    """Every head (heads, d) by itself."""
+    return torch.stack([rms_norm(head, weight) for head in x])
+
+
+def slow_rows(head: DraftHead, hidden: Tensor, root: int) -> Tensor:
+    """The rows of the block behind a text (T, n·D), (S, D) after the final norm, by the names of z-lab's files."""
+    config: Any = head.config
+    weight = dict(head.named_parameters())
+    heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_size
+    start = len(hidden)
+    masks = config.num_heads if config.method == "dflash" else config.num_heads - 1
+    tokens = [root] + [config.mask_token_id] * masks
+    rows = [head.target_embedding[token] * head.embedding_scale for token in tokens]
+    context = [rms_norm(weight["fc.weight"] @ h, weight["hidden_norm.weight"]) for h in hidden]
+    for layer in range(config.num_layers):
+        of = {name.removeprefix(f"layers.{layer}."): value for name, value in weight.items()}
+
+        def key_value(x: Tensor, position: int, of: dict[str, Tensor] = of) -> tuple[Tensor, Tensor]:
+            key = each_normed((of["k_proj.weight"] @ x).view(groups, size), of["k_norm.weight"])
+            return turned(key, position, config.rope_theta), (of["v_proj.weight"] @ x).view(groups, size)
+
+        normed = [rms_norm(x, of["input_norm.weight"]) for x in rows]
+        seen = [key_value(c, i) for i, c in enumerate(context)]
+        seen += [key_value(x, start + i) for i, x in enumerate(normed)]
+        after = []
+        for i, x in enumerate(normed):
+            query = each_normed((of["q_proj.weight"] @ x).view(heads, size), of["q_norm.weight"])
+            query = turned(query, start + i, config.rope_theta)
+            attended = []
+            for h in range(heads):
+                group = h // (heads // groups)
+                weights = torch.stack([query[h] @ key[group] for key, _ in seen]).div(size**0.5).softmax(0)
+                attended.append(sum(w * value[group] for w, (_, value) in zip(weights, seen, strict=True)))
+            y = rows[i] + of["o_proj.weight"] @ torch.cat(attended)  # type: ignore[arg-type]
+            z = rms_norm(y, of["middle_norm.weight"])
+            inner = F.silu(of["feed_forward.gate_proj.weight"] @ z) * (of["feed_forward.up_proj.weight"] @ z)
+            after.append(y + of["feed_forward.down_proj.weight"] @ inner)
+        rows = after
+    return torch.stack([rms_norm(x, weight["norm.weight"]) for x in rows])
+
+
+def slow_logits(head: DraftHead, hidden: Tensor, text: list[int], length: int) -> Tensor:
+    """(K, V) behind the first ``length`` tokens of a text; its later tokens stand where draft tokens would."""
+    rows = slow_rows(head, hidden[:length], text[length])
+    weight = dict(head.named_parameters())
+    found = []
+    for i in range(head.config.num_heads):
+        if head.config.method == "dflash":
+            found.append(head.lm_heads(rows[i + 1], 0))
+            continue
+        before = head.target_embedding[text[length + i]] * head.embedding_scale
+        gate = 2 * torch.sigmoid(weight["gates.0.weight"] @ rows[i] + weight["gates.0.bias"])
+        bias = weight["up.0.weight"] @ (gate * (weight["down.0.weight"] @ before))
+        found.append(head.lm_heads(rows[i], 0) + bias)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_layers": 2, "num_key_value_heads": 2, "mask_token_id": 5},
+        {"layers": [], "embedding_scale": 3.0},
+        {"layers": [1], "draft_vocab_size": 12, "lm_head": "own"},
+    ],
+)
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_training_and_drafting_follow_the_published_layout(method: str, options: dict[str, Any]) -> None:
+    """Values and gradients in training at a place, and a chain behind a text that is read in two parts."""
+    model = tiny_model("llama")
+    head = tiny_head(method, model, **options)
+    hidden = head.split(model.hidden_states(TEXT, head.hidden_layers))[0]
+    text, place = TEXT[0].tolist(), 2
+    head.requires_grad_(requires_grad=True)
+    slow = slow_logits(head, hidden[0], text, place + 1)
+    features = head(hidden, TEXT)
+    fast = torch.stack([head.logits(features[i, 0, place], i) for i in range(3)])
+    torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
+    parameters = list(head.parameters())
+    chosen = torch.randn(slow.shape, generator=torch.Generator().manual_seed(0))
+    gradients = [torch.autograd.grad((logits * chosen).sum(), parameters) for logits in (fast, slow)]
+    for (name, _), one, other in zip(head.named_parameters(), *gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=f"the gradient of {name}")
+
+    drafted = [*text]
+    with torch.inference_mode():
+        for i in range(3):
+            drafted.append(int(head.to_target_ids(slow_logits(head, hidden[0], [*drafted, 0], 6)[i].argmax())))
+        session = head.start()
+        session.observe(Context(hidden[:, :4], TEXT[:, :4], torch.tensor([4]), TEXT[:, 4]))
+        context = Context(hidden[:, 4:6], TEXT[:, 4:6], torch.tensor([2]), TEXT[:, 6])
+        assert session.propose(context, Tree.chain(3)).token_ids[0].tolist() == drafted[6:]
+        whole = Context(hidden[:, :6], TEXT[:, :6], torch.tensor([6]), TEXT[:, 6])
+        assert propose(head, whole, Tree.chain(3)).token_ids[0].tolist() == drafted[6:]
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_block_of_some_places_is_as_one_of_all(method: str) -> None:
+    model = tiny_model("llama")
+    head = tiny_head(method, model)
+    tokens = torch.arange(2, 20).view(2, 9)
+    hidden = head.split(model.hidden_states(tokens, head.hidden_layers))[0]
+    places = torch.tensor([[4, 1], [6, 0]])
+    whole, some = head(hidden, tokens), head(hidden, tokens, places)
+    for row, of_row in enumerate(places.tolist()):
+        torch.testing.assert_close(some[:, row, of_row], whole[:, row, of_row])
+        others = [place for place in range(9) if place not in of_row]
+        assert not some[:, row, others].any()
+
+
+def test_places_are_drawn_anew_before_two_tokens_of_the_assistant() -> None:
+    mask = torch.tensor([[False, True, True, True, True, False], [True, True, False, False, True, True]])
+    torch.manual_seed(0)
+    drawn = [random_places(mask, 2) for _ in range(20)]
+    assert {tuple(sorted(places[0].tolist())) for places in drawn} == {(0, 1), (0, 2), (1, 2)}
+    assert all(len(set(places[1].tolist())) == 2 for places in drawn)
+    assert all(3 in places[1] for places in drawn), "x_4 and x_5 are the assistant's"
+    predictions = find_predictions(mask, 3)
+    kept = predictions.behind(torch.tensor([[1], [3]]), 6)
+    assert kept.positions.tolist() == [2, 3, 10]
+    assert kept.counts.int().tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
+
+
+def test_a_learner_trains_behind_some_places_and_measures_behind_all() -> None:
+    model = tiny_model("llama")
+    head = tiny_head("dflash", model).requires_grad_(requires_grad=True)
+    tokens = torch.arange(2, 22).view(1, 20)
+    hidden = model.hidden_states(tokens, head.hidden_layers)
+    mask = torch.ones(1, 20, dtype=torch.bool)
+
+    def losses(anchors: int, *, train: bool) -> Tensor:
+        torch.manual_seed(1)
+        learner = Learner(head, model.weights, objective=objective("hard"), depth_decay=0.8, anchors=anchors)
+        return learner.train(train)(hidden, tokens, mask)["head_losses"]
+
+    torch.testing.assert_close(losses(0, train=True), losses(0, train=False))
+    torch.testing.assert_close(losses(4, train=False), losses(0, train=False))
+    torch.testing.assert_close(losses(40, train=True), losses(0, train=True))
+    assert not torch.allclose(losses(4, train=True), losses(0, train=True))
+
+
+class _Tokenizer:
+    bos_token_id, eos_token_id, pad_token_id, unk_token_id = 20, 21, 22, None
+    chat_template = "<turn>{{ message }}"
+    all_special_ids = ()
+
+    def __init__(self, **texts: str) -> None:
+        named = {20: "<s>", 21: "</s>", 22: "<pad>", 23: "<turn>", **{int(key[1:]): text for key, text in texts.items()}}
+        token = lambda text: type("Added", (), {"content": text, "special": True})()  # noqa: E731
+        self.added_tokens_decoder = {key: token(text) for key, text in named.items()}
+
+    def __len__(self) -> int:
+        return 30
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ({}, 63),
+        ({"t24": "<file>", "t25": "<repo>"}, 25),
+        ({"t24": "<|MASK|>", "t25": "<repo>"}, 24),
+        ({"t24": "<file>", "t25": "<end>"}, 24),
+        ({"t70": "<mask>"}, 63),
+    ],
+)
+def test_the_mask_is_a_token_that_no_text_has(texts: dict[str, str], expected: int) -> None:
+    reader: Any = type("Reader", (), {"tokenizer": _Tokenizer(**texts), "chat_template": None})()
+    assert unused_token(reader, 64, {25} if "<end>" in texts.values() else set()) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_token_id": 64}, r"mask_token_id is 64; it must lie in 0 … vocab_size - 1 \(63\)"),
+        ({"mask_token_id": -1}, "mask_token_id is -1"),
+        ({"layers": [1, 1]}, r"layers is \[1, 1\]; give different numbers"),
+    ],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        head_classes("dflash")[0](hidden_size=32, vocab_size=64, **options)
