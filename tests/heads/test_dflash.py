@@ -105,7 +105,7 @@ def test_training_and_drafting_follow_the_published_layout(method: str, options:
     """Values and gradients in training at a place, and a chain behind a text that is read in two parts."""
     model = tiny_model("llama")
     head = tiny_head(method, model, **options)
-    hidden = head.split(model.hidden_states(TEXT, head.hidden_layers))[0]
+    hidden = head.split(model.hidden_states(TEXT, head.hidden_layers).clone())[0]
     text, place = TEXT[0].tolist(), 2
     head.requires_grad_(requires_grad=True)
     slow = slow_logits(head, hidden[0], text, place + 1)
@@ -121,7 +121,7 @@ def test_training_and_drafting_follow_the_published_layout(method: str, options:
     drafted = [*text]
     with torch.inference_mode():
         for i in range(3):
-            drafted.append(int(head.to_target_ids(slow_logits(head, hidden[0], [*drafted, 0], 6)[i].argmax())))
+            drafted.append(int(head.to_target_ids(slow_logits(head, hidden[0], [*drafted, 0, 0, 0], 6)[i].argmax())))
         session = head.start()
         session.observe(Context(hidden[:, :4], TEXT[:, :4], torch.tensor([4]), TEXT[:, 4]))
         context = Context(hidden[:, 4:6], TEXT[:, 4:6], torch.tensor([2]), TEXT[:, 6])
@@ -161,7 +161,7 @@ def test_a_learner_trains_behind_some_places_and_measures_behind_all() -> None:
     model = tiny_model("llama")
     head = tiny_head("dflash", model).requires_grad_(requires_grad=True)
     tokens = torch.arange(2, 22).view(1, 20)
-    hidden = model.hidden_states(tokens, head.hidden_layers)
+    hidden = model.hidden_states(tokens, head.hidden_layers).clone()
     mask = torch.ones(1, 20, dtype=torch.bool)
 
     def losses(anchors: int, *, train: bool) -> Tensor:
