@@ -10,7 +10,15 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    dynamic_module_utils,
+)
 
 import draftheads
 from draftheads import loading
@@ -28,6 +36,7 @@ from draftheads.errors import (
     MissingDependency,
     ModelNotFound,
     SpeedWarning,
+    TextOnlyWarning,
     UnsupportedModel,
 )
 from draftheads.loading import load_target
@@ -38,7 +47,7 @@ from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from draftheads.train.joint.merge import merge
 from draftheads.train.joint.options import MergeOptions
-from families import SMALL, tiny_head, tiny_profile
+from families import ALL_FAMILIES, HAS_RECURRENT, SMALL, tiny_head, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
@@ -212,6 +221,25 @@ def test_a_model_spread_over_devices_is_refused(world: Path) -> None:
 
 
 # --- what is passed to transformers ---
+
+
+@pytest.mark.skipif(not HAS_RECURRENT, reason="transformers has no Qwen3.5 whose trees can be followed")
+def test_a_model_of_text_and_images_is_its_text_model(tmp_path: Path) -> None:
+    """Its text has the same logits, and its hybrid layers follow trees."""
+    text = {**ALL_FAMILIES["qwen3_5_text"]}
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = CONFIG_MAPPING["qwen3_5"](text_config=text, vision_config={**images, "patch_size": 4})
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    with pytest.warns(TextOnlyWarning, match="reads more than text: only its text model is used"):
+        target = load_target(str(tmp_path))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(target.model(ids).logits, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    plain = Engine(target).generate([[3, 4, 5]], max_new_tokens=12, ignore_eos=True)
+    drafted = Engine(target, tiny_head("hydra", target)).generate([[3, 4, 5]], max_new_tokens=12, ignore_eos=True)
+    assert drafted[0].token_ids == plain[0].token_ids
 
 
 def test_options_of_transformers(world: Path) -> None:

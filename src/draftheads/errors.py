@@ -223,6 +223,10 @@ class LengthWarning(DraftHeadsWarning):
     """Texts end before the length that the model's configuration allows."""
 
 
+class TextOnlyWarning(DraftHeadsWarning):
+    """A model reads more than text, and is used for text alone."""
+
+
 class GenerationWarning(DraftHeadsWarning):
     """The model's generation configuration changes texts of ``generate`` in ways that are not applied here."""
 

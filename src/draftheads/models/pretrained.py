@@ -6,6 +6,7 @@ trees.
 
 import contextlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -20,6 +21,7 @@ from draftheads.errors import (
     InvalidSettings,
     MissingDependency,
     ModelNotFound,
+    TextOnlyWarning,
     UnsupportedModel,
     first_line,
 )
@@ -134,6 +136,8 @@ def _load_files(name: str, source: Path | str, tokenizer: Any, **options: Any) -
         trusted = options["trust_remote_code"]
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
         is_quantised = check_quantisation(name, config, options["quantization_config"], source=source)
+        if config.get_text_config() is not config:
+            warnings.warn(f"{name} reads more than text: only its text model is used", TextOnlyWarning, stacklevel=4)
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
         options = {key: value for key, value in options.items() if value is not None}
