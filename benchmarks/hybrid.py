@@ -137,8 +137,8 @@ def main(options: Options) -> None:
     plain: list[float] = []
     for _ in range(options.rounds):
         plain.append(stock_ms(stock, options.length, options.repeats))
-        for kind, nodes in found:
-            found[kind, nodes].append(measure(target, SHAPES[kind](nodes), options))
+        for (kind, nodes), parts in found.items():
+            parts.append(measure(target, SHAPES[kind](nodes), options))
     facts = machine(torch.get_num_threads())
     console.print(f"{facts['cpu']}: {options.size} in {options.precision}, a text of {options.length} tokens")
     console.print(f"transformers, one token: {shown(plain)} ms")

@@ -27,7 +27,6 @@ from draftheads.settings import Precision
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
 
-
 _PROMPT_ROUNDS = 3
 
 

@@ -181,7 +181,13 @@ class _Tokenizer:
     all_special_ids = ()
 
     def __init__(self, **texts: str) -> None:
-        named = {20: "<s>", 21: "</s>", 22: "<pad>", 23: "<turn>", **{int(key[1:]): text for key, text in texts.items()}}
+        named = {
+            20: "<s>",
+            21: "</s>",
+            22: "<pad>",
+            23: "<turn>",
+            **{int(key[1:]): text for key, text in texts.items()},
+        }
         token = lambda text: type("Added", (), {"content": text, "special": True})()  # noqa: E731
         self.added_tokens_decoder = {key: token(text) for key, text in named.items()}
 

@@ -320,7 +320,9 @@ class HybridSchedules(Schedules):
     "schedules",
     [
         Schedules,
-        pytest.param(HybridSchedules, marks=pytest.mark.skipif(not HAS_RECURRENT, reason="trees need a newer transformers")),
+        pytest.param(
+            HybridSchedules, marks=pytest.mark.skipif(not HAS_RECURRENT, reason="trees need a newer transformers")
+        ),
     ],
 )
 def test_schedules(schedules: type[Schedules], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,14 +289,13 @@ def find_passes(name: str) -> Finding:
         return _finding(name, f"{stock}: its weights are quantised", native=False)
     fast = checked(target, lambda: target, fast=True)
     if fast.native is None:
-        reason = "its layers do not compute what the names of their parts say"
-        if target.is_recurrent:
-            return _finding(name, f"{stock}: its recurrent layers have no native ones", native=False)
+        reason = "not built as the library knows (its layers do not compute what the names of their parts say)"
         try:
             NativeStep(fast.model, fast.windows)
         except OTHERWISE_BUILT as error:
-            reason = first_line(error)
-        return _finding(name, f"{stock}: not built as the library knows ({reason})", native=False)
+            reason = f"not built as the library knows ({first_line(error)})"
+        reason = "its recurrent layers have no native ones" if target.is_recurrent else reason
+        return _finding(name, f"{stock}: {reason}", native=False)
     return _finding(name, "native passes: the native library computes all layers of a step", native=True)
 
 

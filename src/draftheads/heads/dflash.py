@@ -120,10 +120,7 @@ class DFlashHead(StatefulHead):
         for layer, text in zip(self.ordered_layers(), seen, strict=True):
             queries, own = layer.project(x, positions)
             block = KeysValues(
-                *(
-                    part.unflatten(1, (places, 1, rows)).expand(-1, -1, rows, -1, -1, -1).flatten(1, 2)
-                    for part in own
-                )
+                *(part.unflatten(1, (places, 1, rows)).expand(-1, -1, rows, -1, -1, -1).flatten(1, 2) for part in own)
             )
             x = layer.finish(x, attend_with_path(queries, text, visible, block))
         out: Tensor = self.norm(x.view(batch, places, rows, size)[:, :, self.first :])
@@ -148,7 +145,7 @@ class DFlashHead(StatefulHead):
         return features.new_zeros(len(features), batch, length, features.shape[-1]).scatter(2, index, features)
 
     def features(self, found: Tensor, token_ids: Tensor, at: Tensor) -> Tensor:
-        """What logits are made of, (K, B, A, F), of the body's outputs (K, B, A, D) in blocks behind positions ``at``."""
+        """What logits are made of, (K, B, A, F), of the body's outputs (K, B, A, D) behind positions ``at``."""
         return found
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:

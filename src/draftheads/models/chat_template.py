@@ -166,7 +166,9 @@ def unused_token(reader: ChatReader, size: int, ends: Collection[int]) -> int:
     """
     tokenizer, template = reader.tokenizer, str(template_of(reader))
     used = {*ends, *(getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))}
-    free = {i: text for i, text in special_texts(tokenizer).items() if i < size and i not in used and text not in template}
+    free = {
+        i: text for i, text in special_texts(tokenizer).items() if i < size and i not in used and text not in template
+    }
     masks = [i for i, text in free.items() if "mask" in text.lower()]
     return max(masks or free or [size - 1])
 

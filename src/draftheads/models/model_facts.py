@@ -242,7 +242,7 @@ class ModelFacts:
     @property
     def head_sizes(self) -> dict[str, Any]:
         """:func:`draftheads.models.model_config.head_sizes` of this model, and a token for masks."""
-        mask = unused_token(self, self.vocab_size, self.eos_ids)  # type: ignore[arg-type]
+        mask = unused_token(self, self.vocab_size, self.eos_ids)
         return {**head_sizes(self.config, self.hidden_size), "mask_token_id": mask}
 
     @cached_property

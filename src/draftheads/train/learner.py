@@ -11,7 +11,15 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.layers import Block
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train.losses import Labels, Objective, objective
-from draftheads.train.objectives import NUM_ROWS, LabelMaker, Predictions, depth_weights, find_predictions, head_losses, random_places
+from draftheads.train.objectives import (
+    NUM_ROWS,
+    LabelMaker,
+    Predictions,
+    depth_weights,
+    find_predictions,
+    head_losses,
+    random_places,
+)
 from draftheads.train.options import ObjectiveOptions
 
 
