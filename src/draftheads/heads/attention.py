@@ -4,7 +4,7 @@ Alphabet: B rows, S queries, C slots of a history, H query heads, G key-value he
 d their size, D hidden size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.errors import InvalidSettings, require_at_least
-from draftheads.heads.base import HeadConfig
+from draftheads.heads.base import EmbeddingConfig, HeadConfig
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.utils.counts import counted
 
@@ -68,6 +68,24 @@ class LayerConfig(HeadConfig):
     def state_size(self) -> int:
         """Numbers in what the layers pass on."""
         return self.hidden_size
+
+
+@dataclass(frozen=True)
+class SeveralLayersConfig(LayerConfig, EmbeddingConfig):
+    """The option of heads that read hidden states of several layers of the target."""
+
+    layers: list[int] = field(default_factory=list)
+    """Layers of the target whose inputs are read, from 0; index 0 is the embedding. If empty, the last hidden state h_t
+    is read. Training takes 2, L // 2 and L - 3 of L layers where it is not given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
+            raise InvalidSettings(f"layers is {self.layers}; give different numbers from 0 on")
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return tuple(self.layers)
 
 
 class RmsNorm(nn.Module):

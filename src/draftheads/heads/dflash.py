@@ -9,27 +9,24 @@ place predicts the token behind it, so that a block for K tokens has K rows in p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings
-from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer, attend_with_path
-from draftheads.heads.base import EmbeddingConfig, Root
+from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer, attend_with_path
+from draftheads.heads.base import Root
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.stateful import StatefulHead
 from draftheads.speculation.draft import Context, TargetWeights
 
 
 @dataclass(frozen=True)
-class BlockConfig(LayerConfig, EmbeddingConfig):
+class BlockConfig(SeveralLayersConfig):
     """Options of heads that predict a block of ``num_heads`` tokens in one pass of ``num_layers`` layers."""
 
-    layers: list[int] = field(default_factory=list)
-    """Layers of the target whose inputs are read, from 0; index 0 is the embedding. If empty, the last hidden state h_t
-    is read. Training takes 2, L // 2 and L - 3 of L layers where it is not given."""
     mask_token_id: int = 0
     """The token in the places that are predicted. Training takes one that no text has where it is not given."""
 
@@ -38,16 +35,10 @@ class BlockConfig(LayerConfig, EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
-            raise InvalidSettings(f"layers is {self.layers}; give different numbers from 0 on")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise InvalidSettings(
                 f"mask_token_id is {self.mask_token_id}; it must lie in 0 … vocab_size - 1 ({self.vocab_size - 1})"
             )
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return tuple(self.layers)
 
     @property
     def block_size(self) -> int:

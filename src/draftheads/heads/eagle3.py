@@ -8,15 +8,14 @@ vocabulary.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings, require_at_least
-from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
-from draftheads.heads.base import EmbeddingConfig
+from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer
 from draftheads.heads.eagle import OneLayerHead
 from draftheads.speculation.draft import TargetWeights
 
@@ -25,15 +24,12 @@ _RIDGE = 1e-3  # of each number's own size
 
 
 @dataclass(frozen=True)
-class Eagle3Config(LayerConfig, EmbeddingConfig):
+class Eagle3Config(SeveralLayersConfig):
     """EAGLE-3: one layer, asked once for each depth; ``num_heads`` is how deep it is trained.
 
     It norms the embeddings that it reads. ``embedding_scale`` is only how much larger its features are at first.
     """
 
-    layers: list[int] = field(default_factory=list)
-    """Layers of the target whose inputs are read, from 0; index 0 is the embedding. If empty, the last hidden state h_t
-    is read. Training takes 2, L // 2 and L - 3 of L layers where it is not given."""
     fc_norm: bool = False
     """Whether fc reads RMS-normed hidden states (EAGLE-3.1)."""
     norm_output: bool = False
@@ -48,14 +44,12 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
     """Whether it has an embedding of its own in place of the target's."""
 
     method: ClassVar[str] = "eagle3"
-    optional = LayerConfig.optional | {"norm_before_residual", "inner_size", "own_embedding"}
+    optional = SeveralLayersConfig.optional | {"norm_before_residual", "inner_size", "own_embedding"}
     one_layer: ClassVar[str] = "EAGLE-3"
     one_lm_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
-            raise InvalidSettings(f"layers is {self.layers}; give different numbers from 0 on")
         require_at_least(1, inner_size=self.inner_size)
         if self.state_size != self.hidden_size and (not self.own_embedding or self.lm_head == "shared"):
             sizes = f"inner_size is {self.inner_size} and the target's hidden_size {self.hidden_size}"
@@ -69,10 +63,6 @@ class Eagle3Config(LayerConfig, EmbeddingConfig):
     def feature_size(self) -> int:
         """M: the lm_head reads the layer's output."""
         return self.state_size
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return tuple(self.layers)
 
 
 class NormedParts(nn.Module):
