@@ -13,15 +13,15 @@ from draftheads.models.model import layer_inputs
 from draftheads.search.calibrate import Answer, observe
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
-from families import FAMILIES, VOCAB, propose, tiny_head, tiny_model
+from families import FAMILIES, RECURRENT_FAMILIES, VOCAB, propose, tiny_head, tiny_model
 from slow_heads import rms_norm, slow_attention
 
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(14)
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT_FAMILIES])
 def test_states_are_those_of_transformers(family: str, fast: bool) -> None:
     model = tiny_model(family)
     expected = model.model(TEXT, output_hidden_states=True).hidden_states
