@@ -142,3 +142,57 @@ def slow_attention(
         gated = F.silu(mlp.gate_proj.weight @ inner) * (mlp.up_proj.weight @ inner)
         outputs.append(middle + mlp.down_proj.weight @ gated)
     return torch.stack(outputs)
+
+
+def _each_normed(x: Tensor, weight: Tensor) -> Tensor:
+    """Every head (heads, d) by itself."""
+    return torch.stack([rms_norm(head, weight) for head in x])
+
+
+def _turned(x: Tensor, position: int, base: float) -> Tensor:
+    """(heads, d) by a position, pair by pair."""
+    half = x.shape[1] // 2
+    out = torch.empty_like(x)
+    for j in range(half):
+        angle = torch.tensor(position * base ** (-2 * j / x.shape[1]))
+        a, b = x[:, j], x[:, j + half]
+        out[:, j], out[:, j + half] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    return out
+
+
+def slow_block(
+    weight: dict[str, Tensor], rows: list[Tensor], hidden: list[Tensor], *, heads: int, groups: int, base: float
+) -> Tensor:
+    """DFlash's block (S, D) after the final norm, row by row, by the names of z-lab's files.
+
+    ``rows`` are the embeddings of the block, behind a text with these hidden states, each (n·D,).
+    """
+    start = len(hidden)
+    context = [rms_norm(weight["fc.weight"] @ h, weight["hidden_norm.weight"]) for h in hidden]
+    layer = 0
+    while f"layers.{layer}.input_layernorm.weight" in weight:
+        of = {name.removeprefix(f"layers.{layer}."): value for name, value in weight.items()}
+
+        def key_value(x: Tensor, position: int, of: dict[str, Tensor] = of) -> tuple[Tensor, Tensor]:
+            key = _each_normed((of["self_attn.k_proj.weight"] @ x).view(groups, -1), of["self_attn.k_norm.weight"])
+            return _turned(key, position, base), (of["self_attn.v_proj.weight"] @ x).view(groups, -1)
+
+        normed = [rms_norm(x, of["input_layernorm.weight"]) for x in rows]
+        seen = [key_value(c, i) for i, c in enumerate(context)]
+        seen += [key_value(x, start + i) for i, x in enumerate(normed)]
+        after = []
+        for i, x in enumerate(normed):
+            query = _each_normed((of["self_attn.q_proj.weight"] @ x).view(heads, -1), of["self_attn.q_norm.weight"])
+            query = _turned(query, start + i, base)
+            attended = []
+            for h in range(heads):
+                group = h // (heads // groups)
+                scores = torch.stack([query[h] @ key[group] for key, _ in seen]) / query.shape[1] ** 0.5
+                weights = scores.softmax(0)
+                attended.append(sum(w * value[group] for w, (_, value) in zip(weights, seen, strict=True)))
+            y = rows[i] + of["self_attn.o_proj.weight"] @ torch.cat(attended)  # type: ignore[arg-type]
+            z = rms_norm(y, of["post_attention_layernorm.weight"])
+            inner = F.silu(of["mlp.gate_proj.weight"] @ z) * (of["mlp.up_proj.weight"] @ z)
+            after.append(y + of["mlp.down_proj.weight"] @ inner)
+        rows, layer = after, layer + 1
+    return torch.stack([rms_norm(x, weight["norm.weight"]) for x in rows])

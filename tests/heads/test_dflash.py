@@ -1,11 +1,11 @@
 """Block drafters beside the published layout, row by row, and how they are trained."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
@@ -17,62 +17,24 @@ from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.objectives import find_predictions, random_places
 from families import propose, tiny_head, tiny_model
-from slow_heads import rms_norm
+from slow_heads import slow_block
 
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
 
 
-def turned(x: Tensor, position: int, base: float) -> Tensor:
-    """(heads, d) by a position, pair by pair."""
-    half = x.shape[1] // 2
-    out = torch.empty_like(x)
-    for j in range(half):
-        angle = torch.tensor(position * base ** (-2 * j / x.shape[1]))
-        a, b = x[:, j], x[:, j + half]
-        out[:, j], out[:, j + half] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
-    return out
-
-
-def each_normed(x: Tensor, weight: Tensor) -> Tensor:
-    """Every head (heads, d) by itself."""
-    return torch.stack([rms_norm(head, weight) for head in x])
-
-
 def slow_rows(head: DraftHead, hidden: Tensor, root: int) -> Tensor:
-    """The rows of the block behind a text (T, n·D), (S, D) after the final norm, by the names of z-lab's files."""
+    """The rows of the block behind a text (T, n·D), (S, D) after the final norm."""
     config: Any = head.config
-    weight = dict(head.named_parameters())
-    heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_size
-    start = len(hidden)
     masks = config.num_heads if config.method == "dflash" else config.num_heads - 1
-    tokens = [root] + [config.mask_token_id] * masks
-    rows = [head.target_embedding[token] * head.embedding_scale for token in tokens]
-    context = [rms_norm(weight["fc.weight"] @ h, weight["hidden_norm.weight"]) for h in hidden]
-    for layer in range(config.num_layers):
-        of = {name.removeprefix(f"layers.{layer}."): value for name, value in weight.items()}
-
-        def key_value(x: Tensor, position: int, of: dict[str, Tensor] = of) -> tuple[Tensor, Tensor]:
-            key = each_normed((of["k_proj.weight"] @ x).view(groups, size), of["k_norm.weight"])
-            return turned(key, position, config.rope_theta), (of["v_proj.weight"] @ x).view(groups, size)
-
-        normed = [rms_norm(x, of["input_norm.weight"]) for x in rows]
-        seen = [key_value(c, i) for i, c in enumerate(context)]
-        seen += [key_value(x, start + i) for i, x in enumerate(normed)]
-        after = []
-        for i, x in enumerate(normed):
-            query = each_normed((of["q_proj.weight"] @ x).view(heads, size), of["q_norm.weight"])
-            query = turned(query, start + i, config.rope_theta)
-            attended = []
-            for h in range(heads):
-                group = h // (heads // groups)
-                weights = torch.stack([query[h] @ key[group] for key, _ in seen]).div(size**0.5).softmax(0)
-                attended.append(sum(w * value[group] for w, (_, value) in zip(weights, seen, strict=True)))
-            y = rows[i] + of["o_proj.weight"] @ torch.cat(attended)  # type: ignore[arg-type]
-            z = rms_norm(y, of["middle_norm.weight"])
-            inner = F.silu(of["feed_forward.gate_proj.weight"] @ z) * (of["feed_forward.up_proj.weight"] @ z)
-            after.append(y + of["feed_forward.down_proj.weight"] @ inner)
-        rows = after
-    return torch.stack([rms_norm(x, weight["norm.weight"]) for x in rows])
+    rows = [head.target_embedding[token] * head.embedding_scale for token in [root] + [config.mask_token_id] * masks]
+    weight = {}
+    for name, value in head.named_parameters():
+        for ours, theirs in (("input_norm", "input_layernorm"), ("middle_norm", "post_attention_layernorm")):
+            name = name.replace(ours, theirs)  # noqa: PLW2901
+        name = name.replace("feed_forward", "mlp")  # noqa: PLW2901
+        weight[re.sub(r"^(layers\.\d+\.)([qkvo]_)", r"\1self_attn.\2", name)] = value
+    sizes = {"heads": config.num_attention_heads, "groups": config.num_key_value_heads, "base": config.rope_theta}
+    return slow_block(weight, rows, list(hidden), **sizes)
 
 
 def slow_logits(head: DraftHead, hidden: Tensor, text: list[int], length: int) -> Tensor:

@@ -18,25 +18,21 @@ from draftheads.formats.layout import (
     Written,
     distance,
     draft_ids,
+    layer_names,
+    layer_options,
     llama_config,
-    need_config,
     refuse,
     scaled_otherwise,
-    sizes_of,
 )
-from draftheads.formats.source import CONFIG, Source
+from draftheads.formats.source import Source
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
 from draftheads.heads.eagle import EagleConfig
 from draftheads.heads.eagle3 import Eagle3Config
 from draftheads.models.model import TargetModel
-from draftheads.models.model_config import layer_sizes, three_layers
+from draftheads.models.model_config import three_layers
 
 _SPECULATORS, _PUBLISHED = "layers.0.", "midlayer."
-_OF_LAYER = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
-)
 _EMBEDDING = "embed_tokens.weight"
 _MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
@@ -58,7 +54,7 @@ def is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def eagle_layout(source: Source, base: TargetModel) -> Layout:
     """Biases are there or not, whatever the configuration says."""
-    sizes = _sizes(source, base, source.config, base.hidden_size)
+    sizes = layer_options(source, base, source.config, base.hidden_size)
     config = EagleConfig(
         **sizes,
         fusion_bias="fc.bias" in source.shapes,
@@ -77,7 +73,7 @@ def eagle_layout(source: Source, base: TargetModel) -> Layout:
 def eagle_names(config: EagleConfig) -> dict[str, str]:
     """The published name of each tensor."""
     names = {"fusion.weight": "fc.weight", **({"fusion.bias": "fc.bias"} if config.fusion_bias else {})}
-    return names | _layer_names(config, _SPECULATORS)
+    return names | layer_names(config, "layer.", _SPECULATORS)
 
 
 def eagle3_layout(source: Source, base: TargetModel) -> Layout:
@@ -86,7 +82,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
     size = shapes["fc.weight"][0]
-    sizes = _sizes(source, base, layer, size)
+    sizes = layer_options(source, base, layer, size)
     own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
     target_size = given.get("target_hidden_size") or base.hidden_size
     if target_size != base.hidden_size:
@@ -125,7 +121,7 @@ def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, st
     names = {"fc.weight": "fc.weight", "norm.weight": "norm.weight"}
     if config.fc_norm:
         names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
-    names |= _layer_names(config, prefix)
+    names |= layer_names(config, "layer.", prefix)
     names |= {"embedding.weight": _EMBEDDING} if config.own_embedding else {}
     names |= {
         "layer.input_norm.norms.0.weight": f"{prefix}input_layernorm.weight",
@@ -269,28 +265,6 @@ def _has_own_embedding(source: Source, base: TargetModel) -> bool:
     return True
 
 
-def _sizes(source: Source, base: TargetModel, given: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Options of a layer of that size that a Llama configuration gives."""
-    from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
-
-    need_config(source, "it says how many heads the layer's attention has, and its rotary positions")
-    if (act := given.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModel(f"{source.path}: the layer's activation is {act!r}; only silu can be read")
-    kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
-    for name in _OF_LAYER[:4]:
-        source.number(name, given=given)
-    if "num_attention_heads" not in kept:
-        raise CheckpointCorrupt(f"{source.folder / CONFIG}: num_attention_heads is missing")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = LlamaConfig(**kept, hidden_size=size)
-        sizes = layer_sizes(config, size)
-    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise CheckpointCorrupt(f"{source.folder / CONFIG}: {error}") from None
-    return {**sizes_of(base), **sizes}
-
-
 def _depth(source: Source) -> int:
     """How deep drafts are: what speculators' files say."""
     methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
@@ -319,16 +293,6 @@ def _draft_vocab(source: Source, vocab_size: int, d2t: Tensor, t2d: Tensor | Non
     if t2d is not None and t2d.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist()):
         raise CheckpointCorrupt(f"{source.path}: t2d and d2t name different draft tokens")
     return ids
-
-
-def _layer_names(config: LayerConfig, prefix: str) -> dict[str, str]:
-    parts = [f"{part}_proj.weight" for part in "qkvo"]
-    parts += [f"{part}_proj.bias" for part in "qkv"] if config.qkv_bias else []
-    names = {f"layer.{part}": f"{prefix}self_attn.{part}" for part in parts}
-    names |= {
-        f"layer.feed_forward.{part}_proj.weight": f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up", "down")
-    }
-    return names | {"layer.middle_norm.weight": f"{prefix}post_attention_layernorm.weight"}
 
 
 def _unused(source: Source) -> set[str]:

@@ -1,6 +1,7 @@
 """A head in another project's layout: which of its tensors are which of ours, in both directions."""
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import weightless_head
 from draftheads.checkpoints.head_files import TENSORS_FILE
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, UnsupportedModel
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, HeadConfig
@@ -21,6 +22,10 @@ from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
 
+_OF_LAYER = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
+)
 CLOSE = 1e-2  # how far a copy of the base's weights may be from them, relative: 16-bit types differ by less
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and the tensors by name
 
@@ -198,6 +203,28 @@ def need_config(source: Source, why: str) -> None:
         raise CheckpointCorrupt(f"{source.folder / CONFIG} is missing; {why}")
 
 
+def layer_options(source: Source, base: TargetModel, given: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Options of a layer of that size that a Llama configuration gives."""
+    from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
+
+    need_config(source, "it says how many heads the layer's attention has, and its rotary positions")
+    if (act := given.get("hidden_act", "silu")) != "silu":
+        raise UnsupportedModel(f"{source.path}: the layer's activation is {act!r}; only silu can be read")
+    kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
+    for name in _OF_LAYER[:4]:
+        source.number(name, given=given)
+    if "num_attention_heads" not in kept:
+        raise CheckpointCorrupt(f"{source.folder / CONFIG}: num_attention_heads is missing")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = LlamaConfig(**kept, hidden_size=size)
+        sizes = layer_sizes(config, size)
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise CheckpointCorrupt(f"{source.folder / CONFIG}: {error}") from None
+    return {**sizes_of(base), **sizes}
+
+
 def draft_ids(source: Source, name: str, vocab_size: int, ids: Tensor) -> Tensor:
     """A draft vocabulary that a tensor of the file makes."""
     low, high = int(ids.min()), int(ids.max())
@@ -218,6 +245,16 @@ def scaled_otherwise(config: LayerConfig, target: TargetModel) -> list[str]:
     if scaled is None or scaled == layer_sizes(target.config, config.hidden_size).get("rope_frequencies"):
         return []
     return ["the head's rotary positions are scaled otherwise than the model's, which the layout would be written with"]
+
+
+def layer_names(config: LayerConfig, ours: str, theirs: str) -> dict[str, str]:
+    """Llama's name of each tensor of a transformer layer but the norm of its inputs, by ours; both with a prefix."""
+    parts = [f"{part}_proj.weight" for part in "qkvo"]
+    parts += [f"{part}_proj.bias" for part in "qkv"] if config.qkv_bias else []
+    names = {f"{ours}{part}": f"{theirs}self_attn.{part}" for part in parts}
+    middle = {f"{part}_proj.weight" for part in ("gate", "up", "down")}
+    names |= {f"{ours}feed_forward.{part}": f"{theirs}mlp.{part}" for part in sorted(middle)}
+    return names | {f"{ours}middle_norm.weight": f"{theirs}post_attention_layernorm.weight"}
 
 
 def llama_config(config: LayerConfig, target: TargetModel) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """All formats of other projects, in the order in which a file is compared with them."""
 
-from draftheads.formats import eagle, hydra, medusa, mlp_speculator, small_llama
+from draftheads.formats import dflash, eagle, hydra, medusa, mlp_speculator, small_llama
 from draftheads.formats.layout import Format
 
 FORMATS: tuple[Format, ...] = (
     *medusa.FORMATS,
     *hydra.FORMATS,
     *mlp_speculator.FORMATS,
+    *dflash.FORMATS,
     *eagle.FORMATS,
     *small_llama.FORMATS,
 )
