@@ -76,6 +76,18 @@ def test_training_continues_from_a_head_of_the_same_method(
     assert made["start_from"] == str(hydra)
 
 
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_block_drafters_get_a_mask_that_no_text_has(
+    target: TargetModel, features: Path, tmp_path: Path, method: str
+) -> None:
+    store = FeatureStore(features)
+    settings = options(tmp_path / "out", features, method=method, head_options=("layers=[]",))
+    head = new_head(settings.heads, target, store, range(len(store)))
+    mask = head.config.mask_token_id  # type: ignore[attr-defined]
+    assert mask == target.mask_token_id
+    assert not any(mask in store.token_ids[i] for i in range(len(store)))
+
+
 def test_draft_vocabulary_and_embedding_scale_are_copied_with_the_weights(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path
 ) -> None:

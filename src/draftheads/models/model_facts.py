@@ -241,9 +241,13 @@ class ModelFacts:
 
     @property
     def head_sizes(self) -> dict[str, Any]:
-        """:func:`draftheads.models.model_config.head_sizes` of this model, and a token for masks."""
-        mask = unused_token(self, self.vocab_size, self.eos_ids)
-        return {**head_sizes(self.config, self.hidden_size), "mask_token_id": mask}
+        """:func:`draftheads.models.model_config.head_sizes` of this model."""
+        return head_sizes(self.config, self.hidden_size)
+
+    @property
+    def mask_token_id(self) -> int:
+        """:func:`draftheads.models.chat_template.unused_token` of this model."""
+        return unused_token(self, self.vocab_size, self.eos_ids)
 
     @cached_property
     def layers(self) -> nn.ModuleList:

@@ -165,7 +165,7 @@ def new_head(
         vocab_size=vocab_size,
         draft_vocab_size=None if vocab is None else len(vocab),
         embedding_scale=scale,
-        head_sizes=target.head_sizes,
+        head_sizes={**target.head_sizes, "mask_token_id": target.mask_token_id},
     )
     head = head_class(config).to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
