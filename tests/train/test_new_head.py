@@ -77,15 +77,13 @@ def test_training_continues_from_a_head_of_the_same_method(
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_block_drafters_get_a_mask_that_no_text_has(
+def test_block_drafters_get_the_models_mask(
     target: TargetModel, features: Path, tmp_path: Path, method: str
 ) -> None:
     store = FeatureStore(features)
     settings = options(tmp_path / "out", features, method=method, head_options=("layers=[]",))
     head = new_head(settings.heads, target, store, range(len(store)))
-    mask = head.config.mask_token_id  # type: ignore[attr-defined]
-    assert mask == target.mask_token_id
-    assert not any(mask in store.token_ids[i] for i in range(len(store)))
+    assert head.config.mask_token_id == target.mask_token_id > 0  # type: ignore[attr-defined]
 
 
 def test_draft_vocabulary_and_embedding_scale_are_copied_with_the_weights(
