@@ -404,7 +404,7 @@ BROKEN: list[tuple[str, Callable[[Any], object], str] | tuple[str, Callable[[Any
     (CONFIG_FILE, put("head", "hidden_size", value=10**12), "hidden_size is 1000000000000"),
     (CONFIG_FILE, put("head", "draft_vocab_size", value="all"), "draft_vocab_size is 'all'"),
     (CONFIG_FILE, put("head", "lm_head", value="mine"), "lm_head is 'mine'"),
-    (CONFIG_FILE, put("method", value="telepathy"), "'telepathy'; .*amphista, eagle", UnknownMethod),
+    (CONFIG_FILE, put("method", value="telepathy"), "'telepathy'; .*amphista, dflash", UnknownMethod),
     (CONFIG_FILE, put("format_version", value=2), "format_version is 2", CheckpointMismatch),
     *((CONFIG_FILE, put("format_version", value=version), "format_version is") for version in (0, "1", None)),
     (PROFILE_FILE, profile([[0]], temperatures=[1.0], **NO_LEVELS), "temperatures has 1 number .* 3 heads"),

@@ -30,7 +30,7 @@ from training_world import train_for, train_options
 
 def untrained(target: TargetModel, features: Path, **changes: Any) -> tuple[FeatureStore, DraftHead, TrainOptions]:
     """The store of the features, a new head for all its texts, and the options."""
-    if changes.get("method") == "eagle3":  # these features are of the last hidden state
+    if changes.get("method") in ("eagle3", "dflash", "dspark"):  # these features are of the last hidden state
         changes["head_options"] = ("layers=[]",)
     settings, store = train_options(Path("out"), features, **changes), FeatureStore(features)
     return store, new_head(settings.heads, target, store, range(len(store))), settings
@@ -160,7 +160,7 @@ def test_the_width_of_a_batch_does_not_change_the_noise(target: TargetModel, fea
 
 @pytest.mark.parametrize("method", HEADS)
 def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
-    given = {"method": method, "loss": "teacher", **fitting(method, num_heads=2)}
+    given = {"method": method, "loss": "teacher", "anchors": 0, **fitting(method, num_heads=2)}
     if not has_blocks(method):
         with pytest.raises(InvalidSettings, match=rf"dropout is 0.3, but {method} heads have no MLP"):
             train_options(tmp_path, features, **given, dropout=0.3)

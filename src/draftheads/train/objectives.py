@@ -79,7 +79,7 @@ def random_places(loss_mask: Tensor, count: int) -> Tensor:
 
     Texts with fewer have others, too; nothing is predicted there.
 
-    >>> random_places(torch.tensor([[True, True, True, False]]), 2).sort().values.tolist()
+    >>> random_places(torch.tensor([[True, True, True, True]]), 2).sort().values.tolist()
     [[0, 1]]
     """
     can = F.pad(loss_mask[:, 1:], (0, 1)) & F.pad(loss_mask[:, 2:], (0, 2))
