@@ -77,9 +77,7 @@ def test_training_continues_from_a_head_of_the_same_method(
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_block_drafters_get_the_models_mask(
-    target: TargetModel, features: Path, tmp_path: Path, method: str
-) -> None:
+def test_block_drafters_get_the_models_mask(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
     store = FeatureStore(features)
     settings = options(tmp_path / "out", features, method=method, head_options=("layers=[]",))
     head = new_head(settings.heads, target, store, range(len(store)))
