@@ -77,7 +77,9 @@ def write_file(folder: Path, model: TargetModel, **changes: Any) -> dict[str, Te
 @pytest.mark.parametrize("known", [0, 4])
 def test_a_published_head_has_the_logits_of_its_layout(tmp_path: Path, model: TargetModel, known: int) -> None:
     """At all places, behind a text that is read at once or in two parts."""
-    tensors = write_file(tmp_path / "theirs", model)
+    tensors = write_file(
+        tmp_path / "theirs", model, output_multiplier=1.0, dflash_config={"attention_value_scale": 1.0}
+    )
     convert(tmp_path / "theirs", tmp_path / "ours", base=model)
     head = load_head(tmp_path / "ours", model)
     assert (head.hidden_layers, head.config.num_heads, head.config.num_layers) == ((0, 1), BLOCK - 1, LAYERS)
@@ -136,6 +138,7 @@ def test_the_file_that_is_written_has_what_engines_read(model: TargetModel) -> N
         ({"dflash_config": {"sample_from_anchor": True}}, UnsupportedModel, "blocks whose first row predicts"),
         ({"dflash_config": {"causal": True}}, UnsupportedModel, "causal is True, and heads with rows that see"),
         ({"final_logit_softcapping": 30.0}, UnsupportedModel, "capped logits cannot be read"),
+        ({"dflash_config": {"output_multiplier": 2.0}}, UnsupportedModel, "scaled logits cannot be read"),
         ({"layer_types": ["sliding_attention"] * 2}, UnsupportedModel, "windows cannot be read"),
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, CheckpointCorrupt, r"makes the layers \[1, 2\]; .* has 2"),
         ({"dflash_config": {"target_layer_ids": []}}, CheckpointCorrupt, r"makes the layers \[\]"),

@@ -26,6 +26,7 @@ from draftheads.heads.dflash import DFlashConfig
 from draftheads.models.model import TargetModel
 
 _OF_ITSELF = "dflash_config"
+_ONE = {"attention_value_scale": "scaled values", "output_multiplier": "scaled logits"}  # other values than 1
 _OTHERWISE = {  # keys that make other heads of these files, and what they mean
     "sample_from_anchor": "blocks whose first row predicts",
     "shift_label": "blocks whose first row predicts",
@@ -34,7 +35,6 @@ _OTHERWISE = {  # keys that make other heads of these files, and what they mean
     "is_causal": "rows that see the rows before them only",
     "use_swa": "attention within a window",
     "attention_sink_bias": "attention sinks",
-    "attention_value_scale": "scaled values",
     "final_logit_softcapping": "capped logits",
 }
 
@@ -49,8 +49,9 @@ def dflash_layout(source: Source, base: TargetModel) -> Layout:
     need_config(source, "it says which layers the head reads, and what stands for a masked token")
     given = source.config
     own: dict[str, Any] = given.get(_OF_ITSELF) or {}
-    for name, meaning in _OTHERWISE.items():
-        if value := own.get(name, given.get(name)):
+    for name, meaning in {**_OTHERWISE, **_ONE}.items():
+        value = own.get(name, given.get(name))
+        if value and not (name in _ONE and value == 1):
             raise UnsupportedModel(f"{source.path}: {name} is {value}, and heads with {meaning} cannot be read")
     if others := sorted({name.partition(".")[0] for name in source.shapes} - {"fc", "hidden_norm", "norm", "layers"}):
         raise UnsupportedModel(

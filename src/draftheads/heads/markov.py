@@ -61,7 +61,7 @@ class MarkovBias(DraftHead):
         return MarkovState(logits, torch.stack(gates) if gates else logits, token_ids[:, None])
 
     def predict(self, state: Any, depth: int) -> Tensor:
-        """(B, W, V')."""
+        """Logits of the tokens of a place with the bias of each node, (B, W, V')."""
         place = self._layer(depth)
         bias: Tensor = self.up[place](
             state.gates[depth][:, None] * self.down[place](self.scaled_embedding(state.token_ids))
