@@ -83,7 +83,7 @@ def test_real_steps_are_measured(family: str, method: str) -> None:
     model = tiny_model(family)
     head = tiny_head(method, model)
     costs = measure_costs(model, head, sweeps=1)
-    assert [tokens for tokens, _ in costs.of_passes] == [1, 4, 8, 12, 24, 64]
+    assert [tokens for tokens, _ in costs.of_passes] == [1, 2, 4, 8, 12, 24, 64]
     assert {(rows, levels) for rows, levels, _ in costs.of_drafts} == {
         (rows, min(levels, head.depth_limit or levels)) for rows, levels in module._DRAFTS
     }
@@ -143,7 +143,7 @@ def test_kept_costs_are_looked_at_again(
     assert costs_of(target, head) == again
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format_version": 11, "of_passes": [[2, 1.0]], "of_drafts": []}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format_version": 12, "of_passes": [[2, 1.0]], "of_drafts": []}'])
 def test_a_damaged_file_is_measured_again(
     cache: Path, target: TargetModel, head: DraftHead, timers: list[FakeTimer], text: str
 ) -> None:

@@ -30,7 +30,7 @@ from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
 from draftheads.runners.runner import Row, Runner
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.accept import accept
+from draftheads.speculation.accept import accept, accept_greedy
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.sampling import RowSettings
 from draftheads.speculation.shapes import BestFirst, Shape
@@ -42,10 +42,11 @@ from draftheads.utils.strict_json import checked, read_object
 
 logger = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
-_VERSION = 11
-_PASSES = ((1, 1), (1, 4), (4, 2), (1, 12), (4, 6), (4, 16))  # (rows, nodes), each another number of tokens
+_VERSION = 12
+_PASSES = ((1, 1), (1, 2), (1, 4), (4, 2), (1, 12), (4, 6), (4, 16))  # (rows, nodes), each another number of tokens
 _DRAFTS = ((1, 1), (1, 4), (4, 1), (4, 4))  # (rows, levels)
 _SWEEPS, _MOST_SECONDS = 6, 3.0  # how often all is timed, and when that stops; the least counts
+_FEW_TOKENS, _REPEATS = 4, 3  # passes of so few tokens are timed so often in a sweep: they decide whether to draft at all
 _SAME = 1.15  # stored costs hold while a pass of several tokens takes up to so many times as many plain passes as then
 TEXT_TOKENS = 256  # of each row, about as many as a short answer and its prompt have
 STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
@@ -127,8 +128,11 @@ class StepTimer:
         uniforms = torch.zeros(rows, draft.max_depth + 1, dtype=torch.float64, device=self.target.device)
         with self.target.computing():
             start = self.now
-            logits, _ = runner.verify(texts, draft)
-            result = accept(draft, logits, self._settings(rows), uniforms, None)
+            if self.target.finds_most_likely:  # as greedy steps
+                result = accept_greedy(draft, runner.most_likely(texts, draft)[0])
+            else:
+                logits, _ = runner.verify(texts, draft)
+                result = accept(draft, logits, self._settings(rows), uniforms, None)
             runner.commit(texts, result, result.num_accepted.tolist())
             milliseconds = 1e3 * (self.now - start)
         for row in texts:
@@ -225,7 +229,9 @@ def measure_costs(
             measure, *numbers = place
             if place not in least:
                 measure(*numbers)  # kernels are chosen, and memory is reserved
-            least[place] = min(least.get(place, math.inf), max(1e-4, measure(*numbers)))
+            repeats = _REPEATS if measure == timer.verify and math.prod(numbers) <= _FEW_TOKENS else 1
+            found = min(measure(*numbers) for _ in range(repeats))
+            least[place] = min(least.get(place, math.inf), max(1e-4, found))
         if timer.now - start > _MOST_SECONDS:
             break
     passes = {

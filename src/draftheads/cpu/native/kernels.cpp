@@ -22,7 +22,7 @@ template <int kind, int rows> constexpr int kTileVecs = 2;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 template <int kind> constexpr int kTileRows = kind == kInt8 || kind == kInt4 ? 4 : kind == kBFloat16 ? 5 : 3;
-template <int kind, int rows> constexpr int kTileVecs = (kind == kInt8 || kind == kInt4 || kind == kBFloat16) && rows > 1 ? 2 : 4;
+template <int kind, int rows> constexpr int kTileVecs = (kind == kInt8 || kind == kInt4 || kind == kBFloat16) && rows > 2 ? 2 : 4;
 #else
 constexpr int kLanes = 4;
 template <int kind> constexpr int kTileRows = 2;
@@ -41,7 +41,7 @@ constexpr int kRowInputs = 8 + kInputs;  // bytes of kInputs of a row for int4: 
 struct Ahead {
     bool is_cold;      // whether the block is not in the cache yet
     const char *next;  // of the next block
-    bool is_alone;     // whether there is one row: its tiles are few, and read memory in order
+    bool are_few;      // whether there are one or two rows: their tiles are few, and read memory in order
     int step;          // bytes of it for each line that the tile reads
 };
 constexpr int kNear = 2048;  // bytes
@@ -353,8 +353,8 @@ constexpr int kPairs = kKinds;  // bf16 weights with bf16 inputs, two products i
 template <int bytes>
 inline void fetch(const char *weight, Ahead &ahead) {
     for (int at = 0; at < bytes; at += 64) {
-        if (!kFetchesNext || ahead.is_cold) __builtin_prefetch(weight + (kFetchesNext && ahead.is_alone ? kNear / 2 : kNear) + at);
-        if (kFetchesNext && !ahead.is_alone) __builtin_prefetch(ahead.next, 0, 2);
+        if (!kFetchesNext || ahead.is_cold) __builtin_prefetch(weight + (kFetchesNext && ahead.are_few ? kNear / 2 : kNear) + at);
+        if (kFetchesNext && !ahead.are_few) __builtin_prefetch(ahead.next, 0, 2);
         ahead.next += ahead.step;
     }
 }
@@ -596,7 +596,7 @@ void rows_of(const char *packed, int64_t bytes, int in, const char *x, int64_t s
         const int end = int(int64_t(rows) * (piece + 1) / pieces), count = end - first;
         const char *of[most];
         for (int r = 0; r < count; r++) of[r] = x + (first + r) * stride;
-        const Ahead ahead{!piece, packed + bytes + bytes * piece / pieces, rows == 1, 64 / pieces};
+        const Ahead ahead{!piece, packed + bytes + bytes * piece / pieces, rows <= 2, 64 / pieces};
         of_rows[count - 1](packed, of, in, ahead, y + first * kBlock);
         first = end;
     }
