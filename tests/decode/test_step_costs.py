@@ -11,6 +11,7 @@ from draftheads.decode.step_costs import StepCosts, StepTimer, costs_of, measure
 from draftheads.errors import CacheWarning
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.runners.native_runner import NativeRunner
 from families import tiny_head, tiny_model
 from thorough import some_rows
 
@@ -89,6 +90,15 @@ def test_real_steps_are_measured(family: str, method: str) -> None:
     }
 
 
+def test_the_pass_of_greedy_steps_is_timed(
+    target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one that writes all logits, where the model finds the most likely tokens alone."""
+    assert target.finds_most_likely
+    monkeypatch.delattr(NativeRunner, "verify")
+    assert StepTimer(target, head).verify(2, 5) > 0.0
+
+
 def test_rows_have_256_tokens_of_text_or_half_of_what_the_model_knows(target: TargetModel, head: DraftHead) -> None:
     assert StepTimer(target, head).length == 128
     timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
@@ -123,7 +133,7 @@ def test_costs_are_kept_for_each_model_and_head(cache: Path, target: TargetModel
     assert len(list(cache.iterdir())) == 3
     costs_of(target, tiny_head("eagle", target), keep=False)
     assert len(list(cache.iterdir())) == 3
-    assert json.loads(next(cache.iterdir()).read_text())["format_version"] == 11
+    assert json.loads(next(cache.iterdir()).read_text())["format_version"] == 12
 
 
 def test_kept_costs_are_looked_at_again(
@@ -135,7 +145,9 @@ def test_kept_costs_are_looked_at_again(
     first = costs_of(target, head)
     timers.append(FakeTimer(slower=1.02))
     assert costs_of(target, head) == first
-    assert timers[-1].calls == 3 * 6, "a pass of each size to begin with, and two that count"
+    assert timers[-1].calls == 4 * (1 + 2) + 3 * (1 + 2 * 3), (
+        "one to begin with and two that count; thrice as many of few tokens"
+    )
     timers.append(FakeTimer(slower=3.0))
     again = costs_of(target, head)
     assert again.passes(64) == pytest.approx(10.0 + 1.5 * 64)
