@@ -12,7 +12,7 @@ from draftheads.errors import CacheWarning
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.runners.native_runner import NativeRunner
-from families import tiny_head, tiny_model
+from families import needs_library, tiny_head, tiny_model
 from thorough import some_rows
 
 STILL_RIGHT = module._still_right  # which is replaced for all other tests
@@ -90,10 +90,10 @@ def test_real_steps_are_measured(family: str, method: str) -> None:
     }
 
 
-def test_the_pass_of_greedy_steps_is_timed(
-    target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_library
+def test_the_pass_of_greedy_steps_is_timed(head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the one that writes all logits, where the model finds the most likely tokens alone."""
+    target = tiny_model("llama").sped_up()
     assert target.finds_most_likely
     monkeypatch.delattr(NativeRunner, "verify")
     assert StepTimer(target, head).verify(2, 5) > 0.0
@@ -145,9 +145,7 @@ def test_kept_costs_are_looked_at_again(
     first = costs_of(target, head)
     timers.append(FakeTimer(slower=1.02))
     assert costs_of(target, head) == first
-    assert timers[-1].calls == 4 * (1 + 2) + 3 * (1 + 2 * 3), (
-        "one to begin with and two that count; thrice as many of few tokens"
-    )
+    assert timers[-1].calls == 4 * (1 + 2) + 3 * (1 + 2 * 3), "one to begin with, then two, thrice of few tokens"
     timers.append(FakeTimer(slower=3.0))
     again = costs_of(target, head)
     assert again.passes(64) == pytest.approx(10.0 + 1.5 * 64)

@@ -49,7 +49,7 @@ _SWEEPS, _MOST_SECONDS = 6, 3.0  # how often all is timed, and when that stops; 
 _FEW_TOKENS, _REPEATS = (
     4,
     3,
-)  # passes of so few tokens are timed so often in a sweep: they decide whether to draft at all
+)  # passes of so few tokens are timed so often in a sweep: they decide whether to draft
 _SAME = 1.15  # stored costs hold while a pass of several tokens takes up to so many times as many plain passes as then
 TEXT_TOKENS = 256  # of each row, about as many as a short answer and its prompt have
 STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
