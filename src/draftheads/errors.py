@@ -204,7 +204,7 @@ class DraftHeadsWarning(UserWarning):
 
 
 class ChatTemplateWarning(DraftHeadsWarning):
-    """A chat prompt is read as plain text, because the model has no chat template."""
+    """There is no chat template, so prompts are read as plain text; or its variables do not fit or do nothing."""
 
 
 class BaseModelWarning(DraftHeadsWarning):

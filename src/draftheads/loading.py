@@ -1,5 +1,7 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
+import json
+import warnings
 from collections.abc import Callable, Mapping
 from inspect import signature
 from os import PathLike, fspath
@@ -20,10 +22,17 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import NO_BATCH_INVARIANT, InvalidSettings, no_such, require_at_least, require_bool
+from draftheads.errors import (
+    NO_BATCH_INVARIANT,
+    ChatTemplateWarning,
+    InvalidSettings,
+    no_such,
+    require_at_least,
+    require_bool,
+)
 from draftheads.formats.reading import imported_once, is_published
 from draftheads.heads.base import DraftHead
-from draftheads.models.chat_template import read_template
+from draftheads.models.chat_template import read_template, unread_variables
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, tokenizer_of
@@ -36,6 +45,7 @@ from draftheads.speculation.tree_choice import ChosenTree, TreeChoice, read_tree
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
+from draftheads.utils.template_variables import split_variables, with_variables
 
 # what drafts without a head, by name
 UNTRAINED: dict[str, Callable[[], Drafter]] = dict(zip(UNTRAINED_HEADS, (PromptLookup, Lookahead), strict=True))
@@ -64,6 +74,7 @@ def load(
     tokenizer: Any = None,
     draft_model: Loadable | None = None,
     chat_template: str | PathLike[str] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
     tree: TreeChoice = "auto",
     copy: bool = True,
     precision: Precision = "auto",
@@ -92,6 +103,8 @@ def load(
         draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
         chat_template: ``chatml``, ``hermes``, ``llama-2``, ``vicuna``, or a Jinja file. When left out, that of the
             head's training if it had one, else the tokenizer's own.
+        template_variables: values of variables of the chat template, such as ``{"enable_thinking": False}``, for chats
+            that give no others. When left out, those of the head's training.
         tree: what is drafted. ``auto``: the size of each draft follows from the head's acceptance profile (what
             ``draftheads tune`` measured, else the head's own) and from the costs on this machine, which are measured
             in about a second the first time that model, head and machine are used together, and cached. ``plain``:
@@ -128,6 +141,7 @@ def load(
         RoundingWarning: a pass over a tree differs from a text's by more than the model's own rounding in 16 bits.
         LengthWarning: texts end before the model's own greatest length.
         GenerationWarning: a part of the model's generation configuration changes texts and is not applied.
+        ChatTemplateWarning: the head was trained with other variables of the template, or it does not read one.
         BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
             after an answer, far fewer draft tokens were accepted than the profile expects.
     """
@@ -139,6 +153,8 @@ def load(
     require_bool(four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
     _check_paths(head=head, chat_template=chat_template)
+    if template_variables:
+        chat_template = with_variables(chat_template, template_variables)
     chosen = read_tree(tree)
     name = name_of(model)
     _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), chosen)
@@ -263,11 +279,26 @@ def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead
         InvalidSettings: there is no such template, or the heads were trained with different ones.
     """
     saved = {head.name: head.chat_template for head in drafts if isinstance(head, ResolvedHead)}
-    if chat_template is not None or not saved:
+    variables, named = split_variables(None if chat_template is None else fspath(chat_template))
+    trained = {name: split_variables(text) for name, text in saved.items()}
+    for name, (known, _) in trained.items():
+        if chat_template is not None and known != variables:
+            warnings.warn(
+                f"{name} was trained with {_shown(known)}, and the chat template has {_shown(variables)} now: fewer of "
+                "its draft tokens may be accepted",
+                ChatTemplateWarning,
+                stacklevel=3,
+            )
+    if named is not None or not saved:
         return read_template(chat_template)
-    if len(set(saved.values())) > 1:
+    kept = set(saved.values()) if chat_template is None else {template for _, template in trained.values()}
+    if len(kept) > 1:
         raise InvalidSettings(f"{', '.join(saved)} were trained with different chat templates: give --chat-template")
-    return next(iter(saved.values()))
+    return with_variables(kept.pop(), variables) if variables else kept.pop()
+
+
+def _shown(variables: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in variables.items()) or "no template variables"
 
 
 def _find_drafts(head: str | PathLike[str] | None, model: str) -> tuple[ResolvedHead | str | None, Path | None]:
@@ -349,6 +380,12 @@ def load_target(
     _check_whole(precision, f"{target.model_id}, whose weights are quantised" if target.is_quantised else None)
     target = checked(target, read, fast=fast, bits=bits)
     return_freed_memory()
+    if unread := unread_variables(target):
+        warnings.warn(
+            f"the chat template of {target.model_id} does not read {', '.join(unread)}: it changes nothing",
+            ChatTemplateWarning,
+            stacklevel=2,
+        )
     return target
 
 

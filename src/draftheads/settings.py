@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from draftheads.errors import InvalidSettings
 from draftheads.utils.strict_json import depth_of
+from draftheads.utils.template_variables import keep_variables
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
 ROUNDED_BITS = {"int8": 8, "int4": 4}  # of a weight, for the precisions of CPUs that change the model
@@ -317,6 +318,8 @@ class LoadSettings:
 
     chat_template: str | None = None
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
+    template_variables: tuple[str, ...] = ()
+    """Values of variables of the chat template, NAME=VALUE. Such as enable_thinking=false. A head keeps them."""
     precision: Precision = "auto"
     """Number format. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a CPU. int8
     and int4 are for CPUs: they are faster and change the model, int8 a little and int4 more."""
@@ -334,6 +337,9 @@ class LoadSettings:
     """Attention of the model. Default: the choice of transformers."""
     max_length: int | None = None
     """Most tokens of prompt and answer together. Default: what the model's configuration says."""
+
+    def __post_init__(self) -> None:
+        keep_variables(self)
 
     def given(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as arguments of :func:`draftheads.load`."""

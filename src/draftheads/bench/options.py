@@ -120,7 +120,16 @@ class ReproduceOptions:
     Without a table, all of them are listed with what they need. An interrupted run continues with the same command.
     """
 
-    RARE: ClassVar = ("draft_model", "category", "quality", "judge", "chat_template", "device", "trust_remote_code")
+    RARE: ClassVar = (
+        "draft_model",
+        "category",
+        "quality",
+        "judge",
+        "chat_template",
+        "template_variables",
+        "device",
+        "trust_remote_code",
+    )
 
     BASIC: ClassVar = ("model", "heads", "quick", "data", "max_tokens", "limit", "out", "precision")
 
@@ -152,7 +161,7 @@ class ReproduceOptions:
 class DemoOptions:
     """Answer prompts in several ways: transformers, our plain decoding, and draft heads; compare speed and text."""
 
-    RARE: ClassVar = ("chat_template", "device", "trust_remote_code", "seconds", "copy")
+    RARE: ClassVar = ("chat_template", "template_variables", "device", "trust_remote_code", "seconds", "copy")
 
     BASIC: ClassVar = ("model", "heads", "prompts", "limit", "max_new_tokens", "seconds", "precision", "json")
 

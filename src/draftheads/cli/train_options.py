@@ -12,6 +12,7 @@ from draftheads.cli.early_checks import check_names
 from draftheads.train.options import ChatOptions, ScheduleOptions, TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.utils.option_group import FRACTION, FROM_0, FROM_1, OptionGroup
+from draftheads.utils.template_variables import keep_variables
 
 
 def defaults(arguments: Sequence[str]) -> TrainOptions:
@@ -52,6 +53,8 @@ class ShowBatchOptions(OptionGroup):
     """The model: a name, a folder or a Hugging Face id. Its tokenizer and chat template are used."""
     chat_template: str | None = TrainOptions.chat_template
     """Chat template in place of the tokenizer's own. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
+    template_variables: tuple[str, ...] = ()
+    """Values of variables of the chat template, NAME=VALUE. Such as enable_thinking=false."""
     index: Annotated[int, FROM_0] = 0
     """Which batch. A training run with the same settings takes batch 0 in its first step."""
     max_texts: Annotated[int, FROM_0] = 3
@@ -72,3 +75,7 @@ class ShowBatchOptions(OptionGroup):
     """Share of held-out texts."""
     seed: int = ScheduleOptions.seed
     """Seed of the batches and their order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keep_variables(self)

@@ -9,6 +9,7 @@ from draftheads.models.chat_template import BUILT_IN
 from draftheads.settings import Precision
 from draftheads.speculation.tree_choice import read_tree
 from draftheads.utils.option_group import ABOVE_0, FROM_0, FROM_1, SHARE, OptionGroup, Range
+from draftheads.utils.template_variables import keep_variables
 
 _CHUNK_BATCHES = 8  # at the end of a chunk the batch is not full: this costs a tenth of the speed at this size
 _SAMPLED = Range(
@@ -24,6 +25,7 @@ _NOT_WITH_ENDPOINT = {
     "turns": None,
     "documents": (),
     "chat_template": None,
+    "template_variables": (),
     "device": None,
     "four_bit": False,
 }  # with the only value that is allowed
@@ -34,7 +36,13 @@ class DistillOptions(OptionGroup):
     """Let a model answer prompts and write its answers as training data."""
 
     RARE: ClassVar = (
-        *("chat_template", "turns", "document_tokens", "self_talk_turns", "self_talk_temperature"),
+        *(
+            "chat_template",
+            "turns",
+            "document_tokens",
+            "self_talk_turns",
+            "self_talk_temperature",
+        ),
         *("max_question_tokens", "chunk_size", "four_bit", "request_timeout", "request_retries", "top_k"),
         *("top_p",),
     )
@@ -64,6 +72,8 @@ class DistillOptions(OptionGroup):
     """The model that answers. A name, a folder or a Hugging Face id."""
     chat_template: str | None = None
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
+    template_variables: tuple[str, ...] = ()
+    """Values of variables of the chat template, NAME=VALUE. Such as enable_thinking=false. A head keeps them."""
     head: str | None = None
     """A draft head that makes it faster. A name, a folder or a Hugging Face id."""
     tree: str = "auto"
@@ -117,6 +127,7 @@ class DistillOptions(OptionGroup):
         is_possible = all(0 <= t < float("inf") for t in self.temperature)
         self._require("temperature", fine=is_possible, fix="give 0 (greedy) or positive numbers")
         self._require("out", fine=self.out.suffix != ".gz", fix="compress the file when it is complete")
+        keep_variables(self)
         if not (self.prompts or self.documents or self.num_self_talk):
             raise InvalidSettings("nothing to answer: give --prompts FILE…, --documents FILE… or --num-self-talk N")
         self._check_endpoint()

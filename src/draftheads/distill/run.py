@@ -26,7 +26,11 @@ from draftheads.utils.provenance import provenance
 _MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only by rounding)
     {
         *("out", "prompts", "documents"),  # their content counts, not their place
-        *("model", "chat_template"),  # the model's fingerprint counts, of which the template's text is a part
+        *(
+            "model",
+            "chat_template",
+            "template_variables",
+        ),  # the model's fingerprint counts, of which the template's text is a part
         *("precision", "device", "four_bit", "head", "tree", "batch_size", "chunk_size"),
         *("endpoint", "endpoint_model", "api_key_env", "request_timeout", "request_retries"),
     }

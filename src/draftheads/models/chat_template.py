@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from draftheads.errors import InvalidSettings
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import Message
+from draftheads.utils.template_variables import split_variables, with_variables
 
 _FOLDER = Path(__file__).parents[1] / "assets" / "chat_templates"
 BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))  # chatml, hermes, llama-2, vicuna
@@ -52,12 +53,12 @@ class ChatReader(Protocol):
 
 def read_template(name_or_file: str | PathLike[str] | None) -> str | None:
     """The text of a built-in template (``chatml``, ``hermes``, ``llama-2``, ``vicuna``) or of a file; None for None."""
-    if name_or_file is None:
-        return None
-    name = fspath(name_or_file)
+    variables, name = split_variables(None if name_or_file is None else fspath(name_or_file))
+    if name is None:
+        return with_variables(None, variables)
     path = _FOLDER / f"{name}.jinja" if name in BUILT_IN else user_path(name)
     try:
-        return path.read_text(encoding="utf-8")
+        return with_variables(path.read_text(encoding="utf-8"), variables)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidSettings(
             f"chat template {name!r} cannot be read ({error}): give a Jinja file, or one of {', '.join(BUILT_IN)}"
@@ -66,7 +67,12 @@ def read_template(name_or_file: str | PathLike[str] | None) -> str | None:
 
 def template_of(reader: ChatReader) -> Any:
     """The template in use: the given one, else the tokenizer's own; None where there is neither."""
-    return reader.chat_template or getattr(reader.tokenizer, "chat_template", None) or None
+    own = getattr(reader.tokenizer, "chat_template", None) or None
+    variables, given = split_variables(reader.chat_template)
+    if given or not variables:
+        return reader.chat_template or own
+    own = own.get("default") if isinstance(own, dict) else own
+    return None if own is None else with_variables(own, variables)
 
 
 def render(
@@ -88,7 +94,7 @@ def render(
         tools: functions that the model may call, as JSON schemas; templates may ignore them.
         variables: further variables of the template, such as ``enable_thinking``; no names of :func:`reserved_names`.
     """
-    given = {} if reader.chat_template is None else {"chat_template": reader.chat_template}
+    given = {} if reader.chat_template is None else {"chat_template": template_of(reader)}
     chat = [dict(message) for message in messages]
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
     if continue_final_message:
@@ -105,12 +111,22 @@ def reserved_names(reader: ChatReader) -> set[str]:
 
 def reads_variable(reader: ChatReader, name: str) -> bool:
     """Does the source of the chat template mention this variable?"""
-    return re.search(rf"\b{name}\b", str(template_of(reader))) is not None
+    return re.search(rf"\b{name}\b", _source(reader)) is not None
+
+
+def unread_variables(reader: ChatReader) -> list[str]:
+    """Variables with fixed values that the source of the template does not mention."""
+    return [name for name in split_variables(reader.chat_template)[0] if not reads_variable(reader, name)]
+
+
+def _source(reader: ChatReader) -> str:
+    found = template_of(reader)
+    return str(split_variables(found)[1] if isinstance(found, str) else found)
 
 
 def thinking_tags(reader: ChatReader) -> tuple[str, str] | None:
     """The tags around a thought in the chat template, else in the tokenizer; None for models that do not think."""
-    source = f"{template_of(reader)} {_added_tokens(reader.tokenizer)[1]}"
+    source = f"{_source(reader)} {_added_tokens(reader.tokenizer)[1]}"
     for match in _END_OF_THOUGHT.finditer(source):
         if match["name"]:
             return match["left"] + match["name"] + match["right"], match[0]

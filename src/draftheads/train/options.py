@@ -17,6 +17,7 @@ from draftheads.settings import LK_ETA, LmHeadKind, LossKind
 from draftheads.train.joint.options import AdapterOptions, TuningOptions
 from draftheads.utils.identity import as_json_values
 from draftheads.utils.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range, up_to
+from draftheads.utils.template_variables import keep_variables
 
 _TUNING, _ADAPTER = TuningOptions(), AdapterOptions()
 _SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
@@ -256,6 +257,8 @@ class TrainOptions:
     """The model: a name, a folder or a Hugging Face id."""
     chat_template: str | None = None
     """Chat template in place of the tokenizer's own. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
+    template_variables: tuple[str, ...] = ()
+    """Values of variables of the chat template, NAME=VALUE. Such as enable_thinking=false. A head keeps them."""
     out: Path
     """Folder for the result, metrics and checkpoints."""
     resume: bool = False
@@ -283,6 +286,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.out is not tyro.MISSING:  # the defaults of a command line have no --out yet
             self.check()
+        keep_variables(self)
 
     @property
     def first_head(self) -> str | None:

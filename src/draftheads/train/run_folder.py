@@ -34,7 +34,10 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 # settings that may change when a run resumes; the text is compared by its fingerprint
-_MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "extracted", "tree_nodes"}
+_MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {
+    *("data", "text", "features", "extracted", "tree_nodes"),
+    "template_variables",  # a part of the template
+}
 
 
 def chat_template_text(options: TrainOptions) -> str | None:

@@ -94,6 +94,7 @@ class AuditOptions(OptionGroup):
     RARE: ClassVar = (
         *("device", "route", "server_name", "baseline_name", "json_schema", "examples", "parallel"),
         *("temperature", "seed", "request_timeout", "request_retries", "trust_remote_code", "chat_template"),
+        "template_variables",
     )
 
     BASIC: ClassVar = ("prompts", "baseline", "model", "limit", "checks", "max_new_tokens", "tolerance", "json")
