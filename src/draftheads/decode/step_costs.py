@@ -46,10 +46,7 @@ _VERSION = 12
 _PASSES = ((1, 1), (1, 2), (1, 4), (4, 2), (1, 12), (4, 6), (4, 16))  # (rows, nodes), each another number of tokens
 _DRAFTS = ((1, 1), (1, 4), (4, 1), (4, 4))  # (rows, levels)
 _SWEEPS, _MOST_SECONDS = 6, 3.0  # how often all is timed, and when that stops; the least counts
-_FEW_TOKENS, _REPEATS = (
-    4,
-    3,
-)  # passes of so few tokens are timed so often in a sweep: they decide whether to draft at all
+_FEW_TOKENS, _REPEATS = 4, 3  # passes of so few tokens are timed so often in a sweep: they decide whether to draft at all
 _SAME = 1.15  # stored costs hold while a pass of several tokens takes up to so many times as many plain passes as then
 TEXT_TOKENS = 256  # of each row, about as many as a short answer and its prompt have
 STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
