@@ -27,6 +27,7 @@ from draftheads.formats.layout import (
     refuse,
     scaled_otherwise,
 )
+from draftheads.formats.markov import markov_names, markov_options
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.dflash import BlockConfig, DFlashConfig
@@ -95,7 +96,7 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     unused |= confidence | {name for name in source.shapes if name.startswith(_VERIFIER)}
     config: BlockConfig = DFlashConfig(**options)
     if is_markov:
-        config = DSparkConfig(**options, **_markov_options(source, given), own_embedding=True)
+        config = DSparkConfig(**options, **markov_options(source, given), own_embedding=True)
         names |= markov_names(config, "" if "markov_w1.weight" in source.shapes else "markov_head.")
     kind = "a DSpark head" if is_markov else "a DFlash head"
     return Layout(kind, config, {**dflash_names(config), **names}, copies=copies, unused=unused)
@@ -191,37 +192,6 @@ def _vocabulary(
             return names, copies, {lm_head}
     options["lm_head"] = "own"
     return {**names, "lm_heads.heads.0.weight": lm_head}, copies, set()
-
-
-def _markov_options(source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The rank and the gate, which the file says and its tensors have."""
-    shapes = {name.removeprefix("markov_head."): shape for name, shape in source.shapes.items()}
-    kind = "gated" if "gate_proj.weight" in shapes else "vanilla"
-    rank = shapes.get("markov_w1.weight", (0,))[-1] or given.get("markov_rank")
-    for name, value in {"markov_head_type": kind, "markov_rank": rank}.items():
-        if given.get(name, value) != value:
-            raise CheckpointCorrupt(
-                f"{source.folder / CONFIG}: {name} is {given[name]!r}, and the tensors are those of {value!r}"
-            )
-    return {"markov_rank": rank, "gated": kind == "gated", "gate_reads_token": kind == "gated"}
-
-
-def markov_names(config: DSparkConfig, prefix: str = "markov_head.") -> dict[str, str | Made]:
-    """The published name of each tensor of DSpark's Markov head.
-
-    There the bias is W2 (σ(G [h; e] + b) * e) with e = W1[x] (arXiv 2607.05147); our gate is twice that.
-    """
-    size, gate = config.hidden_size, f"{prefix}gate_proj."
-    names: dict[str, str | Made] = {"down.0.weight": f"{prefix}markov_w1.weight"}
-    if not config.gated:
-        return {**names, "up.0.weight": f"{prefix}markov_w2.weight"}
-    return {
-        **names,
-        "up.0.weight": Made((f"{prefix}markov_w2.weight",), lambda w: w / 2),
-        "gates.0.weight": Made((f"{gate}weight",), lambda w: w[:, :size].contiguous()),
-        "token_gates.0.weight": Made((f"{gate}weight",), lambda w: w[:, size:].contiguous()),
-        "gates.0.bias": f"{gate}bias",
-    }
 
 
 def dflash_names(config: BlockConfig) -> dict[str, str]:

@@ -3,51 +3,17 @@
 :mod:`draftheads.formats.dflash` reads them.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from draftheads.formats.dflash import block_keys, body, not_shared, obstacles
 from draftheads.formats.layout import Format, Written, changed_logits, refuse, speculators_config, vocabulary_maps
+from draftheads.formats.markov import markov_keys, markov_tensors
 from draftheads.heads.base import DraftHead
 from draftheads.heads.dflash import BlockConfig
-from draftheads.heads.dspark import DSparkConfig, DSparkHead
+from draftheads.heads.dspark import DSparkConfig
 from draftheads.models.model import TargetModel
 
 _NUM_ANCHORS = 512  # places of a text in DeepSpec's training, a key of its files
-
-
-def markov_tensors(head: DraftHead) -> dict[str, Tensor]:
-    """W1 (V, r), W2 (V', r), and G (r, D + r) with its bias: see :func:`draftheads.formats.dflash.markov_names`.
-
-    Without an embedding of its own W1 is A E(x) of every token, and a gate that does not read the token has zeros.
-    """
-    assert isinstance(head, DSparkHead)
-    config, prefix = head.config, "markov_head."
-    assert isinstance(config, DSparkConfig)
-    weights, gate = head.state_dict(), 2.0 if config.gated else 1.0
-    tensors = {
-        f"{prefix}markov_w1.weight": head.scores(torch.arange(config.vocab_size), 0),
-        f"{prefix}markov_w2.weight": weights["up.0.weight"] * gate,
-    }
-    if config.gated:
-        unread = torch.zeros(2 * (config.markov_rank,))
-        gates = weights["gates.0.weight"], weights.get("token_gates.0.weight", unread)
-        tensors |= {
-            f"{prefix}gate_proj.weight": torch.cat(gates, 1),
-            f"{prefix}gate_proj.bias": weights["gates.0.bias"],
-        }
-    return tensors
-
-
-def _markov_keys(config: DSparkConfig) -> dict[str, Any]:
-    return {
-        "markov_rank": config.markov_rank,
-        "markov_head_type": "gated" if config.gated else "vanilla",
-        "enable_confidence_head": False,
-        "confidence_head_with_markov": False,
-    }
 
 
 def write_dspark(head: DraftHead, target: TargetModel, _: str = "") -> Written:
@@ -66,7 +32,7 @@ def write_dspark(head: DraftHead, target: TargetModel, _: str = "") -> Written:
         )
     refuse(reasons)
     layer, tensors = body(head, target)
-    keys = {**block_keys(config, target), **_markov_keys(config), "num_anchors": _NUM_ANCHORS}
+    keys = {**block_keys(config, target), **markov_keys(config), "num_anchors": _NUM_ANCHORS}
     copies = {"embed_tokens.weight": target.weights.embedding, "lm_head.weight": target.weights.lm_head}
     return {"architectures": ["Qwen3DSparkModel"], **layer, **keys}, {**copies, **tensors, **markov_tensors(head)}
 
@@ -90,7 +56,7 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": list(config.layers),
         "sample_from_anchor": config.is_shifted,
-        **(_markov_keys(config) if isinstance(config, DSparkConfig) else {}),
+        **(markov_keys(config) if isinstance(config, DSparkConfig) else {}),
     }
     if isinstance(config, DSparkConfig):
         tensors |= markov_tensors(head)
