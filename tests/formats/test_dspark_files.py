@@ -158,6 +158,12 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
             r"8 of \d+ tokens, and tensor d2t is missing",
         ),
         ({"form": "speculators", "reduced": True, "draft_vocab_size": 9}, CheckpointCorrupt, r"it must be \(9,\)"),
+        ({"kind": "none", "markov_rank": 6}, CheckpointCorrupt, r"missing tensors markov_head\.markov_w1\.weight, "),
+        (
+            {"form": "speculators", "transformer_layer_config": {"final_logit_softcapping": 30.0}},
+            UnsupportedModel,
+            r"final_logit_softcapping is 30\.0",
+        ),
         ({"form": "modelopt", "architectures": ["Other"]}, UnsupportedModel, r"\['Other'\]"),
     ],
 )

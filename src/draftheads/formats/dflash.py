@@ -107,7 +107,7 @@ def _refuse_others(
 ) -> None:
     """Raises :class:`UnsupportedModel` for the relatives of these heads, by name."""
     for name, meaning in {**_OTHERWISE, **_ONE}.items():
-        value = given.get(name)
+        value = given.get(name, layer.get(name))
         if value and not (name in _ONE and value == 1):
             reasons.append(f"{name} is {value}, and heads with {meaning} cannot be read")
     if others := sorted(set(given.get("architectures") or ()) - _ARCHITECTURES):
