@@ -188,8 +188,16 @@ def _dropped(name: str) -> Callable[[dict[str, Tensor]], Any]:
         (_dropped("layers.1.mlp.up_proj.weight"), CheckpointCorrupt, r"missing tensor layers\.1\.mlp\.up_proj\.weight"),
         ({"markov_head.more": torch.ones(2)}, CheckpointCorrupt, r"surplus tensor markov_head\.more"),
         ({"markov_head.joint_proj.weight": torch.ones(2)}, UnsupportedModel, "of the kind rnn"),
-        ({"markov_head.markov_w2.weight": torch.ones(3, 6)}, CheckpointCorrupt, r"markov_w2\.weight is \(3, 6\)"),
-        ({"markov_head.gate_proj.weight": torch.ones(6, 33)}, CheckpointCorrupt, r"gate_proj\.weight is \(6, 1\)"),
+        (
+            {"markov_head.markov_w2.weight": torch.ones(3, 6)},
+            CheckpointCorrupt,
+            r"markov_w2\.weight \(3, 6\) is \(3, 6\)",
+        ),
+        (
+            {"markov_head.gate_proj.weight": torch.ones(6, 33)},
+            CheckpointCorrupt,
+            r"made of markov_head\.gate_proj\.weight \(6, 33\) is \(6, 1\); .* makes it \(6, 6\)",
+        ),
         ({"embed_tokens.weight": torch.ones(2, 2)}, CheckpointMismatch, r"its embed_tokens\.weight is \(2, 2\)"),
         ("lm_head.weight", CheckpointMismatch, r"its lm_head\.weight differs by 100% from the lm_head of"),
         ("t2d", CheckpointCorrupt, "t2d and d2t name different draft tokens"),

@@ -80,7 +80,8 @@ class Layout:
             shape = tuple(expected[name].shape)
             if isinstance(where, Made):
                 tensor = where.make(*map(source.tensor, where.of))
-                where = " and ".join(where.of)  # noqa: PLW2901 - for the message
+                shapes = [f"{part} {source.shapes[part]}" for part in where.of]
+                where = f"made of {' and '.join(shapes)}"  # noqa: PLW2901 - for the message
             else:
                 tensor = source.tensor(where)
             if tuple(tensor.shape) != shape:
