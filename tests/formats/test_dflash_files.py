@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
+from block_files import BASE, BLOCK, GROUPS, HEADS, LAYERS, MASK, write_file
 from draftheads.checkpoints.checkpoint import load_head
 from draftheads.decode.engine import Engine
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, InvalidSettings, UnsupportedModel
@@ -19,59 +19,12 @@ from draftheads.speculation.draft import Context
 from families import tiny_head, tiny_model
 from slow_heads import slow_block
 
-HEADS, GROUPS, SIZE, INNER, LAYERS, BLOCK, MASK, BASE = 4, 2, 8, 24, 2, 4, 9, 5000.0
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
 
 
 @pytest.fixture(scope="module")
 def model() -> TargetModel:
     return tiny_model("llama")
-
-
-def write_file(folder: Path, model: TargetModel, **changes: Any) -> dict[str, Tensor]:
-    """A head as z-lab saves it, which reads what leaves the embedding and the first layer."""
-    size, chance = model.hidden_size, torch.Generator().manual_seed(0)
-    tensors = {"fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
-    for i in range(LAYERS):
-        shapes = {
-            "input_layernorm": (size,),
-            "post_attention_layernorm": (size,),
-            "self_attn.q_proj": (HEADS * SIZE, size),
-            "self_attn.k_proj": (GROUPS * SIZE, size),
-            "self_attn.v_proj": (GROUPS * SIZE, size),
-            "self_attn.o_proj": (size, HEADS * SIZE),
-            "self_attn.q_norm": (SIZE,),
-            "self_attn.k_norm": (SIZE,),
-            "mlp.gate_proj": (INNER, size),
-            "mlp.up_proj": (INNER, size),
-            "mlp.down_proj": (size, INNER),
-        }
-        tensors |= {f"layers.{i}.{name}.weight": shape for name, shape in shapes.items()}
-    made = {  # norms lie around 1
-        name: (len(shape) == 1) + 0.3 * torch.randn(shape, generator=chance) for name, shape in tensors.items()
-    }
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": size,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
-        "head_dim": SIZE,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": BASE,
-        "num_target_layers": 2,
-        "block_size": BLOCK,
-        "layer_types": ["full_attention"] * LAYERS,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [-1, 0], **changes.pop("dflash_config", {})},
-        **changes,
-    }
-    folder.mkdir()
-    save_file(made, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return made
 
 
 @pytest.mark.parametrize("known", [0, 4])
@@ -135,7 +88,13 @@ def test_the_file_that_is_written_has_what_engines_read(model: TargetModel) -> N
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"dflash_config": {"sample_from_anchor": True}}, UnsupportedModel, "blocks whose first row predicts"),
+        (
+            {"dflash_config": {"sample_from_anchor": True}, "shift_label": False},
+            CheckpointCorrupt,
+            "sample_from_anchor is True and shift_label is False; give one of them",
+        ),
+        ({"architectures": ["Gemma4DFlashModel"]}, UnsupportedModel, "only heads with Qwen3's layers can be read"),
+        ({"num_hidden_layers": 3}, CheckpointCorrupt, r"missing tensors? layers\.2"),
         ({"dflash_config": {"causal": True}}, UnsupportedModel, "causal is True, and heads with rows that see"),
         ({"final_logit_softcapping": 30.0}, UnsupportedModel, "capped logits cannot be read"),
         ({"dflash_config": {"output_multiplier": 2.0}}, UnsupportedModel, "scaled logits cannot be read"),
@@ -157,8 +116,11 @@ def test_other_kinds_of_heads_are_refused(
 
 def test_a_head_of_a_later_kind_is_named(tmp_path: Path, model: TargetModel) -> None:
     tensors = write_file(tmp_path / "theirs", model)
-    save_file({**tensors, "markov_head.markov_w1.weight": torch.ones(2, 2)}, tmp_path / "theirs" / "model.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"parts that DFlash does not have \(markov_head\)"):
+    save_file(
+        {**tensors, "candidate_selector.hidden_projection.weight": torch.ones(2, 2)},
+        tmp_path / "theirs" / "model.safetensors",
+    )
+    with pytest.raises(UnsupportedModel, match=r"parts that DFlash and DSpark do not have \(candidate_selector\)"):
         convert(tmp_path / "theirs", tmp_path / "ours", base=model)
 
 
@@ -166,7 +128,7 @@ def test_a_head_of_a_later_kind_is_named(tmp_path: Path, model: TargetModel) -> 
     ("options", "message"),
     [
         ({"layers": []}, "what enters layers: train a head"),
-        ({"lm_head": "own"}, "engines take the target's for DFlash"),
+        ({"lm_head": "own"}, "engines take the target's for block drafters"),
     ],
 )
 def test_what_the_layout_has_no_place_for_is_an_error(

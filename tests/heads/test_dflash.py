@@ -25,7 +25,7 @@ TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
 def slow_rows(head: DraftHead, hidden: Tensor, root: int) -> Tensor:
     """The rows of the block behind a text (T, n·D), (S, D) after the final norm."""
     config: Any = head.config
-    masks = config.num_heads if config.method == "dflash" else config.num_heads - 1
+    masks = config.num_heads - config.is_shifted
     rows = [head.target_embedding[token] * head.embedding_scale for token in [root] + [config.mask_token_id] * masks]
     weight = {}
     for name, value in head.named_parameters():
@@ -42,14 +42,21 @@ def slow_logits(head: DraftHead, hidden: Tensor, text: list[int], length: int) -
     rows = slow_rows(head, hidden[:length], text[length])
     weight = dict(head.named_parameters())
     found = []
-    for i in range(head.config.num_heads):
-        if head.config.method == "dflash":
-            found.append(head.lm_heads(rows[i + 1], 0))
-            continue
-        before = head.target_embedding[text[length + i]] * head.embedding_scale
-        gate = 2 * torch.sigmoid(weight["gates.0.weight"] @ rows[i] + weight["gates.0.bias"])
-        bias = weight["up.0.weight"] @ (gate * (weight["down.0.weight"] @ before))
-        found.append(head.lm_heads(rows[i], 0) + bias)
+    config: Any = head.config
+    for i in range(config.num_heads):
+        row = rows[i + (not config.is_shifted)]
+        logits = head.lm_heads(row, 0)
+        if config.method == "dspark":
+            before = head.target_embedding[text[length + i]] * head.embedding_scale
+            low = (
+                weight["down.0.weight"][text[length + i]] if config.own_embedding else weight["down.0.weight"] @ before
+            )
+            if config.gated:
+                read = weight["gates.0.weight"] @ row + weight["gates.0.bias"]
+                read = read + weight["token_gates.0.weight"] @ low if config.gate_reads_token else read
+                low = 2 * torch.sigmoid(read) * low
+            logits = logits + weight["up.0.weight"] @ low
+        found.append(logits)
     return torch.stack(found)
 
 
@@ -60,12 +67,19 @@ def slow_logits(head: DraftHead, hidden: Tensor, text: list[int], length: int) -
         {"num_layers": 2, "num_key_value_heads": 2, "mask_token_id": 5},
         {"layers": [], "embedding_scale": 3.0},
         {"layers": [1], "draft_vocab_size": 12, "lm_head": "own"},
+        {"is_shifted": True},
+        {"is_shifted": False},
+        {"own_embedding": True, "gated": False},
+        {"own_embedding": True, "gate_reads_token": True, "draft_vocab_size": 12},
+        {"gate_reads_token": True, "embedding_scale": 3.0},
     ],
 )
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_training_and_drafting_follow_the_published_layout(method: str, options: dict[str, Any]) -> None:
     """Values and gradients in training at a place, and a chain behind a text that is read in two parts."""
     model = tiny_model("llama")
+    if method == "dflash" and {"own_embedding", "gate_reads_token"} & set(options):
+        return
     head = tiny_head(method, model, **options)
     hidden = head.split(model.hidden_states(TEXT, head.hidden_layers).clone())[0]
     text, place = TEXT[0].tolist(), 2
@@ -178,8 +192,16 @@ def test_the_mask_is_a_token_that_no_text_has(texts: dict[str, str], expected: i
         ({"mask_token_id": 64}, r"mask_token_id is 64; it must lie in 0 … vocab_size - 1 \(63\)"),
         ({"mask_token_id": -1}, "mask_token_id is -1"),
         ({"layers": [1, 1]}, r"layers is \[1, 1\]; give different numbers"),
+        ({"gate_reads_token": True, "gated": False}, "there is no gate; give gated=true"),
     ],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSettings, match=message):
-        head_classes("dflash")[0](hidden_size=32, vocab_size=64, **options)
+        head_classes("dspark")[0](hidden_size=32, vocab_size=64, **options)
+
+
+def test_a_saved_head_names_only_what_is_not_usual() -> None:
+    """Heads that were saved before these options can be read."""
+    made = head_classes("dspark")[0]
+    assert not {"is_shifted", "own_embedding", "gate_reads_token"} & set(made(hidden_size=8, vocab_size=9).options())
+    assert made(hidden_size=8, vocab_size=9, is_shifted=False).options()["is_shifted"] is False

@@ -1,17 +1,24 @@
-"""DFlash heads: z-lab's files, which vLLM, SGLang, OpenVINO and llama.cpp's converter read.
+"""DFlash and DSpark heads: z-lab's, DeepSpec's, ModelOpt's and speculators' files are read, and z-lab's written.
 
-The head has no embedding and no lm_head of its own. Layers are counted by what leaves them, so that layer i of ours,
-whose input is read, is i - 1 there.
+The body has the same names in all of them. z-lab and DeepSpec count layers by what leaves them: layer i of ours, whose
+input is read, is i - 1 there, and -1 is the embedding. speculators counts as we do.
 """
 
+import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from draftheads.errors import CheckpointCorrupt, UnsupportedModel
+from draftheads.errors import CheckpointCorrupt, SpeedWarning, UnsupportedModel
 from draftheads.formats.layout import (
+    CLOSE,
     Format,
     Layout,
+    Made,
     Written,
+    changed_logits,
+    distance,
+    draft_vocab,
     layer_names,
     layer_options,
     llama_config,
@@ -20,16 +27,20 @@ from draftheads.formats.layout import (
     refuse,
     scaled_otherwise,
 )
+from draftheads.formats.markov import markov_names, markov_options
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import MOST_DEPTH, DraftHead
-from draftheads.heads.dflash import DFlashConfig
+from draftheads.heads.dflash import BlockConfig, DFlashConfig
+from draftheads.heads.dspark import DSparkConfig
 from draftheads.models.model import TargetModel
 
-_OF_ITSELF = "dflash_config"
+_OF_ITSELF, _SPECULATORS = "dflash_config", "speculators_model_type"
+_SHIFTED = ("sample_from_anchor", "shift_label")
+_ARCHITECTURES = {  # all with Qwen3's layers
+    *("DFlashDraftModel", "DFlashSpeculator", "DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel"),
+}
 _ONE = {"attention_value_scale": "scaled values", "output_multiplier": "scaled logits"}  # other values than 1
 _OTHERWISE = {  # keys that make other heads of these files, and what they mean
-    "sample_from_anchor": "blocks whose first row predicts",
-    "shift_label": "blocks whose first row predicts",
     "causal": "rows that see the rows before them only",
     "causal_head": "rows that see the rows before them only",
     "is_causal": "rows that see the rows before them only",
@@ -37,6 +48,12 @@ _OTHERWISE = {  # keys that make other heads of these files, and what they mean
     "attention_sink_bias": "attention sinks",
     "final_logit_softcapping": "capped logits",
 }
+_BODY = {"fc", "hidden_norm", "norm", "layers"}
+_COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
+_MARKOV = ("markov_head", "markov_w1", "markov_w2", "gate_proj", "joint_proj")  # ModelOpt's have no prefix
+_CONFIDENCE = ("confidence_head", "confidence_proj")
+_VERIFIER = ("verifier_norm", "verifier_lm_head")  # the base's, in files of speculators' training
+_MASK_FILE = "mask_embedding.pt"
 
 
 def is_dflash(shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -44,47 +61,141 @@ def is_dflash(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= shapes.keys()
 
 
-def dflash_layout(source: Source, base: TargetModel) -> Layout:
-    """Sizes and layers are those of ``config.json``."""
+def block_layout(source: Source, base: TargetModel) -> Layout:
+    """Sizes, layers and the kind of block are those of ``config.json``; a Markov head makes it a DSpark head."""
     need_config(source, "it says which layers the head reads, and what stands for a masked token")
-    given = source.config
-    own: dict[str, Any] = given.get(_OF_ITSELF) or {}
-    for name, meaning in {**_OTHERWISE, **_ONE}.items():
-        value = own.get(name, given.get(name))
-        if value and not (name in _ONE and value == 1):
-            raise UnsupportedModel(f"{source.path}: {name} is {value}, and heads with {meaning} cannot be read")
-    if others := sorted({name.partition(".")[0] for name in source.shapes} - {"fc", "hidden_norm", "norm", "layers"}):
-        raise UnsupportedModel(
-            f"{source.path} has parts that DFlash does not have ({', '.join(others)}): it is a head of a later kind, "
-            "such as DSpark or DFlash2, which cannot be read"
+    given: dict[str, Any] = {**source.config, **(source.config.get(_OF_ITSELF) or {})}
+    layer: dict[str, Any] = given.get("transformer_layer_config") or given
+    parts = {name.partition(".")[0] for name in source.shapes}
+    is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
+    _refuse_others(source, given, layer, parts, changed_logits(base) if is_markov else [])
+    is_shifted = _is_shifted(source, given, is_markov=is_markov)
+    block = source.number("block_size", most=MOST_DEPTH, given=given)
+    mask = given.get("mask_token_id")
+    if block is None or block < 2 - is_shifted or not isinstance(mask, int):
+        raise CheckpointCorrupt(f"{source.folder / CONFIG}: block_size is {block} and mask_token_id {mask}; give both")
+    found = len(numbers_in(source.shapes, r"layers\.(\d+)\.input_layernorm\.weight"))
+    options: dict[str, Any] = {
+        **layer_options(source, base, layer, base.hidden_size),
+        "num_heads": block - (not is_shifted),
+        "num_layers": source.number("num_hidden_layers", most=MOST_DEPTH, given=layer) or found,
+        "layers": _layers(source, given, base),
+        "mask_token_id": mask,
+        "is_shifted": is_shifted,
+        "qkv_bias": "layers.0.self_attn.q_proj.bias" in source.shapes,
+        "embedding_scale": float(given.get("input_embedding_scale") or 1.0),
+    }
+    names, copies, unused = _vocabulary(source, base, options)
+    if confidence := {name for name in source.shapes if name.startswith(_CONFIDENCE)}:
+        warnings.warn(
+            f"{source.path}: its confidence head ({', '.join(sorted(confidence))}) is not used; how many draft tokens "
+            "are checked follows from measured acceptance (`draftheads tune`)",
+            SpeedWarning,
+            stacklevel=2,
         )
-    if "sliding_attention" in (given.get("layer_types") or ()):
-        raise UnsupportedModel(f"{source.path}: layer_types has sliding_attention, and windows cannot be read")
-    layers = [int(layer) + 1 for layer in own.get("target_layer_ids", given.get("target_layer_ids")) or ()]
+    unused |= confidence | {name for name in source.shapes if name.startswith(_VERIFIER)}
+    config: BlockConfig = DFlashConfig(**options)
+    if is_markov:
+        config = DSparkConfig(**options, **markov_options(source, given), own_embedding=True)
+        names |= markov_names(config, "" if "markov_w1.weight" in source.shapes else "markov_head.")
+    kind = "a DSpark head" if is_markov else "a DFlash head"
+    return Layout(kind, config, {**dflash_names(config), **names}, copies=copies, unused=unused)
+
+
+def _refuse_others(
+    source: Source, given: Mapping[str, Any], layer: Mapping[str, Any], parts: set[str], reasons: list[str]
+) -> None:
+    """Raises :class:`UnsupportedModel` for the relatives of these heads, by name."""
+    for name, meaning in {**_OTHERWISE, **_ONE}.items():
+        value = given.get(name, layer.get(name))
+        if value and not (name in _ONE and value == 1):
+            reasons.append(f"{name} is {value}, and heads with {meaning} cannot be read")
+    if others := sorted(set(given.get("architectures") or ()) - _ARCHITECTURES):
+        reasons.append(
+            f"architectures is {others}; of this family only heads with Qwen3's layers can be read "
+            f"({', '.join(sorted(_ARCHITECTURES))})"
+        )
+    known = {*_BODY, *_MARKOV, *_CONFIDENCE, *_VERIFIER, "embed_tokens", "lm_head", "d2t", "t2d"}
+    if others := sorted(parts - known):
+        reasons.append(
+            f"it has parts that DFlash and DSpark do not have ({', '.join(others)}): it is a head of another kind, "
+            "such as DFlash2 or Domino, which cannot be read"
+        )
+    if given.get("markov_head_type") == "rnn" or any("joint_proj." in name for name in source.shapes):
+        reasons.append("its Markov head is of the kind rnn, which cannot be read; vanilla and gated ones can")
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        reasons.append("layer_types has sliding_attention, and windows cannot be read")
+    if (source.folder / _MASK_FILE).is_file():
+        reasons.append(f"{_MASK_FILE} is beside it, and a mask with an embedding of its own cannot be read")
+    if reasons:
+        raise UnsupportedModel(f"{source.path}: {'; '.join(reasons)}")
+
+
+def _is_shifted(source: Source, given: Mapping[str, Any], *, is_markov: bool) -> bool:
+    """Whether the first row of a block predicts. It never follows from the size of the block.
+
+    DeepSpec's files do not have the key and are always shifted, z-lab's never. Those of speculators had both kinds
+    before it was written.
+    """
+    values = {name: given[name] for name in _SHIFTED if given.get(name) is not None}
+    told = " and ".join(f"{name} is {value!r}" for name, value in values.items())
+    if len(set(map(str, values.values()))) > 1 or not all(isinstance(value, bool) for value in values.values()):
+        raise CheckpointCorrupt(f"{source.folder / CONFIG}: {told}; give one of them, true or false")
+    if values:
+        return bool(next(iter(values.values())))
+    is_deepspec = _SPECULATORS not in given and any("DSpark" in name for name in given.get("architectures") or ())
+    if is_markov and not is_deepspec:
+        raise CheckpointCorrupt(
+            f"{source.folder / CONFIG}: sample_from_anchor is missing; give true if the first row of a block predicts "
+            "(block_size draft tokens), and false if it does not (block_size - 1)"
+        )
+    return is_deepspec
+
+
+def _layers(source: Source, given: Mapping[str, Any], base: TargetModel) -> list[int]:
+    key, shift = ("aux_hidden_state_layer_ids", 0) if _SPECULATORS in given else ("target_layer_ids", 1)
+    layers = [int(layer) + shift for layer in given.get(key) or ()]
     known = range(int(base.config.num_hidden_layers))
     if not layers or any(layer not in known for layer in layers):
         raise CheckpointCorrupt(
-            f"{source.folder / CONFIG}: target_layer_ids makes the layers {layers}; {base.model_id} has {len(known)}, "
+            f"{source.folder / CONFIG}: {key} makes the layers {layers}; {base.model_id} has {len(known)}, "
             "and states that leave the last one cannot be read"
         )
-    block = source.number("block_size", most=MOST_DEPTH, given={**given, **own})
-    mask = own.get("mask_token_id", given.get("mask_token_id"))
-    if block is None or block < 2 or not isinstance(mask, int):
-        raise CheckpointCorrupt(f"{source.folder / CONFIG}: block_size is {block} and mask_token_id {mask}; give both")
-    config = DFlashConfig(
-        **layer_options(source, base, given, base.hidden_size),
-        num_heads=block - 1,
-        num_layers=len(numbers_in(source.shapes, r"layers\.(\d+)\.input_layernorm\.weight")),
-        layers=layers,
-        mask_token_id=mask,
-        qkv_bias="layers.0.self_attn.q_proj.bias" in source.shapes,
-        embedding_scale=float(own.get("input_embedding_scale") or 1.0),
-    )
-    return Layout("a DFlash head", config, dflash_names(config))
+    return layers
 
 
-def dflash_names(config: DFlashConfig) -> dict[str, str]:
-    """The published name of each tensor."""
+def _vocabulary(
+    source: Source, base: TargetModel, options: dict[str, Any]
+) -> tuple[dict[str, str | Made], dict[str, str], set[str]]:
+    """The names of the draft vocabulary and its lm_head, copies of the base's, and what is not used.
+
+    An lm_head of a part of the tokens is the head's own, unless it repeats the base's rows.
+    """
+    shapes = source.shapes
+    copies = {name: part for name, part in _COPIES.items() if name in shapes}
+    maps = tuple(name for name in ("d2t", "t2d") if name in shapes)
+    size = source.number("draft_vocab_size") or base.vocab_size
+    if size >= base.vocab_size and not ("d2t" in maps and bool(source.tensor("d2t").any())):
+        return {}, copies, set(maps)
+    if "d2t" not in maps or shapes["d2t"] != (size,):
+        raise CheckpointCorrupt(
+            f"{source.path}: draft_vocab_size is {size} of {base.vocab_size} tokens, and tensor d2t is "
+            f"{shapes.get('d2t', 'missing')}; it must be ({size},)"
+        )
+    options["draft_vocab_size"] = size
+    names: dict[str, str | Made] = {"draft_vocab": Made(maps, partial(draft_vocab, source, base.vocab_size))}
+    lm_head = "lm_head.weight"
+    if copies.pop(lm_head, None) and not changed_logits(base):
+        rows = base.weights.lm_head[draft_vocab(source, base.vocab_size, *map(source.tensor, maps))]
+        apart = distance(source.tensor(lm_head), rows)
+        if apart is not None and apart <= CLOSE:
+            return names, copies, {lm_head}
+    options["lm_head"] = "own"
+    return {**names, "lm_heads.heads.0.weight": lm_head}, copies, set()
+
+
+def dflash_names(config: BlockConfig) -> dict[str, str]:
+    """The published name of each tensor of the body."""
     names = {name: name for name in ("fc.weight", "hidden_norm.weight", "norm.weight")}
     for i in range(config.num_layers):
         layer = f"layers.{i}."
@@ -93,44 +204,73 @@ def dflash_names(config: DFlashConfig) -> dict[str, str]:
     return names
 
 
-def write_dflash(head: DraftHead, target: TargetModel, _: str = "") -> Written:
-    """``config.json`` and the tensors of z-lab's layout.
+def body(head: DraftHead, target: TargetModel) -> Written:
+    """The configuration of the layers, and the body's tensors by their published names.
 
-    It has no scale of embeddings. What layers add is divided by the scale instead, and all else is normed, with an
-    epsilon for smaller numbers.
+    The layouts have no scale of embeddings. What layers add is divided by the scale instead, and all else is normed,
+    with an epsilon for smaller numbers.
     """
     config = head.config
-    assert isinstance(config, DFlashConfig)
-    reasons = scaled_otherwise(config, target)
-    if config.lm_head != "shared":
-        reasons.append(
-            f"the head's lm_head is {config.lm_head}, and engines take the target's for DFlash heads: train it with "
-            "--lm-head shared"
-        )
-    if not config.layers:
-        reasons.append(
-            "the head reads the last hidden state, and engines give a DFlash head what enters layers: train a head "
-            "that reads some (--head-options layers=[…])"
-        )
-    refuse(reasons)
+    assert isinstance(config, BlockConfig)
     tensors = {theirs: head.state_dict()[ours] for ours, theirs in dflash_names(config).items()}
     added = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]
     tensors |= {name: tensors[name].float() / head.embedding_scale for name in added}
-    num_layers = int(target.config.num_hidden_layers)
     about = {
-        "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **llama_config(config, target),
         "rms_norm_eps": config.norm_epsilon / head.embedding_scale**2,
-        "num_target_layers": num_layers,
-        "block_size": config.block_size,
         "layer_types": ["full_attention"] * config.num_layers,
-        _OF_ITSELF: {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": [layer - 1 for layer in config.layers],
-            "block_size": config.block_size,
-            "num_target_layers": num_layers,
-        },
+    }
+    return about, tensors
+
+
+def obstacles(config: BlockConfig, target: TargetModel) -> list[str]:
+    """Why no layout of a block drafter has a place for a head."""
+    reasons = scaled_otherwise(config, target)
+    if not config.layers:
+        reasons.append(
+            "the head reads the last hidden state, and engines give a head of this kind what enters layers: train a "
+            "head that reads some (--head-options layers=[…])"
+        )
+    if config.method == "dflash" and config.is_shifted:
+        reasons.append(
+            "the head's blocks are shifted, and engines refuse DFlash heads whose first row predicts: train it with "
+            "--head-options is_shifted=false"
+        )
+    return reasons
+
+
+def not_shared(config: BlockConfig) -> list[str]:
+    """Why an lm_head that is not the target's has no place."""
+    reason = (
+        f"the head's lm_head is {config.lm_head}, and engines take the target's for block drafters: train it with "
+        "--lm-head shared"
+    )
+    return [] if config.lm_head == "shared" else [reason]
+
+
+def block_keys(config: BlockConfig, target: TargetModel) -> dict[str, Any]:
+    """What z-lab's and DeepSpec's configurations say of blocks and of what is read of the target."""
+    return {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [layer - 1 for layer in config.layers],
+        "block_size": config.block_size,
+        "num_target_layers": int(target.config.num_hidden_layers),
+    }
+
+
+def write_dflash(head: DraftHead, target: TargetModel, _: str = "") -> Written:
+    """``config.json`` and the tensors of z-lab's layout."""
+    config = head.config
+    assert isinstance(config, BlockConfig)
+    refuse([*obstacles(config, target), *not_shared(config)])
+    layer, tensors = body(head, target)
+    keys = block_keys(config, target)
+    about = {
+        "architectures": ["DFlashDraftModel"],
+        **layer,
+        **{name: keys[name] for name in ("num_target_layers", "block_size")},
+        _OF_ITSELF: keys,
     }
     return about, tensors
 
@@ -148,6 +288,6 @@ FORMATS = (
             "llama-server -m MODEL.gguf -md draft.gguf --spec-type draft-dflash",
         },
         is_dflash,
-        dflash_layout,
+        block_layout,
     ),
 )

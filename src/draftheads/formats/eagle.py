@@ -17,12 +17,14 @@ from draftheads.formats.layout import (
     Made,
     Written,
     distance,
-    draft_ids,
+    draft_vocab,
     layer_names,
     layer_options,
     llama_config,
     refuse,
     scaled_otherwise,
+    speculators_config,
+    vocabulary_maps,
 )
 from draftheads.formats.source import Source
 from draftheads.heads.attention import LayerConfig
@@ -79,6 +81,12 @@ def eagle_names(config: EagleConfig) -> dict[str, str]:
 def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     """``d2t`` has the target's id of each draft token less the token's place; ``t2d`` says which are draft tokens."""
     shapes, given = source.shapes, source.config
+    if "mask_hidden" in shapes or given.get("speculators_model_type") == "peagle":
+        raise UnsupportedModel(
+            f"{source.path} is a P-EAGLE head: several layers predict all depths at once from mask_hidden, and eagle3 "
+            "heads have one layer, which is used once for each depth. To draft in one pass, train a dflash or dspark "
+            "head"
+        )
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
     size = shapes["fc.weight"][0]
@@ -110,7 +118,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     names: dict[str, str | Made] = dict(eagle3_names(config, prefix))
     if is_trimmed:
         with_mask = ("d2t", "t2d") if "t2d" in shapes else ("d2t",)
-        names["draft_vocab"] = Made(with_mask, partial(_draft_vocab, source, base.vocab_size))
+        names["draft_vocab"] = Made(with_mask, partial(draft_vocab, source, base.vocab_size))
     unused = {*_unused(source), *({"d2t", "t2d"} & set(shapes) if not is_trimmed else ())}
     copies = {_EMBEDDING: "embedding"} if _EMBEDDING in shapes and not own_embedding else {}
     return Layout("an EAGLE-3 head", config, names, copies=copies, unused=unused)
@@ -155,10 +163,7 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     }
     # whatever kind the lm_head is: the logits of unit vectors are its columns
     tensors["lm_head.weight"] = head.logits(torch.eye(config.feature_size), 0).T
-    ids = head.draft_vocab if config.draft_vocab_size is not None else torch.arange(config.vocab_size)
-    tensors |= _output_bias(config, _PUBLISHED)
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+    tensors |= {**_output_bias(config, _PUBLISHED), **vocabulary_maps(head)}
     about = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -186,27 +191,15 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
     given, tensors = write_eagle3(head, target, name)
     config = head.config
     assert isinstance(config, Eagle3Config)
-    architectures = list(getattr(target.config, "architectures", None) or ())
     own = ("architectures", "target_hidden_size", "draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
     layer = {key: value for key, value in given.items() if key not in own and not key.startswith("eagle_")}
     about = {
         "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "transformer_layer_config": layer,
-        "draft_vocab_size": config.num_draft_tokens,
+        **speculators_config(config, layer, target, name),
         "norm_before_residual": config.norm_before_residual,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        "target_hidden_size": config.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(config.layers),
-        "tie_word_embeddings": False,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
-            "verifier": {"name_or_path": name, "architectures": architectures or [type(target.model).__name__]},
-        },
     }
     renamed = {
         _SPECULATORS + name.removeprefix(_PUBLISHED) if name.startswith(_PUBLISHED) else name: tensor
@@ -286,13 +279,6 @@ def _layers(source: Source, base: TargetModel, count: int) -> list[int]:
             f"{source.path}: fc reads {count} hidden states, and the layers are {layers} of {len(known)}"
         )
     return list(layers)
-
-
-def _draft_vocab(source: Source, vocab_size: int, d2t: Tensor, t2d: Tensor | None = None) -> Tensor:
-    ids = draft_ids(source, "d2t", vocab_size, d2t + torch.arange(len(d2t)))
-    if t2d is not None and t2d.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist()):
-        raise CheckpointCorrupt(f"{source.path}: t2d and d2t name different draft tokens")
-    return ids
 
 
 def _unused(source: Source) -> set[str]:

@@ -80,7 +80,8 @@ class Layout:
             shape = tuple(expected[name].shape)
             if isinstance(where, Made):
                 tensor = where.make(*map(source.tensor, where.of))
-                where = " and ".join(where.of)  # noqa: PLW2901 - for the message
+                shapes = [f"{part} {source.shapes[part]}" for part in where.of]
+                where = f"made of {' and '.join(shapes)}"  # noqa: PLW2901 - for the message
             else:
                 tensor = source.tensor(where)
             if tuple(tensor.shape) != shape:
@@ -232,6 +233,49 @@ def draft_ids(source: Source, name: str, vocab_size: int, ids: Tensor) -> Tensor
         fix = f"they must be different integers in 0 … {vocab_size - 1}"
         raise CheckpointCorrupt(f"{source.path}: {name} makes the ids {low} … {high}; {fix}")
     return ids.long()
+
+
+def draft_vocab(source: Source, vocab_size: int, d2t: Tensor, t2d: Tensor | None = None) -> Tensor:
+    """(V',) target ids of the draft tokens, of ``d2t`` (V',) and ``t2d`` (V,): see :func:`vocabulary_maps`."""
+    ids = draft_ids(source, "d2t", vocab_size, d2t + torch.arange(len(d2t)))
+    if t2d is not None and t2d.bool().nonzero()[:, 0].tolist() != sorted(ids.tolist()):
+        raise CheckpointCorrupt(f"{source.path}: t2d and d2t name different draft tokens")
+    return ids
+
+
+def vocabulary_maps(head: DraftHead) -> dict[str, Tensor]:
+    """``d2t`` (V',) int64, the target's id of each draft token minus its place; ``t2d`` (V,), true for draft tokens."""
+    config = head.config
+    ids = head.draft_vocab if config.draft_vocab_size is not None else torch.arange(config.vocab_size)
+    is_drafted = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": is_drafted}
+
+
+def speculators_config(config: HeadConfig, layer: dict[str, Any], target: TargetModel, name: str) -> dict[str, Any]:
+    """What every ``config.json`` of vllm-project/speculators says; ``name`` is the base model's."""
+    architectures = list(getattr(target.config, "architectures", None) or ())
+    return {
+        "speculators_model_type": config.method,
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.num_draft_tokens,
+        "target_hidden_size": config.hidden_size,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": config.method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
+            "verifier": {"name_or_path": name, "architectures": architectures or [type(target.model).__name__]},
+        },
+    }
+
+
+def changed_logits(target: TargetModel) -> list[str]:
+    """What a layout whose logits are the product with the lm_head, and no more, has no place for."""
+    scale = target.weights.logit_scale
+    scaled = [] if scale == 1.0 else [f"the model multiplies its logits by {scale}, for which the layout has no place"]
+    has_bias = target.weights.lm_head_bias is not None
+    return scaled + (["the model's lm_head has a bias, for which the layout has no place"] if has_bias else [])
 
 
 def zeros(size: int) -> Made:

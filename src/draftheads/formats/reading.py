@@ -24,7 +24,7 @@ from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfi
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.messages import first_names
 
-NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3 and DFlash"
+NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash and DSpark"
 
 
 def is_published(path: Path) -> bool:

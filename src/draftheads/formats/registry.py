@@ -1,6 +1,6 @@
 """All formats of other projects, in the order in which a file is compared with them."""
 
-from draftheads.formats import dflash, eagle, hydra, medusa, mlp_speculator, small_llama
+from draftheads.formats import dflash, dspark, eagle, hydra, medusa, mlp_speculator, small_llama
 from draftheads.formats.layout import Format
 
 FORMATS: tuple[Format, ...] = (
@@ -8,6 +8,7 @@ FORMATS: tuple[Format, ...] = (
     *hydra.FORMATS,
     *mlp_speculator.FORMATS,
     *dflash.FORMATS,
+    *dspark.FORMATS,
     *eagle.FORMATS,
     *small_llama.FORMATS,
 )

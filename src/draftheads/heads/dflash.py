@@ -29,9 +29,11 @@ class BlockConfig(SeveralLayersConfig):
 
     mask_token_id: int = 0
     """The token in the places that are predicted. Training takes one that no text has where it is not given."""
+    is_shifted: bool = False
+    """Whether the row at each place predicts the token behind it, not the one in it. DSpark's blocks are shifted."""
 
     one_lm_head: ClassVar[bool] = True
-    is_shifted: ClassVar[bool] = False
+    optional = SeveralLayersConfig.optional | {"is_shifted"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,8 @@
 """DSpark: DFlash's body on shifted blocks, and a bias from the token before (arXiv 2607.05147).
 
 The row at each place predicts the token behind it, and a low-rank bias makes the prediction depend on the draft token
-in its own place (:mod:`draftheads.heads.markov`). In training the text's tokens take the place of draft tokens.
+before it (:mod:`draftheads.heads.markov`). In training the text's tokens take the place of draft tokens.
+The published head has an embedding of its own, and a gate that reads the row and the token; see the options.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftheads.errors import require_at_least
+from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import Root
 from draftheads.heads.dflash import BlockConfig, DFlashHead
 from draftheads.heads.markov import MarkovBias, MarkovState
@@ -24,13 +25,20 @@ class DSparkConfig(BlockConfig):
     """r, the rank of what the token before adds to the logits."""
     gated: bool = True
     """Whether the row weights each of the r numbers."""
+    own_embedding: bool = False
+    """Whether an embedding (V, r) of its own takes the place of A E(x), as in the published heads."""
+    gate_reads_token: bool = False
+    """Whether the gate reads the token before, too, as in the published heads."""
+    is_shifted: bool = True
 
     method: ClassVar[str] = "dspark"
-    is_shifted: ClassVar[bool] = True
+    optional = BlockConfig.optional | {"own_embedding", "gate_reads_token"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, markov_rank=self.markov_rank)
+        if self.gate_reads_token and not self.gated:
+            raise InvalidSettings("gate_reads_token is true and gated is false: there is no gate; give gated=true")
 
 
 class DSparkHead(MarkovBias, DFlashHead):
@@ -38,15 +46,20 @@ class DSparkHead(MarkovBias, DFlashHead):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.add_bias(config.markov_rank, 1, gated=config.gated)
+        self.add_bias(
+            config.markov_rank,
+            1,
+            gated=config.gated,
+            own_embedding=config.own_embedding,
+            gate_reads_token=config.gate_reads_token,
+        )
 
     def features(self, found: Tensor, token_ids: Tensor, at: Tensor) -> Tensor:
         """(K, B, A, D + r)."""
-        embedded = self.scaled_embedding(token_ids)
         parts = []
         for i, rows in enumerate(found):
-            before = embedded.roll(-(i + 1), dims=1)  # the wrapped tail is not used
-            parts.append(self.biased(rows, before.gather(1, at[..., None].expand(-1, -1, before.shape[-1])), i))
+            before = token_ids.roll(-(i + 1), dims=1)  # the wrapped tail is not used
+            parts.append(self.biased(rows, before.gather(1, at), i))
         return torch.stack(parts)
 
     def begin(self, root: Root, depth: int) -> MarkovState:

@@ -1,6 +1,7 @@
 """A bias on the logits of a token that depends on the token before it, through one product of rank r (DSpark, 2026).
 
 bias_i = U_i (gate_i(h) * A_i E(x)), x the token before. All else of a prediction is the same for all nodes of a depth.
+A_i E(x) may be a row of an embedding of its own, and the gate may read it, too.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ class MarkovState(NamedTuple):
     """At W nodes of a depth."""
 
     logits: Tensor  # (depth, B, V') of what does not depend on the path
-    gates: Tensor  # (depth, B, r)
+    gates: Tensor  # (depth, B, r) what the gates read of the rows
     token_ids: Tensor  # (B, W) of the nodes
 
 
@@ -25,19 +26,32 @@ class MarkovBias(DraftHead):
 
     reads_path = True
 
-    def add_bias(self, rank: int, count: int, *, gated: bool) -> None:
+    def add_bias(
+        self, rank: int, count: int, *, gated: bool, own_embedding: bool = False, gate_reads_token: bool = False
+    ) -> None:
         """Makes the layers. The bias starts as zero."""
         size = self.config.hidden_size
-        self.down = linears(count, size, rank)
+        self.down = (
+            nn.ModuleList(nn.Embedding(self.config.vocab_size, rank) for _ in range(count))
+            if own_embedding
+            else linears(count, size, rank)
+        )
         self.up = linears(count, rank, self.config.num_draft_tokens)
         self.gates = linears(count if gated else 0, size, rank, bias=True)
-        for parameter in (*self.up.parameters(), *self.gates.parameters()):
+        self.token_gates = linears(count if gated and gate_reads_token else 0, rank, rank)
+        for parameter in (*self.up.parameters(), *self.gates.parameters(), *self.token_gates.parameters()):
             nn.init.zeros_(parameter)
 
+    def scores(self, token_ids: Tensor, depth: int) -> Tensor:
+        """A E(x) of the tokens before, or their rows of the head's own embedding: (…) -> (…, r)."""
+        down = self.down[self._layer(depth)]
+        scores: Tensor = down(token_ids if isinstance(down, nn.Embedding) else self.scaled_embedding(token_ids))
+        return scores
+
     def biased(self, features: Tensor, before: Tensor, depth: int) -> Tensor:
-        """Features (…, D + r) of features (…, D) and scaled embeddings (…, D) of the tokens before."""
-        scores = self.down[self._layer(depth)](before)
-        return torch.cat([features, self.gate(depth, features) * scores], -1)
+        """Features (…, D + r) of features (…, D) and the tokens before, (…)."""
+        gate = self.gate(depth, features)
+        return torch.cat([features, self.gated(depth, gate, self.scores(before, depth))], -1)
 
     def logits(self, features: Tensor, head_index: int) -> Tensor:
         """(…, D + r) -> (…, V')."""
@@ -62,10 +76,8 @@ class MarkovBias(DraftHead):
 
     def predict(self, state: Any, depth: int) -> Tensor:
         """Logits of the tokens of a place with the bias of each node, (B, W, V')."""
-        place = self._layer(depth)
-        bias: Tensor = self.up[place](
-            state.gates[depth][:, None] * self.down[place](self.scaled_embedding(state.token_ids))
-        )
+        scores = self.gated(depth, state.gates[depth][:, None], self.scores(state.token_ids, depth))
+        bias: Tensor = self.up[self._layer(depth)](scores)
         logits: Tensor = state.logits[depth][:, None] + bias
         return logits
 
@@ -73,10 +85,16 @@ class MarkovBias(DraftHead):
         return state._replace(token_ids=token_ids)
 
     def gate(self, depth: int, features: Tensor) -> Tensor:
-        """(…, D) -> (…, r) around 1, or 1."""
+        """What a gate reads of rows, before its sigmoid: (…, D) -> (…, r), or one 0 without a gate."""
+        return self.gates[self._layer(depth)](features) if len(self.gates) else features.new_zeros(1)
+
+    def gated(self, depth: int, gate: Tensor, scores: Tensor) -> Tensor:
+        """Scores (…, r) of tokens, times a gate around 1."""
         if not len(self.gates):
-            return features.new_ones(1)
-        return 2.0 * torch.sigmoid(self.gates[self._layer(depth)](features))
+            return scores
+        if len(self.token_gates):
+            gate = gate + self.token_gates[self._layer(depth)](scores)
+        return 2.0 * torch.sigmoid(gate) * scores
 
     def _layer(self, depth: int) -> int:
         return depth if len(self.up) > 1 else 0

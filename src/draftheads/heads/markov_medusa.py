@@ -45,7 +45,7 @@ class MarkovMedusaHead(MarkovBias, MedusaHead):
         features = []
         for i, blocks in enumerate(self.blocks):
             before = embedded.roll(-(i + 1), dims=1)  # the wrapped tail is not used
-            gated = self.gate(i, hidden) * self.down[i](before)
+            gated = self.gated(i, self.gate(i, hidden), self.down[i](before))
             features.append(torch.cat([blocks(hidden), gated], -1))
         return torch.stack(features)
 

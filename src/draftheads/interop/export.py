@@ -58,8 +58,8 @@ def export_head(
         head: a trained head: a name, a folder or a Hub id.
         out: the folder to make.
         model: the model that the head was trained for.
-        to: the layout; that of the head's own project when left out. The README of the documentation lists which
-            engine reads which.
+        to: the layout, or an engine that reads it (``vllm``); that of the head's own project when left out. The README
+            of the documentation lists which engine reads which.
         with_embedding: whether EAGLE and EAGLE-3 heads get the model's embedding, from which vllm-project/speculators
             trains on; it is always there in its own layout.
 
@@ -109,7 +109,7 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
     Raises:
         InvalidSettings: there is none, or another one is asked for.
     """
-    known = {form.name: form for form in FORMATS}
+    known = {name.lower(): form for form in FORMATS for name in form.commands} | {form.name: form for form in FORMATS}
     if to is not None and to not in known:
         raise no_such("layout", to, known, other_names={})
     fitting = [form for form in FORMATS if method in form.methods]
@@ -118,13 +118,14 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
         raise InvalidSettings(f"no other project has heads of the method {method}; {serves}")
     if to is None:
         return known["eagle-sglang"] if method == "eagle" and options.get("fusion_bias") else fitting[0]
-    if known[to] not in fitting:
-        readers = "; ".join(f"--to {form.name} is read by {' and '.join(form.commands)}" for form in fitting)
-        raise InvalidSettings(
-            f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For vLLM, SGLang or llama.cpp "
-            f"train another head: `draftheads train --method {known[to].methods[0]}`"
-        )
-    return known[to]
+    named = [form for form in fitting if form.name == to]  # before those that the engine of this name reads
+    if found := named or [form for form in fitting if to in map(str.lower, form.commands)]:
+        return found[0]
+    readers = "; ".join(f"--to {form.name} is read by {' and '.join(form.commands)}" for form in fitting)
+    raise InvalidSettings(
+        f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For vLLM, SGLang or llama.cpp "
+        f"train another head: `draftheads train --method {known[to].methods[0]}`"
+    )
 
 
 def _commands(form: Format, folder: Path, model_id: str, steps: int) -> dict[str, str]:

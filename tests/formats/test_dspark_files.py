@@ -1,0 +1,348 @@
+"""DeepSpec's, ModelOpt's and speculators' files of block drafters beside a row-by-row version, there and back."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from block_files import BASE, BLOCK, DRAFTED, GROUPS, HEADS, MASK, write_file, write_markov_file
+from draftheads import export_head
+from draftheads.checkpoints.checkpoint import load_head, save_head
+from draftheads.decode.engine import Engine
+from draftheads.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    DraftHeadsError,
+    InvalidSettings,
+    SpeedWarning,
+    UnsupportedModel,
+)
+from draftheads.formats.dspark import write_dspark, write_speculators
+from draftheads.formats.reading import convert
+from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
+from draftheads.speculation.draft import Context
+from draftheads.speculation.tree import Tree
+from families import tiny_head, tiny_model, tiny_profile
+from joint_world import on_disk
+from slow_heads import slow_block
+
+TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, 5, 3]])
+READ = 6  # tokens before the block's first
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+def expected_log_probs(
+    tensors: dict[str, Tensor], model: TargetModel, hidden: Tensor, *, shifted: bool, lm_head: Tensor
+) -> Tensor:
+    """(K, V') of all places of the block behind ``READ`` tokens; the text's tokens stand where draft tokens would."""
+    embedding, text = model.weights.embedding, TEXT[0].tolist()
+    block = [embedding[token] for token in (text[READ], *[MASK] * (BLOCK - 1))]
+    rows = slow_block(tensors, block, list(hidden[:READ]), heads=HEADS, groups=GROUPS, base=BASE)
+    weight = {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items()}
+    found = []
+    for i, row in enumerate(rows if shifted else rows[1:]):
+        logits = lm_head @ row
+        if "markov_w1.weight" in weight:
+            e = weight["markov_w1.weight"][text[READ + i]]
+            if "gate_proj.weight" in weight:
+                gate = weight["gate_proj.weight"] @ torch.cat([row, e]) + weight["gate_proj.bias"]
+                e = torch.sigmoid(gate) * e
+            logits = logits + weight["markov_w2.weight"] @ e
+        found.append(logits.log_softmax(-1))
+    return torch.stack(found)
+
+
+def drafted_log_probs(head: DraftHead, hidden: Tensor, known: int) -> Tensor:
+    """(K, V') along the text, of which ``known`` tokens are read before the others."""
+    session: Any = head.start()
+    if known:
+        session.observe(Context(hidden[None, :known], TEXT[:, :known], torch.tensor([known]), TEXT[:, known]))
+    new = Context(hidden[None, known:READ], TEXT[:, known:READ], torch.tensor([READ - known]), TEXT[:, READ])
+    depth = head.config.num_heads
+    state, found = head.begin(session.root(new), depth), []
+    for i in range(depth):
+        found.append(head.predict(state, i)[0, 0].log_softmax(-1))
+        state = head.descend(state, i, torch.zeros(1, 1, dtype=torch.long), TEXT[:, READ + 1 + i : READ + 2 + i])
+    return torch.stack(found)
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "deepspec": {},
+    "deepspec, vanilla": {"kind": "vanilla"},
+    "modelopt": {"form": "modelopt"},
+    "speculators": {"form": "speculators"},
+    "speculators, reduced": {"form": "speculators", "kind": "vanilla", "reduced": True},
+    "speculators, not shifted": {"form": "speculators", "reduced": True, "sample_from_anchor": False},
+    "speculators dflash": {"form": "speculators", "kind": "none"},
+    "speculators dflash, reduced": {"form": "speculators", "kind": "none", "reduced": True},
+    "speculators dflash, shifted": {"form": "speculators", "kind": "none", "sample_from_anchor": True},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("case", FILES)
+@torch.no_grad()
+def test_a_published_head_has_the_log_probs_of_its_layout(tmp_path: Path, case: str, family: str) -> None:
+    """At all places, with and without cached context, and in training. Gemma's factor of embeddings is not applied."""
+    target, options = tiny_model(family), FILES[case]
+    tensors = write_markov_file(tmp_path / "theirs", target, **options)
+    convert(tmp_path / "theirs", tmp_path / "ours", base=target)
+    head = load_head(tmp_path / "ours", target)
+    config: Any = head.config
+    kind = options.get("kind", "gated")
+    shifted = options.get("sample_from_anchor", kind != "none")
+    assert config.method == ("dflash" if kind == "none" else "dspark")
+    assert (config.is_shifted, config.num_heads, config.mask_token_id) == (shifted, BLOCK - (not shifted), MASK)
+    assert head.hidden_layers == ((1, 0) if case == "modelopt" else (0, 1)), "whose inputs are read"
+    states = target.model(TEXT, output_hidden_states=True).hidden_states
+    hidden = torch.cat([states[layer] for layer in head.hidden_layers], -1)[0]
+    lm_head = tensors["lm_head.weight"] if options.get("reduced") else target.weights.lm_head
+    expected = expected_log_probs(tensors, target, hidden, shifted=shifted, lm_head=lm_head)
+    for known in (0, 4):
+        torch.testing.assert_close(drafted_log_probs(head, hidden, known), expected, rtol=1e-4, atol=1e-4)
+    features = head(hidden[None], TEXT)[:, 0, READ - 1]
+    trained = torch.stack([head.logits(row, i).log_softmax(-1) for i, row in enumerate(features)])
+    torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-4)
+    assert head.to_target_ids(torch.arange(3)).tolist() == (DRAFTED[:3] if options.get("reduced") else [0, 1, 2])
+
+
+def test_rows_of_the_base_are_not_stored_again(tmp_path: Path, model: TargetModel) -> None:
+    tensors = write_markov_file(tmp_path / "theirs", model, form="speculators", reduced=True)
+    tensors["lm_head.weight"] = model.weights.lm_head[DRAFTED].clone()
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    convert(tmp_path / "theirs", tmp_path / "ours", base=model)
+    assert load_head(tmp_path / "ours", model).config.lm_head == "shared"
+    assert not {"lm_heads.heads.0.weight", "embed_tokens.weight"} & set(
+        load_file(tmp_path / "ours" / "model.safetensors")
+    )
+
+
+def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetModel) -> None:
+    tensors = write_markov_file(tmp_path / "theirs", model)
+    tensors |= {"confidence_head.proj.weight": torch.ones(1, 8), "confidence_head.proj.bias": torch.ones(1)}
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    with pytest.warns(SpeedWarning, match=r"confidence head \(confidence_head\.proj\.bias, .* is not used"):
+        convert(tmp_path / "theirs", tmp_path / "ours", base=model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"architectures": ["Gemma4DSparkModel"]}, UnsupportedModel, r"architectures is \['Gemma4DSparkModel'\]"),
+        ({"markov_head_type": "rnn"}, UnsupportedModel, "of the kind rnn, which cannot be read"),
+        ({"markov_head_type": "vanilla"}, CheckpointCorrupt, "is 'vanilla', and the tensors are those of 'gated'"),
+        ({"markov_rank": 7}, CheckpointCorrupt, "markov_rank is 7, and the tensors are those of 6"),
+        ({"sample_from_anchor": "yes"}, CheckpointCorrupt, "sample_from_anchor is 'yes'; give one"),
+        ({"mask_token_id": 4000}, InvalidSettings, "mask_token_id is 4000; it must lie in 0"),
+        ({"target_layer_ids": [0, 1]}, CheckpointCorrupt, r"target_layer_ids makes the layers \[1, 2\]"),
+        ({"form": "speculators", "sample_from_anchor": None}, CheckpointCorrupt, "missing; give true if the first"),
+        (
+            {"form": "speculators", "aux_hidden_state_layer_ids": [1, 2]},
+            CheckpointCorrupt,
+            r"layer_ids makes .*\[1, 2\]",
+        ),
+        (
+            {"form": "speculators", "draft_vocab_size": 8},
+            CheckpointCorrupt,
+            r"8 of \d+ tokens, and tensor d2t is missing",
+        ),
+        ({"form": "speculators", "reduced": True, "draft_vocab_size": 9}, CheckpointCorrupt, r"it must be \(9,\)"),
+        ({"kind": "none", "markov_rank": 6}, CheckpointCorrupt, r"missing tensors markov_head\.markov_w1\.weight, "),
+        (
+            {"form": "speculators", "transformer_layer_config": {"final_logit_softcapping": 30.0}},
+            UnsupportedModel,
+            r"final_logit_softcapping is 30\.0",
+        ),
+        ({"form": "modelopt", "architectures": ["Other"]}, UnsupportedModel, r"\['Other'\]"),
+    ],
+)
+def test_other_kinds_of_heads_are_refused(
+    tmp_path: Path, model: TargetModel, options: dict[str, Any], error: type[DraftHeadsError], message: str
+) -> None:
+    write_markov_file(tmp_path / "theirs", model, **options)
+    with pytest.raises(error, match=message):
+        convert(tmp_path / "theirs", tmp_path / "ours", base=model)
+
+
+def _dropped(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (_dropped("markov_head.markov_w2.weight"), CheckpointCorrupt, r"missing tensor markov_head\.markov_w2\.weight"),
+        (_dropped("markov_head.gate_proj.bias"), CheckpointCorrupt, r"missing tensor markov_head\.gate_proj\.bias"),
+        (_dropped("markov_head.gate_proj.weight"), CheckpointCorrupt, "the tensors are those of 'vanilla'"),
+        (_dropped("layers.1.mlp.up_proj.weight"), CheckpointCorrupt, r"missing tensor layers\.1\.mlp\.up_proj\.weight"),
+        ({"markov_head.more": torch.ones(2)}, CheckpointCorrupt, r"surplus tensor markov_head\.more"),
+        ({"markov_head.joint_proj.weight": torch.ones(2)}, UnsupportedModel, "of the kind rnn"),
+        (
+            {"markov_head.markov_w2.weight": torch.ones(3, 6)},
+            CheckpointCorrupt,
+            r"markov_w2\.weight \(3, 6\) is \(3, 6\)",
+        ),
+        (
+            {"markov_head.gate_proj.weight": torch.ones(6, 33)},
+            CheckpointCorrupt,
+            r"made of markov_head\.gate_proj\.weight \(6, 33\) is \(6, 1\); .* makes it \(6, 6\)",
+        ),
+        ({"embed_tokens.weight": torch.ones(2, 2)}, CheckpointMismatch, r"its embed_tokens\.weight is \(2, 2\)"),
+        ("lm_head.weight", CheckpointMismatch, r"its lm_head\.weight differs by 100% from the lm_head of"),
+        ("t2d", CheckpointCorrupt, "t2d and d2t name different draft tokens"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, model: TargetModel, change: Any, error: type[DraftHeadsError], message: str
+) -> None:
+    extra: dict[str, Any] = {"form": "speculators", "reduced": True} if change == "t2d" else {}
+    tensors = write_markov_file(tmp_path / "theirs", model, **extra)
+    if callable(change):
+        change(tensors)
+    elif change == "t2d":
+        tensors[change][:] = True
+    else:
+        tensors |= {change: 2 * tensors[change]} if isinstance(change, str) else change
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    with pytest.raises(error, match=message):
+        convert(tmp_path / "theirs", tmp_path / "ours", base=model)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_relatives_that_cannot_be_represented_are_refused_by_name(tmp_path: Path, model: TargetModel) -> None:
+    """P-EAGLE, an embedding of the mask beside the head, and models whose logits are more than a product."""
+    size = model.hidden_size
+    tensors = {
+        "fc.weight": torch.ones(size, 3 * size),
+        "layers.0.self_attn.q_proj.weight": torch.ones(size, 2 * size),
+        "mask_hidden": torch.ones(1, 1, 3 * size),
+    }
+    (tmp_path / "peagle").mkdir()
+    save_file(tensors, tmp_path / "peagle" / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"is a P-EAGLE head: several layers .* train a dflash or dspark head"):
+        convert(tmp_path / "peagle", tmp_path / "ours", base=model)
+    write_file(tmp_path / "masked", model)
+    torch.save({"mask_token_id": MASK}, tmp_path / "masked" / "mask_embedding.pt")
+    with pytest.raises(UnsupportedModel, match=r"mask_embedding\.pt is beside it"):
+        convert(tmp_path / "masked", tmp_path / "ours", base=model)
+    scaled = tiny_model("granite", logits_scaling=2.0)
+    write_markov_file(tmp_path / "scaled", scaled)
+    with pytest.raises(UnsupportedModel, match=r"multiplies its logits by 0\.5, for which the layout has no place"):
+        convert(tmp_path / "scaled", tmp_path / "ours", base=scaled)
+    with pytest.raises(InvalidSettings, match=r"multiplies its logits by 0\.5"):
+        write_dspark(tiny_head("dspark", scaled), scaled)
+
+
+PART = {"draft_vocab_size": 20}
+
+
+@pytest.mark.parametrize(
+    ("method", "write", "options"),
+    [
+        ("dspark", write_dspark, {}),
+        ("dspark", write_dspark, {"gated": False, "embedding_scale": 7.0}),
+        ("dspark", write_dspark, {"own_embedding": True, "gate_reads_token": True, "num_layers": 2}),
+        ("dspark", write_speculators, {**PART, "lm_head": "low_rank", "lm_head_rank": 4, "is_shifted": False}),
+        ("dspark", write_speculators, {"gated": False}),
+        ("dflash", write_speculators, PART),
+        ("dflash", write_speculators, {"embedding_scale": 7.0}),
+    ],
+)
+@torch.no_grad()
+def test_ours_comes_back(
+    tmp_path: Path, model: TargetModel, method: str, write: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    head = tiny_head(method, model, **options)
+    for name, parameter in head.named_parameters():
+        if name.startswith(("up.", "gates.", "token_gates.")):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    about, tensors = write(head, model, "base")
+    (tmp_path / "theirs").mkdir()
+    stored = {name: tensor.float().contiguous() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    save_file({**tensors, **stored}, tmp_path / "theirs" / "model.safetensors")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(about), encoding="utf-8")
+    convert(tmp_path / "theirs", tmp_path / "back", base=model)
+    back = load_head(tmp_path / "back", model)
+    assert back.config.num_heads == head.config.num_heads
+    assert back.config.draft_vocab_size == head.config.draft_vocab_size
+    hidden = head.split(model.hidden_states(TEXT, head.hidden_layers))[0]
+    ours, theirs = (
+        torch.stack([one.logits(rows, i).float() for i, rows in enumerate(one(hidden, TEXT))]) for one in (head, back)
+    )
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+    plain = Engine(model).generate([[5, 6, 7]], max_new_tokens=20, ignore_eos=True)
+    drafted = Engine(model, back).generate([[5, 6, 7]], max_new_tokens=20, ignore_eos=True)
+    assert drafted[0].token_ids == plain[0].token_ids
+
+
+def test_the_files_that_are_written_have_what_engines_read(model: TargetModel) -> None:
+    given, tensors = write_dspark(tiny_head("dspark", model, mask_token_id=5, markov_rank=4), model)
+    assert given["architectures"] == ["Qwen3DSparkModel"]
+    assert (given["block_size"], given["mask_token_id"], given["target_layer_ids"]) == (3, 5, [-1, 0])
+    assert (given["markov_rank"], given["markov_head_type"], given["enable_confidence_head"]) == (4, "gated", False)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    size, vocab = model.hidden_size, model.vocab_size
+    assert shapes["markov_head.markov_w1.weight"] == shapes["markov_head.markov_w2.weight"] == (vocab, 4)
+    assert shapes["markov_head.gate_proj.weight"] == (4, size + 4)
+    assert shapes["embed_tokens.weight"] == shapes["lm_head.weight"] == (vocab, size)
+    given, tensors = write_speculators(tiny_head("dflash", model, **PART), model, "some/base")
+    assert (given["architectures"], given["speculators_model_type"]) == (["DFlashDraftModel"], "dflash")
+    assert (given["aux_hidden_state_layer_ids"], given["sample_from_anchor"]) == ([0, 1], False)
+    assert (given["block_size"], given["draft_vocab_size"]) == (4, 20)
+    assert given["transformer_layer_config"]["model_type"] == "qwen3"
+    assert given["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert given["speculators_config"]["verifier"]["name_or_path"] == "some/base"
+    assert tensors["lm_head.weight"].shape == (20, size)
+    assert "embed_tokens.weight" not in tensors
+    _, tensors = write_speculators(tiny_head("dspark", model), model, "some/base")
+    assert not {"lm_head.weight", "d2t", "t2d"} & set(tensors)
+
+
+@pytest.mark.parametrize(
+    ("method", "write", "options", "message"),
+    [
+        ("dspark", write_dspark, {"layers": []}, "what enters layers: train a head"),
+        ("dspark", write_dspark, {"lm_head": "own"}, "engines take the target's for block drafters"),
+        ("dspark", write_dspark, {"is_shifted": False}, "not shifted, .* export it --to speculators"),
+        ("dspark", write_dspark, PART, r"predicts 20 of \d+ tokens, .* --to speculators, or train"),
+        ("dspark", write_speculators, {"lm_head": "own"}, "train it with --lm-head shared"),
+        ("dflash", write_speculators, {"is_shifted": True}, "train it with --head-options is_shifted=false"),
+    ],
+)
+def test_what_a_layout_has_no_place_for_is_an_error(
+    model: TargetModel, method: str, write: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        write(tiny_head(method, model, **options), model, "base")
+
+
+def test_export_names_the_engines_commands(tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "model")
+    target = TargetModel.load(name, dtype=torch.float32)
+    for method in ("dflash", "dspark"):
+        save_head(tiny_head(method, target), tmp_path / method, base=target, profile=tiny_profile(Tree.chain(3)))
+        for to, layout in (("vllm", method), ("sglang", method), ("speculators", "speculators"), (None, method)):
+            out = tmp_path / f"{method}-{to}"
+            done = export_head(tmp_path / method, out, model=name, to=to)
+            assert done.layout == layout
+            if to == "speculators":
+                assert done.commands == {"vLLM": f"vllm serve {out}"}
+                continue
+            assert list(done.commands) == ["vLLM", "SGLang", "llama.cpp"]
+            given = json.loads(shlex.split(done.commands["vLLM"])[-1])
+            assert given == {"method": method, "model": str(out), "num_speculative_tokens": 3}
+            assert f"--speculative-algorithm {method.upper()} " in done.commands["SGLang"]
+            assert f"--spec-type draft-{method}" in done.commands["llama.cpp"]
+    with pytest.raises(InvalidSettings, match="--to openvino is not for heads of the method dspark"):
+        export_head(tmp_path / "dspark", tmp_path / "other", model=name, to="openvino")
