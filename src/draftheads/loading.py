@@ -338,6 +338,11 @@ def load_target(
             target = TargetModel.load(
                 model, tokenizer=tokenizer, dtype=PRECISIONS[precision], device=device, **ours, **options
             )
+        if cuda_graphs and target.is_recurrent:
+            raise InvalidSettings(
+                f"cuda_graphs is not for {target.model_id}: its recurrent layers walk each tree level by level, so steps "
+                "have no fixed shapes that could be captured; leave cuda_graphs out"
+            )
         target.set_graphs(on=cuda_graphs)
         return target
 
