@@ -108,7 +108,7 @@ class PrefixCache:
         return self._texts[name][0].first(count)
 
     def add(self, digests: list[Hashable], text: ReadText) -> None:
-        """Keeps a text, unless it is known or larger than the cache; one without states in place of those it extends."""
+        """Keeps a text, unless it is known or larger than the cache. Without states it replaces those it extends."""
         if not digests:
             return
         own, names = digests[-1], self._with_block.get(digests[-1], set())

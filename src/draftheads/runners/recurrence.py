@@ -254,7 +254,7 @@ class Pass:
         begun, levels = [row for row, path in enumerate(paths) if path], None
         for key, (rule, roots) in self.rules.items():
             states = self.cache.states[key][self.rows]
-            first = to_device(begun, states.device)
+            first = to_device(begun, states.device, torch.long)  # it may be empty
             new = roots[self._roots(states.device)]
             states[first] = new[first]
             if levels is None:
