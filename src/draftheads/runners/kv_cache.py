@@ -146,7 +146,9 @@ class SlotCache(Cache):
     def write(self, row: int, entries: Entries) -> None:
         """Writes to the first slots of a row."""
         for layer, pair in zip(self.layers, zip(entries[::2], entries[1::2], strict=True), strict=True):
-            if len(pair[0]) and not layer.is_initialized:
+            if not len(pair[0]):  # such as a recurrent layer
+                continue
+            if not layer.is_initialized:
                 layer.lazy_initialization(*(part[None] for part in pair))
-            for buffer, part in zip((layer.keys, layer.values) if len(pair[0]) else (), pair, strict=False):
+            for buffer, part in zip((layer.keys, layer.values), pair, strict=True):
                 buffer[row, :, : part.shape[1]] = part
