@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.lanes import bytes_per_token, num_bytes
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.waiting import Lane
-from draftheads.runners import bytes_of_states, num_slots
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.runners import bytes_of_states, num_slots, runner_for
+from draftheads.speculation.tree import Tree
 from families import HAS_RECURRENT, TREES, tiny_head, tiny_model
 from scheduler_world import plain_answer, request_of
 
@@ -76,9 +79,9 @@ def test_a_common_beginning_is_kept_by_the_second_prompt_that_has_it(engine: Eng
 def test_a_common_beginning_of_prompts_that_come_together_is_read_once(engine: Engine) -> None:
     """Their rows go on in one batch, each from a copy of the same states."""
     core = core_of(engine)
-    found = run(core, engine, *([*SYSTEM, *[5 + n] * (2 + n)] for n in range(5)), LONG)
+    found = run(core, engine, *([*SYSTEM, *[5 + n] * (12 + n)] for n in range(5)), LONG)
     assert [request.num_cached for request in found] == [0, 56, 56, 56, 56, 0]
-    assert core.tokens_read == 62 + sum(range(7, 11)) + 100
+    assert core.tokens_read == 72 + sum(range(17, 21)) + 100
     check(engine, *found)
 
 
@@ -98,6 +101,23 @@ def test_the_next_turn_of_a_conversation_reads_its_new_tokens_only(engine: Engin
         ]
         assert request.num_cached == len(prompt) - read
         prompt = [*prompt, *request.token_ids, *LONG[turn : turn + 6]]
+
+
+@pytest.mark.parametrize("length", [11, 13])
+def test_states_beyond_the_end_of_an_answer_are_not_kept(engine: Engine, length: int) -> None:
+    """The model drafts for itself, so every step has four tokens, and the last one goes beyond eleven."""
+    model = engine.model
+    drafting = Engine(model, DraftModel(model, model), shape=Tree.chain(3))
+    core = core_of(drafting)
+    [request] = run(core, drafting, LONG, max_new_tokens=length)
+    assert request.result().token_ids == plain_answer(engine, LONG, max_new_tokens=length)
+    kept = [text for text, _ in core.prefixes._texts.values()]
+    assert [len(text.token_ids) for text in kept] == ([96] if length == 11 else [96, 112])
+    for text in kept:
+        runner = runner_for(model)
+        rows, _, _ = runner.prefill([text.token_ids])
+        for key, state in runner.states(rows[0]).items():
+            torch.testing.assert_close(text.states[key], state, rtol=1e-4, atol=1e-5)
 
 
 def test_an_interrupted_request_reads_its_answer_again_and_not_its_prompt(engine: Engine) -> None:
