@@ -22,7 +22,7 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import NoDraft
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
-from families import SMALL, by_hand, tiny_head, tiny_profile
+from families import HAS_RECURRENT, SMALL, by_hand, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
@@ -93,6 +93,22 @@ def test_steps_are_captured_only_if_it_is_asked_for(world: Path, monkeypatch: py
     monkeypatch.setattr(loading, "device_named", lambda _: torch.device("cuda"))
     assert not load_target(world / "model", fast=False).has_static_steps
     assert load_target(world / "model", fast=False, cuda_graphs=True).has_static_steps
+
+
+@pytest.mark.skipif(not HAS_RECURRENT, reason="trees need a newer transformers")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_steps_of_recurrent_models_are_not_captured(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU; also where such a model drafts."""
+    monkeypatch.setattr(loading, "device_named", lambda _: torch.device("cuda"))
+    model = tiny_model(family)
+    expected = "cuda_graphs is not for .*its recurrent layers walk each tree level by level.*leave cuda_graphs out"
+    with pytest.raises(InvalidSettings, match=expected):
+        load_target(model.model, tokenizer=model.tokenizer, cuda_graphs=True)
+    assert load_target(model.model, tokenizer=model.tokenizer).is_recurrent
+    with pytest.raises(InvalidSettings, match=expected):
+        draftheads.load(
+            tiny_model("llama").model, tokenizer=model.tokenizer, draft_model=model.model, cuda_graphs=True, tree=4
+        )
 
 
 @pytest.mark.usefixtures("cost")

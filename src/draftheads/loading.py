@@ -120,7 +120,8 @@ def load(
         max_batch_size: requests that are decoded together.
         max_length: most tokens of prompt and answer together. When left out, what the model's configuration says.
         fast: on a CPU, packed weights and grouped attention; off is the stock model.
-        cuda_graphs: on CUDA, steps are captured as graphs. This was not yet run on a GPU.
+        cuda_graphs: on CUDA, steps are captured as graphs; for models without recurrent layers. This was not yet run on
+            a GPU.
         four_bit: 4-bit linear layers (NF4) by bitsandbytes. It changes the model.
         quantization_config: another quantisation of ``transformers``, such as ``BitsAndBytesConfig``.
         device_map: where ``transformers`` puts the weights, in place of ``device``. They must come to one device.
@@ -368,6 +369,11 @@ def load_target(
                 _check_rounded(precision, place)
             target = TargetModel.load(
                 model, tokenizer=tokenizer, dtype=PRECISIONS[precision], device=device, **ours, **options
+            )
+        if cuda_graphs and target.is_recurrent:
+            raise InvalidSettings(
+                f"cuda_graphs is not for {target.model_id}: its recurrent layers walk each tree level by level, so "
+                "steps have no fixed shapes that could be captured; leave cuda_graphs out"
             )
         target.set_graphs(on=cuda_graphs)
         return target

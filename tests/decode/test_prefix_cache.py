@@ -1,5 +1,7 @@
 """The cache of read texts equals a slow reference: what is found, what is kept, and how many bytes it holds."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +87,43 @@ def test_those_used_longest_ago_leave_first():
     assert (len(cache), cache.num_bytes, len(cache._with_block)) == (0, 0, 0)
     add(cache, "a", numbers(10))
     assert len(cache) == 0
+
+
+def with_states(ids: list[int]) -> ReadText:
+    return replace(text_of(ids), states={("state", 0, 0): torch.full((2,), float(len(ids)))})
+
+
+def test_a_text_with_states_is_found_from_its_end_only():
+    """Beside longer ones, whatever the blocks; the longest one that the prompt begins with."""
+    cache = PrefixCache(1 << 20)
+    lengths = [16, 19, 20, 40]
+    for length in lengths:
+        cache.add(block_digests("a", numbers(length)), with_states(numbers(length)))
+        cache.add(block_digests("a", numbers(length)), with_states(numbers(length)))
+    other = numbers(18, 50)  # the same blocks as the second one
+    cache.add(block_digests("a", other), with_states(other))
+    assert (len(cache), cache.num_bytes) == (5, sum([*lengths, 19]) * TOKEN + 5 * 8)
+    for prompt, expected in [
+        (numbers(15), 0),
+        (numbers(16), 16),
+        (numbers(18), 16),
+        (numbers(19), 19),
+        (numbers(39), 20),
+        (numbers(45), 40),
+        ([*other, 7], 19),
+        ([*numbers(18), 51, 7], 16),
+        ([2, *numbers(45)], 0),
+    ]:
+        digests = block_digests("a", prompt)
+        assert cache.num_shared(digests) == min(40, max(shared(prompt, numbers(45)), shared(prompt, other)))
+        assert cache.num_known(digests, prompt) == expected
+        text = cache.find(digests, prompt)
+        assert (text is None) == (expected == 0)
+        if text is not None:
+            assert text.token_ids == prompt[:expected]
+            assert text.states["state", 0, 0].tolist() == [expected] * 2
+    cache.limit(0)
+    assert (len(cache), cache.num_bytes, len(cache._with_block), len(cache._ends)) == (0, 0, 0, 0)
 
 
 STEMS = st.sampled_from([numbers(9), numbers(15, 3), numbers(16), list(range(50, 62))])

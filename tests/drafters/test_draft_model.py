@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
+from draftheads.decode.lanes import num_bytes
 from draftheads.decode.request import GenerationResult
+from draftheads.decode.waiting import Lane
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
@@ -16,7 +18,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
-from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, tiny_head, tiny_model
+from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, IntegerTokenizer, tiny_head, tiny_model
 from thorough import some
 
 
@@ -29,6 +31,7 @@ def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
 
+RECURRENT = ["qwen3_5_text", "mamba2"] if HAS_RECURRENT else []  # trees need a newer transformers
 SHAPES: dict[str, Shape] = {
     "chain": TREES["chain"],
     "ragged": TREES["ragged"],
@@ -52,8 +55,26 @@ def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graph
     assert Copying(tiny_head("medusa", model)).bytes_per_slot == 0
 
 
+@pytest.mark.parametrize("family", RECURRENT)
+def test_the_states_of_a_recurrent_draft_model_are_in_the_memory_of_its_rows(model: TargetModel, family: str) -> None:
+    small = tiny_model(family)
+    drafter = Copying(DraftModel(small, model))
+    session = drafter.start()
+    hidden, tokens = torch.zeros(3, 20, model.hidden_size), torch.ones(3, 20, dtype=torch.long)
+    session.observe(Context(hidden, tokens, torch.tensor([20, 3, 9]), tokens[:, 0]))
+    assert isinstance(session.session, DraftModelSession)
+    runner: Any = session.session._runner
+    rows, slots = runner.cache.shape
+    held = runner.num_bytes - rows * slots * drafter.bytes_per_slot
+    assert drafter.bytes_of_rows(3) == runner.state_bytes == held > 0
+    engine, without = Engine(model, drafter), Engine(model)
+    reserved = num_bytes(engine, Lane("", 0), [20, 3, 9]) - num_bytes(without, Lane("", 0), [20, 3, 9])
+    assert reserved >= runner.num_bytes
+    assert Copying(tiny_head("medusa", model)).bytes_of_rows(3) == 0
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", some(["llama", "gpt2", "gemma2"], "gemma2"))
+@pytest.mark.parametrize("family", [*some(["llama", "gpt2", "gemma2"], "gemma2"), *RECURRENT])
 def test_a_model_that_drafts_for_itself_greedily_is_always_right(family: str, shape: str) -> None:
     target = tiny_model(family)
     options: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}

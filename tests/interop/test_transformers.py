@@ -44,7 +44,7 @@ from draftheads.runners.native_runner import NativeRunner
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.shapes import Sampled
 from draftheads.speculation.tree import Tree
-from families import PROMPTS, TREES, VOCAB, PlantedDrafter, tiny_head, tiny_model, tiny_profile
+from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, PlantedDrafter, tiny_head, tiny_model, tiny_profile
 from thorough import some
 
 FOUR = [*PROMPTS, [22, 3, 9, 4]]
@@ -129,6 +129,28 @@ def test_greedy_text_of_a_padded_batch_is_that_of_generate(world: World, family:
         output = generate(model, known, eos_token_id=end, return_dict_in_generate=True)
         assert torch.equal(output.sequences, expected)
         assert output.num_steps < expected.shape[1] - 14 - 1
+
+
+@pytest.mark.skipif(not HAS_RECURRENT, reason="trees need a newer transformers")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_greedy_text_of_recurrent_models_is_that_of_generate(world: World, family: str) -> None:
+    """Their rows are of one length: what transformers computes of padding before a text is not compared here."""
+    model, head = world(family)
+    prompts = [[*ids, *[7, 8, 9, 4, 5][: 5 - len(ids)]][:5] for ids in FOUR]
+    loops = [drafting(head, **options) for options in ({}, {"tree": TREES["cartesian"]}, {"fast": False})]
+    known = drafting(head, tree=TREES["ragged"])
+    for end in (2, None):
+        expected = generate(model, prompts=prompts, eos_token_id=end)
+        for loop in loops:
+            assert torch.equal(generate(model, loop, prompts, eos_token_id=end), expected)
+        planted(model, known, expected, prompts)
+        output = generate(model, known, prompts, eos_token_id=end, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected)
+        assert output.num_steps < expected.shape[1] - 5 - 1
+    name = "cache_params" if family == "mamba2" else "past_key_values"
+    filled = model(torch.tensor([[3, 4]]), use_cache=True)[name]
+    with pytest.raises(InvalidSettings, match=rf"{name} \(a text that was read before\)"):
+        generate(model, loops[0], prompts, **{name: filled})
 
 
 @pytest.mark.parametrize("method", some(["medusa", "eagle3", "small-llama"], "eagle3"))

@@ -25,6 +25,7 @@ from families import HAS_RECURRENT, RECURRENT_FAMILIES, TREES, IntegerTokenizer,
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="transformers has no functions that trees can follow")
 ROWS, NODES, HEADS, SIZE = 2, 20, 4, 8
+LONG = [(3 * n) % 20 for n in range(40)]
 PLACES = slice(0, ROWS)
 Function = Callable[[Pass, Tensor], Tensor]  # numbers of nodes (B, N, …) to their outputs (B, N, …)
 
@@ -181,7 +182,7 @@ def test_reading_that_fails_leaves_states_as_they_were(model: TargetModel, monke
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_interrupted_answers_are_plain_answers(model: TargetModel, temperature: float) -> None:
-    """Rows are read in chunks, interrupted and read again; nothing of them is kept for others."""
+    """Rows are read in chunks, interrupted and read again; what is kept of them is within the limit."""
     engine = Engine(model, tiny_head("hydra", model), shape=TREES["ragged"])
     limit = num_bytes(engine, Lane(), [112, 112]) + bytes_per_token(engine)
     limits = CoreLimits(kv_bytes=limit, chunk_tokens=21, headroom_tokens=4)
@@ -193,18 +194,38 @@ def test_interrupted_answers_are_plain_answers(model: TargetModel, temperature: 
         core.add(request)
     while core.has_work:
         core.step()
+        assert core.kv_bytes + core.prefixes.num_bytes <= limit
     assert core.interruptions > 0
-    assert core.prefixes.num_bytes == core.prefixes.hits == 0
     plain = Engine(model, max_batch_size=1).generate(prompts, **settings)
     assert [request.result().token_ids for request in requests] == [result.token_ids for result in plain]
 
 
+def test_a_text_goes_on_from_a_copy_of_another_one(model: TargetModel) -> None:
+    """Bit for bit, in another runner that has states or none yet, whatever becomes of the first text."""
+    runner = runner_for(model)
+    _, row = runner.prefill([[4, 5], LONG])[0]
+    known, states = runner.entries(row, row.length), runner.states(row)
+    assert sum(state.nbytes for state in states.values()) == bytes_of_states(model, 1)
+    expected = runner.read([row], [[7, 8, 9]])[0]
+    for other in (runner_for(model), runner):
+        if other is not runner:
+            assert torch.equal(other.read([other.open(60, known, states)], [[7, 8, 9]])[0][0], expected[0])
+        other.prefill([[9, 8, 7]])
+        rows = [other.open(60, known, states) for _ in range(2)]
+        assert [row.length for row in rows] == [len(LONG)] * 2
+        for row in rows:  # the first one changes nothing that the second one begins with
+            assert torch.equal(other.read([row], [[7, 8, 9]])[0][0], expected[0])
+        assert all(
+            torch.equal(state, known)
+            for state, known in zip(other.states(rows[0]).values(), other.states(rows[1]).values(), strict=True)
+        )
+
+
 def test_memory_of_states_is_known(model: TargetModel) -> None:
     runner = runner_for(model)
-    rows, _, _ = runner.prefill([[5] * 3, [6] * 130, [7]])
+    runner.prefill([[5] * 3, [6] * 130, [7]])
     known = num_slots(model, [3, 130, 1]) * bytes_per_slot(model)
     assert runner.num_bytes == known + bytes_of_states(model, 3) > known > 0
-    assert runner.entries(rows[0], 3) == ()
     model.set_graphs(on=True)
     assert not model.has_static_steps
 

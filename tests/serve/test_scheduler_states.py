@@ -36,7 +36,7 @@ VERIFYING = [("verify", rows, nodes, 20.0 + 0.6 * rows * nodes) for rows in (1, 
 
 @cache
 def engines_of(family: str) -> dict[str, Engine]:
-    """A model alone and with heads; hybrid models have states beside keys and values, and no cached prefixes."""
+    """A model alone and with heads; hybrid models have states beside keys and values."""
     model = tiny_model(family)
     model = model if model.is_recurrent else model.sped_up()
     costs = by_hand([*VERIFYING, ("dynamic", 1, 2, 1.0)])
@@ -194,6 +194,7 @@ class Schedules(RuleBasedStateMachine):
             ),
             "overtaking": max(overtaken, default=0) > 0,
             "lanes side by side": len({lane.lane for lane in core.lanes}) > 1,
+            "cached beginnings": core.prefixes.hits > 0,
         }.items():
             if is_seen:
                 self.seen.add(what)
@@ -342,5 +343,6 @@ def test_schedules(schedules: type[Schedules], monkeypatch: pytest.MonkeyPatch) 
         "interruptions of a sampled answer": 5,
         "overtaking": 8,
         "lanes side by side": 10,
+        "cached beginnings": 10,
     }
     assert {what: SEEN[what] for what, count in least.items() if SEEN[what] < count} == {}, SEEN

@@ -309,19 +309,22 @@ class Batch:
             return False
         if self.on_leave is not None:
             for row in sorted(set(range(len(self.requests))) - set(going)):
-                self.on_leave(self.requests[row], self._read_text(row))
+                if (text := self._read_text(row)) is not None:
+                    self.on_leave(self.requests[row], text)
         self.keep(going)
         self.requests = [self.requests[row] for row in going]
         self._hidden = [self._hidden[row] for row in going]
         self._read_settings()
         return True
 
-    def _read_text(self, row: int) -> ReadText:
-        """What was read of a row: the cache may go on beyond the end of an answer."""
-        request = self.requests[row]
-        token_ids = [*request.prompt_ids, *request.token_ids][: self.rows[row].length]
-        entries = self.runner.entries(self.rows[row], len(token_ids))
-        return ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)])
+    def _read_text(self, row: int) -> ReadText | None:
+        """What was read of a row: the cache may go on beyond the end of an answer. None where states have done so."""
+        request, memory = self.requests[row], self.rows[row]
+        token_ids = [*request.prompt_ids, *request.token_ids][: memory.length]
+        if self.runner.model.is_recurrent and len(token_ids) < memory.length:
+            return None
+        hidden = torch.cat(self._hidden[row])[: len(token_ids)]
+        return ReadText(token_ids, self.runner.entries(memory, len(token_ids)), hidden, self.runner.states(memory))
 
     def _read_settings(self) -> None:
         self._settings, self._seen, self._rules = self._settings_of(self.requests)

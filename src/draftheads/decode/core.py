@@ -12,17 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import eq
 from threading import Lock
 from typing import Generic
 
 import torch
 
 from draftheads.decode.lanes import AnyEngine, RunningLane, bytes_per_token, num_bytes
-from draftheads.decode.prefix_cache import BLOCK_TOKENS, PrefixCache, ReadText
+from draftheads.decode.prefix_cache import BLOCK_TOKENS, PrefixCache
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.waiting import Lane, QueuedRequest, WaitingLine
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
-from draftheads.runners import num_slots
+from draftheads.runners import bytes_of_states, num_slots
 from draftheads.utils.counts import counted
 
 _Pair = tuple[RunningLane[AnyEngine], QueuedRequest]
@@ -30,7 +31,8 @@ CoreEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a fin
 _PREFIX_BYTES = 1 << 30  # of texts that were read, where memory has no limit
 _MOST_OVERTAKEN = 64  # times that a request is overtaken before memory is kept free for it
 _CANDIDATES = 64  # waiting requests that are looked at for a free row
-_WORTH_WAITING = 32 // BLOCK_TOKENS  # blocks that two prompts share: with more, one waits until the other is read
+# blocks that two prompts share: with more, one waits until the other is read, and states are kept
+_WORTH_WAITING = 32 // BLOCK_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,8 @@ class EngineCore(Generic[AnyEngine]):
         A negative number of tokens gives it back.
         """
         limit, sign = self.limits.kv_bytes, 1 if num_tokens > 0 else -1
-        size = sign * num_slots(engine.model, [abs(num_tokens)]) * bytes_per_token(engine)
+        size = num_slots(engine.model, [abs(num_tokens)]) * bytes_per_token(engine) + bytes_of_states(engine.model, 1)
+        size *= sign
         if limit is not None and self.held_bytes + size > limit:
             words = f"{size >> 20} MiB for keys and values; the server has {limit >> 20} MiB"
             raise TooLarge(f"the prompt needs {words}: send a shorter one")
@@ -345,14 +348,31 @@ class EngineCore(Generic[AnyEngine]):
         for pair, limit in [(shortest, most - most // 2), *((pair, most) for pair in self.reading)]:
             queued = pair[1]
             if queued.row is None and pair not in chosen:
-                first_new = self.prefixes.num_known(queued.digests) // BLOCK_TOKENS
+                first_new = (len(queued.token_ids) - left[pair]) // BLOCK_TOKENS
                 if any(digest in coming for digest in queued.digests[first_new + _WORTH_WAITING :][:1]):
                     continue  # another one reads the same beginning
                 coming.update(queued.digests)
-            count = min(left[pair] - chosen[pair], limit, most - chosen.total())
+            num_read = len(queued.token_ids) - left[pair]
+            queued.stop = self._stop(*pair, num_read)
+            to_read = queued.stop - num_read if queued.stop else left[pair]
+            count = min(to_read - chosen[pair], limit, most - chosen.total())
             if count > 0:
                 chosen[pair] += count
         return dict(chosen)
+
+    def _stop(self, lane: RunningLane[AnyEngine], queued: QueuedRequest, num_read: int) -> int:
+        """Where states of recurrent layers are kept next: behind what others share, and at the last block; 0: nowhere.
+
+        A state is large (:mod:`draftheads.decode.prefix_cache`), so a prompt has one or two of them.
+        """
+        if not lane.engine.model.is_recurrent:
+            return 0
+        ids = queued.findable
+        others = [sum(map(eq, ids, each.findable)) for _, each in self.reading if each is not queued]
+        stops = [self.prefixes.num_shared(ids), BLOCK_TOKENS * max(others, default=0)]
+        if self._keeps_answers or len(self.waiting):
+            stops.append(BLOCK_TOKENS * len(ids))
+        return min((stop for stop in stops if stop > max(num_read, _WORTH_WAITING * BLOCK_TOKENS)), default=0)
 
     def _read_chunks(self, lane: RunningLane[AnyEngine], counts: Mapping[QueuedRequest, int]) -> list[CoreEvent]:
         """Reads the next tokens of some prompts. If that fails, each is read alone; one fails without the others."""
@@ -365,14 +385,16 @@ class EngineCore(Generic[AnyEngine]):
             self._leave(lane, queued)
             return [(queued.request, error)]
         self.tokens_read += sum(counts.values())
+        for queued in counts:
+            if queued.begun_row.length == queued.stop:
+                lane.keep(queued)
         if not ended:
             return []
         keep = self._keeps_answers or len(self.waiting) or len(self.reading) > len(ended)
         for queued in ended:
             queued.hidden = [torch.cat(queued.hidden)]
-            if keep:
-                entries = lane.batch.runner.entries(queued.begun_row, len(queued.token_ids))
-                self.prefixes.add(queued.digests, ReadText(queued.token_ids, entries, queued.hidden[0]))
+            if keep and not lane.engine.model.is_recurrent:
+                lane.keep(queued)
         self.reading = [pair for pair in self.reading if pair[1] not in ended]
         new = [queued.request for queued in ended if not queued.request.token_ids]
         return self._advance(lane, new, partial(lane.join, ended))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftheads.decode.batch import Batch
-from draftheads.decode.prefix_cache import PrefixCache, block_digests
+from draftheads.decode.prefix_cache import BLOCK_TOKENS, PrefixCache, ReadText, block_digests
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.waiting import Lane, QueuedRequest
 from draftheads.models.model import TargetModel
@@ -58,16 +58,25 @@ class RunningLane(Generic[AnyEngine]):
             )
 
     def digests(self, queued: QueuedRequest, token_ids: Sequence[int]) -> list[Hashable]:
-        """Under which a text is found among the prefixes; none where states do not tell what came before."""
-        if self.engine.model.is_recurrent:
-            return []
+        """Under which a text is found among the prefixes."""
         is_long = self.engine.model.is_long(queued.request.most_tokens)
         return block_digests((self.engine.model, self.batch.runner.layers, queued.cache_salt, is_long), token_ids)
 
     def num_left(self, queued: QueuedRequest) -> int:
         """Tokens of a prompt that are still to be read."""
-        known = self.prefixes.num_known(queued.findable) if queued.row is None else queued.row.length
-        return len(queued.token_ids) - known
+        if queued.row is not None:
+            return len(queued.token_ids) - queued.row.length
+        return len(queued.token_ids) - self.prefixes.num_known(queued.findable, queued.token_ids[:-1])
+
+    def keep(self, queued: QueuedRequest) -> None:
+        """Keeps what was read of a prompt among the prefixes."""
+        runner, row = self.batch.runner, queued.begun_row
+        if len(queued.hidden) > 1:
+            queued.hidden = [torch.cat(queued.hidden)]
+        parts = runner.entries(row, row.length), queued.hidden[0], runner.states(row)
+        self.prefixes.add(
+            queued.digests[: row.length // BLOCK_TOKENS], ReadText(queued.token_ids[: row.length], *parts)
+        )
 
     @torch.inference_mode()
     def read(self, counts: Mapping[QueuedRequest, int]) -> dict[QueuedRequest, Tensor]:
@@ -88,8 +97,9 @@ class RunningLane(Generic[AnyEngine]):
 
     def _begin(self, queued: QueuedRequest) -> None:
         """Its row, with what was read of the same beginning."""
-        known = self.prefixes.find(queued.findable)
-        queued.row = self.batch.runner.open(queued.request.most_tokens, None if known is None else known.entries)
+        known = self.prefixes.find(queued.findable, queued.token_ids[:-1])
+        parts = (None, None) if known is None else (known.entries, known.states)
+        queued.row = self.batch.runner.open(queued.request.most_tokens, *parts)
         if known is not None:
             queued.hidden = [known.hidden]
             if not queued.request.token_ids:
@@ -125,4 +135,5 @@ def bytes_per_token(engine: DecodingEngine) -> int:
 def num_bytes(engine: DecodingEngine, lane: Lane, lengths: Sequence[int]) -> int:
     """Memory of the requests of a lane, whose texts have so many tokens."""
     slots = num_slots(engine.model, lengths, engine.most_nodes(lane.draft_nodes))
-    return slots * bytes_per_token(engine) + bytes_of_states(engine.model, len(lengths))
+    states = bytes_of_states(engine.model, len(lengths)) + engine.drafter.bytes_of_rows(len(lengths))
+    return slots * bytes_per_token(engine) + states

@@ -51,6 +51,7 @@ class QueuedRequest:
     digests: list[Hashable] = field(default_factory=list)
     row: Row | None = None  # from its first chunk on: another prompt may have left a common beginning
     hidden: list[Tensor] = field(default_factory=list)  # parts (t, D or n·D)
+    stop: int = 0  # of its tokens: where a chunk ends, so that states of recurrent layers are kept there; 0: nowhere
 
     @property
     def begun_row(self) -> Row:

@@ -88,6 +88,9 @@ class Copying(Drafter):
     def bytes_per_slot(self) -> int:
         return self.drafter.bytes_per_slot
 
+    def bytes_of_rows(self, num_rows: int) -> int:
+        return self.drafter.bytes_of_rows(num_rows)
+
     def check_shape(self, shape: Shape) -> None:
         self.drafter.check_shape(shape)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.runners import bytes_per_slot, runner_for
+from draftheads.runners import bytes_of_states, bytes_per_slot, runner_for
 from draftheads.runners.runner import Row
 from draftheads.speculation.candidates import ancestors_of
 from draftheads.speculation.draft import AcceptResult, Context, Draft
@@ -65,6 +65,10 @@ class DraftModel(Drafter):
     def bytes_per_slot(self) -> int:
         """Memory of the keys and values of one token."""
         return bytes_per_slot(self.model)
+
+    def bytes_of_rows(self, num_rows: int) -> int:
+        """Memory of the states of recurrent layers."""
+        return bytes_of_states(self.model, num_rows)
 
     @property
     def name(self) -> str:

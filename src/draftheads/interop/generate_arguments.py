@@ -24,7 +24,7 @@ _OF_ONE_ROW = {
 }
 # arguments of a pass of the model that generate makes itself, and that change nothing here
 _MADE_BY_GENERATE = {"attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache"}
-_CACHES = ("cache", "past_key_values")
+_CACHES = ("cache", "past_key_values", "cache_params")
 _LEAVE_OUT = "leave it out, or leave custom_generate out"
 
 
@@ -66,10 +66,16 @@ def _foreign(arguments: Mapping[str, Any]) -> Iterator[str]:
             continue
         if name in _CACHES:
             kind = type(value).__name__
-            if kind != "DynamicCache" or value.get_seq_length():
+            if kind != "DynamicCache" or any(map(_was_used, value.layers)):
                 yield f"{name} ({'a text that was read before' if kind == 'DynamicCache' else kind})"
         elif name not in _MADE_BY_GENERATE:
             yield name
+
+
+def _was_used(layer: Any) -> bool:
+    """Whether a layer of a cache has tokens, or where it is recurrent a state."""
+    has_state = getattr(layer, "has_previous_state", None)
+    return any(has_state.values()) if isinstance(has_state, dict) else layer.get_seq_length() > 0
 
 
 def prompts_of(input_ids: Tensor, arguments: Mapping[str, Any]) -> list[list[int]]:

@@ -70,6 +70,13 @@ class SlotLayer(CacheLayerMixin):
                 slots = min(before.shape[2], capacity)
                 new[: len(before), :, :slots] = before[:rows, :, :slots]
 
+    def entries(self, row: int, num_slots: int) -> Entries:
+        """A copy of the keys and values in the first slots of a row, each (kv heads, slots, head size)."""
+        if not self.is_initialized:  # such as a recurrent layer
+            return (torch.empty(0, num_slots, 0),) * 2
+        exact = torch.contiguous_format
+        return tuple(part[row, :, :num_slots].clone(memory_format=exact) for part in (self.keys, self.values))
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The span of the view: every pass has its own mask over it."""
         return self.view.span, 0
@@ -134,12 +141,14 @@ class SlotCache(Cache):
 
     def entries(self, row: int, num_slots: int) -> Entries:
         """A copy of what the first slots of a row hold."""
-        return tuple(buffer[row, :, :num_slots].clone(memory_format=torch.contiguous_format) for buffer in self.buffers)
+        return tuple(part for layer in self.layers for part in layer.entries(row, num_slots))
 
     def write(self, row: int, entries: Entries) -> None:
         """Writes to the first slots of a row."""
         for layer, pair in zip(self.layers, zip(entries[::2], entries[1::2], strict=True), strict=True):
+            if not len(pair[0]):  # such as a recurrent layer
+                continue
             if not layer.is_initialized:
                 layer.lazy_initialization(*(part[None] for part in pair))
-        for buffer, part in zip(self.buffers, entries, strict=True):
-            buffer[row, :, : part.shape[1]] = part
+            for buffer, part in zip((layer.keys, layer.values), pair, strict=True):
+                buffer[row, :, : part.shape[1]] = part

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftheads.cpu.native_step import SequenceBatch, ancestor_bits
 from draftheads.models.model import TargetModel
-from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, whole_blocks
+from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, States, whole_blocks
 from draftheads.speculation.draft import AcceptResult, Draft
 
 
@@ -22,7 +22,7 @@ class NativeRunner(Runner):
         self._rows: set[Row] = set()
 
     @torch.inference_mode()
-    def open(self, most_tokens: int, known: Entries | None = None) -> Row:
+    def open(self, most_tokens: int, known: Entries | None = None, states: States | None = None) -> Row:
         row = Row(is_long=self.model.is_long(most_tokens), memory=self.native.memory(0))
         if known is not None:
             [old] = known

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftheads.runners.kv_cache import SlotCache
+from draftheads.runners.runner import States
 from draftheads.utils.transfer import to_device
 
 
@@ -155,6 +156,15 @@ class StateCache(SlotCache):
         for state in self.states.values():
             state[row : row + 1] = 0
 
+    def states_of(self, row: int) -> States:
+        """A copy of a row's states."""
+        return {key: state[row].clone() for key, state in self.states.items()}
+
+    def write_states(self, row: int, states: States) -> None:
+        """The row goes on from a copy of these."""
+        for key, state in states.items():
+            self.state(key, state.shape, state, state.dtype)[row] = state
+
     @contextmanager
     def undone(self, rows: slice) -> Iterator[None]:
         before = {key: state[rows].clone() for key, state in self.states.items()}
@@ -244,7 +254,7 @@ class Pass:
         begun, levels = [row for row, path in enumerate(paths) if path], None
         for key, (rule, roots) in self.rules.items():
             states = self.cache.states[key][self.rows]
-            first = to_device(begun, states.device)
+            first = to_device(begun, states.device, torch.long)  # it may be empty
             new = roots[self._roots(states.device)]
             states[first] = new[first]
             if levels is None:

@@ -4,7 +4,7 @@ B rows, T tokens of a text, N nodes of a tree, P nodes of a path, D hidden size,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ PASS_TOKENS = 2048  # of several texts; larger passes are not faster
 CHUNK_TOKENS = 512  # of one text in a pass; limits the memory of masks and activations
 
 Entries = tuple[Tensor, ...]  # keys and values of a text, each (…, T, d)
+States = Mapping[tuple[str, int, int], Tensor]  # of recurrent layers after a text: by kind, layer, number in the layer
 
 
 @dataclass(eq=False)
@@ -48,8 +49,14 @@ class Runner(ABC):
         self.layers = tuple(layers)
 
     @abstractmethod
-    def open(self, most_tokens: int, known: Entries | None = None) -> Row:
-        """A new text, of ``most_tokens`` at most. It begins with a copy of what another text had, if that is given."""
+    def open(self, most_tokens: int, known: Entries | None = None, states: States | None = None) -> Row:
+        """A new text, of ``most_tokens`` at most. It begins with a copy of what another text had, if that is given.
+
+        Args:
+            most_tokens: of prompt and answer.
+            known: :meth:`entries` of its first tokens.
+            states: :meth:`states` after exactly these tokens, in a model with recurrent layers.
+        """
 
     @abstractmethod
     def read(self, rows: Sequence[Row], token_ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
@@ -79,7 +86,11 @@ class Runner(ABC):
 
     @abstractmethod
     def entries(self, row: Row, num_tokens: int) -> Entries:
-        """A copy of what was computed of the first tokens of a row; of a model with recurrent layers nothing."""
+        """A copy of the keys and values of the first tokens of a row. A layer without them has (0, T, 0)."""
+
+    def states(self, row: Row) -> States:
+        """A copy of the states after all tokens of a row; empty without recurrent layers."""
+        return {}
 
     @property
     @abstractmethod

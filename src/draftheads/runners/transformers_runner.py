@@ -19,7 +19,7 @@ from draftheads.runners.kv_cache import SlotCache
 from draftheads.runners.masks import as_float_mask, tree_visibility, within_window
 from draftheads.runners.mixers import running
 from draftheads.runners.recurrence import Pass, StateCache, text_pass, tree_pass
-from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, whole_blocks
+from draftheads.runners.runner import CHUNK_TOKENS, PASS_TOKENS, Entries, Row, Runner, States, whole_blocks
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.utils.transfer import to_device
 
@@ -37,7 +37,7 @@ class TransformersRunner(Runner):
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
 
     @torch.inference_mode()
-    def open(self, most_tokens: int, known: Entries | None = None) -> Row:
+    def open(self, most_tokens: int, known: Entries | None = None, states: States | None = None) -> Row:
         row = Row(is_long=self.model.is_long(most_tokens))
         self.order.append(row)
         self.cache.clear(len(self.order) - 1)
@@ -45,6 +45,8 @@ class TransformersRunner(Runner):
             row.length = known[0].shape[1]
             self._reserve(row.length)
             self.cache.write(len(self.order) - 1, known)
+        if isinstance(self.cache, StateCache) and states is not None:
+            self.cache.write_states(len(self.order) - 1, states)
         return row
 
     @torch.inference_mode()
@@ -98,9 +100,10 @@ class TransformersRunner(Runner):
             self.cache.resize(held_rows(len(kept)), min(self.cache.shape[1], self._slots(needed)))
 
     def entries(self, row: Row, num_tokens: int) -> Entries:
-        if self.model.is_recurrent:
-            return ()  # states are those of the whole text, not of its first tokens
         return self.cache.entries(self.order.index(row), num_tokens)
+
+    def states(self, row: Row) -> States:
+        return self.cache.states_of(self.order.index(row)) if isinstance(self.cache, StateCache) else {}
 
     @property
     def num_bytes(self) -> int:

@@ -13,7 +13,7 @@ from draftheads.decode.grammar import compiler_for
 from draftheads.errors import DraftHeadsError, InvalidSettings
 from draftheads.loading import engine_on, load_target, name_of, resolve, template_of
 from draftheads.models.model import TargetModel
-from draftheads.runners import bytes_per_slot
+from draftheads.runners import bytes_of_states, bytes_per_slot
 from draftheads.serve.state import ServedModel
 from draftheads.settings import LoadSettings
 from draftheads.speculation.tree_choice import TreeChoice
@@ -97,7 +97,8 @@ def _short_name(name: str) -> str:
 
 def default_kv_bytes(target: TargetModel, max_rows: int) -> int:
     """A budget for keys and values: half of the free memory, and at most what all rows can use twice over."""
-    most = 2 * max_rows * (target.max_positions or _CONTEXT) * bytes_per_slot(target)
+    per_token = bytes_per_slot(target) + target.hidden_size * target.dtype.itemsize
+    most = 2 * (max_rows * (target.max_positions or _CONTEXT) * per_token + bytes_of_states(target, max_rows))
     return max(1, min(most, _free_bytes(target) // 2))
 
 

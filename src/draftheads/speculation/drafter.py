@@ -64,6 +64,10 @@ class Drafter(ABC):
         """Memory of what a session keeps of one token."""
         return 0
 
+    def bytes_of_rows(self, num_rows: int) -> int:
+        """Memory of what it keeps of so many rows beside that, whatever their length."""
+        return 0
+
     @property
     def name(self) -> str:
         """For messages and tables."""

@@ -1,0 +1,183 @@
+"""Prompts go on from states of recurrent layers that were kept: the same text, the same bits, fewer tokens read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from draftheads.decode.core import CoreLimits, EngineCore
+from draftheads.decode.engine import Engine
+from draftheads.decode.lanes import bytes_per_token, num_bytes
+from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.waiting import Lane
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.runners import bytes_of_states, num_slots, runner_for
+from draftheads.speculation.tree import Tree
+from families import HAS_RECURRENT, TREES, tiny_head, tiny_model
+from scheduler_world import plain_answer, request_of
+
+pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="transformers has no functions that trees can follow")
+SYSTEM = [3 + n * n % 17 for n in range(60)]  # shares 56 tokens in whole blocks
+LONG = [4 + n * n % 19 for n in range(100)]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", "mamba2"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    model = tiny_model(request.param)
+    return Engine(model, tiny_head("hydra", model), shape=TREES["ragged"])
+
+
+def core_of(engine: Engine, **limits: Any) -> EngineCore:
+    return EngineCore({"": engine}, CoreLimits(**{"chunk_tokens": 4096, **limits}), keeps_answers=True)
+
+
+def run(
+    core: EngineCore, engine: Engine, *prompts: Sequence[int], lane: Lane | None = None, **how: Any
+) -> list[Request]:
+    """Answers to prompts that come at the same time."""
+    requests = [request_of(engine, prompt, **how) for prompt in prompts]
+    for request in requests:
+        core.add(request, lane)
+    finish(core)
+    return requests
+
+
+def finish(core: EngineCore) -> None:
+    while core.has_work:
+        for _, event in core.step():
+            assert isinstance(event, StreamEvent), event
+        if (limit := core.limits.kv_bytes) is not None:
+            assert core.kv_bytes + core.prefixes.num_bytes <= limit
+
+
+def check(engine: Engine, *requests: Request) -> None:
+    for request in requests:
+        assert request.result().token_ids == plain_answer(engine, request.prompt_ids)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4096, 48])
+def test_the_same_prompt_is_read_from_its_last_block_on_with_the_same_bits(engine: Engine, chunk_tokens: int) -> None:
+    cores = [core_of(engine, chunk_tokens=chunk_tokens) for _ in range(2)]
+    first, again = (run(cores[0], engine, LONG, logprobs=0)[0] for _ in range(2))
+    [alone] = run(cores[1], engine, LONG, logprobs=0)
+    assert (cores[0].tokens_read, cores[1].tokens_read) == (104, 100)
+    assert (first.num_cached, again.num_cached, alone.num_cached) == (0, 96, 0)
+    check(engine, first, again, alone)
+    assert again.result().logprobs == first.result().logprobs == alone.result().logprobs, "the bits differ"
+    assert (cores[0].prefixes.hits, cores[0].prefixes.tokens_reused) == (1, 96)
+
+
+def test_a_common_beginning_is_kept_by_the_second_prompt_that_has_it(engine: Engine) -> None:
+    core = core_of(engine)
+    found = [run(core, engine, [*SYSTEM, *[5 + n] * 5])[0] for n in range(4)]
+    assert [request.num_cached for request in found] == [0, 0, 56, 56]
+    assert core.tokens_read == 2 * 65 + 2 * 9
+    check(engine, *found)
+
+
+def test_a_common_beginning_of_prompts_that_come_together_is_read_once(engine: Engine) -> None:
+    """Their rows go on in one batch, each from a copy of the same states."""
+    core = core_of(engine)
+    found = run(core, engine, *([*SYSTEM, *[5 + n] * (12 + n)] for n in range(5)), LONG)
+    assert [request.num_cached for request in found] == [0, 56, 56, 56, 56, 0]
+    assert core.tokens_read == 72 + sum(range(17, 21)) + 100
+    check(engine, *found)
+
+
+@pytest.mark.parametrize("nodes", [0, None])
+def test_the_next_turn_of_a_conversation_reads_its_new_tokens_only(engine: Engine, nodes: int | None) -> None:
+    core = core_of(engine, chunk_tokens=16)
+    prompt = LONG[:42]
+    for turn in range(4):
+        before = core.tokens_read
+        request, _ = run(core, engine, prompt, [5 + turn] * 12, lane=Lane("", nodes))
+        check(engine, request)
+        read = core.tokens_read - before - 12
+        # accepted tokens beyond the end of an answer are in its states: then they are those of its prompt
+        whole, blocks = len(prompt) - 7, (len(prompt) - 19) // 8 * 8
+        assert read in [
+            len(prompt) - known for known in ([0] if turn == 0 else [whole, blocks][: 1 if nodes == 0 else 2])
+        ]
+        assert request.num_cached == len(prompt) - read
+        prompt = [*prompt, *request.token_ids, *LONG[turn : turn + 6]]
+
+
+@pytest.mark.parametrize("length", [11, 13])
+def test_states_beyond_the_end_of_an_answer_are_not_kept(engine: Engine, length: int) -> None:
+    """The model drafts for itself, so every step has four tokens, and the last one goes beyond eleven."""
+    model = engine.model
+    drafting = Engine(model, DraftModel(model, model), shape=Tree.chain(3))
+    core = core_of(drafting)
+    [request] = run(core, drafting, LONG, max_new_tokens=length)
+    assert request.result().token_ids == plain_answer(engine, LONG, max_new_tokens=length)
+    kept = [text for text, _ in core.prefixes._texts.values()]
+    assert [len(text.token_ids) for text in kept] == ([96] if length == 11 else [96, 112])
+    for text in kept:
+        runner = runner_for(model)
+        rows, _, _ = runner.prefill([text.token_ids])
+        for key, state in runner.states(rows[0]).items():
+            torch.testing.assert_close(text.states[key], state, rtol=1e-4, atol=1e-5)
+
+
+def test_an_interrupted_request_reads_its_answer_again_and_not_its_prompt(engine: Engine) -> None:
+    core = core_of(engine)
+    request = request_of(engine, LONG)
+    core.add(request)
+    while len(request.token_ids) < 5:
+        core.step()
+    count = request.num_tokens - 1
+    core._interrupt(core.lanes[0], core.lanes[0].requests[request])
+    finish(core)
+    assert core.tokens_read == 100 + count - 96
+    assert request.num_cached == 0
+    check(engine, request)
+    # while a prompt is read, nothing but whole chunks is kept
+    core = core_of(engine, chunk_tokens=20)
+    core.add(request := request_of(engine, LONG))
+    core.step()
+    core._interrupt(core.lanes[0], core.lanes[0].requests[request])
+    finish(core)
+    assert core.tokens_read == 20 + 100
+    check(engine, request)
+
+
+def test_the_memory_of_states_counts_and_leaves_with_the_keys_and_values(engine: Engine) -> None:
+    core = core_of(engine)
+    run(core, engine, LONG, max_new_tokens=1)
+    state = bytes_of_states(engine.model, 1)
+    texts = [96, 100]  # up to the last block, and the whole prompt, of which an answer of one token is
+    assert sorted(len(text.token_ids) for text, _ in core.prefixes._texts.values()) == texts
+    # hidden states of answers are shared by nothing, and head and target read the same ones
+    assert core.prefixes.num_bytes == 196 * bytes_per_token(engine) + 2 * state > 2 * state > 0
+    core.prefixes.limit(core.prefixes.num_bytes - 1)
+    assert core.prefixes.num_bytes == 100 * bytes_per_token(engine) + state
+    core.prefixes.limit(0)
+    assert (core.prefixes.num_bytes, len(core.prefixes)) == (0, 0)
+    assert not core.prefixes._with_block
+    assert not core.prefixes._ends
+    core.prefixes.limit(1 << 20)
+    [again] = run(core, engine, LONG)
+    assert again.num_cached == 0
+    check(engine, again)
+
+
+def test_texts_leave_where_memory_is_short(engine: Engine) -> None:
+    """The longest one used ago first; what is running comes before."""
+    limit = num_bytes(engine, Lane(), [112]) + 120 * bytes_per_token(engine) + bytes_of_states(engine.model, 1)
+    core = core_of(engine, kv_bytes=limit)
+    others = [[5 + n, *LONG[1:]] for n in range(3)]
+    for prompt in [LONG, *others, LONG]:
+        [request] = run(core, engine, prompt)
+        assert request.num_cached == 0
+        check(engine, request)
+    assert 0 < len(core.prefixes) < 5
+
+
+def test_a_text_outside_of_requests_has_states_too(engine: Engine) -> None:
+    core = core_of(engine, kv_bytes=1 << 24)
+    core.hold(100, engine)
+    expected = num_slots(engine.model, [100]) * bytes_per_token(engine) + bytes_of_states(engine.model, 1)
+    assert core.held_bytes == expected > num_slots(engine.model, [100]) * bytes_per_token(engine)
+    core.hold(-100, engine)
+    assert core.held_bytes == 0
