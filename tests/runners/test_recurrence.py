@@ -180,6 +180,30 @@ def test_reading_that_fails_leaves_states_as_they_were(model: TargetModel, monke
         assert torch.equal(state, before[key])
 
 
+@pytest.mark.parametrize("num_old", [1, 2])
+def test_a_new_row_has_no_state_of_others_after_reading_that_failed(num_old: int, model: TargetModel) -> None:
+    """The row had no place when the pass began, which then made room for it."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    runner = runner_for(model)
+    old, _, _ = runner.prefill([[5, 6, 7], [8, 9]][:num_old])
+    before = {key: state[:num_old].clone() for key, state in states_of(runner).items()}
+    new = runner.open(9)
+    handle = model.layers[-1].register_forward_pre_hook(fail)
+    for rows in ([*old[-1:], new], [new]):
+        with pytest.raises(MemoryError):
+            runner.read(rows, [[4] * 6] * len(rows))
+    handle.remove()
+    for key, state in states_of(runner).items():
+        assert torch.equal(state[:num_old], before[key])
+        assert not state[num_old].any()
+    [(hidden, _)] = runner.read([new], [[3, 11, 12]])
+    expected = model.model(torch.tensor([[3, 11, 12]])).logits[0, -1]
+    torch.testing.assert_close(model.logits(hidden[-1]), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_interrupted_answers_are_plain_answers(model: TargetModel, temperature: float) -> None:
     """Rows are read in chunks, interrupted and read again; what is kept of them is within the limit."""

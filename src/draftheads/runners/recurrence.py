@@ -172,7 +172,9 @@ class StateCache(SlotCache):
             yield
         except BaseException:
             for key, state in self.states.items():
-                state[rows] = before.get(key, 0)
+                old = before.get(key, state[:0])
+                state[rows] = 0
+                state[rows][: len(old)] = old  # fewer rows, if there was no place for the last ones yet
             raise
 
     # what mixers call: states are hidden from them
