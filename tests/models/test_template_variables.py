@@ -40,7 +40,7 @@ def reader(template: str | None, own: Any = OWN) -> ModelTokenizer:
         {"enable_thinking": True, "style": None},
         {"style": 'it\'s "{{ x }}" {# a #} 日本 \\n\n🙂'},
         {"style": {"a": [1, 2.5, None, True], "b": {}}},
-        {"style": []},
+        {"style": ["{{ '' }} #} %}"]},
     ],
 )
 def test_a_chat_is_as_if_it_gave_the_values(values: dict[str, Any], own: str | None) -> None:

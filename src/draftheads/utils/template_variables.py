@@ -80,4 +80,4 @@ def _literal(value: Any) -> str:
         return "{" + ", ".join(f"{_literal(str(key))}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+    return "none" if value is None else json.dumps(value, ensure_ascii=False).replace("{{", "{\\u007b")
