@@ -172,7 +172,7 @@ def build_features(
 ) -> FeatureStore:
     """The store of these texts, made or completed."""
     claim(target, texts, folder, layers)
-    build_shards(target, texts, folder, progress or NoProgress(), layers)
+    build_shards(target, texts, folder, progress or NoProgress())
     return FeatureStore(folder)
 
 

@@ -186,6 +186,12 @@ def test_the_mask_is_a_token_that_no_text_has(texts: dict[str, str], expected: i
     assert unused_token(reader, 64, {25} if "<end>" in texts.values() else set()) == expected
 
 
+def test_no_mask_has_an_embedding_of_zeros() -> None:
+    model = tiny_model("llama")
+    model.model.get_input_embeddings().weight.data[-2:] = 0.0
+    assert model.mask_token_id == model.vocab_size - 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -205,3 +211,41 @@ def test_a_saved_head_names_only_what_is_not_usual() -> None:
     made = head_classes("dspark")[0]
     assert not {"is_shifted", "own_embedding", "gate_reads_token"} & set(made(hidden_size=8, vocab_size=9).options())
     assert made(hidden_size=8, vocab_size=9, is_shifted=False).options()["is_shifted"] is False
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("layers", [[], [0, 1]])
+def test_a_new_head_starts_as_a_linear_one(method: str, layers: list[int]) -> None:
+    """Each text's hidden states are a vector that turns, in a part of the space as large as a head's values."""
+    config: dict[str, Any] = {"layers": layers, "mask_token_id": 1, "num_key_value_heads": 1}
+    head: Any = tiny_head(method, tiny_model("llama"), **config)
+    size, rank = head.config.hidden_size, head.config.head_size
+    torch.manual_seed(0)
+    skew, space = torch.randn(rank, rank), torch.linalg.qr(torch.randn(size, rank)).Q
+    turn = torch.linalg.matrix_exp(0.05 * (skew - skew.T))
+    texts = []
+    for _ in range(60):
+        h = [torch.randn(rank) + 1.0]
+        for _ in range(15):
+            h.append(turn @ h[-1])
+        last = torch.stack(h) @ space.T
+        texts.append(torch.cat([-last, last, last], -1) if layers else last)
+    head.start_near(texts)
+    masks = torch.full((1, 16), head.mask_token_id)
+
+    def first_rows(text: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows: Tensor = head(head.split(text)[0][None], masks)[0, 0, :-1, :size]
+        return rows
+
+    changed = texts[0].clone()
+    changed[:4] = torch.randn_like(changed[:4])
+    made, beside, last = first_rows(texts[0]), first_rows(changed), head.split(texts[0])[1]
+    likeness, of_before = (torch.cosine_similarity(made[4:], part[4:]).mean() for part in (last[1:], last[:-1]))
+    assert likeness > 0.87
+    assert method == "dflash" or likeness > of_before  # a row of dflash stands one place further from the text
+    assert (made - beside)[10:].norm() < 0.05 * made[10:].norm()  # what is far away hardly matters
+    every, ahead = (
+        torch.stack(part) for part in zip(*[(first_rows(t), t[1:, -size:]) for t in texts[:8]], strict=True)
+    )
+    assert float((every * ahead).sum() / every.square().sum()) == pytest.approx(1.0, abs=1e-3)  # the norm fits, too

@@ -87,7 +87,9 @@ def test_a_text_with_a_token_that_the_model_does_not_have_is_named(target: Targe
         train_for(larger, options(tmp_path / "plain", text=(text,), epochs=1))
 
 
-def test_a_store_of_other_layers_is_refused(target: TargetModel, chats: Path, features: Path, tmp_path: Path) -> None:
+def test_a_store_serves_heads_that_read_some_of_its_layers(
+    target: TargetModel, chats: Path, features: Path, tmp_path: Path
+) -> None:
     texts = load_texts(target, [chats], max_length=64)
     folder = tmp_path / "features"
     build_features(target, texts, folder, layers=(0, 1))
@@ -95,15 +97,18 @@ def test_a_store_of_other_layers_is_refused(target: TargetModel, chats: Path, fe
     size, content = shard.stat().st_size, shard.read_bytes()
     assert size == pytest.approx(needed_bytes(target, texts, (0, 1)), rel=0.2)
     shard.unlink()
-    build_features(target, texts, folder, layers=(0, 1))
+    build_features(target, texts, folder, layers=(1,))  # completed as it was begun
     assert shard.read_bytes() == content
-    for layers, words in (((), "of the last layer alone"), ((1,), r"of layers \[1\]")):
-        with pytest.raises(DataError, match=rf"of layers \[0, 1\], but the head reads those {words}"):
-            build_features(target, texts, folder, layers=layers)
+    both = FeatureStore(folder)[0].hidden.split(target.hidden_size, -1)
+    for layers in ((1,), (1, 0), ()):
+        expected = torch.cat([both[i] for i in (*layers, 2)], -1)
+        assert torch.equal(FeatureStore(folder, layers)[0].hidden, expected)
+    train_for(target, options(tmp_path / "medusa", folder, method="medusa", epochs=1))
+    train_for(target, options(tmp_path / "one", folder, epochs=1, head_options=("layers=[1]",)))
     with pytest.raises(DataError, match=r"of the last layer alone, but the head reads those of layers \[0, 1\]"):
         train_for(target, options(tmp_path / "out", features))
-    with pytest.raises(DataError, match=r"of layers \[0, 1\], but the head reads those of the last layer alone"):
-        train_for(target, options(tmp_path / "medusa", folder, method="medusa"))
+    with pytest.raises(DataError, match=r"of the last layer alone, but the head reads those of layers \[0, 1\]"):
+        train_for(target, options(tmp_path / "out", features, data=(chats,), max_length=64))
 
 
 def test_layers_can_be_chosen(target: TargetModel, features: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from draftheads.data.chat_tokens import EncodedChat, encode_answer, encode_chat,
 from draftheads.data.features import (
     Document,
     StoreMeta,
+    check_stored_layers,
     read_meta,
     shard_path,
     write_meta,
@@ -119,7 +120,14 @@ def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequ
 
 
 def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> None:
-    """Writes ``meta.json``, which describes the store of these texts, or checks the one that is there."""
+    """Writes ``meta.json``, which describes the store of these texts, or checks the one that is there.
+
+    That one may have more layers.
+    """
+    there = read_meta(folder)
+    if there is not None:
+        check_stored_layers(folder, there, layers)
+        layers = there.layers
     meta = StoreMeta(
         model_id=target.model_id,
         hidden_size=target.hidden_size,
@@ -129,12 +137,9 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layer
         fingerprint=fingerprint_of(target, texts),
         layers=list(layers),
     )
-    there = read_meta(folder)
     if there is None:
         write_meta(folder, meta)
-        return
-    check_stored_layers(folder, there, layers)
-    if there != meta:
+    elif there != meta:
         raise DataError(
             f"{folder} holds features of {counted(there.num_documents, 'text')} ({counted(there.num_tokens, 'token')}, "
             f"{there.model_id}, fingerprint {there.fingerprint}) but the data and settings give "
@@ -143,29 +148,21 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layer
         )
 
 
-def check_stored_layers(folder: Path, meta: StoreMeta, layers: Sequence[int]) -> None:
-    """Does a store have what a head reads?"""
-    if meta.layers != list(layers):
-        there, wanted = (f"of layers {list(of)}" if of else "of the last layer alone" for of in (meta.layers, layers))
-        raise DataError(
-            f"{folder} holds hidden states {there}, but the head reads those {wanted}: name another folder with "
-            "--features, or delete this one"
-        )
-
-
 def build_shards(
     target: TargetModel,
     texts: Sequence[EncodedChat],
     folder: Path,
     progress: Progress,
-    layers: Sequence[int] = (),
     *,
     share: tuple[int, int] = (0, 1),
 ) -> None:
-    """Makes the missing shards of the store of these texts; ``progress`` receives the tokens after every text.
+    """Makes the missing shards of a claimed store of these texts; ``progress`` receives the tokens after every text.
 
-    ``layers`` are n layers whose inputs are stored before h_t. ``share`` is as for :func:`missing_shards`.
+    ``share`` is as for :func:`missing_shards`.
     """
+    meta = read_meta(folder)
+    assert meta is not None, "a store is claimed before it is built"
+    layers = meta.layers
     missing = missing_shards(texts, folder, share)
     total = sum(map(_num_tokens, _parts(texts)[share[0] :: share[1]]))
     done = total - sum(map(_num_tokens, missing.values()))

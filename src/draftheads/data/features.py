@@ -6,9 +6,9 @@ A store is a folder::
     shard-00000.safetensors  hidden (T, (n+1)·D) bf16, token_ids (T,) int32, loss_mask (T,) bool, …
     …
 
-``hidden`` is h_t, (T, D); for heads that read the inputs of n layers it is these, and then h_t. The texts of a shard
-follow each other along T; ``lengths`` (texts,) int32 has their lengths, ``is_plain`` (texts,) bool which are plain
-text. A shard is written whole or not at all.
+``hidden`` is h_t, (T, D); for heads that read the inputs of n layers it is these, and then h_t. A store serves all
+heads that read some of its layers. The texts of a shard follow each other along T; ``lengths`` (texts,) int32 has their
+lengths, ``is_plain`` (texts,) bool which are plain text. A shard is written whole or not at all.
 """
 
 import json
@@ -100,6 +100,16 @@ def read_meta(folder: Path) -> StoreMeta | None:
     return meta
 
 
+def check_stored_layers(folder: Path, meta: StoreMeta, layers: Sequence[int]) -> None:
+    """Does a store have what a head reads?"""
+    if not set(layers) <= set(meta.layers):
+        there, wanted = (f"of layers {list(of)}" if of else "of the last layer alone" for of in (meta.layers, layers))
+        raise DataError(
+            f"{folder} holds hidden states {there}, but the head reads those {wanted}: name another folder with "
+            "--features, or delete this one"
+        )
+
+
 def write_shard(
     folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str], is_plain: Sequence[bool]
 ) -> None:
@@ -127,12 +137,17 @@ def stored(folder: Path) -> tuple[int, int]:
 class FeatureStore(Documents):
     """A complete store. Hidden states are read from disk per document; token ids and masks are kept in memory."""
 
-    def __init__(self, folder: Path) -> None:
-        """Opens a store. Raises DataError where there is none, or it is incomplete or damaged."""
+    def __init__(self, folder: Path, layers: Sequence[int] | None = None) -> None:
+        """Opens a store to read h_t with the inputs of ``layers``, by default of all that are there.
+
+        Raises DataError where there is no store, where it is incomplete or damaged, or where it lacks a layer.
+        """
         meta = read_meta(folder)
         if meta is None:
             raise DataError(f"{folder}: no meta.json, so this is not a feature store")
+        check_stored_layers(folder, meta, meta.layers if layers is None else layers)
         self.folder, self.meta, self.fingerprint = folder, meta, meta.fingerprint
+        self._parts = None if layers is None or list(layers) == meta.layers else [*map(meta.layers.index, layers), -1]
         self._shards: list[Any] = []  # the open files' "hidden" slices
         self._starts: list[tuple[int, int]] = []  # per document: shard, first token in it
         self.token_ids, self.loss_masks, self.sources, self.is_plain = [], [], [], []
@@ -147,6 +162,8 @@ class FeatureStore(Documents):
         shard, start = self._starts[index]
         token_ids = self.token_ids[index]
         hidden = self._shards[shard][start : start + len(token_ids)]
+        if self._parts is not None:
+            hidden = hidden.unflatten(1, (-1, self.meta.hidden_size))[:, self._parts].flatten(1)
         return Document(hidden, token_ids, self.loss_masks[index])
 
     def _open(self, index: int) -> None:

@@ -113,6 +113,9 @@ class EmbeddingConfig(HeadConfig):
     embedding_scale: float = 1.0
     """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
 
+    scales_embedding: ClassVar[bool] = True
+    """Whether training measures that number; else a new head reads embeddings as they are."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.embedding_scale > 0:

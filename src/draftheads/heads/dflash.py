@@ -8,19 +8,25 @@ In DFlash the row of a mask predicts the token in its own place. In a shifted bl
 place predicts the token behind it, so that a block for K tokens has K rows in place of K+1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer, attend_with_path
 from draftheads.heads.base import Root
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
+from draftheads.heads.layers import first_texts, linear_fit
 from draftheads.heads.stateful import StatefulHead
 from draftheads.speculation.draft import Context, TargetWeights
+
+_NEARNESS = 32.0  # of a new head: the largest logit of attention. Of these 0.88 then go to the last place at once
+_RANDOM_PART = 0.1  # of a new head's queries and keys
+_SCALED_BY = 8  # texts
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class BlockConfig(SeveralLayersConfig):
     """Whether the row at each place predicts the token behind it, not the one in it. DSpark's blocks are shifted."""
 
     one_lm_head: ClassVar[bool] = True
+    scales_embedding: ClassVar[bool] = False  # masks would hide what attention adds to them
     optional = SeveralLayersConfig.optional | {"is_shifted"}
 
     def __post_init__(self) -> None:
@@ -74,11 +81,63 @@ class DFlashHead(StatefulHead):
         self.mask_token_id = config.mask_token_id
 
     def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
-        """Starts c as the last of the hidden states, and the final norm at the size of h_t."""
+        """Starts c as the last of the hidden states; see :meth:`start_near`."""
         super().initialise(weights, draft_vocab)
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight.data[:, -self.config.hidden_size :])
-        self.norm.weight.data.fill_(self.hidden_scale(weights))
+
+    @torch.no_grad()
+    def start_near(self, hidden: Iterable[Tensor]) -> None:
+        """Starts as a linear head: rows read the last place of the text, and make of it h of the next place.
+
+        From random queries and keys a body needs far more text to find that place than most users have.
+        """
+        size = self.config.hidden_size
+        texts = [self.split(text) for text in first_texts(hidden, self.fc.in_features) if len(text) > 1]
+        if not texts:
+            return
+        if self.hidden_layers:
+            self.fc.weight.copy_(linear_fit(*(torch.cat(part) for part in zip(*texts, strict=True))))
+        self._start_attention(
+            torch.cat([self.context(states)[:-1] for states, _ in texts]), torch.cat([h[1:] for _, h in texts])
+        )
+        self.norm.weight.fill_(1.0)
+        made, wanted = [], torch.cat([h[1:] for _, h in texts[:_SCALED_BY]])
+        for states, h in texts[:_SCALED_BY]:
+            masks = torch.full((1, len(h)), self.mask_token_id, device=h.device)
+            made.append(self(states[None], masks)[0, 0, :-1, :size])
+        rows = torch.cat(made)
+        self.norm.weight.fill_(float((rows * wanted).sum() / rows.square().sum()))
+
+    def _start_attention(self, seen: Tensor, ahead: Tensor) -> None:
+        """In the first layer keys of the text and queries are one vector, those of the block its opposite.
+
+        RoPE then favours what is near. Values are the part of c that tells most of the next h.
+        """
+        config: Any = self.config
+        layer = self.ordered_layers()[0]
+        groups, head_size = config.num_key_value_heads, config.head_size
+        step = -(-config.vocab_size // len(seen))
+        tokens = torch.arange(0, config.vocab_size, step, device=seen.device)
+        rows = layer.input_norm(self.scaled_embedding(torch.cat([tokens, torch.full_like(tokens, self.mask_token_id)])))
+        ones = rows.new_ones(len(rows), 1)
+        query = linear_fit(rows, ones)
+        key = linear_fit(torch.cat([seen, rows]), torch.cat([ones.new_ones(len(seen), 1), -ones]))
+        per_group = config.num_attention_heads // groups
+        queries = layer.q_proj.weight.view(groups, per_group, head_size, -1)[:, 0]  # of the first head of each group
+        for part, direction in ((queries, query), (layer.k_proj.weight, key)):
+            part.mul_(_RANDOM_PART).add_(direction.to(part))
+        for norm in (layer.q_norm, layer.k_norm):
+            norm.weight.fill_((_NEARNESS * head_size**-0.5) ** 0.5)
+        fit = linear_fit(seen, ahead - self.scaled_embedding(tokens.new_tensor([self.mask_token_id])))
+        made = seen.double() @ fit.T
+        directions = torch.linalg.eigh(made.T @ made).eigenvectors.flip(1)[:, : groups * head_size]
+        unit = (made @ directions).square().mean().sqrt()
+        rank = directions.shape[1]
+        layer.v_proj.weight[:rank] = (directions.T @ fit / unit).to(layer.v_proj.weight)
+        out = directions.new_zeros(len(directions), groups, per_group, head_size)
+        out[:, :, 0] = F.pad(directions * unit, (0, groups * head_size - rank)).unflatten(1, (groups, head_size))
+        layer.o_proj.weight.copy_(out.flatten(1))
 
     def ordered_layers(self) -> Sequence[Any]:
         """The layers of the body, the first one first."""

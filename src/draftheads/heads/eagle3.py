@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer
 from draftheads.heads.eagle import OneLayerHead
+from draftheads.heads.layers import first_texts, linear_fit
 from draftheads.speculation.draft import TargetWeights
-
-_TOKENS_PER_NUMBER = 4  # for the start: tokens for each number that is read of a token
-_RIDGE = 1e-3  # of each number's own size
 
 
 @dataclass(frozen=True)
@@ -137,22 +135,9 @@ class Eagle3Head(OneLayerHead):
         """
         if not self.hidden_layers or self.fc.out_features != self.config.hidden_size:
             return
-        size = self.fc.in_features
-        products = self.fc.weight.new_zeros(size, size, dtype=torch.float64)
-        towards = self.fc.weight.new_zeros(size, self.fc.out_features, dtype=torch.float64)
-        num_tokens = 0
-        for part in hidden:
-            states, last = self.split(part)
-            states = self.fc_norm(states).double()
-            products += states.T @ states
-            towards += states.T @ last.double()
-            num_tokens += len(part)
-            if num_tokens >= _TOKENS_PER_NUMBER * size:
-                break
-        if num_tokens:
-            sizes = products.diagonal()
-            ridge = _RIDGE * sizes.clamp_min(1e-6 * float(sizes.mean()))  # a number may be zero everywhere
-            self.fc.weight.copy_(torch.linalg.solve(products + ridge.diag(), towards).T)
+        if texts := first_texts(hidden, self.fc.in_features):
+            states, last = self.split(torch.cat(texts))
+            self.fc.weight.copy_(linear_fit(self.fc_norm(states), last))
 
     def states(self, hidden: Tensor) -> Tensor:
         """g, (…, n·D) -> (…, M)."""

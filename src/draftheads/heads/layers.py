@@ -1,5 +1,7 @@
 """Building blocks that several draft heads share; nothing here knows what a draft is."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,6 +33,30 @@ class ResidualBlock(Block):
         """(…, D) -> (…, D)."""
         x = self.dropped(x)
         return x + F.silu(self.linear(x))
+
+
+_TOKENS_PER_NUMBER = 4  # for a start: tokens for each number that is read of a token
+_RIDGE = 1e-3  # of each number's own size
+
+
+def first_texts(texts: Iterable[Tensor], size: int) -> list[Tensor]:
+    """Texts (T, size) until they have enough tokens for a linear fit of vectors of that size."""
+    taken: list[Tensor] = []
+    for text in texts:
+        taken.append(text)
+        if sum(map(len, taken)) >= _TOKENS_PER_NUMBER * size:
+            break
+    return taken
+
+
+def linear_fit(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The matrix (O, I) that makes outputs (T, O) of inputs (T, I), by ridge regression in fp64."""
+    x = inputs.double()
+    products = x.T @ x
+    sizes = products.diagonal()
+    ridge = _RIDGE * sizes.clamp_min(1e-6 * float(sizes.mean()))  # a number may be zero everywhere
+    solved: Tensor = torch.linalg.solve(products + ridge.diag(), x.T @ outputs.double())
+    return solved.T
 
 
 def fusion(size: int, *, state_first: bool, bias: bool = True) -> nn.Linear:

@@ -174,19 +174,19 @@ def special_texts(tokenizer: Any) -> Mapping[int, str]:
     return _added_tokens(tokenizer)[0]
 
 
-def unused_token(reader: ChatReader, size: int, ends: Collection[int]) -> int:
+def unused_token(reader: ChatReader, size: int, others: Collection[int]) -> int:
     """A token that texts do not have, for the masks of block drafters, of a vocabulary of that size.
 
-    It is a special one that neither ends a text nor is in the chat template; one with "mask" in its name if there is
-    one. Without any it is the last of the vocabulary.
+    It is a special one that is not among ``others`` nor in the chat template; one with "mask" in its name if there is
+    one. Without any it is the last of the vocabulary that may be taken.
     """
     tokenizer, template = reader.tokenizer, str(template_of(reader))
-    used = {*ends, *(getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))}
+    used = {*others, *(getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))}
     free = {
         i: text for i, text in special_texts(tokenizer).items() if i < size and i not in used and text not in template
     }
     masks = [i for i, text in free.items() if "mask" in text.lower()]
-    return max(masks or free or [size - 1])
+    return max(masks or free or set(range(size)) - used)
 
 
 def is_tag(text: str) -> bool:

@@ -246,8 +246,12 @@ class ModelFacts:
 
     @property
     def mask_token_id(self) -> int:
-        """:func:`draftheads.models.chat_template.unused_token` of this model."""
-        return unused_token(self, self.vocab_size, self.eos_ids)
+        """A token that texts do not have and whose embedding is not zero, for the masks of block drafters.
+
+        From zeros attention has no queries, and their layers no gradients.
+        """
+        zero = (~self.weights.embedding.any(1)).nonzero()[:, 0].tolist()
+        return unused_token(self, self.vocab_size, {*self.eos_ids, *zero})
 
     @cached_property
     def layers(self) -> nn.ModuleList:

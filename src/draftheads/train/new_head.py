@@ -158,7 +158,8 @@ def new_head(
     config_class, head_class = head_classes(options.method)
     if issubclass(config_class, EmbeddingConfig):
         known = None if start is None else getattr(start.saved.config, "embedding_scale", None)
-        scale = embedding_scale(weights, store, documents) if known is None else known
+        measured = embedding_scale(weights, store, documents) if config_class.scales_embedding else 1.0
+        scale = measured if known is None else known
     config = head_config(
         options,
         hidden_size=target.hidden_size,

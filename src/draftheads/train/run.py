@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.compute_features import LeftOut, check_stored_layers, left_out_lines
+from draftheads.data.compute_features import LeftOut, left_out_lines
 from draftheads.data.features import FeatureStore, read_meta
 from draftheads.data.live_features import LiveStore
 from draftheads.data.plain_text import read_texts as plain_texts
@@ -360,13 +360,13 @@ class HeadRun(Run):
         return replace(data, store=store)
 
     def _finished_features(self, folder: Path) -> FeatureStore:
-        store, target = FeatureStore(folder), self.target
+        target = self.target
+        store = FeatureStore(folder, layers_read(self.options.heads, target))
         if (store.meta.model_id, store.meta.hidden_size) != (target.model_id, target.hidden_size):
             raise DataError(
                 f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
                 f"not of {target.model_id} (size {target.hidden_size})"
             )
-        check_stored_layers(folder, store.meta, layers_read(self.options.heads, target))
         return store
 
     def module(self) -> nn.Module:

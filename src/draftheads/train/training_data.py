@@ -102,12 +102,12 @@ def with_hidden_states(
     share = (processes.number(), processes.count())
     here = sum(map(len, missing_shards(texts, folder, share).values()))
     most = processes.most_of(here)
-    build_shards(target, texts, folder, progress, layers, share=share)
+    build_shards(target, texts, folder, progress, share=share)
     if settings.shard_model:  # all processes must make the same number of passes
         for _ in range(most - here):
             read_alone(target, torch.tensor(texts[0].token_ids[:1]))
     processes.wait()
-    return FeatureStore(folder)
+    return FeatureStore(folder, layers)
 
 
 def plan_training(store: Documents, options: TrainOptions, plain_text: PlainTextOptions | None = None) -> TrainingData:
