@@ -22,6 +22,7 @@ from draftheads.heads.dspark import DSparkConfig
 from draftheads.models.model import TargetModel
 
 GGUF_FILE = "draft.gguf"
+_NORMAL, _CONTROL = 1, 3  # llama_token_type
 _WHOLE = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
 _OF_LAYER = {"input_norm": "attn_norm", "o_proj": "attn_output", "middle_norm": "ffn_norm"}
 _OF_LAYER |= {f"{part}_proj": f"attn_{part}" for part in "qkv"} | {f"{part}_norm": f"attn_{part}_norm" for part in "qk"}
@@ -83,6 +84,7 @@ def _keys(head: DraftHead, target: TargetModel, config: BlockConfig, *, is_dspar
         **({"sample_from_anchor": config.is_shifted, "has_confidence_head": False} if is_dspark else {}),
     }
     texts = {token_id: text for text, token_id in target.tokenizer.get_vocab().items()}
+    special = {i for i, token in target.tokenizer.added_tokens_decoder.items() if token.special}
     tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
     model = json.loads(tokenizer.to_str())["model"] if tokenizer is not None else {}
     merges = [" ".join(pair) for pair in model.get("merges") or () if not model.get("byte_fallback")]
@@ -90,11 +92,13 @@ def _keys(head: DraftHead, target: TargetModel, config: BlockConfig, *, is_dspar
         "model": "gpt2" if merges else "llama",
         "pre": "default",  # how texts are cut: a draft model cuts none
         "tokens": [texts.get(i, f"[PAD{i}]") for i in range(config.vocab_size)],
-        **({"merges": merges} if merges else {}),
+        "token_type": [_CONTROL if i in special else _NORMAL for i in range(config.vocab_size)],
+        "merges": merges or None,
+        "eos_token_id": target.tokenizer.eos_token_id,
         "mask_token_id": config.mask_token_id,
     }
     keys = {f"dflash.{name}": value for name, value in about.items()}
-    return keys | {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items()}
+    return keys | {f"tokenizer.ggml.{name}": value for name, value in vocabulary.items() if value is not None}
 
 
 def write_gguf(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
