@@ -339,10 +339,9 @@ def test_export_names_the_engines_commands(tmp_path: Path) -> None:
             if to == "speculators":
                 assert done.commands == {"vLLM": f"vllm serve {out}"}
                 continue
-            assert list(done.commands) == ["vLLM", "SGLang", "llama.cpp"]
+            assert list(done.commands) == ["vLLM", "SGLang"]
             given = json.loads(shlex.split(done.commands["vLLM"])[-1])
             assert given == {"method": method, "model": str(out), "num_speculative_tokens": 3}
             assert f"--speculative-algorithm {method.upper()} " in done.commands["SGLang"]
-            assert f"--spec-type draft-{method}" in done.commands["llama.cpp"]
     with pytest.raises(InvalidSettings, match="--to openvino is not for heads of the method dspark"):
         export_head(tmp_path / "dspark", tmp_path / "other", model=name, to="openvino")

@@ -284,8 +284,6 @@ FORMATS = (
             "vLLM": "VLLM(dflash)",
             "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm DFLASH "
             "--speculative-draft-model-path <head>",
-            "llama.cpp": "python convert_hf_to_gguf.py <head> --target-model-dir <model> --outfile draft.gguf && "
-            "llama-server -m MODEL.gguf -md draft.gguf --spec-type draft-dflash",
         },
         is_dflash,
         block_layout,

@@ -74,8 +74,6 @@ FORMATS = (
             "vLLM": "VLLM(dspark)",
             "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm DSPARK "
             "--speculative-draft-model-path <head>",
-            "llama.cpp": "python convert_hf_to_gguf.py <head> --target-model-dir <model> --outfile draft.gguf && "
-            "llama-server -m MODEL.gguf -md draft.gguf --spec-type draft-dspark  # heads with gated=false only",
         },
         keeps_vocab=True,
     ),

@@ -1,6 +1,6 @@
 """All formats of other projects, in the order in which a file is compared with them."""
 
-from draftheads.formats import dflash, dspark, eagle, hydra, medusa, mlp_speculator, small_llama
+from draftheads.formats import dflash, dspark, eagle, gguf, hydra, medusa, mlp_speculator, small_llama
 from draftheads.formats.layout import Format
 
 FORMATS: tuple[Format, ...] = (
@@ -9,6 +9,7 @@ FORMATS: tuple[Format, ...] = (
     *mlp_speculator.FORMATS,
     *dflash.FORMATS,
     *dspark.FORMATS,
+    *gguf.FORMATS,
     *eagle.FORMATS,
     *small_llama.FORMATS,
 )

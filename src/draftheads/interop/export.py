@@ -17,8 +17,10 @@ from draftheads.checkpoints.checkpoint import load_head
 from draftheads.checkpoints.head_files import CONFIG_FILE, read_head_files
 from draftheads.checkpoints.registry import find_head
 from draftheads.errors import InvalidSettings, SpeedWarning, no_such
+from draftheads.formats.gguf import GGUF_FILE, write_gguf
 from draftheads.formats.layout import Format
 from draftheads.formats.registry import FORMATS
+from draftheads.heads.base import HeadConfig
 from draftheads.heads.eagle3 import Eagle3Config
 from draftheads.loading import Loadable, load_target, name_of
 from draftheads.models.model_names import base_of, model_id_of
@@ -90,17 +92,20 @@ def export_head(
                 warnings.warn(f"the head has {option}: {what}", SpeedWarning, stacklevel=2)
     tensors = {key: as_stored(tensor) for key, tensor in tensors.items()}
     with atomic_directory(folder) as staged:
-        if file.endswith(".pt"):
-            torch.save(tensors, staged / file)
+        if file == GGUF_FILE:  # it has the configuration in it
+            write_gguf(staged / file, config, tensors)
         else:
-            save_file(tensors, staged / file, metadata={"format": "pt"})
-        (staged / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if file.endswith(".pt"):
+                torch.save(tensors, staged / file)
+            else:
+                save_file(tensors, staged / file, metadata={"format": "pt"})
+            (staged / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if form.name == "eagle-sglang" and loaded.config.draft_vocab_size is not None:
             torch.save(loaded.draft_vocab, staged / _TOKEN_MAP)
         if form.has_tokenizer:
             target.tokenizer.save_pretrained(staged)
     left_out = None if form.keeps_vocab else loaded.config.draft_vocab_size
-    return Exported(folder, form.name, _commands(form, folder, base, loaded.config.num_heads), left_out)
+    return Exported(folder, form.name, _commands(form, folder, base, loaded.config), left_out)
 
 
 def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Format:
@@ -128,9 +133,11 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
     )
 
 
-def _commands(form: Format, folder: Path, model_id: str, steps: int) -> dict[str, str]:
-    """By engine, the command that decodes with an exported head; ``steps`` are draft tokens, or heads."""
+def _commands(form: Format, folder: Path, model_id: str, head: HeadConfig) -> dict[str, str]:
+    """By engine, the command that decodes with an exported head; its steps are draft tokens, or heads."""
+    steps = head.num_heads
     words = {"head": shlex.quote(str(folder)), "model": shlex.quote(model_id), "steps": str(steps)}
+    words["method"] = head.method
     found = {}
     for engine, command in form.commands.items():
         if engine == "TensorRT-LLM" and not (folder / _OWN_HEADS).is_file():  # it does not read shared lm_heads
