@@ -1,0 +1,110 @@
+"""A layer of the target's own class, as ``transformers`` has it. No other file of heads knows that package.
+
+Its attention is given a cache, a mask and positions, so it can read texts, and draft tokens that see those above them.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.cpu.attention import GROUPED_ATTENTION
+from draftheads.errors import InvalidSettings
+from draftheads.heads.kv_cache import HeadKVCache, KeysValues
+
+# families whose layers are tested, and under which name transformers has them
+FAMILIES = {
+    **{name: name for name in ("deepseek_v3", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_5_text")},
+    **{name: name for name in ("qwen3_5_moe_text", "qwen3_next")},
+    "mimo": "qwen2",
+}
+# the layer has full attention, and experts where its family has them; it has no embedding
+_ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "vocab_size": 1}
+_ONE_LAYER |= {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+_ONE_LAYER |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+
+def decoder_of(layer: Mapping[str, Any], hidden_size: int) -> Any:
+    """A model of one layer, with random weights.
+
+    Args:
+        layer: its family under ``model_type``, and settings of that family.
+        hidden_size: D.
+
+    Raises:
+        InvalidSettings: the family is not known, or the settings make no model.
+    """
+    from transformers import AutoModel, PreTrainedConfig  # noqa: PLC0415 - slow to import
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
+
+    if (family := layer.get("model_type")) not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise InvalidSettings(
+            f"layer is of the family {family}; an mtp head has a layer of the model's own class, and those of these "
+            f"families can be used: {known}"
+        )
+    kind = CONFIG_MAPPING[FAMILIES[family]]
+    names = {"model_type", "head_dim", *signature(kind.__init__).parameters}
+    if unknown := sorted(set(layer) - names | set(layer) & signature(PreTrainedConfig.__init__).parameters.keys()):
+        raise InvalidSettings(f"layer has {unknown[0]}, which is no setting of a layer of {family}")
+    settings = {name: value for name, value in layer.items() if name != "model_type"}
+    try:
+        config = kind(**{**settings, **_ONE_LAYER, "hidden_size": hidden_size})
+        return AutoModel.from_config(config, attn_implementation=GROUPED_ATTENTION, dtype=torch.float32)
+    except Exception as error:  # a file may say anything of the layer
+        raise InvalidSettings(f"layer makes no layer of {family}: {error}") from error
+
+
+class TargetLayer(nn.Module):
+    """The only layer of a decoder of :func:`decoder_of`."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.block = decoder.layers[0]
+        self.new_rotary = partial(type(decoder.rotary_emb), decoder.config)
+        self.rotary: dict[torch.device, nn.Module] = {}  # has no weights and may be on any device
+        names = signature(type(self.block).forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
+        latent, config = getattr(decoder.config, "kv_lora_rank", None), decoder.config
+        self.kv_numbers = (  # of a token
+            latent + config.qk_rope_head_dim
+            if latent
+            else 2 * config.num_key_value_heads * (config.head_dim or config.hidden_size // config.num_attention_heads)
+        )
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, cache: "Slots | Passes") -> Tensor:
+        """(B, S, D) -> (B, S, D) at positions (1 or B, S); mask (1 or B, S, C), True where seen of what is cached."""
+        if x.device not in self.rotary:
+            with torch.inference_mode(mode=False), x.device:  # so that training can use it, too
+                self.rotary[x.device] = self.new_rotary()
+        named = {self.cache_name: cache, "position_embeddings": self.rotary[x.device](x, positions)}
+        out: Tensor = self.block(x, attention_mask=mask[:, None], position_ids=positions, **named)
+        return out
+
+
+class Slots:
+    """The layer's cache in drafting: slots (B, S) of some rows of a history, of which ``longest`` are seen."""
+
+    def __init__(self, history: HeadKVCache, rows: slice, slots: Tensor, longest: int) -> None:
+        self.history, self.rows, self.slots, self.longest = history, rows, slots, longest
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
+        """Writes (B, G, S, d) and returns what is seen, (B, G, C, d)."""
+        new = KeysValues(keys.transpose(1, 2), values.transpose(1, 2))
+        seen = self.history.write(0, self.rows, new, self.slots, self.longest)
+        return tuple(part.transpose(1, 2) for part in seen)
+
+
+class Passes:
+    """The layer's cache in training: what passes over the same text made, side by side."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
+        """Adds (B, G, T, d) and returns all, (B, G, passes·T, d)."""
+        self.made.append((keys, values))
+        return tuple(torch.cat(parts, 2) for parts in zip(*self.made, strict=True))
