@@ -489,8 +489,8 @@ def test_quantised_tensors_are_refused(dtype: torch.dtype, case: str, tmp_path: 
 def test_the_scale_of_embeddings_is_written_into_the_weights(to: str, tmp_path: Path) -> None:
     name = on_disk(tmp_path / "model", **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)
-    sizes = {key: value for key, value in target.head_sizes.items() if key != "layers"}
-    config = EagleConfig(target.hidden_size, target.vocab_size, embedding_scale=2.0, fusion_bias=False, **sizes)
+    sizes = {"embedding_scale": 2.0, "fusion_bias": False, **target.layer_sizes}
+    config = EagleConfig(target.hidden_size, target.vocab_size, **sizes)
     torch.manual_seed(1)
     head = EagleHead(config)
     head.initialise(target.weights)

@@ -1,6 +1,6 @@
 """All formats of other projects, in the order in which a file is compared with them."""
 
-from draftheads.formats import dflash, dspark, eagle, hydra, medusa, mlp_speculator, small_llama
+from draftheads.formats import dflash, dspark, eagle, hydra, medusa, mlp_speculator, mtp, small_llama
 from draftheads.formats.layout import Format
 
 FORMATS: tuple[Format, ...] = (
@@ -11,4 +11,5 @@ FORMATS: tuple[Format, ...] = (
     *dspark.FORMATS,
     *eagle.FORMATS,
     *small_llama.FORMATS,
+    *mtp.FORMATS,
 )

@@ -96,7 +96,7 @@ class MtpHead(StatefulHead):
         return torch.stack(features[1:])
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
-        """h' after the root, (rows, D)."""
+        """The h' after the root, (rows, D)."""
         x = self.inputs(next_tokens(context), context.hidden)
         positions, longest = history.span(rows, x.shape[1])
         mask = torch.arange(longest, device=x.device) <= positions[:, :, None]

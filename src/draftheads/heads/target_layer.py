@@ -65,22 +65,20 @@ class TargetLayer(nn.Module):
         super().__init__()
         self.block = decoder.layers[0]
         self.new_rotary = partial(type(decoder.rotary_emb), decoder.config)
-        self.rotary: dict[torch.device, nn.Module] = {}  # has no weights and may be on any device
+        self.rotary: dict[torch.device, Any] = {}  # has no weights and may be on any device
         names = signature(type(self.block).forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
         latent, config = getattr(decoder.config, "kv_lora_rank", None), decoder.config
-        self.kv_numbers = (  # of a token
-            latent + config.qk_rope_head_dim
-            if latent
-            else 2 * config.num_key_value_heads * (config.head_dim or config.hidden_size // config.num_attention_heads)
-        )
+        size = config.head_dim or config.hidden_size // config.num_attention_heads
+        kept = latent + config.qk_rope_head_dim if latent else 2 * config.num_key_value_heads * size
+        self.kv_numbers = int(kept)  # of a token
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor, cache: "Slots | Passes") -> Tensor:
         """(B, S, D) -> (B, S, D) at positions (1 or B, S); mask (1 or B, S, C), True where seen of what is cached."""
         if x.device not in self.rotary:
             with torch.inference_mode(mode=False), x.device:  # so that training can use it, too
                 self.rotary[x.device] = self.new_rotary()
-        named = {self.cache_name: cache, "position_embeddings": self.rotary[x.device](x, positions)}
+        named: dict[str, Any] = {self.cache_name: cache, "position_embeddings": self.rotary[x.device](x, positions)}
         out: Tensor = self.block(x, attention_mask=mask[:, None], position_ids=positions, **named)
         return out
 

@@ -58,9 +58,7 @@ def kv_numbers(config: Any) -> int:
 
 
 def head_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
-    """Options of heads that follow from the model: :func:`layer_sizes`, :func:`three_layers` that heads read, and
-    :func:`layer_settings`.
-    """
+    """Options of heads that follow from the model; ``layers`` are the :func:`three_layers` that heads read."""
     layers = three_layers(int(config.num_hidden_layers))
     return {**layer_sizes(config, hidden_size), "layers": layers, "layer": layer_settings(config)}
 
@@ -71,7 +69,10 @@ def layer_settings(config: Any) -> dict[str, Any]:
 
     names = {"head_dim", *signature(type(config).__init__).parameters} - _NOT_OF_A_LAYER
     names -= signature(PreTrainedConfig.__init__).parameters.keys()
-    return {"model_type": config.model_type, **{name: getattr(config, name) for name in sorted(names) if hasattr(config, name)}}
+    return {
+        "model_type": config.model_type,
+        **{name: getattr(config, name) for name in sorted(names) if hasattr(config, name)},
+    }
 
 
 def three_layers(count: int) -> list[int]:
