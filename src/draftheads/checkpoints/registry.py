@@ -232,9 +232,8 @@ def find_published(name: str | PathLike[str], base_name: str) -> Path:
         )
     folder = _download(match["repo"], match["subfolder"], base_name)
     config = _json_in(folder / CONFIG_FILE)
-    has_heads = config.get("model_type") == "qwen3_next" or any(
-        part in key for key in config for part in ("medusa", "nextn", "mtp")
-    )
+    is_next = config.get("model_type") == "qwen3_next"
+    has_heads = is_next or any(part in key for key in config for part in ("medusa", "nextn", "mtp"))
     if config.get("num_hidden_layers", 1) > _MOST_LAYERS and not has_heads:
         raise ModelNotFound(f"{name} is a model (num_hidden_layers: {config['num_hidden_layers']}), not a draft head")
     return _download(match["repo"], match["subfolder"], base_name, _OF_OTHERS)

@@ -1,7 +1,4 @@
-"""MTP layers in a model's own files: Qwen3-Next, Qwen3.5, MiMo, GLM-4.5 and DeepSeek-V3; also speculators' files.
-
-They are read from a folder of the whole model, of which the other tensors are left alone.
-"""
+"""MTP layers in a model's own files, of which the rest is left alone: Qwen, MiMo, GLM, DeepSeek; also speculators'."""
 
 import re
 from collections.abc import Mapping
@@ -25,62 +22,48 @@ class _Names(NamedTuple):
     """What the parts of an MTP layer are called. All stand behind a prefix."""
 
     fusion: str  # pattern of the name of fc, with the prefix as its group
-    norms: tuple[str, str, str]  # of the embedding and of the hidden state, and the one behind the layer
+    norms: tuple[str, ...]  # of the embedding and of the hidden state, and the one behind the layer
     layer: str = ""
     hidden_first: bool = False
 
 
+_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
 _NAMES = (
     _Names(r"(mtp\.)fc\.weight", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "layers.0."),
     _Names(r"(model\.layers\.\d+\.)eh_proj\.weight", ("enorm", "hnorm", "shared_head.norm")),
-    _Names(
-        r"(model\.mtp_layers\.\d+\.)input_proj\.weight",
-        ("token_layernorm", "hidden_layernorm", "final_layernorm"),
-        hidden_first=True,  # MiMo
-    ),
-    _Names(r"(mtp_layers\.\d+\.)input_proj\.weight", ("token_layernorm", "hidden_layernorm", "final_layernorm")),
+    _Names(r"(model\.mtp_layers\.\d+\.)input_proj\.weight", _NORMS, hidden_first=True),  # MiMo
+    _Names(r"(mtp_layers\.\d+\.)input_proj\.weight", _NORMS),  # speculators
 )
 
 
-def is_mtp(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """A layer that fuses an embedding and a hidden state, under one of the known names."""
-    return bool(_found(shapes))
+def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[_Names, re.Match[str]]]:
+    """The names of each MTP layer, and its fc."""
+    return [(names, match) for names in _NAMES for name in shapes if (match := re.fullmatch(names.fusion, name))]
 
 
 def mtp_layout(source: Source, base: TargetModel) -> Layout:
     """The layer's class and settings are those of the base model."""
-    (names, fusion), *further = _found(source.shapes)
-    prefix = fusion[1]
+    (names, fusion), *further = find_layers(source.shapes)
     if further or numbers_in(source.shapes, r"mtp\.layers\.([1-9]\d*)\.input_layernorm\.weight"):
         raise UnsupportedModel(f"{source.path} has several MTP layers; a head has one, which is used for each depth")
-    config = MtpConfig(
-        **sizes_of(base), num_heads=_DEPTH, hidden_first=names.hidden_first, layer=base.head_sizes["layer"]
-    )
-    ours = ("embedding_norm.weight", "hidden_norm.weight", "norm.weight")
+    layer, prefix = base.head_sizes["layer"], fusion[1]
+    config = MtpConfig(**sizes_of(base), num_heads=_DEPTH, hidden_first=names.hidden_first, layer=layer)
     places: dict[str, str | Made] = {"fusion.weight": fusion[0]}
-    places |= {name: f"{prefix}{theirs}.weight" for name, theirs in zip(ours, names.norms, strict=True)}
+    for ours, theirs in zip(("embedding_norm", "hidden_norm", "norm"), names.norms, strict=True):
+        places[f"{ours}.weight"] = f"{prefix}{theirs}.weight"
     for name, tensor in weightless_head(config).state_dict().items():
         if name.startswith(_LAYER):
             theirs = prefix + names.layer + name.removeprefix(_LAYER)
-            is_stacked = ".experts." in name and theirs not in source.shapes
-            places[name] = _of_experts(theirs, len(tensor)) if is_stacked else theirs
+            is_made = ".experts." in name and theirs not in source.shapes
+            places[name] = _of_experts(theirs, len(tensor)) if is_made else theirs
     copies = {f"{prefix}embed_tokens.weight": "embedding", f"{prefix}shared_head.head.weight": "lm_head"}
-    return Layout(
-        "an MTP layer",
-        config,
-        places,
-        copies={name: part for name, part in copies.items() if name in source.shapes},
-        unused={name for name in source.shapes if not name.startswith(prefix)},
-    )
-
-
-def _found(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[_Names, re.Match[str]]]:
-    """The name of fc of each MTP layer."""
-    return [(names, match) for names in _NAMES for name in shapes if (match := re.fullmatch(names.fusion, name))]
+    copies = {name: part for name, part in copies.items() if name in source.shapes}
+    unused = {name for name in source.shapes if not name.startswith(prefix)}
+    return Layout("an MTP layer", config, places, copies=copies, unused=unused)
 
 
 def _of_experts(name: str, count: int) -> Made:
-    """Matrices (E, …) of all experts, which have files with a matrix for each: gate and up side by side, or down."""
+    """Matrices of all experts, (E, …): of files that have gate, up and down of each, where the layer has gate_up."""
     stem, _, parts = name.rpartition(".")
     kinds = parts.removesuffix("_proj").split("_")
 
@@ -90,4 +73,4 @@ def _of_experts(name: str, count: int) -> Made:
     return Made(tuple(f"{stem}.{expert}.{kind}_proj.weight" for expert in range(count) for kind in kinds), stacked)
 
 
-FORMATS = (Format("mtp", (), None, {}, is_mtp, mtp_layout),)
+FORMATS = (Format("mtp", (), None, {}, lambda shapes: bool(find_layers(shapes)), mtp_layout),)

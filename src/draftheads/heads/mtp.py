@@ -30,8 +30,7 @@ class MtpConfig(HeadConfig):
     hidden_first: bool = False
     """Whether fc reads [h; E(x)], as in MiMo, in place of [E(x); h]."""
     layer: dict[str, Any] = field(default_factory=lambda: dict(_SMALL_LAYER))
-    """Family (model_type) and settings of the layer, as the target's configuration has them. Training takes them from
-    there."""
+    """The layer's family (model_type) and settings, which training takes from the target's configuration."""
 
     method: ClassVar[str] = "mtp"
     one_layer: ClassVar[str] = "MTP"

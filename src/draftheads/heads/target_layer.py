@@ -4,7 +4,6 @@ Its attention is given a cache, a mask and positions, so it can read texts, and 
 """
 
 from collections.abc import Mapping
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -15,24 +14,21 @@ from draftheads.cpu.attention import GROUPED_ATTENTION
 from draftheads.errors import InvalidSettings
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 
-# families whose layers are tested, and under which name transformers has them
+# families whose layers are tested, and their names in transformers
 FAMILIES = {
-    **{name: name for name in ("deepseek_v3", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_5_text")},
-    **{name: name for name in ("qwen3_5_moe_text", "qwen3_next")},
+    **{name: name for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen2", "qwen3", "llama")},
+    "glm4_moe": "glm4_moe",
+    "deepseek_v3": "deepseek_v3",
     "mimo": "qwen2",
 }
-# the layer has full attention, and experts where its family has them; it has no embedding
-_ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "vocab_size": 1}
-_ONE_LAYER |= {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+# full attention, and experts if the family has them; no embedding
+_ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
+_ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "vocab_size": 1}
 _ONE_LAYER |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
 def decoder_of(layer: Mapping[str, Any], hidden_size: int) -> Any:
-    """A model of one layer, with random weights.
-
-    Args:
-        layer: its family under ``model_type``, and settings of that family.
-        hidden_size: D.
+    """A model of one layer with random weights. ``layer`` has its family as ``model_type``, and settings of that.
 
     Raises:
         InvalidSettings: the family is not known, or the settings make no model.
@@ -40,17 +36,14 @@ def decoder_of(layer: Mapping[str, Any], hidden_size: int) -> Any:
     from transformers import AutoModel, PreTrainedConfig  # noqa: PLC0415 - slow to import
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
 
+    settings = {name: value for name, value in layer.items() if name != "model_type"}
     if (family := layer.get("model_type")) not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise InvalidSettings(
-            f"layer is of the family {family}; an mtp head has a layer of the model's own class, and those of these "
-            f"families can be used: {known}"
-        )
+        raise InvalidSettings(f"an mtp head has a layer of the model's own class; {family} is none of {known}")
     kind = CONFIG_MAPPING[FAMILIES[family]]
-    names = {"model_type", "head_dim", *signature(kind.__init__).parameters}
-    if unknown := sorted(set(layer) - names | set(layer) & signature(PreTrainedConfig.__init__).parameters.keys()):
+    names = {"head_dim", *signature(kind.__init__).parameters} - signature(PreTrainedConfig.__init__).parameters.keys()
+    if unknown := sorted(settings.keys() - names):
         raise InvalidSettings(f"layer has {unknown[0]}, which is no setting of a layer of {family}")
-    settings = {name: value for name, value in layer.items() if name != "model_type"}
     try:
         config = kind(**{**settings, **_ONE_LAYER, "hidden_size": hidden_size})
         return AutoModel.from_config(config, attn_implementation=GROUPED_ATTENTION, dtype=torch.float32)
@@ -63,23 +56,21 @@ class TargetLayer(nn.Module):
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
-        self.block = decoder.layers[0]
-        self.new_rotary = partial(type(decoder.rotary_emb), decoder.config)
-        self.rotary: dict[torch.device, Any] = {}  # has no weights and may be on any device
+        self.block, config = decoder.layers[0], decoder.config
+        with torch.device("cpu"):  # in a list, since it has no weights and is no part of a saved head
+            self.rotary = [type(decoder.rotary_emb)(config)]
         names = signature(type(self.block).forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
-        latent, config = getattr(decoder.config, "kv_lora_rank", None), decoder.config
-        size = config.head_dim or config.hidden_size // config.num_attention_heads
+        latent = getattr(config, "kv_lora_rank", None)
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kept = latent + config.qk_rope_head_dim if latent else 2 * config.num_key_value_heads * size
         self.kv_numbers = int(kept)  # of a token
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor, cache: "Slots | Passes") -> Tensor:
         """(B, S, D) -> (B, S, D) at positions (1 or B, S); mask (1 or B, S, C), True where seen of what is cached."""
-        if x.device not in self.rotary:
-            with torch.inference_mode(mode=False), x.device:  # so that training can use it, too
-                self.rotary[x.device] = self.new_rotary()
-        named: dict[str, Any] = {self.cache_name: cache, "position_embeddings": self.rotary[x.device](x, positions)}
-        out: Tensor = self.block(x, attention_mask=mask[:, None], position_ids=positions, **named)
+        turns = self.rotary[0].to(x.device)(x, positions)
+        named: dict[str, Any] = {self.cache_name: cache, "position_embeddings": turns, "position_ids": positions}
+        out: Tensor = self.block(x, attention_mask=mask[:, None], **named)
         return out
 
 

@@ -79,7 +79,7 @@ def export_head(
     target = load_target(model, precision="bf16", device="cpu", fast=False)
     loaded = load_head(source, target, dtype=torch.float32)
     base = model_id_of(base_of(fspath(model)) if isinstance(model, str | PathLike) else name_of(model))
-    assert form.write is not None, "only layouts that can be written have methods"
+    assert form.write is not None
     config, tensors = form.write(loaded, target, base)
     if with_embedding:
         tensors.setdefault("embed_tokens.weight", target.weights.embedding)

@@ -69,10 +69,7 @@ def layer_settings(config: Any) -> dict[str, Any]:
 
     names = {"head_dim", *signature(type(config).__init__).parameters} - _NOT_OF_A_LAYER
     names -= signature(PreTrainedConfig.__init__).parameters.keys()
-    return {
-        "model_type": config.model_type,
-        **{name: getattr(config, name) for name in sorted(names) if hasattr(config, name)},
-    }
+    return {name: getattr(config, name) for name in ("model_type", *sorted(names)) if hasattr(config, name)}
 
 
 def three_layers(count: int) -> list[int]:

@@ -90,7 +90,7 @@ def matches(value: Any, hint: Any) -> bool:
     (True, False, True)
     >>> matches([1, 2.5], list[float]), matches([[0], "x"], list[list[int]])
     (True, False)
-    >>> matches({"a": 1}, dict[str, typing.Any]), matches([], dict[str, typing.Any])
+    >>> matches({"a": [1]}, dict[str, typing.Any]), matches([], dict[str, typing.Any])
     (True, False)
     """
     kind = typing.get_origin(hint)
