@@ -154,7 +154,8 @@ def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: st
         assert not differs[:, 10].any()
     assert not differs[0, :11].any(), "head 0 at t sees x_{t+1} at most"
     history = bool(differs[:, 12:].any())
-    reads_text = name.startswith(("eagle", "amphista", "small-llama")) and not name.endswith(("no token", "no stage"))
+    reads_text = name.startswith(("eagle", "amphista", "small-llama", "mtp"))
+    reads_text &= not name.endswith(("no token", "no stage"))
     assert history == reads_text
 
 

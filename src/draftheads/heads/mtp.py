@@ -20,7 +20,8 @@ from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 from draftheads.heads.target_layer import Passes, Slots, TargetLayer, decoder_of
 from draftheads.speculation.draft import Context
 
-_SMALL_LAYER = {"model_type": "llama", "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 128}
+_LAYER = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+_LAYER |= {"intermediate_size": 128}  # of a model of any size
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class MtpConfig(HeadConfig):
 
     hidden_first: bool = False
     """Whether fc reads [h; E(x)], as in MiMo, in place of [E(x); h]."""
-    layer: dict[str, Any] = field(default_factory=lambda: dict(_SMALL_LAYER))
+    layer: dict[str, Any] = field(default_factory=lambda: dict(_LAYER))
     """The layer's family (model_type) and settings, which training takes from the target's configuration."""
 
     method: ClassVar[str] = "mtp"
