@@ -3,6 +3,8 @@
 Nothing here uses the package's heads or the layers of transformers.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ class Kind(NamedTuple):
     hidden_first: bool = False
     gain: float = 0.0  # what is added to the weights of norms
     stacked: bool = False  # the matrices of all experts are one tensor
-    changes: dict[str, Any] = {}  # of the model's configuration
+    changes: Mapping[str, Any] = MappingProxyType({})  # of the model's configuration
 
 
 _QWEN = ("mtp.fc", ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"), "mtp.layers.0.")
@@ -113,13 +115,11 @@ class SlowMtp:
             following: x_1 … x_{t+1}, the last of which is the root.
             drafts: tokens behind the root.
         """
-        kind = self.kind
         inputs = [self._fused(token, state) for token, state in zip(following, hidden, strict=True)]
         state = self._last(inputs)
         for token in drafts:
             inputs.append(self._fused(token, state))
             state = self._last(inputs)
-        assert kind
         return self.model.weights.lm_head @ state
 
     def _fused(self, token: int, state: Tensor) -> Tensor:
