@@ -144,6 +144,8 @@ def test_it_decodes_its_own_model_without_changing_a_word(kind: str, tmp_path: P
 
 @pytest.mark.parametrize("kind", USED)
 def test_the_memory_of_a_token_is_what_is_said(kind: str, tmp_path: Path) -> None:
+    if kind == "deepseek-v3" and not HAS_RECURRENT:
+        pytest.skip("earlier versions of transformers cache whole keys and values")
     model = model_for(kind)
     head, _ = imported(kind, model, tmp_path)
     session, (hidden, ids) = head.start(), text(6)

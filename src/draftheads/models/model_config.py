@@ -12,6 +12,7 @@ import torch
 _NOT_OF_A_LAYER = {  # settings of a whole model or of its texts
     *("vocab_size", "hidden_size", "num_hidden_layers", "layer_types", "first_k_dense_replace", "mlp_only_layers"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache", "num_mtp_layers", "self"),
+    *("output_router_logits", "router_aux_loss_coef"),
 }
 _ORIGINAL = "original_max_position_embeddings"
 
