@@ -115,9 +115,9 @@ def test_every_node_of_a_tree_is_what_the_equations_say(
                     close(
                         ours[row, node], log_probs(slow.logits(hidden[row, :end], ids[row, 1 : end + 1].tolist(), path))
                     )
-            best = ours.topk(2).indices
+            best = ours.topk(3).indices
             parents = torch.tensor([[len(paths[0]) - 1, 0, 0]] * 2)  # not in order, and one node has two children
-            tokens = best[rows, parents, torch.tensor([[0, 1, 0]] * 2)]
+            tokens = best[rows, parents, torch.tensor([[0, 1, 2]] * 2)]
             paths = [
                 [paths[r][p] + [t] for p, t in zip(parents[r].tolist(), tokens[r].tolist(), strict=True)]
                 for r in range(2)
@@ -125,12 +125,13 @@ def test_every_node_of_a_tree_is_what_the_equations_say(
             state = head.descend(state, depth, parents, tokens)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", USED)
 def test_it_decodes_its_own_model_without_changing_a_word(kind: str, tmp_path: Path) -> None:
     """In batches, on a tree and on growing trees, deeper than it was trained; also with faster modules."""
     model = model_for(kind)
     head, _ = imported(kind, model, tmp_path)
-    settings: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+    settings: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
     prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
     plain = [result.token_ids for result in Engine(model, max_batch_size=1).generate(prompts, **settings)]
     for fast in (False, True):
