@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen2Config
 
 import draftheads
 from draftheads.checkpoints.checkpoint import load_head, read_head
@@ -19,11 +20,12 @@ from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.heads.stateful import StatefulSession
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import layer_settings
 from draftheads.speculation.draft import Context
 from draftheads.train.new_head import Start
 from draftheads.train.objectives import depth_weights
 from draftheads.train.recipes import RECIPES
-from families import GROWING, HAS_RECURRENT, PROMPTS, TREES, VOCAB, tiny_model
+from families import GROWING, HAS_RECURRENT, PROMPTS, SMALL, TREES, VOCAB, tiny_model
 from mtp_files import KINDS, SlowMtp, Tensors, model_for, random_layer
 from training_world import VOCAB as WORDS
 from training_world import chat_tokenizer, counting_chats, lines, write_chats
@@ -244,6 +246,22 @@ def test_a_new_layer_starts_at_the_size_of_hidden_states() -> None:
         head.start_near(iter([7 * hidden[0]]))
         size = float(head(hidden, ids).detach().square().mean().sqrt())
         assert size == pytest.approx(7, rel=0.05)
+
+
+def test_a_family_whose_configuration_extends_another_has_the_settings_of_both() -> None:
+    """As MiMo's own code does."""
+
+    class MiMoConfig(Qwen2Config):
+        model_type = "mimo"
+
+        def __init__(self, *args: Any, num_nextn_predict_layers: int = 0, **named: Any) -> None:
+            super().__init__(*args, **named)
+            self.num_nextn_predict_layers = num_nextn_predict_layers
+
+    plain = layer_settings(Qwen2Config(**SMALL))
+    found = layer_settings(MiMoConfig(**SMALL, num_nextn_predict_layers=1))
+    assert found == {**plain, "model_type": "mimo"}
+    assert head_classes("mtp")[0](32, VOCAB, layer=found).layer == found  # type: ignore[call-arg, attr-defined]
 
 
 # --- errors ---

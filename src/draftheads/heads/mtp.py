@@ -8,16 +8,17 @@ that. Deeper predictions use entries with h' for h. Norms are the target's, too:
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftheads.heads.base import HeadConfig, Root
-from draftheads.heads.kv_cache import HeadKVCache
+from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.layers import fusion
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
-from draftheads.heads.target_layer import Passes, Slots, TargetLayer, decoder_of
+from draftheads.heads.target_layer import TargetLayer, decoder_of
 from draftheads.speculation.draft import Context
 
 _LAYER = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
@@ -88,10 +89,15 @@ class MtpHead(StatefulHead):
         positions = torch.arange(length, device=hidden.device)[None]
         mask = torch.ones(1, length, length, dtype=torch.bool, device=hidden.device).tril()
         own = torch.eye(length, dtype=torch.bool, device=hidden.device)[None]  # below the text, only the path is seen
-        passes, features = Passes(), [hidden]
+        features, passes = [hidden], list[KeysValues]()
+
+        def side_by_side(new: KeysValues) -> KeysValues:
+            passes.append(new)
+            return KeysValues(*(torch.cat(parts, 1) for parts in zip(*passes, strict=True)))
+
         for i in range(self.config.num_heads):
             x = self.inputs(token_ids.roll(-(i + 1), dims=1), features[-1])
-            features.append(self.norm(self.layer(x, positions + i, mask, passes)))
+            features.append(self.norm(self.layer(x, positions + i, mask, side_by_side)))
             mask = torch.cat([mask, own], -1)
         return torch.stack(features[1:])
 
@@ -100,7 +106,7 @@ class MtpHead(StatefulHead):
         x = self.inputs(next_tokens(context), context.hidden)
         positions, longest = history.span(rows, x.shape[1])
         mask = torch.arange(longest, device=x.device) <= positions[:, :, None]
-        features = self.layer(x, positions, mask, Slots(history, rows, positions, longest))
+        features = self.layer(x, positions, mask, partial(history.write, 0, rows, positions=positions, longest=longest))
         states: Tensor = self.norm(last_of(features, context.num_accepted))
         return states
 
@@ -126,5 +132,5 @@ class MtpHead(StatefulHead):
         mask.scatter_(2, slots[:, None].expand_as(seen), seen)
         x = self.inputs(token_ids, state.states[rows, parents])
         positions = (history.counts[:, None] + depth).expand_as(token_ids)
-        cache = Slots(history, slice(0, batch), slots[:, num_above:], longest)
-        return MtpState(self.norm(self.layer(x, positions, mask, cache)), seen, history)
+        keep = partial(history.write, 0, slice(0, batch), positions=slots[:, num_above:], longest=longest)
+        return MtpState(self.norm(self.layer(x, positions, mask, keep)), seen, history)

@@ -3,7 +3,7 @@
 Its attention is given a cache, a mask and positions, so it can read texts, and draft tokens that see those above them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -12,15 +12,12 @@ from torch import Tensor, nn
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
 from draftheads.errors import InvalidSettings
-from draftheads.heads.kv_cache import HeadKVCache, KeysValues
+from draftheads.heads.kv_cache import KeysValues
 
+Keep = Callable[[KeysValues], KeysValues]  # stores keys and values (B, S, G, d), and returns all (B, C, G, d)
 # families whose layers are tested, and their names in transformers
-FAMILIES = {
-    **{name: name for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen2", "qwen3", "llama")},
-    "glm4_moe": "glm4_moe",
-    "deepseek_v3": "deepseek_v3",
-    "mimo": "qwen2",
-}
+FAMILIES = {name: name for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen2", "qwen3", "llama")}
+FAMILIES |= {"glm4_moe": "glm4_moe", "deepseek_v3": "deepseek_v3", "mimo": "qwen2"}
 # full attention, and experts if the family has them; no embedding
 _ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
 _ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "vocab_size": 1}
@@ -66,34 +63,21 @@ class TargetLayer(nn.Module):
         kept = latent + config.qk_rope_head_dim if latent else 2 * config.num_key_value_heads * size
         self.kv_numbers = int(kept)  # of a token
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, cache: "Slots | Passes") -> Tensor:
-        """(B, S, D) -> (B, S, D) at positions (1 or B, S); mask (1 or B, S, C), True where seen of what is cached."""
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, keep: Keep) -> Tensor:
+        """(B, S, D) -> (B, S, D) at positions (1 or B, S); mask (1 or B, S, C), True where seen of what is kept."""
         turns = self.rotary[0].to(x.device)(x, positions)
-        named: dict[str, Any] = {self.cache_name: cache, "position_embeddings": turns, "position_ids": positions}
+        named: dict[str, Any] = {self.cache_name: _Cache(keep), "position_embeddings": turns, "position_ids": positions}
         out: Tensor = self.block(x, attention_mask=mask[:, None], **named)
         return out
 
 
-class Slots:
-    """The layer's cache in drafting: slots (B, S) of some rows of a history, of which ``longest`` are seen."""
+class _Cache:
+    """What attention of transformers takes for a cache."""
 
-    def __init__(self, history: HeadKVCache, rows: slice, slots: Tensor, longest: int) -> None:
-        self.history, self.rows, self.slots, self.longest = history, rows, slots, longest
-
-    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
-        """Writes (B, G, S, d) and returns what is seen, (B, G, C, d)."""
-        new = KeysValues(keys.transpose(1, 2), values.transpose(1, 2))
-        seen = self.history.write(0, self.rows, new, self.slots, self.longest)
-        return tuple(part.transpose(1, 2) for part in seen)
-
-
-class Passes:
-    """The layer's cache in training: what passes over the same text made, side by side."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, keep: Keep) -> None:
+        self.keep = keep
 
     def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
-        """Adds (B, G, T, d) and returns all, (B, G, passes·T, d)."""
-        self.made.append((keys, values))
-        return tuple(torch.cat(parts, 2) for parts in zip(*self.made, strict=True))
+        """Keeps (B, G, S, d) and returns what is kept, (B, G, C, d)."""
+        kept = self.keep(KeysValues(keys.transpose(1, 2), values.transpose(1, 2)))
+        return tuple(part.transpose(1, 2) for part in kept)

@@ -12,7 +12,7 @@ import torch
 _NOT_OF_A_LAYER = {  # settings of a whole model or of its texts
     *("vocab_size", "hidden_size", "num_hidden_layers", "layer_types", "first_k_dense_replace", "mlp_only_layers"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache", "num_mtp_layers", "self"),
-    *("output_router_logits", "router_aux_loss_coef"),
+    *("num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"),
 }
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -68,8 +68,9 @@ def layer_settings(config: Any) -> dict[str, Any]:
     """What the configuration says of a layer, for heads whose layer is of the model's own class."""
     from transformers import PreTrainedConfig  # noqa: PLC0415 - slow to import
 
-    names = {"head_dim", *signature(type(config).__init__).parameters} - _NOT_OF_A_LAYER
-    names -= signature(PreTrainedConfig.__init__).parameters.keys()
+    kinds: Any = type(config).__mro__
+    known = {name for kind in kinds for name in signature(kind.__init__).parameters} | {"head_dim"}
+    names = known - _NOT_OF_A_LAYER - signature(PreTrainedConfig.__init__).parameters.keys()
     return {name: getattr(config, name) for name in ("model_type", *sorted(names)) if hasattr(config, name)}
 
 
