@@ -19,7 +19,7 @@ from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.layers import fusion
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 from draftheads.heads.target_layer import TargetLayer, decoder_of
-from draftheads.speculation.draft import Context
+from draftheads.speculation.draft import Context, TargetWeights
 
 _LAYER = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
 _LAYER |= {"intermediate_size": 128}  # of a model of any size
@@ -69,6 +69,10 @@ class MtpHead(StatefulHead):
     @property
     def bytes_per_slot(self) -> int:
         return self.layer.kv_numbers * self.dtype.itemsize
+
+    def bind(self, weights: TargetWeights) -> None:
+        super().bind(weights)
+        self.layer.rotary[0].to(weights.lm_head.device)
 
     @torch.no_grad()
     def start_near(self, hidden: Iterable[Tensor]) -> None:

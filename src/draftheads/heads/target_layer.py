@@ -65,7 +65,7 @@ class TargetLayer(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor, keep: Keep) -> Tensor:
         """(B, S, D) -> (B, S, D) at positions (1 or B, S); mask (1 or B, S, C), True where seen of what is kept."""
-        turns = self.rotary[0].to(x.device)(x, positions)
+        turns = self.rotary[0](x, positions)
         named: dict[str, Any] = {self.cache_name: _Cache(keep), "position_embeddings": turns, "position_ids": positions}
         out: Tensor = self.block(x, attention_mask=mask[:, None], **named)
         return out
