@@ -283,8 +283,8 @@ def test_every_drafter(name: str, graphs: bool) -> None:
 
 @pytest.mark.parametrize(
     ("make", "copies"),
-    [(head("medusa"), 2), (head("eagle"), 2), (copying("hydra"), 5)],
-    ids=["medusa", "eagle", "copying"],
+    [(head("medusa"), 2), (head("eagle"), 2), (head("mtp"), 2), (copying("hydra"), 5)],
+    ids=["medusa", "eagle", "mtp", "copying"],
 )
 def test_the_planner(make: Make, copies: int) -> None:
     options: dict[str, Any] = {"profile": tiny_profile(TREES["ragged"]), "max_new_tokens": 24}
@@ -354,7 +354,7 @@ def test_training(device: FakeDevice, method: str, loss: Any, options: dict[str,
     assert ranks == expected_ranks
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "mtp"])
 def test_measuring(device: FakeDevice, method: str) -> None:
     """Trees along recorded answers equal the CPU's; costs can be measured."""
     model = some_model("llama")

@@ -153,7 +153,7 @@ DEEP: dict[str, Shape] = {
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma3_text"])
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "small-llama"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "small-llama", "mtp"])
 def test_trees_deeper_than_the_head_was_trained_equal_plain_in_batches(method: str, name: str) -> None:
     model = some_model(name)
     head = tiny_head(method, model)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import published_heads as published
 from draftheads import import_head, load
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
+from draftheads.checkpoints.registry import find_published
 from draftheads.cli.main import main
 from draftheads.data.compute_features import load_texts
 from draftheads.decode.engine import Engine
@@ -374,6 +375,9 @@ def test_a_head_on_the_hub_is_downloaded_whatever_its_files_are_called(
     (repo / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 32}))
     with pytest.raises(ModelNotFound, match="owner/medusa is a model \\(num_hidden_layers: 32\\), not a draft head"):
         import_head("owner/medusa", tmp_path / "more", model=name)
+    for about in ({"num_nextn_predict_layers": 1}, {"mtp_num_hidden_layers": 1}, {"model_type": "qwen3_next"}):
+        (repo / "config.json").write_text(json.dumps({"num_hidden_layers": 32, **about}))  # its layer may be a head
+        assert find_published("owner/medusa", name).is_dir()
 
 
 def test_without_the_hub_one_sentence_says_so(
@@ -489,8 +493,8 @@ def test_quantised_tensors_are_refused(dtype: torch.dtype, case: str, tmp_path: 
 def test_the_scale_of_embeddings_is_written_into_the_weights(to: str, tmp_path: Path) -> None:
     name = on_disk(tmp_path / "model", **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)
-    sizes = {key: value for key, value in target.head_sizes.items() if key != "layers"}
-    config = EagleConfig(target.hidden_size, target.vocab_size, embedding_scale=2.0, fusion_bias=False, **sizes)
+    sizes = {"embedding_scale": 2.0, "fusion_bias": False, **target.layer_sizes}
+    config = EagleConfig(target.hidden_size, target.vocab_size, **sizes)
     torch.manual_seed(1)
     head = EagleHead(config)
     head.initialise(target.weights)

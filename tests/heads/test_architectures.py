@@ -32,6 +32,9 @@ from slow_heads import slow_attention
 from thorough import some_rows
 
 STATEFUL = [method for method in HEADS if issubclass(head_classes(method)[1], StatefulHead)]
+LATENT = {"model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4}
+LATENT |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+LATENT |= {"num_experts_per_tok": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}  # all are trained
 SCALE = 1.7  # of embeddings, in variant()
 # of every architecture, its variants: the method stands before the comma
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,6 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "markov-medusa, no gates": {"gated": False, "markov_rank": 3},
     "small-llama, low rank": {"lm_head": "low_rank", "lm_head_rank": 5},
     "small-llama, deep": {"num_layers": 2, "num_key_value_heads": 2, "draft_vocab_size": 12},
+    "mtp, own": {"lm_head": "own", "hidden_first": True, "draft_vocab_size": 12},
+    "mtp, latent attention": {"layer": LATENT},
     "markov-medusa, own": {"lm_head": "own", "num_layers": 2, "draft_vocab_size": 12},
 }
 
@@ -154,7 +159,8 @@ def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: st
         assert not differs[:, 10].any()
     assert not differs[0, :11].any(), "head 0 at t sees x_{t+1} at most"
     history = bool(differs[:, 12:].any())
-    reads_text = name.startswith(("eagle", "amphista", "small-llama")) and not name.endswith(("no token", "no stage"))
+    reads_text = name.startswith(("eagle", "amphista", "small-llama", "mtp"))
+    reads_text &= not name.endswith(("no token", "no stage"))
     assert history == reads_text
 
 

@@ -33,6 +33,7 @@ PLACES = torch.tensor([4, 9, 2, 20, 21, 23, 7, 10, 12, 13])  # draft tokens, in 
 def eagle3(target: TargetModel, **options: Any) -> Eagle3Head:
     """A head for the model with weights that are not its starting values."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, **target.head_sizes}
+    del sizes["layer"]
     config = Eagle3Config(**{**sizes, "num_heads": 3, "draft_vocab_size": len(PLACES), **options})
     torch.manual_seed(1)
     head = Eagle3Head(config)
@@ -141,8 +142,8 @@ def test_what_the_target_shares_is_written_out(
     monkeypatch.setattr("draftheads.interop.export.as_stored", lambda tensor: tensor.detach().contiguous().clone())
     name = on_disk(tmp_path / "model", dtype=torch.bfloat16, **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)
-    sizes = target.head_sizes if method in ("hydra++", "eagle") else {}
-    head = tiny_head(method, target, **{k: v for k, v in sizes.items() if k != "layers"}, **options)
+    sizes = target.layer_sizes if method in ("hydra++", "eagle") else {}
+    head = tiny_head(method, target, **sizes, **options)
     for parameter in head.parameters():
         parameter.copy_(numbers(*parameter.shape))
     save_head(head, tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)), dtype=torch.float32)
@@ -365,5 +366,5 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(InvalidSettings, match="no layout 'eagel-sglang'; did you mean eagle-sglang"):
         export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagel-sglang")
     save_head(tiny_head("amphista", target), tmp_path / "amphista", base=target, profile=tiny_profile(Tree.chain(3)))
-    with pytest.raises(InvalidSettings, match="no other project has heads of the method amphista"):
+    with pytest.raises(InvalidSettings, match="heads of the method amphista are not written for other projects"):
         export_head(tmp_path / "amphista", tmp_path / "other", model=name)

@@ -58,6 +58,7 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
         ("blockwise", {"method": "medusa", "chain": True}),
         ("dflash", {"num_heads": 7, "loss": "hard", "depth_decay": 0.779, "anchors": 512, "learning_rate": 6e-4}),
         ("dspark", {"num_heads": 7, "loss": "dspark", "head_options": ("markov_rank=256",), "epochs": 10}),
+        ("mtp", {"num_heads": 3, "loss": "hard", "depth_decay": 0.6, "draft_vocab_size": 0}),
         # section 4.1: 5e-4 for the model and 2e-3 for heads, 40 steps, λ0 = 0.2; section 4: LoRA 32, 16, 0.05
         ("medusa-2", {"learning_rate": 5e-4, "head_rate_factor": 4.0, "warmup": 40, "head_weight": 0.2, "epochs": 2}),
         ("medusa-2", {"lora_rank": 32, "lora_alpha": 16, "lora_dropout": 0.05, "depth_decay": 0.8}),

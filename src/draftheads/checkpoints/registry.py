@@ -232,7 +232,9 @@ def find_published(name: str | PathLike[str], base_name: str) -> Path:
         )
     folder = _download(match["repo"], match["subfolder"], base_name)
     config = _json_in(folder / CONFIG_FILE)
-    if config.get("num_hidden_layers", 1) > _MOST_LAYERS and not any("medusa" in key for key in config):
+    words = [*config, str(config.get("model_type"))]
+    has_heads = any(part in word for word in words for part in ("medusa", "nextn", "mtp", "qwen3_next"))
+    if config.get("num_hidden_layers", 1) > _MOST_LAYERS and not has_heads:
         raise ModelNotFound(f"{name} is a model (num_hidden_layers: {config['num_hidden_layers']}), not a draft head")
     return _download(match["repo"], match["subfolder"], base_name, _OF_OTHERS)
 

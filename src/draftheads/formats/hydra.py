@@ -59,8 +59,7 @@ def hydra_layout(source: Source, base: TargetModel) -> Layout:
     if has_prefix and not is_grounded:
         raise UnsupportedModel(f"{source.path}: a prefix layer for heads that read no draft tokens cannot be read")
     if has_prefix:
-        sizes = {name: value for name, value in base.head_sizes.items() if name != "layers"}
-        config, kind = HydraPlusPlusConfig(**given, **sizes), "Hydra++ heads"
+        config, kind = HydraPlusPlusConfig(**given, **base.layer_sizes), "Hydra++ heads"
     elif is_grounded:
         config, kind = HydraConfig(**given), "Hydra heads"
     else:

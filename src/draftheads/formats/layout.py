@@ -124,11 +124,11 @@ class Layout:
 
 
 class Format(NamedTuple):
-    """How a project stores heads. Without ``read`` it is only written."""
+    """How a project stores heads. Without ``read`` it is only written, and without ``write`` only read."""
 
     name: str  # for export
-    methods: tuple[str, ...]  # of the heads that it can hold; the first format of a method is its default
-    write: Callable[[DraftHead, TargetModel, str], Written]  # of a head, its base model and that one's name
+    methods: tuple[str, ...]  # of the heads that it is written for; the first format of a method is its default
+    write: Callable[[DraftHead, TargetModel, str], Written] | None  # of a head, its base model and that one's name
     commands: Mapping[str, str]  # that decode with it, by engine; VLLM(method) stands for vLLM's
     fits: Callable[[Mapping[str, tuple[int, ...]]], bool] = lambda _: False  # whether tensors of these shapes are it
     read: Callable[[Source, TargetModel], Layout] | None = None

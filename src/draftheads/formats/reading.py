@@ -24,7 +24,8 @@ from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfi
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.messages import first_names
 
-NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash and DSpark"
+NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DSpark and MTP layers in a model's own files"
+_EMBEDDINGS = {"model.embed_tokens.weight", "model.language_model.embed_tokens.weight"}  # of whole models
 
 
 def is_published(path: Path) -> bool:
@@ -82,9 +83,10 @@ def _read(path: Path, base: TargetModel) -> tuple[Layout, dict[str, Tensor]]:
 def _form_of(opened: Source) -> Format | None:
     """The format whose tensors these are."""
     form = next((form for form in FORMATS if form.fits(opened.shapes)), None)
-    if form is None and "model.embed_tokens.weight" in opened.shapes:
+    if form is None and _EMBEDDINGS & set(opened.shapes):
         raise ModelNotFound(
-            f"{opened.path} is a whole model, not a draft head: use it as a draft model, --draft-model {opened.folder}"
+            f"{opened.path} is a whole model, not a draft head: use it as a draft model, --draft-model {opened.folder} "
+            "(it has no MTP layer, such as mtp.fc.weight, which would be a head)"
         )
     return form
 

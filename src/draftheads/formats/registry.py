@@ -1,6 +1,6 @@
 """All formats of other projects, in the order in which a file is compared with them."""
 
-from draftheads.formats import dflash, dspark, eagle, gguf, hydra, medusa, mlp_speculator, small_llama
+from draftheads.formats import dflash, dspark, eagle, gguf, hydra, medusa, mlp_speculator, mtp, small_llama
 from draftheads.formats.layout import Format
 
 FORMATS: tuple[Format, ...] = (
@@ -12,4 +12,5 @@ FORMATS: tuple[Format, ...] = (
     *gguf.FORMATS,
     *eagle.FORMATS,
     *small_llama.FORMATS,
+    *mtp.FORMATS,
 )

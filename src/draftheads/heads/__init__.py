@@ -27,6 +27,7 @@ HEADS: "dict[str, str | tuple[type[HeadConfig], type[DraftHead]]]" = {
     "markov-medusa": "markov_medusa.MarkovMedusa",
     "medusa": "medusa.Medusa",
     "mlp-speculator": "mlp_speculator.MlpSpeculator",
+    "mtp": "mtp.Mtp",
     "small-llama": "small_llama.SmallLlama",
 }
 ENTRY_POINTS = "draftheads.heads"

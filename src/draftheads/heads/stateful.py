@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.attention import LayerConfig, TransformerLayer, attend_with_path
-from draftheads.heads.base import DraftHead, HeadSession, Root
+from draftheads.heads.base import DraftHead, HeadConfig, HeadSession, Root
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.speculation.draft import Context
 
@@ -26,7 +26,7 @@ class StatefulHead(DraftHead):
     needs_history = True
     reads_whole_text = True
 
-    def __init__(self, config: LayerConfig, num_layers: int) -> None:
+    def __init__(self, config: HeadConfig, num_layers: int) -> None:
         super().__init__(config)
         self.num_history_layers = num_layers
 

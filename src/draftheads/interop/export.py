@@ -81,6 +81,7 @@ def export_head(
     target = load_target(model, precision="bf16", device="cpu", fast=False)
     loaded = load_head(source, target, dtype=torch.float32)
     base = model_id_of(base_of(fspath(model)) if isinstance(model, str | PathLike) else name_of(model))
+    assert form.write is not None
     config, tensors = form.write(loaded, target, base)
     if with_embedding:
         tensors.setdefault("embed_tokens.weight", target.weights.embedding)
@@ -114,13 +115,14 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
     Raises:
         InvalidSettings: there is none, or another one is asked for.
     """
-    known = {name.lower(): form for form in FORMATS for name in form.commands} | {form.name: form for form in FORMATS}
+    written = [form for form in FORMATS if form.write is not None]
+    known = {name.lower(): form for form in written for name in form.commands} | {form.name: form for form in written}
     if to is not None and to not in known:
         raise no_such("layout", to, known, other_names={})
-    fitting = [form for form in FORMATS if method in form.methods]
+    fitting = [form for form in written if method in form.methods]
     serves = "serve the head with `draftheads serve`, or in vLLM by the plug-in of draftheads"
     if not fitting:
-        raise InvalidSettings(f"no other project has heads of the method {method}; {serves}")
+        raise InvalidSettings(f"heads of the method {method} are not written for other projects; {serves}")
     if to is None:
         return known["eagle-sglang"] if method == "eagle" and options.get("fusion_bias") else fitting[0]
     named = [form for form in fitting if form.name == to]  # before those that the engine of this name reads

@@ -4,10 +4,16 @@ Reads attributes of ``transformers``' configurations, which differ between famil
 """
 
 import math
+from inspect import signature
 from typing import Any
 
 import torch
 
+_NOT_OF_A_LAYER = {  # settings of a whole model or of its texts
+    *("vocab_size", "hidden_size", "num_hidden_layers", "layer_types", "first_k_dense_replace", "mlp_only_layers"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache", "num_mtp_layers", "self"),
+    *("num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"),
+}
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -53,8 +59,19 @@ def kv_numbers(config: Any) -> int:
 
 
 def head_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
-    """Options of heads that follow from the model: :func:`layer_sizes`, and :func:`three_layers` that heads read."""
-    return {**layer_sizes(config, hidden_size), "layers": three_layers(int(config.num_hidden_layers))}
+    """Options of heads that follow from the model; ``layers`` are the :func:`three_layers` that heads read."""
+    layers = three_layers(int(config.num_hidden_layers))
+    return {**layer_sizes(config, hidden_size), "layers": layers, "layer": layer_settings(config)}
+
+
+def layer_settings(config: Any) -> dict[str, Any]:
+    """What the configuration says of a layer, for heads whose layer is of the model's own class."""
+    from transformers import PreTrainedConfig  # noqa: PLC0415 - slow to import
+
+    kinds: Any = type(config).__mro__
+    known = {name for kind in kinds for name in signature(kind.__init__).parameters} | {"head_dim"}
+    names = known - _NOT_OF_A_LAYER - signature(PreTrainedConfig.__init__).parameters.keys()
+    return {name: getattr(config, name) for name in ("model_type", *sorted(names)) if hasattr(config, name)}
 
 
 def three_layers(count: int) -> list[int]:

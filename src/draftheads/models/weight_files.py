@@ -18,7 +18,7 @@ from draftheads.utils.messages import first_names
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NUMBER = r"(?<=\.)\d+(?=\.)"  # of a layer or an expert, in the name of a tensor
 _IGNORABLE = (  # buffers that models compute now, and heads beside the model that draft for it
-    r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$|^medusa_head\."
+    r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$|^medusa_head\.|^(model\.)?mtp(_layers)?\."
 )
 
 

@@ -115,8 +115,9 @@ class Start:
     @torch.no_grad()
     def copy_into(self, head: DraftHead) -> None:
         """Copies all tensors that fit. The others keep their initial values."""
-        for name, parameter in self._fitting(head).items():
-            parameter.copy_(self.tensors[name])
+        saved = {name: buffer for name, buffer in head.named_buffers() if name in self.tensors}  # such as of a router
+        for name, tensor in (saved | self._fitting(head)).items():
+            tensor.copy_(self.tensors[name])
 
     def _fitting(self, head: DraftHead) -> dict[str, nn.Parameter]:
         """Parameters by name; all or none of a layer, since a bias means nothing beside another weight."""
@@ -256,7 +257,7 @@ def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
     if saved.method != method:
         return sizes
     # sizes of the target's layers are the same in a new head
-    common = {field.name for of in (HeadConfig, LayerConfig) for field in fields(of)} | {"embedding_scale"}
+    common = {field.name for of in (HeadConfig, LayerConfig) for field in fields(of)} | {"embedding_scale", "layer"}
     options = tuple(
         f"{field.name}={json.dumps(getattr(config, field.name))}"
         for field in fields(config)

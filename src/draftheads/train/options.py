@@ -37,15 +37,15 @@ class HeadOptions(OptionGroup):
     RARE: ClassVar = ("lm_head_rank",)
 
     method: str
-    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, dflash, dspark,
+    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, dflash, dspark, mtp,
     markov-medusa, or small-llama (a small model that reads only the text); vLLM, SGLang and llama.cpp serve eagle3.
     What serves the others: `draftheads export --help-all`."""
     head_options: tuple[str, ...] = ()
     """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2 (amphista) or
     layers=[2,15,27] (eagle3). A wrong name lists those of the method."""
     num_heads: Annotated[int, up_to(64)] = 4
-    """Draft tokens on a path. That is how many tokens beyond the next one are predicted in training. eagle, eagle3 and
-    small-llama also draft deeper."""
+    """Draft tokens on a path. That is how many tokens beyond the next one are predicted in training. eagle, eagle3,
+    mtp and small-llama also draft deeper."""
     num_layers: Annotated[int, up_to(64)] = 1
     """Blocks in each head."""
     lm_head: LmHeadKind = "shared"
@@ -266,8 +266,8 @@ class TrainOptions:
     always right."""
     recipe: str | None = None
     """Settings of a paper as defaults: medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
-    mlp-speculator, eagle, eagle3, blockwise, small; medusa-2, medusa-2-self (with the model). Options on the command
-    line replace them."""
+    mlp-speculator, eagle, eagle3, dflash, dspark, mtp, blockwise, small; medusa-2, medusa-2-self (with the model).
+    Options on the command line replace them."""
     heads: HeadOptions
     chats: ChatOptions = ChatOptions()
     objective: ObjectiveOptions = ObjectiveOptions()

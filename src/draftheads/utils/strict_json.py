@@ -90,6 +90,8 @@ def matches(value: Any, hint: Any) -> bool:
     (True, False, True)
     >>> matches([1, 2.5], list[float]), matches([[0], "x"], list[list[int]])
     (True, False)
+    >>> matches({"a": [1]}, dict[str, typing.Any]), matches([], dict[str, typing.Any])
+    (True, False)
     """
     kind = typing.get_origin(hint)
     if kind is typing.Literal:
@@ -98,6 +100,8 @@ def matches(value: Any, hint: Any) -> bool:
         return any(matches(value, option) for option in typing.get_args(hint))
     if kind is list:
         return type(value) is list and all(matches(item, typing.get_args(hint)[0]) for item in value)
+    if kind is dict:  # of any values
+        return type(value) is dict
     return type(value) is hint or (hint is float and type(value) is int)
 
 
@@ -108,6 +112,8 @@ def in_words(hint: Any) -> str:
     ('int or null', "'own' or 'shared'", 'a list of int')
     """
     parts = typing.get_args(hint)
+    if typing.get_origin(hint) is dict:
+        return "an object"
     if not parts:
         return "null" if hint is types.NoneType else str(hint.__name__)
     if typing.get_origin(hint) is list:

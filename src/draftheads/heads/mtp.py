@@ -1,0 +1,140 @@
+"""MTP: the layer for multi-token prediction that lies in the target's own checkpoint (DeepSeek-V3, arXiv 2412.19437).
+
+Entry s of its history is fc([norm(E(x_{s+1})); norm(h_s)]) at position s, and its layer is of the target's own class.
+From the entries up to t it computes h'_{t+1}, after a norm of its own, and the target's lm_head predicts x_{t+2} from
+that. Deeper predictions use entries with h' for h. Norms are the target's, too: some multiply by 1 + w.
+"""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.base import HeadConfig, Root
+from draftheads.heads.kv_cache import HeadKVCache, KeysValues
+from draftheads.heads.layers import fusion
+from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
+from draftheads.heads.target_layer import TargetLayer, decoder_of
+from draftheads.speculation.draft import Context, TargetWeights
+
+_LAYER = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+_LAYER |= {"intermediate_size": 128}  # of a model of any size
+
+
+@dataclass(frozen=True)
+class MtpConfig(HeadConfig):
+    """MTP: one layer, asked once for each depth; ``num_heads`` is how deep it is trained."""
+
+    hidden_first: bool = False
+    """Whether fc reads [h; E(x)], as in MiMo, in place of [E(x); h]."""
+    layer: dict[str, Any] = field(default_factory=lambda: dict(_LAYER))
+    """The layer's family (model_type) and settings, which training takes from the target's configuration."""
+
+    method: ClassVar[str] = "mtp"
+    one_layer: ClassVar[str] = "MTP"
+    one_lm_head: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with torch.device("meta"):
+            decoder_of(self.layer, self.hidden_size)
+
+
+class MtpState(NamedTuple):
+    """W nodes of a depth. All nodes so far have slots of the history, behind those of the text."""
+
+    states: Tensor  # (B, W, D) h' there
+    seen: Tensor  # (B, W, N) which of the N nodes so far each of them sees: those on its path
+    history: HeadKVCache
+
+
+class MtpHead(StatefulHead):
+    """The layer reads fc([norm(E(x_{t+1})); norm(h_t)]), and then the same of draft tokens and its own outputs h'."""
+
+    predicts_hidden_states: ClassVar[bool] = False
+    shares_layers: ClassVar[bool] = True
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__(config, num_layers=1)
+        decoder = decoder_of(config.layer, config.hidden_size)
+        self.hidden_first = config.hidden_first
+        self.embedding_norm, self.hidden_norm, self.norm = (deepcopy(decoder.norm) for _ in range(3))
+        self.fusion = fusion(config.hidden_size, state_first=config.hidden_first, bias=False)
+        self.layer = TargetLayer(decoder)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.layer.kv_numbers * self.dtype.itemsize
+
+    def bind(self, weights: TargetWeights) -> None:
+        super().bind(weights)
+        self.layer.rotary[0].to(weights.lm_head.device)
+
+    @torch.no_grad()
+    def start_near(self, hidden: Iterable[Tensor]) -> None:
+        """Starts h' at the size of h_t: both kinds of norms start by multiplying by 1."""
+        for states in hidden:
+            self.norm.weight.add_(states.float().square().mean().sqrt() - 1.0)
+            break
+
+    def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """What the layer reads, (…, D), of tokens (…) and h or h' of the tokens before them, (…, D)."""
+        parts = [self.embedding_norm(self.embedded(token_ids)), self.hidden_norm(states)]
+        fused: Tensor = self.fusion(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
+        return fused
+
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """(B, T, D), (B, T) -> (K, B, T, D), in K passes: each but the first reads as h what the one before made."""
+        length = token_ids.shape[1]
+        positions = torch.arange(length, device=hidden.device)[None]
+        mask = torch.ones(1, length, length, dtype=torch.bool, device=hidden.device).tril()
+        own = torch.eye(length, dtype=torch.bool, device=hidden.device)[None]  # below the text, only the path is seen
+        features, passes = [hidden], list[KeysValues]()
+
+        def side_by_side(new: KeysValues) -> KeysValues:
+            passes.append(new)
+            return KeysValues(*(torch.cat(parts, 1) for parts in zip(*passes, strict=True)))
+
+        for i in range(self.config.num_heads):
+            x = self.inputs(token_ids.roll(-(i + 1), dims=1), features[-1])
+            features.append(self.norm(self.layer(x, positions + i, mask, side_by_side)))
+            mask = torch.cat([mask, own], -1)
+        return torch.stack(features[1:])
+
+    def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
+        """The h' after the root, (rows, D)."""
+        x = self.inputs(next_tokens(context), context.hidden)
+        positions, longest = history.span(rows, x.shape[1])
+        mask = torch.arange(longest, device=x.device) <= positions[:, :, None]
+        features = self.layer(x, positions, mask, partial(history.write, 0, rows, positions=positions, longest=longest))
+        states: Tensor = self.norm(last_of(features, context.num_accepted))
+        return states
+
+    def begin(self, root: Root, depth: int) -> MtpState:
+        """The roots, which the history has."""
+        assert root.history is not None, "a stateful head's session gives its history"
+        states = root.states[:, None]
+        return MtpState(states, states.new_zeros(len(states), 1, 0, dtype=torch.bool), root.history)
+
+    def predict(self, state: MtpState, depth: int) -> Tensor:
+        """(B, W, V')."""
+        return self.logits(state.states, depth)
+
+    def descend(self, state: MtpState, depth: int, parents: Tensor, token_ids: Tensor) -> MtpState:
+        """One pass for all chosen children; the next tokens of the text will overwrite their slots."""
+        (batch, width), history, device = token_ids.shape, state.history, token_ids.device
+        rows, num_above = torch.arange(batch, device=device)[:, None], state.seen.shape[2]
+        itself = torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
+        seen = torch.cat([state.seen[rows, parents], itself], 2)  # (B, W', N + W')
+        longest = max(history.lengths) + num_above + width
+        slots = history.counts[:, None] + torch.arange(num_above + width, device=device)  # (B, N + W')
+        mask = (torch.arange(longest, device=device) < history.counts[:, None])[:, None].repeat(1, width, 1)
+        mask.scatter_(2, slots[:, None].expand_as(seen), seen)
+        x = self.inputs(token_ids, state.states[rows, parents])
+        positions = (history.counts[:, None] + depth).expand_as(token_ids)
+        keep = partial(history.write, 0, slice(0, batch), positions=slots[:, num_above:], longest=longest)
+        return MtpState(self.norm(self.layer(x, positions, mask, keep)), seen, history)
