@@ -75,9 +75,10 @@ def test_training_improves_the_heads_predictions(
     trained, untrained = (measured(target, features, settings, head=made, on="training") for made in (head, None))
     chain = Tree.chain(3)
     assert trained.tokens_per_step(chain) > untrained.tokens_per_step(chain) + 0.1
-    assert float(trained.losses.sum()) < 0.7 * float(untrained.losses.sum())
+    most = 0.9 if method == "dflash" else 0.7  # it starts fitted to the text, at two thirds of a random head's loss
+    assert float(trained.losses.sum()) < most * float(untrained.losses.sum())
     losses = [line["loss"] for line in lines(tmp_path / "out")]
-    assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
+    assert sum(losses[-3:]) < most * sum(losses[:3])
 
 
 def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, features: Path, tmp_path: Path) -> None:
