@@ -82,6 +82,7 @@ def test_block_drafters_get_the_models_mask(target: TargetModel, features: Path,
     settings = options(tmp_path / "out", features, method=method, head_options=("layers=[]",))
     head = new_head(settings.heads, target, store, range(len(store)))
     assert head.config.mask_token_id == target.mask_token_id > 0  # type: ignore[attr-defined]
+    assert head.embedding_scale == 1.0  # scaled masks would hide what attention adds to them
 
 
 def test_draft_vocabulary_and_embedding_scale_are_copied_with_the_weights(

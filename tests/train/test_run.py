@@ -439,3 +439,11 @@ def test_only_the_first_process_shows_bars(tmp_path: Path, monkeypatch: pytest.M
 def test_the_public_function_names_bad_settings(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSettings, match=message):
         draftheads.train_head(out=tmp_path, **settings)
+
+
+def test_paths_may_be_strings(loaded: None, features: Path, tmp_path: Path) -> None:
+    kept = {"model": "tiny-chat", "method": "medusa", "num_heads": 2, "epochs": 1}
+    report = draftheads.train_head(out=str(tmp_path / "out"), features=str(features), progress=False, **kept)
+    assert report is not None
+    with pytest.raises(InvalidSettings, match="features is 3; give a path"):
+        draftheads.train_head(out=str(tmp_path / "out"), features=3, **kept)

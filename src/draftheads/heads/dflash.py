@@ -97,7 +97,7 @@ class DFlashHead(StatefulHead):
         if not texts:
             return
         if self.hidden_layers:
-            self.fc.weight.copy_(linear_fit(*(torch.cat(part) for part in zip(*texts, strict=True))))
+            self.fc.weight.copy_(linear_fit(texts))
         self._start_attention(
             torch.cat([self.context(states)[:-1] for states, _ in texts]), torch.cat([h[1:] for _, h in texts])
         )
@@ -121,15 +121,15 @@ class DFlashHead(StatefulHead):
         tokens = torch.arange(0, config.vocab_size, step, device=seen.device)
         rows = layer.input_norm(self.scaled_embedding(torch.cat([tokens, torch.full_like(tokens, self.mask_token_id)])))
         ones = rows.new_ones(len(rows), 1)
-        query = linear_fit(rows, ones)
-        key = linear_fit(torch.cat([seen, rows]), torch.cat([ones.new_ones(len(seen), 1), -ones]))
+        query = linear_fit([(rows, ones)])
+        key = linear_fit([(seen, ones.new_ones(len(seen), 1)), (rows, -ones)])
         per_group = config.num_attention_heads // groups
         queries = layer.q_proj.weight.view(groups, per_group, head_size, -1)[:, 0]  # of the first head of each group
         for part, direction in ((queries, query), (layer.k_proj.weight, key)):
             part.mul_(_RANDOM_PART).add_(direction.to(part))
         for norm in (layer.q_norm, layer.k_norm):
             norm.weight.fill_((_NEARNESS * head_size**-0.5) ** 0.5)
-        fit = linear_fit(seen, ahead - self.scaled_embedding(tokens.new_tensor([self.mask_token_id])))
+        fit = linear_fit([(seen, ahead - self.scaled_embedding(tokens.new_tensor([self.mask_token_id])))])
         made = seen.double() @ fit.T
         directions = torch.linalg.eigh(made.T @ made).eigenvectors.flip(1)[:, : groups * head_size]
         unit = (made @ directions).square().mean().sqrt()

@@ -136,8 +136,8 @@ class Eagle3Head(OneLayerHead):
         if not self.hidden_layers or self.fc.out_features != self.config.hidden_size:
             return
         if texts := first_texts(hidden, self.fc.in_features):
-            states, last = self.split(torch.cat(texts))
-            self.fc.weight.copy_(linear_fit(self.fc_norm(states), last))
+            split = map(self.split, texts)
+            self.fc.weight.copy_(linear_fit((self.fc_norm(states), last) for states, last in split))
 
     def states(self, hidden: Tensor) -> Tensor:
         """g, (…, n·D) -> (…, M)."""

@@ -1,6 +1,7 @@
 """Building blocks that several draft heads share; nothing here knows what a draft is."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +50,20 @@ def first_texts(texts: Iterable[Tensor], size: int) -> list[Tensor]:
     return taken
 
 
-def linear_fit(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """The matrix (O, I) that makes outputs (T, O) of inputs (T, I), by ridge regression in fp64."""
-    x = inputs.double()
-    products = x.T @ x
+def linear_fit(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The matrix (O, I) that makes outputs (T, O) of inputs (T, I), by ridge regression in fp64.
+
+    It is fitted to all pairs at once, and holds one of them at a time.
+    """
+    products: Any = 0.0
+    towards: Any = 0.0
+    for inputs, outputs in pairs:
+        x = inputs.double()
+        products = products + x.T @ x
+        towards = towards + x.T @ outputs.double()
     sizes = products.diagonal()
     ridge = _RIDGE * sizes.clamp_min(1e-6 * float(sizes.mean()))  # a number may be zero everywhere
-    solved: Tensor = torch.linalg.solve(products + ridge.diag(), x.T @ outputs.double())
+    solved: Tensor = torch.linalg.solve(products + ridge.diag(), towards)
     return solved.T
 
 

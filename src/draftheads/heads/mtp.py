@@ -121,7 +121,7 @@ class MtpHead(StatefulHead):
         return MtpState(states, states.new_zeros(len(states), 1, 0, dtype=torch.bool), root.history)
 
     def predict(self, state: MtpState, depth: int) -> Tensor:
-        """(B, W, V')."""
+        """Logits of the tokens behind each node, (B, W, V')."""
         return self.logits(state.states, depth)
 
     def descend(self, state: MtpState, depth: int, parents: Tensor, token_ids: Tensor) -> MtpState:

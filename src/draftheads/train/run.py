@@ -76,6 +76,9 @@ def train_head(
     defaults = defaults_from({"model": TrainOptions.model, **settings})
     files = data if isinstance(data, Sequence) and not isinstance(data, str) else [data]
     given = {**defaults, **settings, "out": _path(out, "out"), "data": tuple(_path(file, "data") for file in files)}
+    given |= {
+        name: _path(given[name], name) for name in ("features", "extracted", "head") if given.get(name) is not None
+    }
     if "model" in given:
         given["model"] = model_name(given["model"])
     if "method" not in given:
