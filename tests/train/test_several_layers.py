@@ -127,3 +127,11 @@ def test_a_new_head_starts_near_the_last_hidden_state(target: TargetModel, chats
         features = head(read[None], torch.zeros(1, len(read), dtype=torch.long))[0, 0].detach()
         assert torch.cosine_similarity(features, last, dim=-1).median() > 0.8
         assert features.square().mean().sqrt() == pytest.approx(float(last.square().mean().sqrt()), rel=0.05)
+
+
+def test_a_block_head_goes_on_with_its_own_mask(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    first = options(tmp_path / "first", data=(chats,), max_length=64, method="dflash", epochs=1)
+    train_for(target, first.changed(head_options=("mask_token_id=3",)))
+    train_for(target, first.changed(out=tmp_path / "more", start_from=str(first.out)))
+    assert target.mask_token_id != 3
+    assert load_head(tmp_path / "more", target).mask_token_id == 3

@@ -84,7 +84,7 @@ class Start:
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             draft_vocab_size=None if vocab is None else len(vocab),
-            head_sizes=target.head_sizes,
+            head_sizes=_sizes(target, self),
         )
         self._check_meaning(config)
         head = weightless_head(config)
@@ -167,7 +167,7 @@ def new_head(
         vocab_size=vocab_size,
         draft_vocab_size=None if vocab is None else len(vocab),
         embedding_scale=scale,
-        head_sizes={**target.head_sizes, "mask_token_id": target.mask_token_id},
+        head_sizes=_sizes(target, start),
     )
     head = head_class(config).to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
@@ -175,6 +175,11 @@ def new_head(
     if start is not None:
         start.copy_into(head)
     return head
+
+
+def _sizes(target: TargetModel, start: Start | None) -> dict[str, Any]:
+    mask = getattr(start and start.saved.config, "mask_token_id", target.mask_token_id)  # a head goes on with its own
+    return {**target.head_sizes, "mask_token_id": mask}
 
 
 def layers_read(options: HeadOptions, target: TargetModel) -> tuple[int, ...]:
