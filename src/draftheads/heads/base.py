@@ -332,10 +332,11 @@ class DraftHead(nn.Module, Drafter):
         self.bind(weights)
         self.initialise_lm_heads(weights, draft_vocab)
 
-    def start_near(self, hidden: Iterable[Tensor]) -> None:
-        """Starting values for training that come from hidden states of texts, each (T, D) or (T, (n+1)·D); none here.
+    def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Starting values for training that come from texts; none here.
 
-        See :meth:`split` for their order.
+        Args:
+            texts: hidden states, (T, D) or (T, (n+1)·D) as :meth:`split` takes them, and token ids (T,).
         """
 
     def hidden_scale(self, weights: TargetWeights) -> float:

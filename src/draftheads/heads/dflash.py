@@ -87,57 +87,74 @@ class DFlashHead(StatefulHead):
         nn.init.eye_(self.fc.weight.data[:, -self.config.hidden_size :])
 
     @torch.no_grad()
-    def start_near(self, hidden: Iterable[Tensor]) -> None:
-        """Starts as a linear head: rows read the last place of the text, and make of it h of the next place.
+    def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Starts as a linear head: rows read the last place of the text and x_{t+1}, and make of them h of the next place.
 
-        From random queries and keys a body needs far more text to find that place than most users have.
+        From random queries and keys a body needs far more text to find these than most users have.
         """
         size = self.config.hidden_size
-        texts = [self.split(text) for text in first_texts(hidden, self.fc.in_features) if len(text) > 1]
-        if not texts:
+        taken = [(*self.split(h), ids) for h, ids in first_texts(texts, self.fc.in_features) if len(ids) > 1]
+        if not taken:
             return
         if self.hidden_layers:
-            self.fc.weight.copy_(linear_fit(texts))
+            self.fc.weight.copy_(linear_fit((states, last) for states, last, _ in taken))
         self._start_attention(
-            torch.cat([self.context(states)[:-1] for states, _ in texts]), torch.cat([h[1:] for _, h in texts])
+            torch.cat([self.context(states)[:-1] for states, _, _ in taken]),
+            torch.cat([ids[1:] for _, _, ids in taken]),
+            torch.cat([last[1:] for _, last, _ in taken]),
         )
         self.norm.weight.fill_(1.0)
-        made, wanted = [], torch.cat([h[1:] for _, h in texts[:_SCALED_BY]])
-        for states, h in texts[:_SCALED_BY]:
-            masks = torch.full((1, len(h)), self.mask_token_id, device=h.device)
-            made.append(self(states[None], masks)[0, 0, :-1, :size])
-        rows = torch.cat(made)
+        rows = torch.cat([self(states[None], ids[None])[0, 0, :-1, :size] for states, _, ids in taken[:_SCALED_BY]])
+        wanted = torch.cat([last[1:] for _, last, _ in taken[:_SCALED_BY]])
         self.norm.weight.fill_(float((rows * wanted).sum() / rows.square().sum()))
 
-    def _start_attention(self, seen: Tensor, ahead: Tensor) -> None:
-        """In the first layer keys of the text and queries are one vector, those of the block its opposite.
+    def _start_attention(self, seen: Tensor, root_ids: Tensor, ahead: Tensor) -> None:
+        """In the first layer queries are one vector, and so are keys of the text, those of the block its opposite.
 
-        RoPE then favours what is near. Values are the part of c that tells most of the next h.
+        RoPE then favours the last place. In a third of the groups these are the keys of x_{t+1}, all others opposite.
+        Values are the parts of c and of x_{t+1} that tell most of the next h.
         """
         config: Any = self.config
         layer = self.ordered_layers()[0]
         groups, head_size = config.num_key_value_heads, config.head_size
         step = -(-config.vocab_size // len(seen))
-        tokens = torch.arange(0, config.vocab_size, step, device=seen.device)
-        rows = layer.input_norm(self.scaled_embedding(torch.cat([tokens, torch.full_like(tokens, self.mask_token_id)])))
-        ones = rows.new_ones(len(rows), 1)
-        query = linear_fit([(rows, ones)])
-        key = linear_fit([(seen, ones.new_ones(len(seen), 1)), (rows, -ones)])
+        mask = root_ids.new_tensor([self.mask_token_id])
+        tokens = self._normed(torch.arange(0, config.vocab_size, step, device=seen.device))
+        masks = self._normed(mask).expand_as(tokens)
+        one = seen.new_ones(1, 1)
+        query = linear_fit([(tokens, one.expand(len(tokens), 1)), (masks, one.expand(len(tokens), 1))])
+        fit = linear_fit([(torch.cat([seen, roots := self._normed(root_ids)], 1), ahead - self.scaled_embedding(mask))])
         per_group = config.num_attention_heads // groups
         queries = layer.q_proj.weight.view(groups, per_group, head_size, -1)[:, 0]  # of the first head of each group
-        for part, direction in ((queries, query), (layer.k_proj.weight, key)):
-            part.mul_(_RANDOM_PART).add_(direction.to(part))
+        keys, values = (part.weight.view(groups, head_size, -1) for part in (layer.k_proj, layer.v_proj))
+        queries.mul_(_RANDOM_PART).add_(query.to(queries))
         for norm in (layer.q_norm, layer.k_norm):
             norm.weight.fill_((_NEARNESS * head_size**-0.5) ** 0.5)
-        fit = linear_fit([(seen, ahead - self.scaled_embedding(tokens.new_tensor([self.mask_token_id])))])
-        made = seen.double() @ fit.T
-        directions = torch.linalg.eigh(made.T @ made).eigenvectors.flip(1)[:, : groups * head_size]
-        unit = (made @ directions).square().mean().sqrt()
-        rank = directions.shape[1]
-        layer.v_proj.weight[:rank] = (directions.T @ fit / unit).to(layer.v_proj.weight)
-        out = directions.new_zeros(len(directions), groups, per_group, head_size)
-        out[:, :, 0] = F.pad(directions * unit, (0, groups * head_size - rank)).unflatten(1, (groups, head_size))
+        out = fit.new_zeros(len(fit), groups, per_group, head_size)
+        near = groups - (groups + 1) // 3
+        for part, inputs, matrix, signs in (
+            (slice(near), seen, fit[:, : seen.shape[1]], (1, -1, -1)),
+            (slice(near, None), roots, fit[:, seen.shape[1] :], (-1, 1, -1)),
+        ):
+            rank = keys[part].shape[0] * head_size
+            if not rank:
+                continue
+            key = linear_fit(
+                (x, sign * one.expand(len(x), 1)) for x, sign in zip((seen, tokens, masks), signs, strict=True)
+            )
+            keys[part] = _RANDOM_PART * keys[part] + key.to(keys)
+            made = inputs.double() @ matrix.T
+            directions = torch.linalg.eigh(made.T @ made).eigenvectors.flip(1)[:, :rank]
+            unit = (made @ directions).square().mean().sqrt()
+            found = directions.shape[1]  # no more than the size of hidden states
+            values[part].flatten(0, 1)[:found] = (directions.T @ matrix / unit).to(values)
+            out[:, part, 0] = F.pad(directions * unit, (0, rank - found)).unflatten(1, (-1, head_size))
         layer.o_proj.weight.copy_(out.flatten(1))
+
+    def _normed(self, token_ids: Tensor) -> Tensor:
+        """What the first layer's attention reads of tokens in a block, (S,) -> (S, D)."""
+        normed: Tensor = self.ordered_layers()[0].input_norm(self.scaled_embedding(token_ids))
+        return normed
 
     def ordered_layers(self) -> Sequence[Any]:
         """The layers of the body, the first one first."""

@@ -128,15 +128,15 @@ class Eagle3Head(OneLayerHead):
         return super().embedded(token_ids) if self.embedding is None else self.embedding(token_ids)
 
     @torch.no_grad()
-    def start_near(self, hidden: Iterable[Tensor]) -> None:
+    def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Starts g as the linear approximation of h_t (ridge regression), so that the head starts near EAGLE.
 
         What enters a layer has a few very large numbers, which would hide the others behind a norm.
         """
         if not self.hidden_layers or self.fc.out_features != self.config.hidden_size:
             return
-        if texts := first_texts(hidden, self.fc.in_features):
-            split = map(self.split, texts)
+        if taken := first_texts(texts, self.fc.in_features):
+            split = (self.split(hidden) for hidden, _ in taken)
             self.fc.weight.copy_(linear_fit((self.fc_norm(states), last) for states, last in split))
 
     def states(self, hidden: Tensor) -> Tensor:

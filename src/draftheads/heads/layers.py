@@ -40,12 +40,12 @@ _TOKENS_PER_NUMBER = 4  # for a start: tokens for each number that is read of a 
 _RIDGE = 1e-3  # of each number's own size
 
 
-def first_texts(texts: Iterable[Tensor], size: int) -> list[Tensor]:
-    """Texts (T, size) until they have enough tokens for a linear fit of vectors of that size."""
-    taken: list[Tensor] = []
+def first_texts(texts: Iterable[tuple[Tensor, Tensor]], size: int) -> list[tuple[Tensor, Tensor]]:
+    """Texts, hidden states and token ids (T,), until they have enough tokens for a linear fit of that many numbers."""
+    taken: list[tuple[Tensor, Tensor]] = []
     for text in texts:
         taken.append(text)
-        if sum(map(len, taken)) >= _TOKENS_PER_NUMBER * size:
+        if sum(len(ids) for _, ids in taken) >= _TOKENS_PER_NUMBER * size:
             break
     return taken
 

@@ -75,9 +75,9 @@ class MtpHead(StatefulHead):
         self.layer.rotary[0].to(weights.lm_head.device)
 
     @torch.no_grad()
-    def start_near(self, hidden: Iterable[Tensor]) -> None:
+    def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Starts h' at the size of h_t: both kinds of norms start by multiplying by 1."""
-        for states in hidden:
+        for states, _ in texts:
             self.norm.weight.add_(states.float().square().mean().sqrt() - 1.0)
             break
 

@@ -171,7 +171,8 @@ def new_head(
     )
     head = head_class(config).to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
-    head.start_near(store[i].hidden.to(weights.lm_head) for i in documents)
+    texts = (store[i] for i in documents)
+    head.start_near((text.hidden.to(weights.lm_head), text.token_ids.to(weights.lm_head.device)) for text in texts)
     if start is not None:
         start.copy_into(head)
     return head
