@@ -243,7 +243,7 @@ def test_a_new_layer_starts_at_the_size_of_hidden_states() -> None:
         head = head_classes("mtp")[1](head_classes("mtp")[0](32, VOCAB, layer=model.head_sizes["layer"]))  # type: ignore[call-arg]
         head.initialise(model.weights)
         hidden, ids = text(30)
-        head.start_near(iter([7 * hidden[0]]))
+        head.start_near(iter([(7 * hidden[0], ids[0])]))
         size = float(head(hidden, ids).detach().square().mean().sqrt())
         assert size == pytest.approx(7, rel=0.05)
 

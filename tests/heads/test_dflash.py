@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
@@ -230,8 +231,8 @@ def test_a_new_head_starts_as_a_linear_one(method: str, layers: list[int]) -> No
             h.append(turn @ h[-1])
         last = torch.stack(h) @ space.T
         texts.append(torch.cat([-last, last, last], -1) if layers else last)
-    head.start_near(texts)
     masks = torch.full((1, 16), head.mask_token_id)
+    head.start_near([(text, masks[0]) for text in texts])
 
     def first_rows(text: Tensor) -> Tensor:
         with torch.no_grad():
@@ -249,3 +250,39 @@ def test_a_new_head_starts_as_a_linear_one(method: str, layers: list[int]) -> No
         torch.stack(part) for part in zip(*[(first_rows(t), t[1:, -size:]) for t in texts[:8]], strict=True)
     )
     assert float((every * ahead).sum() / every.square().sum()) == pytest.approx(1.0, abs=1e-3)  # the norm fits, too
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_new_head_starts_with_what_the_root_tells(method: str) -> None:
+    """The next hidden state is a turn of the last one plus a linear function of the root's embedding."""
+    model = tiny_model("llama")
+    head: Any = tiny_head(method, model, layers=[], mask_token_id=1, num_key_value_heads=2)
+    size, rank = head.config.hidden_size, head.config.head_size
+    torch.manual_seed(0)
+    space = torch.linalg.qr(torch.randn(size, rank)).Q
+    turn, table = torch.linalg.qr(torch.randn(rank, rank)).Q, torch.linalg.qr(torch.randn(size, rank)).Q
+    told = F.normalize(model.weights.embedding.float(), dim=-1) @ table * rank**0.5  # (V, rank)
+    texts = []
+    for _ in range(80):
+        ids = torch.randint(2, head.config.vocab_size, (16,))
+        h = [torch.randn(rank)]
+        for token in ids[1:]:
+            h.append(0.7 * turn @ h[-1] + told[token])
+        texts.append((torch.stack(h) @ space.T, ids))
+    head.start_near(texts)
+
+    def likeness(read: Tensor, ids: Tensor, ahead: Tensor) -> float:
+        with torch.no_grad():
+            made = head(read[None], ids[None])[0, 0, :-1, :size]
+        return float(torch.cosine_similarity(made, ahead[1:], dim=-1)[4:].mean())
+
+    right, other_root, other_text = (
+        sum(likeness(*parts) for parts in cases) / 8
+        for cases in (
+            [(h, ids, h) for h, ids in texts[:8]],
+            [(h, ids.flip(0), h) for h, ids in texts[:8]],
+            [(h.flip(0), ids, h) for h, ids in texts[:8]],
+        )
+    )
+    assert right > 0.6
+    assert max(other_root, other_text) < right - 0.15

@@ -124,6 +124,6 @@ def test_the_start_near_the_last_hidden_state_survives_a_number_that_is_always_z
     last, turn = torch.randn(40 * size, size), torch.linalg.qr(torch.randn(2 * size, size)).Q
     states = last @ turn.T
     states[:, 3] = 0.0
-    head.start_near([torch.cat([states, last], -1)])  # type: ignore[operator]
+    head.start_near([(torch.cat([states, last], -1), torch.zeros(len(last)))])  # type: ignore[operator]
     found = head.states(states)  # type: ignore[operator]
     assert float((found - last).square().mean()) < 0.2 * float(last.square().mean())

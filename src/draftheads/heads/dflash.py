@@ -88,7 +88,7 @@ class DFlashHead(StatefulHead):
 
     @torch.no_grad()
     def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Starts as a linear head: rows read the last place of the text and x_{t+1}, and make of them h of the next place.
+        """Starts as a linear head: rows read the last place of the text and x_{t+1}, and make of them the next h.
 
         From random queries and keys a body needs far more text to find these than most users have.
         """
@@ -121,29 +121,27 @@ class DFlashHead(StatefulHead):
         mask = root_ids.new_tensor([self.mask_token_id])
         tokens = self._normed(torch.arange(0, config.vocab_size, step, device=seen.device))
         masks = self._normed(mask).expand_as(tokens)
-        one = seen.new_ones(1, 1)
-        query = linear_fit([(tokens, one.expand(len(tokens), 1)), (masks, one.expand(len(tokens), 1))])
-        fit = linear_fit([(torch.cat([seen, roots := self._normed(root_ids)], 1), ahead - self.scaled_embedding(mask))])
+        constant = tokens.new_ones(len(tokens), 1)
+        query = linear_fit([(tokens, constant), (masks, constant)])
         per_group = config.num_attention_heads // groups
         queries = layer.q_proj.weight.view(groups, per_group, head_size, -1)[:, 0]  # of the first head of each group
         keys, values = (part.weight.view(groups, head_size, -1) for part in (layer.k_proj, layer.v_proj))
         queries.mul_(_RANDOM_PART).add_(query.to(queries))
         for norm in (layer.q_norm, layer.k_norm):
             norm.weight.fill_((_NEARNESS * head_size**-0.5) ** 0.5)
-        out = fit.new_zeros(len(fit), groups, per_group, head_size)
         near = groups - (groups + 1) // 3
-        for part, inputs, matrix, signs in (
-            (slice(near), seen, fit[:, : seen.shape[1]], (1, -1, -1)),
-            (slice(near, None), roots, fit[:, seen.shape[1] :], (-1, 1, -1)),
-        ):
-            rank = keys[part].shape[0] * head_size
-            if not rank:
-                continue
-            key = linear_fit(
-                (x, sign * one.expand(len(x), 1)) for x, sign in zip((seen, tokens, masks), signs, strict=True)
-            )
+        parts = [(slice(near), seen, 1.0)]
+        if near < groups:
+            parts.append((slice(near, None), self._normed(root_ids), -1.0))
+        inputs = torch.cat([read for _, read, _ in parts], 1)
+        fit = linear_fit([(inputs, ahead - self.scaled_embedding(mask))])
+        out = fit.new_zeros(len(fit), groups, per_group, head_size)
+        for (part, read, sign), matrix in zip(parts, fit.split(seen.shape[1], 1), strict=True):
+            ones = seen.new_ones(len(seen), 1)
+            key = linear_fit([(seen, sign * ones), (tokens, -sign * constant), (masks, -constant)])
             keys[part] = _RANDOM_PART * keys[part] + key.to(keys)
-            made = inputs.double() @ matrix.T
+            made = read.double() @ matrix.T
+            rank = keys[part].shape[0] * head_size
             directions = torch.linalg.eigh(made.T @ made).eigenvectors.flip(1)[:, :rank]
             unit = (made @ directions).square().mean().sqrt()
             found = directions.shape[1]  # no more than the size of hidden states
