@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer, attend_with_path
 from draftheads.heads.base import Root
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
-from draftheads.heads.layers import first_texts, linear_fit
+from draftheads.heads.layers import first_texts, linear_fit, low_rank_fit
 from draftheads.heads.stateful import StatefulHead
 from draftheads.speculation.draft import Context, TargetWeights
 
@@ -140,13 +139,9 @@ class DFlashHead(StatefulHead):
             ones = seen.new_ones(len(seen), 1)
             key = linear_fit([(seen, sign * ones), (tokens, -sign * constant), (masks, -constant)])
             keys[part] = _RANDOM_PART * keys[part] + key.to(keys)
-            made = read.double() @ matrix.T
-            rank = keys[part].shape[0] * head_size
-            directions = torch.linalg.eigh(made.T @ made).eigenvectors.flip(1)[:, :rank]
-            unit = (made @ directions).square().mean().sqrt()
-            found = directions.shape[1]  # no more than the size of hidden states
-            values[part].flatten(0, 1)[:found] = (directions.T @ matrix / unit).to(values)
-            out[:, part, 0] = F.pad(directions * unit, (0, rank - found)).unflatten(1, (-1, head_size))
+            up, down = low_rank_fit(matrix, read, keys[part].shape[0] * head_size)
+            values[part] = down.view_as(values[part]).to(values)
+            out[:, part, 0] = up.unflatten(1, (-1, head_size))
         layer.o_proj.weight.copy_(out.flatten(1))
 
     def _normed(self, token_ids: Tensor) -> Tensor:

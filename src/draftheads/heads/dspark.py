@@ -5,15 +5,17 @@ before it (:mod:`draftheads.heads.markov`). In training the text's tokens take t
 The published head has an embedding of its own, and a gate that reads the row and the token; see the options.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import Root
 from draftheads.heads.dflash import BlockConfig, DFlashHead
+from draftheads.heads.layers import first_texts, linear_fit, low_rank_fit
 from draftheads.heads.markov import MarkovBias, MarkovState
 
 
@@ -42,7 +44,7 @@ class DSparkConfig(BlockConfig):
 
 
 class DSparkHead(MarkovBias, DFlashHead):
-    """DFlash with a bias from the token before. It starts without: U is zero at first."""
+    """DFlash with a bias from the token before."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
@@ -53,6 +55,28 @@ class DSparkHead(MarkovBias, DFlashHead):
             own_embedding=config.own_embedding,
             gate_reads_token=config.gate_reads_token,
         )
+
+    @torch.no_grad()
+    def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Also the bias: as what is linear, in the token before, of the h that the rows do not make yet."""
+        taken = first_texts(texts, self.fc.in_features)
+        super().start_near(taken)
+        size, pairs = self.config.hidden_size, []
+        for hidden, token_ids in taken:
+            states, last = self.split(hidden)
+            for i, rows in enumerate(self(states[None], token_ids[None])[:, 0, :, :size]):
+                if len(ahead := last[1 + i :]):
+                    pairs.append((self.scaled_embedding(token_ids[1 + i :]), ahead - rows[: len(ahead)]))
+        if not pairs:
+            return
+        embedded = torch.cat([x for x, _ in pairs])
+        up, down = low_rank_fit(linear_fit(pairs), embedded, self.up[0].in_features)
+        is_table = isinstance(self.down[0], nn.Embedding)
+        every = torch.arange(self.config.vocab_size, device=down.device)
+        down = down.to(embedded)
+        self.down[0].weight.copy_(self.scaled_embedding(every) @ down.T if is_table else down)
+        h = up.T.to(embedded)
+        self.up[0].weight.copy_((self.lm_heads(h, 0) - self.lm_heads(torch.zeros_like(h), 0)).T)
 
     def features(self, found: Tensor, token_ids: Tensor, at: Tensor) -> Tensor:
         """(K, B, A, D + r)."""

@@ -67,6 +67,18 @@ def linear_fit(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     return solved.T
 
 
+def low_rank_fit(fit: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The matrices (O, r) and (r, I) whose product is nearest to a matrix (O, I) on inputs (T, I).
+
+    The r numbers between them have a mean square of 1; those beyond O are 0.
+    """
+    made = inputs.double() @ fit.T
+    directions = torch.linalg.eigh(made.T @ made).eigenvectors.flip(1)[:, :rank]
+    unit = (made @ directions).square().mean().sqrt()
+    missing = rank - directions.shape[1]
+    return F.pad(directions * unit, (0, missing)), F.pad(directions.T @ fit / unit, (0, 0, 0, missing))
+
+
 def fusion(size: int, *, state_first: bool, bias: bool = True) -> nn.Linear:
     """A layer (…, 2·D) -> (…, D) on a state and an embedding, side by side; it starts as the state alone."""
     layer = nn.Linear(2 * size, size, bias=bias)
