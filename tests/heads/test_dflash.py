@@ -236,20 +236,19 @@ def test_a_new_head_starts_as_a_linear_one(method: str, layers: list[int]) -> No
 
     def first_rows(text: Tensor) -> Tensor:
         with torch.no_grad():
-            rows: Tensor = head(head.split(text)[0][None], masks)[0, 0, :-1, :size]
+            rows: Tensor = head.logits(head(head.split(text)[0][None], masks)[0, 0, :-1], 0)
         return rows
 
     changed = texts[0].clone()
     changed[:4] = torch.randn_like(changed[:4])
-    made, beside, last = first_rows(texts[0]), first_rows(changed), head.split(texts[0])[1]
+    made, beside, last = first_rows(texts[0]), first_rows(changed), head.lm_heads(head.split(texts[0])[1], 0)
     likeness, of_before = (torch.cosine_similarity(made[4:], part[4:]).mean() for part in (last[1:], last[:-1]))
     assert likeness > 0.87
     assert method == "dflash" or likeness > of_before  # a row of dflash stands one place further from the text
     assert (made - beside)[10:].norm() < 0.05 * made[10:].norm()  # what is far away hardly matters
-    every, ahead = (
-        torch.stack(part) for part in zip(*[(first_rows(t), t[1:, -size:]) for t in texts[:8]], strict=True)
-    )
-    assert float((every * ahead).sum() / every.square().sum()) == pytest.approx(1.0, abs=1e-3)  # the norm fits, too
+    every = torch.stack([first_rows(t) for t in texts[:8]])
+    ahead = torch.stack([head.lm_heads(t[1:, -size:], 0) for t in texts[:8]])
+    assert float((every * ahead).sum() / every.square().sum()) == pytest.approx(1.0, abs=0.05)  # the norm fits, too
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
@@ -273,8 +272,9 @@ def test_a_new_head_starts_with_what_the_root_tells(method: str) -> None:
 
     def likeness(read: Tensor, ids: Tensor, ahead: Tensor) -> float:
         with torch.no_grad():
-            made = head(read[None], ids[None])[0, 0, :-1, :size]
-        return float(torch.cosine_similarity(made, ahead[1:], dim=-1)[4:].mean())
+            made = head.logits(head(read[None], ids[None])[0, 0, :-1], 0)
+            wanted = head.lm_heads(ahead[1:], 0)
+        return float(torch.cosine_similarity(made, wanted, dim=-1)[4:].mean())
 
     right, other_root, other_text = (
         sum(likeness(*parts) for parts in cases) / 8
@@ -284,5 +284,6 @@ def test_a_new_head_starts_with_what_the_root_tells(method: str) -> None:
             [(h.flip(0), ids, h) for h, ids in texts[:8]],
         )
     )
-    assert right > 0.6
-    assert max(other_root, other_text) < right - 0.15
+    assert right > 0.55
+    assert other_root < right - 0.3
+    assert other_text < right - 0.05

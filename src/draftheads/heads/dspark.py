@@ -7,7 +7,7 @@ The published head has an embedding of its own, and a gate that reads the row an
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class DSparkConfig(BlockConfig):
 
 
 class DSparkHead(MarkovBias, DFlashHead):
-    """DFlash with a bias from the token before."""
+    """DFlash with a bias from the token before. It starts without: U is zero at first."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
@@ -58,25 +58,20 @@ class DSparkHead(MarkovBias, DFlashHead):
 
     @torch.no_grad()
     def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Also the bias: as what is linear, in the token before, of the h that the rows do not make yet."""
+        """Also A: as the r numbers that tell most of the next h, of a mean square of 1. U learns fast from these."""
         taken = first_texts(texts, self.fc.in_features)
         super().start_near(taken)
-        size, pairs = self.config.hidden_size, []
-        for hidden, token_ids in taken:
-            states, last = self.split(hidden)
-            for i, rows in enumerate(self(states[None], token_ids[None])[:, 0, :, :size]):
-                if len(ahead := last[1 + i :]):
-                    pairs.append((self.scaled_embedding(token_ids[1 + i :]), ahead - rows[: len(ahead)]))
-        if not pairs:
+        before = [self.scaled_embedding(ids[1:]) for _, ids in taken]
+        if not any(map(len, before)):
             return
-        embedded = torch.cat([x for x, _ in pairs])
-        up, down = low_rank_fit(linear_fit(pairs), embedded, self.up[0].in_features)
-        is_table = isinstance(self.down[0], nn.Embedding)
-        every = torch.arange(self.config.vocab_size, device=down.device)
-        down = down.to(embedded)
-        self.down[0].weight.copy_(self.scaled_embedding(every) @ down.T if is_table else down)
-        h = up.T.to(embedded)
-        self.up[0].weight.copy_((self.lm_heads(h, 0) - self.lm_heads(torch.zeros_like(h), 0)).T)
+        told = linear_fit((x, self.split(hidden)[1][1:]) for x, (hidden, _) in zip(before, taken, strict=True))
+        config: Any = self.config
+        table: Any = self.down[0]
+        down = low_rank_fit(told, torch.cat(before), config.markov_rank)[1].to(before[0])
+        if isinstance(table, nn.Embedding):
+            table.weight.copy_(self.scaled_embedding(torch.arange(self.config.vocab_size, device=down.device)) @ down.T)
+        else:
+            table.weight.copy_(down)
 
     def features(self, found: Tensor, token_ids: Tensor, at: Tensor) -> Tensor:
         """(K, B, A, D + r)."""
