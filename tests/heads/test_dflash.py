@@ -287,3 +287,26 @@ def test_a_new_head_starts_with_what_the_root_tells(method: str) -> None:
     assert right > 0.55
     assert other_root < right - 0.3
     assert other_text < right - 0.05
+
+
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_the_bias_of_a_new_head_reads_what_tells_the_next_hidden_state(own_embedding: bool) -> None:
+    """The next hidden state is a linear function of two directions of the root's embedding."""
+    model = tiny_model("llama")
+    head: Any = tiny_head("dspark", model, layers=[], mask_token_id=1, markov_rank=2, own_embedding=own_embedding)
+    torch.manual_seed(0)
+    embedding = model.weights.embedding.float()
+    size = embedding.shape[1]
+    told = embedding @ torch.randn(size, 2) @ torch.randn(2, size)  # (V, D)
+    texts = []
+    for _ in range(40):
+        ids = torch.randint(2, head.config.vocab_size, (16,))
+        texts.append((told[ids], ids))
+    up = head.up[0].weight.clone()
+    head.start_near(texts)
+    assert torch.equal(head.up[0].weight, up)
+    ids = torch.arange(2, head.config.vocab_size)
+    scores = head.scores(ids, 0).detach()
+    assert float(scores.square().mean()) == pytest.approx(1.0, rel=0.2)
+    left = told[ids] - scores @ torch.linalg.lstsq(scores, told[ids]).solution
+    assert float(left.square().sum()) < 0.01 * float(told[ids].square().sum())

@@ -108,10 +108,10 @@ class DFlashHead(StatefulHead):
         self.norm.weight.fill_(float((rows * wanted).sum() / rows.square().sum()))
 
     def _start_attention(self, seen: Tensor, root_ids: Tensor, ahead: Tensor) -> None:
-        """In the first layer queries are one vector, and so are keys of the text, those of the block its opposite.
+        """Makes most groups of the first layer read the last place of the text, and a third of them x_{t+1}.
 
-        RoPE then favours the last place. In a third of the groups these are the keys of x_{t+1}, all others opposite.
-        Values are the parts of c and of x_{t+1} that tell most of the next h.
+        All queries are one vector. So are the keys of what a group reads; its other keys are the opposite vector. RoPE
+        then favours the nearest place. Values are the parts of c and of x_{t+1} that tell most of the next h.
         """
         config: Any = self.config
         layer = self.ordered_layers()[0]

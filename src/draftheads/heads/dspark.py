@@ -58,7 +58,10 @@ class DSparkHead(MarkovBias, DFlashHead):
 
     @torch.no_grad()
     def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Also A: as the r numbers that tell most of the next h, of a mean square of 1. U learns fast from these."""
+        """Also sets A: its r numbers for a token are those that tell most of the next h, with a mean square of 1.
+
+        U starts as zero and learns from them; from the small numbers of a random A it would learn slowly.
+        """
         taken = first_texts(texts, self.fc.in_features)
         super().start_near(taken)
         before = [self.scaled_embedding(ids[1:]) for _, ids in taken]
