@@ -167,6 +167,7 @@ def test_bash_completes(words: str, expected: list[str], tmp_path: Path):
         ("generate abc --frequency-penalty 1", "no option --frequency-penalty: give --set frequency_penalty=X"),
         ("generate abc --no-fast", "no option --no-fast: give --set fast=on|off"),
         ("generate abc --set min_q=1", "--set min_q=1: no such setting; did you mean min_p?"),
+        ("train --set eval_steps=0", "--set eval_steps=0: this is an option of its own: give --eval-steps"),
         ("generate abc --set seed", "--set seed has no value: write NAME=VALUE"),
         ("generate abc --set=fast=maybe", "--set fast=maybe: give on or off"),
     ],

@@ -176,9 +176,9 @@ def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> lis
             if flag == "--set":
                 if equals:
                     words.appendleft(value)
-                rest += _as_option(words.popleft() if words else "", rare)
+                rest += _as_option(words.popleft() if words else "", rare, known)
                 while words and words[0].partition("=")[0] in rare:
-                    rest += _as_option(words.popleft(), rare)
+                    rest += _as_option(words.popleft(), rare, known)
             elif flag in places:
                 named[flag] = value if equals else words.popleft() if words else ""
             else:
@@ -216,12 +216,14 @@ def _check_flag(
     raise ValueError(f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}")
 
 
-def _as_option(given: str, rare: Mapping[str, Any]) -> list[str]:
+def _as_option(given: str, rare: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     """The words of an option for NAME=VALUE of ``--set``. ValueError: no such setting, or no switch."""
     name, equals, value = given.partition("=")
     name = name.replace("-", "_")
     if not equals:
         raise ValueError(f"--set {given} has no value: write NAME=VALUE")
+    if (option := f"--{name.replace('_', '-')}") in known:
+        raise ValueError(f"--set {given}: this is an option of its own: give {option}")
     if name not in rare:
         close = close_name(name, rare)
         raise ValueError(
