@@ -372,3 +372,7 @@ def test_options_of_one_architecture_are_trained_with_and_saved(
     assert (config.num_auto_embedding_blocks, config.sampled_token) == (2, False)
     with pytest.raises(InvalidSettings, match="medusa has no option 'depth'"):
         options(tmp_path, features, method="medusa", head_options=("depth=1",))
+    options(tmp_path, features, method="eagle", head_options=("num_key_value_heads=9",))  # the target may have 9
+    both = ("num_attention_heads=4", "num_key_value_heads=3")
+    with pytest.raises(InvalidSettings, match=r"num_attention_heads is 4; it must be a multiple of .* \(3\)"):
+        options(tmp_path, features, method="eagle", head_options=both)

@@ -67,6 +67,10 @@ class HeadOptions(OptionGroup):
         from draftheads.heads.head_options import parse_head_options  # noqa: PLC0415
 
         config_class, _ = head_classes(self.method)
+        own = parse_head_options(self.method, self.head_options)
+        groups = ("num_attention_heads", "num_key_value_heads")
+        if given := own.keys() & groups:  # the other one is the target's, which is not known yet
+            own = {**dict.fromkeys(groups, own[min(given)]), **own}
         config_class(
             hidden_size=64,
             vocab_size=LARGEST_SIZE,
@@ -74,7 +78,7 @@ class HeadOptions(OptionGroup):
             num_layers=self.num_layers,
             lm_head=self.lm_head,
             lm_head_rank=self.lm_head_rank,
-            **parse_head_options(self.method, self.head_options),
+            **own,
         )
 
 
