@@ -160,6 +160,20 @@ def test_a_row_begins_without_a_state(model: TargetModel) -> None:
     torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", *RECURRENT_FAMILIES])
+def test_rows_that_nothing_was_read_into_are_dropped_and_move(family: str) -> None:
+    """The buffers do not have them yet, and one of them comes into the place of a row that has a state."""
+    model = tiny_model(family)
+    runner = runner_for(model)
+    first, second = runner.prefill([[5, 6, 7], [8, 9]])[0]
+    empty = [runner.open(500) for _ in range(4)]
+    runner.drop([first, *empty[:2]])
+    results = runner.read([second, *empty[2:]], [[4], [11, 12], [13]])
+    for (hidden, _), text in zip(results, ([8, 9, 4], [11, 12], [13]), strict=True):
+        expected = model.model(torch.tensor([text])).logits[0, -1]
+        torch.testing.assert_close(model.logits(hidden[-1:])[0], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_reading_that_fails_leaves_states_as_they_were(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftheads.runners.transformers_runner.CHUNK_TOKENS", 4)
     runner = runner_for(model)

@@ -133,11 +133,14 @@ class SlotCache(Cache):
             buffer[rows, :, target] = buffer[rows, :, source]
 
     def order(self, rows: Sequence[int]) -> None:
-        """Row ``rows[i]`` is row i from now on."""
+        """Row ``rows[i]`` is row i from now on. Rows that the buffers do not have yet are empty."""
         moved = [place for place, row in enumerate(rows) if row != place]
-        for buffer in self.of_rows if moved else ():
-            source, target = to_device([rows[place] for place in moved], buffer.device), to_device(moved, buffer.device)
+        there = [place for place in moved if rows[place] < self.shape[0]]
+        for buffer in self.of_rows if there else ():
+            source, target = to_device([rows[place] for place in there], buffer.device), to_device(there, buffer.device)
             buffer[target] = buffer[source]
+        for place in set(moved).difference(there):
+            self.clear(place)
 
     def entries(self, row: int, num_slots: int) -> Entries:
         """A copy of what the first slots of a row hold."""
