@@ -51,14 +51,15 @@ def test_an_unknown_command(run: Run):
     assert err.startswith("draftheads: no command 'generat'; did you mean generate?\n\nusage: draftheads COMMAND")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_and_wrong_options_import_nothing_slow(name: str):
+def test_help_and_wrong_options_import_nothing_slow():
     code = f"""
-assert main(["{name}", "--help"]) == main(["{name}", "--help-all"]) == 0
-try:
-    main(["{name}", "--no-such-option", "1"])
-except SystemExit as ended:
-    assert ended.code == 2
+for name in {list(COMMANDS)}:
+    assert main([name, "--help"]) == main([name, "--help-all"]) == 0
+    try:
+        main([name, "--no-such-option", "1"])
+    except SystemExit as ended:
+        assert ended.code == 2
+    assert not {{"numpy", "torch", "transformers", "peft"}} & set(sys.modules), name
 """
     assert slow_imports(code, "peft").endswith("\n[]\n")
 
@@ -124,6 +125,15 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
     assert all(name in out for name in names)
 
 
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for bash."""
+    script = tmp_path_factory.mktemp("bash") / "completion.bash"
+    made = subprocess.run([sys.executable, "-m", "draftheads", "completion", "bash"], capture_output=True, check=True)
+    script.write_bytes(made.stdout)
+    return script
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 @pytest.mark.parametrize(
     ("words", "expected"),
@@ -140,12 +150,9 @@ def test_completion_knows_commands_and_options(shell: str, capsys: pytest.Captur
         ("draftheads chat smol", ["smollm2-135m"]),
     ],
 )
-def test_bash_completes(words: str, expected: list[str], tmp_path: Path):
-    script = tmp_path / "completion.bash"
-    made = subprocess.run([sys.executable, "-m", "draftheads", "completion", "bash"], capture_output=True, check=True)
-    script.write_bytes(made.stdout)
+def test_bash_completes(words: str, expected: list[str], completion: Path):
     given = words.split()
-    ask = f'''source {script}; COMP_WORDS=({words}); COMP_CWORD={len(given) - 1}; COMP_LINE="{words}"
+    ask = f'''source {completion}; COMP_WORDS=({words}); COMP_CWORD={len(given) - 1}; COMP_LINE="{words}"
         COMP_POINT={len(words)}; _tyro_draftheads; printf "%s\\n" "${{COMPREPLY[@]}}"'''
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
