@@ -43,10 +43,13 @@ HEADS: Mapping[str, str] = {
     "eagle": "--num-heads 3 --set feature_weight=10",
     "eagle3": "--num-heads 4 --draft-vocab-size 8192",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
+    "dflash": "--num-heads 4 --num-layers 1",  # the data package would be too large with two
+    "dspark": "--num-heads 4 --num-layers 2 --head-options gated=false markov_rank=64",  # llama.cpp knows no gate
 }
+READ_LAYERS = ("eagle3", "dflash", "dspark")  # of the target, beside the last hidden states
 _RARE = frozenset(name for group in fields(TrainOptions) for name in getattr(group.type, "RARE", ()))  # of --set
 _SECTION = "## Side by side with others"
-MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 135e6
+MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 165e6
 _NOT_SHOWN = frozenset(  # paths on this machine, and options that do not change the head
     {
         *("method", "model", "data", "text", "out", "start_from", "recipe"),
@@ -78,7 +81,7 @@ class Train:
                 if not folder.is_dir():
                     sys.exit(f"{name} starts from {start}, which is not in {self.work}: train {start} first")
                 settings[-1] = str(folder)
-            features = self.work / ("features-eagle3" if name == "eagle3" else "features")  # it reads other layers
+            features = self.work / ("features-layers" if name in READ_LAYERS else "features")
             files = ["--data", *map(str, self.data), "--features", str(features)]
             arguments = ["train", "--method", name, *settings, *files, *more]
             if code := draftheads([*arguments, "--out", str(self.work / name), "--resume"]):

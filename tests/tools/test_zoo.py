@@ -113,7 +113,7 @@ def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: Any):
         config_class, head_class = head_classes(name)
         more = {
             **(layer if issubclass(config_class, LayerConfig) else {}),
-            **({"layers": [2, 15, 27]} if name == "eagle3" else {}),
+            **({"layers": [2, 15, 27]} if name in tool.READ_LAYERS else {}),
             **parse_head_options(name, options.head_options),
         }
         own = {"num_heads": options.num_heads, "num_layers": options.num_layers, "draft_vocab_size": 6144}

@@ -31,7 +31,17 @@ from draftheads.utils.identity import changes
 DATA_PACKAGE = "draftheads-zoo"
 DATA_PACKAGE_INSTALL = "pip install ./zoo (in a checkout of draftheads)"
 # heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
-DATA_PACKAGE_HEADS = ("amphista", "eagle", "eagle3", "hydra++", "markov-medusa", "mlp-speculator", "small-llama")
+DATA_PACKAGE_HEADS = (
+    "amphista",
+    "dflash",
+    "dspark",
+    "eagle",
+    "eagle3",
+    "hydra++",
+    "markov-medusa",
+    "mlp-speculator",
+    "small-llama",
+)
 
 UNTRAINED_HEADS = ("prompt-lookup", "lookahead")  # names of what drafts without training, which need no folder
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
