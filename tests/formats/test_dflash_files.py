@@ -27,18 +27,19 @@ def model() -> TargetModel:
     return tiny_model("llama")
 
 
-@pytest.mark.parametrize("known", [0, 4])
-def test_a_published_head_has_the_logits_of_its_layout(tmp_path: Path, model: TargetModel, known: int) -> None:
-    """At all places, behind a text that is read at once or in two parts."""
-    tensors = write_file(
-        tmp_path / "theirs", model, output_multiplier=1.0, dflash_config={"attention_value_scale": 1.0}
-    )
+@pytest.mark.parametrize(("known", "scale"), [(0, None), (4, None), (4, 3.0)])
+def test_a_published_head_has_the_logits_of_its_layout(
+    tmp_path: Path, model: TargetModel, known: int, scale: float | None
+) -> None:
+    """At all places, behind a text that is read at once or in two parts; with a scale of embeddings if it has one."""
+    own = {"attention_value_scale": 1.0, "input_embedding_scale": scale}
+    tensors = write_file(tmp_path / "theirs", model, output_multiplier=1.0, dflash_config=own)
     convert(tmp_path / "theirs", tmp_path / "ours", base=model)
     head = load_head(tmp_path / "ours", model)
     assert (head.hidden_layers, head.config.num_heads, head.config.num_layers) == ((0, 1), BLOCK - 1, LAYERS)
     states = model.model(TEXT, output_hidden_states=True).hidden_states
     hidden = torch.cat([states[0], states[1]], -1)
-    embedding = model.weights.embedding
+    embedding = model.weights.embedding * (scale or 1.0)
     rows = [embedding[token] for token in (int(TEXT[0, 6]), *[MASK] * (BLOCK - 1))]
     expected = (
         slow_block(tensors, rows, list(hidden[0, :6]), heads=HEADS, groups=GROUPS, base=BASE)[1:]
@@ -129,6 +130,7 @@ def test_a_head_of_a_later_kind_is_named(tmp_path: Path, model: TargetModel) -> 
     [
         ({"layers": []}, "what enters layers: train a head"),
         ({"lm_head": "own"}, "engines take the target's for block drafters"),
+        ({"lm_head": "own", "draft_vocab_size": 20}, "train it with --lm-head shared, or export it --to speculators"),
     ],
 )
 def test_what_the_layout_has_no_place_for_is_an_error(

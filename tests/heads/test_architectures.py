@@ -731,7 +731,7 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
             r"amphista has no option 'num_heads'; choose among head_positions, ",
         ),
         ("amphista", "sampled_token", r"--head-options sampled_token: it has no value; give sampled_token=VALUE"),
-        ("amphista", "sampled_token=1", r"--head-options sampled_token=1: sampled_token must be bool"),
+        ("amphista", "sampled_token=1", r"--head-options sampled_token=1: sampled_token must be true or false"),
         ("markov-medusa", "markov_rank=many", r"--head-options markov_rank=many: markov_rank must be int"),
         ("markov-medusa", "markov_rank=1048577", r"markov_rank is 1048577; it must be at most 1048576"),
         ("amphista", "num_auto_embedding_blocks=1025", r"num_auto_embedding_blocks is 1025; it must be at most 1024"),

@@ -128,6 +128,7 @@ def test_places_are_drawn_anew_before_two_tokens_of_the_assistant() -> None:
     assert {tuple(sorted(places[0].tolist())) for places in drawn} == {(0, 1), (0, 2), (1, 2)}
     assert all(len(set(places[1].tolist())) == 2 for places in drawn)
     assert all(3 in places[1] for places in drawn), "x_4 and x_5 are the assistant's"
+    assert {int(random_places(mask[1:], 1)) for _ in range(20)} == {3}, "x_3 is not, though x_4 is"
     predictions = find_predictions(mask, 3)
     kept = predictions.behind(torch.tensor([[1], [3]]), 6)
     assert kept.positions.tolist() == [2, 3, 10]

@@ -246,6 +246,8 @@ def not_shared(config: BlockConfig) -> list[str]:
         f"the head's lm_head is {config.lm_head}, and engines take the target's for block drafters: train it with "
         "--lm-head shared"
     )
+    if config.draft_vocab_size is not None:  # then the lm_head has a place there
+        reason += ", or export it --to speculators"
     return [] if config.lm_head == "shared" else [reason]
 
 

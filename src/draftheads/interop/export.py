@@ -130,7 +130,7 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
         return found[0]
     readers = "; ".join(f"--to {form.name} is read by {' and '.join(form.commands)}" for form in fitting)
     raise InvalidSettings(
-        f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For vLLM, SGLang or llama.cpp "
+        f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For {to} "
         f"train another head: `draftheads train --method {known[to].methods[0]}`"
     )
 

@@ -114,6 +114,8 @@ def in_words(hint: Any) -> str:
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is dict:
         return "an object"
+    if hint is bool:
+        return "true or false"
     if not parts:
         return "null" if hint is types.NoneType else str(hint.__name__)
     if typing.get_origin(hint) is list:
