@@ -137,7 +137,7 @@ def test_a_bundled_head_saves_steps(head: str):
 def test_bundled_heads_are_small(head: str):
     folder = find_head(head, MODEL)
     assert (folder / "model.safetensors").stat().st_size <= 30e6
-    assert sum((bundled.folder / "model.safetensors").stat().st_size for bundled in zoo_heads()) <= 135e6
+    assert sum((bundled.folder / "model.safetensors").stat().st_size for bundled in zoo_heads()) <= 165e6
     profile = read_profile(folder / "acceptance.json")
     assert profile.num_texts >= 60
     assert (len(profile.static_tokens), len(profile.dynamic_tokens)) == (64, 64)
