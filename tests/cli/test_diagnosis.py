@@ -292,7 +292,7 @@ def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, draftheads_zoo=None)
     found = diagnosis.find_models()
     assert one(found, "heads").text == "hydra, medusa for smollm2-135m"
-    assert one(found, "draftheads-zoo").text == "not installed; it has 7 more of them"
+    assert one(found, "draftheads-zoo").text == "not installed; it has 9 more of them"
     assert one(found, "draftheads-zoo").level == "optional"
     assert one(found, "draftheads-zoo").advice == "pip install ./zoo (in a checkout of draftheads)"
     heads += [SimpleNamespace(base_name="smollm2-135m", method=method) for method in diagnosis.DATA_PACKAGE_HEADS]
