@@ -234,7 +234,7 @@ def test_a_model_of_text_and_images_is_its_text_model(tmp_path: Path) -> None:
     whole.save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     with pytest.warns(TextOnlyWarning, match="reads more than text: only its text model is used"):
-        target = load_target(str(tmp_path))
+        target = load_target(str(tmp_path), precision="fp32")
     ids = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(target.model(ids).logits, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
     plain = Engine(target).generate([[3, 4, 5]], max_new_tokens=12, ignore_eos=True)
