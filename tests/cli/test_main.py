@@ -18,7 +18,7 @@ import pytest
 from cli_world import Run, slow_imports
 from draftheads.bench.settings import TreeKind
 from draftheads.cli.help import options_of as help_options
-from draftheads.cli.main import COMMANDS, import_quickly, main, options_of, read_options
+from draftheads.cli.main import COMMANDS, all_commands, import_quickly, main, options_of, read_options
 from draftheads.decode import step_costs
 from draftheads.decode.engine import Engine
 from draftheads.heads import head_methods
@@ -28,6 +28,27 @@ from families import tiny_head, tiny_model
 def test_the_command_is_installed():
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="draftheads")
     assert command.value == "draftheads.cli.main:main"
+
+
+GREETER = '''
+from dataclasses import dataclass
+from draftheads.cli.main import Command
+from draftheads.errors import DataError
+
+COMMAND = Command("greet somebody", "greeter.main.Options", error_code=2, module="greeter.main")
+
+@dataclass
+class Options:
+    """Greet."""
+    name: str
+    """Of whom."""
+
+def run(options):
+    if options.name == "Bob":
+        raise DataError("not Bob")
+    print("hello", options.name)
+    return 3
+'''
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
@@ -49,6 +70,28 @@ def test_an_unknown_command(run: Run):
     out, err = run(["generat", "hello"], code=2)
     assert not out
     assert err.startswith("draftheads: no command 'generat'; did you mean generate?\n\nusage: draftheads COMMAND")
+
+
+def test_another_package_adds_a_command(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By an entry point, which is read only where it is needed; it replaces no command of ours."""
+    info = tmp_path / "greeter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeter\nVersion: 1.0\n", encoding="utf-8")
+    points = "[draftheads.commands]\ngreet = greeter.main:COMMAND\ninfo = greeter.main:COMMAND\n"
+    (info / "entry_points.txt").write_text(points, encoding="utf-8")
+    (tmp_path / "greeter").mkdir()
+    (tmp_path / "greeter" / "main.py").write_text(GREETER, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    all_commands.cache_clear()
+    try:
+        assert "  greet        greet somebody" in run(["--help"]).out.splitlines()
+        assert run(["greet", "--name", "Ada"], code=3).out == "hello Ada\n"
+        assert run(["greet", "--name", "Bob"], code=2).err == "error: not Bob\n"
+        assert "--name NAME" in run(["greet", "--help"]).out
+        assert run(["greed"], code=2).err.startswith("draftheads: no command 'greed'; did you mean greet?")
+        assert COMMANDS["info"] == all_commands()["info"]
+    finally:
+        all_commands.cache_clear()
 
 
 def test_help_and_wrong_options_import_nothing_slow():

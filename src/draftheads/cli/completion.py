@@ -12,7 +12,7 @@ import tyro
 from draftheads.bench.settings import TreeKind
 from draftheads.checkpoints.registry import UNTRAINED_HEADS, zoo_heads
 from draftheads.cli.help import options_of as options_in
-from draftheads.cli.main import COMMANDS, options_of
+from draftheads.cli.main import all_commands, options_of
 from draftheads.heads import head_methods
 from draftheads.models.chat_template import BUILT_IN
 from draftheads.models.gguf_models import SMOLLM2_135M
@@ -44,11 +44,13 @@ class CompletionOptions:
 
 
 def run(options: CompletionOptions) -> None:
-    kinds = {name: _on_one_line(name) for name in COMMANDS}
+    kinds = {name: _on_one_line(name) for name in all_commands()}
     with redirect_stdout(StringIO()) as made, suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(kinds, prog="draftheads", args=["--tyro-print-completion", options.shell])
     script = made.getvalue()
-    places = {name: [option.name for option in options_in(options_of(name)[0]) if option.is_place] for name in COMMANDS}
+    places = {
+        name: [option.name for option in options_in(options_of(name)[0]) if option.is_place] for name in all_commands()
+    }
     line = next(line for line in script.splitlines() if line.startswith("COMPLETION_SPEC = "))
     print(script.replace(line, f"{line}\nWORDS = {_words()}\nPLACES = {places}{_NAMES}", 1), end="")
 

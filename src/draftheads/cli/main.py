@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from draftheads.errors import NO_BATCH_INVARIANT, DraftHeadsError, DraftHeadsWarning, close_name
@@ -19,12 +19,16 @@ class Command(NamedTuple):
     """A command: draftheads.cli.NAME has its function ``run(options)``, which is imported only when it is called.
 
     NAME is the last word of the command. The function may return the process's exit code; None is 0.
+
+    Another package adds a command by an entry point of the group ``draftheads.commands`` that points to a Command with
+    ``module``. Its name is that of the command.
     """
 
     summary: str
-    options: str  # module and class; next to it may be a function ``defaults(arguments)``
+    options: str  # module in draftheads and class; next to it may be a function ``defaults(arguments)``
     error_code: int = 1  # the exit code after an error
     continues: bool = False  # the same command continues what was interrupted
+    module: str = ""  # PACKAGE.MODULE with ``run``, in another package; then ``options`` is a full path, too
 
 
 COMMANDS = {
@@ -58,6 +62,20 @@ COMMANDS = {
 }
 
 
+@cache
+def all_commands() -> dict[str, Command]:
+    """Those of other packages, too; reading them takes longer than a start. None replaces one of draftheads."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - slow to import
+
+    others = {point.name: point.load() for point in entry_points(group="draftheads.commands")}
+    return dict(sorted({**others, **COMMANDS}.items()))
+
+
+def commands_for(name: str) -> dict[str, Command]:
+    """Where a command of that name would be: only an unknown one is searched for in other packages."""
+    return COMMANDS if name in COMMANDS else all_commands()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the process's exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -68,9 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # raises BrokenPipeError if the reader has gone
     except DraftHeadsError as error:
         print(f"error: {error}", file=sys.stderr)
-        return COMMANDS[given[0]].error_code
+        return commands_for(given[0])[given[0]].error_code
     except KeyboardInterrupt:
-        command = COMMANDS.get(given[0]) if given else None
+        command = commands_for(given[0]).get(given[0]) if given else None
         hint = ": the same command continues" if command is not None and command.continues else ""
         print(f"interrupted{hint}", file=sys.stderr)
         return 130
@@ -114,8 +132,9 @@ def _command(arguments: list[str]) -> int:
         return 0
     if " ".join(arguments[:2]) in COMMANDS:
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
-    if arguments[0] not in COMMANDS:
-        close = close_name(arguments[0], COMMANDS)
+    commands = commands_for(arguments[0])
+    if arguments[0] not in commands:
+        close = close_name(arguments[0], commands)
         hint = f"; did you mean {close}?" if close else ""
         print(f"draftheads: no command {arguments[0]!r}{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
@@ -140,7 +159,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         check_names(flat(options))
     _show_notes()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
-    return import_quickly(name).run(options) or 0
+    return import_quickly(commands_for(name)[name].module or name).run(options) or 0
 
 
 def read_options(name: str, arguments: Sequence[str]) -> Any:
@@ -238,7 +257,7 @@ def _as_option(given: str, rare: Mapping[str, Any], known: Sequence[str]) -> lis
 
 
 def import_quickly(name: str) -> Any:
-    """A module of this package; its imports make 600,000 objects that stay, and searching them for garbage is slow."""
+    """A command's module by name or path; its imports make 600,000 objects that stay: searching for garbage is slow."""
     from rich.console import Console  # noqa: PLC0415
 
     gc.disable()
@@ -246,7 +265,7 @@ def import_quickly(name: str) -> Any:
         word = name.rpartition(" ")[2]  # diff for bench diff
         module = word.replace("-", "_") + "_" * keyword.iskeyword(word)  # import_ for import
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status("starting"):
-            return importlib.import_module(f"draftheads.cli.{module}")
+            return importlib.import_module(module if "." in module else f"draftheads.cli.{module}")
     finally:
         gc.freeze()
         gc.enable()
@@ -254,14 +273,15 @@ def import_quickly(name: str) -> Any:
 
 def options_of(name: str) -> tuple[type, Callable[[Sequence[str]], Any] | None]:
     """The class of a command's options, and the function that gives their defaults, if it has one."""
-    module_name, _, class_name = COMMANDS[name].options.rpartition(".")
-    module: Any = importlib.import_module(f"draftheads.{module_name}")
+    command = commands_for(name)[name]
+    module_name, _, class_name = command.options.rpartition(".")
+    module: Any = importlib.import_module(module_name if command.module else f"draftheads.{module_name}")
     kind = getattr(module, class_name)
     return kind, module.defaults if hasattr(kind, "of") else None
 
 
 def _usage() -> str:
-    lines = [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<12} {command.summary}" for name, command in all_commands().items()]
     return "\n".join(
         [
             "usage: draftheads COMMAND [options]",
