@@ -1,0 +1,64 @@
+"""The commands of README.md run: on a tiny model where they name the user's, on the real model where they name it."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from draftheads.cli.main import main
+from serve_process import ServerProcess
+from training_world import chat_model
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = {kind: re.findall(rf"^```{kind}\n(.*?)^```", README, re.M | re.S) for kind in ("bash", "python")}
+COMMANDS = [line.split("#")[0].strip() for block in BLOCKS["bash"] for line in block.splitlines() if line.strip()]
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) < 130
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("block", BLOCKS["python"])
+def test_the_python_of_the_readme_runs(block: str, capsys: pytest.CaptureFixture[str]):
+    exec(compile(block, "README.md", "exec"), {})  # noqa: S102 - our own page
+    assert len(capsys.readouterr().out) > 100, "the streamed answer"
+
+
+@pytest.mark.real
+def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From questions to a head that serves; only a port is added."""
+    monkeypatch.chdir(tmp_path)
+    target = chat_model()
+    for part in (target.model, target.tokenizer):
+        part.save_pretrained(tmp_path / "my-model")
+    Path("questions.jsonl").write_text("".join(f'{{"prompt": "w{i}"}}\n' for i in range(40)), encoding="utf-8")
+    *verbs, server = [line for line in COMMANDS if line.startswith("draftheads ")]
+    assert [shlex.split(line)[1] for line in verbs] == ["distill", "train", "generate"]
+    for line in verbs:
+        assert main(shlex.split(line)[1:]) in (0, None)
+    assert (tmp_path / "my-head" / "model.safetensors").exists()
+    words = shlex.split(server)
+    assert words[1] == "serve"
+    with ServerProcess(tmp_path, *words[2:]) as process:
+        assert process.client.get("/health").status_code == 200
+        assert "<title>" in process.client.get("/").text
+
+
+def test_what_the_readme_installs_is_there():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set()
+    for line in COMMANDS:
+        for place, names in re.findall(r"(?:^|\s)'?(\.(?:/[\w/]+)?)(?:\[([\w,]+)\])?'?(?=\s|$)", line):
+            if line.startswith("pip install"):
+                assert (ROOT / place / "pyproject.toml").exists(), line
+                named |= set(filter(None, names.split(",")))
+        if line.startswith("make "):
+            assert f"\n{line.split()[1]}:" in makefile
+    table = README.split("| extra | for |")[1].split("\n\n")[0]
+    named |= set(re.findall(r"`([a-z]+)`", " ".join(row.split("|")[1] for row in table.splitlines() if "|" in row)))
+    assert {"demo", "serve", "lora", "docs"} <= named <= set(extras)
