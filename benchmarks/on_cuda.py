@@ -44,13 +44,14 @@ from draftheads.drafters.copying import Copying
 from draftheads.errors import MissingDependency, ModelNotFound
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
-from draftheads.loading import head_engine, load_drafter, load_target
+from draftheads.loading import engine_on, load_drafter, load_target
 from draftheads.models.model import TargetModel
 from draftheads.models.model_facts import StepMode
 from draftheads.models.pretrained import default_dtype
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Draft
+from draftheads.speculation.drafting import Drafting
 from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
 
@@ -152,7 +153,8 @@ class Subject:
             return Engine(target, max_batch_size=size)
         if self.name == RANDOM:
             return Engine(target, Copying(self.head(method)), shape=SHAPES["growing"], max_batch_size=size)
-        return head_engine(target, self.head(method), resolve_head(method, self.name), max_batch_size=size)
+        drafts, head = resolve_head(method, self.name), self.head(method)
+        return engine_on(target, drafts, Drafting(method), drafter=head, max_batch_size=size)
 
 
 class NoText:

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from draftheads import BestFirst, Engine, GenerationResult, TargetModel, Tree
+from draftheads import Engine, GenerationResult, TargetModel, Tree
 from draftheads.bench.demo import Scorer
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.checkpoints.registry import find_head, zoo_heads
 from draftheads.cli.main import main
-from draftheads.loading import head_engine, load_drafter, load_target
+from draftheads.loading import engine_on, load_target
 from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.speculation.acceptance_profile import read_profile
+from draftheads.speculation.drafting import Drafting
 from families import PlantedDrafter, needs_library
 from thorough import some
 
@@ -119,8 +120,7 @@ def test_the_worst_margin_is_no_larger_with_drafts(stock: TargetModel):
 def tokens_per_step(head: str) -> float:
     """Of a bundled head on trees of ten nodes, in fp32, where its text must be plain's."""
     resolved = resolve_head(head, MODEL)
-    drafter = load_drafter(resolved, fp32())
-    results = answers(head_engine(fp32(), drafter, resolved, tree=BestFirst(10)), NEW_TOKENS)
+    results = answers(engine_on(fp32(), resolved, Drafting(resolved.name, tree="10")), NEW_TOKENS)
     assert ids(results) == ids(plain_answers())
     return sum(len(result.token_ids) - 1 for result in results) / sum(r.num_steps for r in results)
 

@@ -13,7 +13,7 @@ import torch
 
 from draftheads.checkpoints.checkpoint import ResolvedHead, bound_head, resolve_head
 from draftheads.checkpoints.profile_store import find_profile
-from draftheads.checkpoints.registry import UNTRAINED_HEADS, find_head, find_published
+from draftheads.checkpoints.registry import find_head, find_published
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.engine import Engine
@@ -39,10 +39,8 @@ from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, toke
 from draftheads.runners.structure import checked
 from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import calibrated
-from draftheads.speculation.tree import Tree
-from draftheads.speculation.tree_choice import ChosenTree, TreeChoice, read_tree
-from draftheads.utils.counts import counted
+from draftheads.speculation.drafting import UNTRAINED_HEADS, Drafting, TreeChoice
+from draftheads.speculation.shapes import ByProfile, calibrated
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
 from draftheads.utils.template_variables import split_variables, with_variables
@@ -150,18 +148,16 @@ def load(
         if argument == "batch_invariant":
             raise InvalidSettings(NO_BATCH_INVARIANT)
         raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
-    require_bool(copy=copy, fast=fast, cuda_graphs=cuda_graphs)
-    require_bool(four_bit=four_bit, trust_remote_code=trust_remote_code)
+    require_bool(fast=fast, cuda_graphs=cuda_graphs, four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
     _check_paths(head=head, chat_template=chat_template)
     if template_variables:
         chat_template = with_variables(chat_template, template_variables)
-    chosen = read_tree(tree)
     name = name_of(model)
-    _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), chosen)
-    if chosen.is_plain:
-        head = draft_model = None
-    drafts, published = _find_drafts(head, name)
+    if draft_model is not None:
+        name_of(draft_model, "draft_model")
+    drafting = Drafting(head, draft_model, tree, copy)  # type: ignore[arg-type]
+    drafts, published = _find_drafts(None if drafting.is_plain else head, name)
     target = load_target(
         model,
         tokenizer=tokenizer,
@@ -179,7 +175,7 @@ def load(
     )
     if published is not None:
         drafts = resolve_head(imported_once(published, target), name)
-    if draft_model is not None:
+    if draft_model is not None and not drafting.is_plain:
         is_named = isinstance(draft_model, str | PathLike)
         small = load_target(
             draft_model,
@@ -191,9 +187,9 @@ def load(
             trust_remote_code=is_named and trust_remote_code,
         )
         draft = DraftModel(small, target)
-        whole = Copying(draft) if copy else draft
-        return Engine(target, whole, shape=chosen.shape, max_batch_size=max_batch_size)
-    return engine_on(target, drafts, tree=chosen, copy=copy, max_batch_size=max_batch_size, fast=fast)
+        shape = None if isinstance(drafting.shape, ByProfile) else drafting.shape
+        return Engine(target, Copying(draft) if copy else draft, shape=shape, max_batch_size=max_batch_size)
+    return engine_on(target, drafts, drafting, max_batch_size=max_batch_size, fast=fast)
 
 
 def resolve(
@@ -206,71 +202,43 @@ def resolve(
 def engine_on(
     target: TargetModel,
     drafts: ResolvedHead | str | None,
+    drafting: Drafting,
     *,
-    tree: TreeChoice = "auto",
-    copy: bool = True,
+    drafter: DraftHead | None = None,
     max_batch_size: int = 16,
     fast: bool = True,
     keep_cost: bool = True,
 ) -> Engine:
-    """An engine on a loaded target, which several engines can share, with what :func:`resolve` found; None: plain.
+    """An engine on a loaded target, which several engines can share.
 
-    The other arguments and the errors are those of :func:`load`. The chat template stays the target's:
-    :func:`template_of` finds the one of a head. For ``keep_cost`` see :func:`head_engine`.
+    The chat template stays the target's: :func:`template_of` finds the one of a head.
+
+    Args:
+        target: the model.
+        drafts: what :func:`resolve` found for ``drafting.head``; None decodes plainly.
+        drafting: how it drafts.
+        drafter: the head that was loaded of ``drafts``, if there is one already.
+        max_batch_size: as for :func:`load`.
+        fast: as for :func:`load`.
+        keep_cost: off: costs that have to be measured now are not cached, as other work may slow them down.
     """
-    chosen = read_tree(tree)
-    if chosen.is_plain:
+    shape = drafting.shape
+    if drafts is None or drafting.is_plain:
         return Engine(target, max_batch_size=max_batch_size)
-    if not isinstance(drafts, ResolvedHead):
-        _check_what_drafts(drafts, None, chosen)
-        return Engine(target, None if drafts is None else UNTRAINED[drafts](), max_batch_size=max_batch_size)
-    drafter = load_drafter(drafts, target, fast=fast)
-    return head_engine(
-        target, drafter, drafts, tree=chosen, copy=copy, max_batch_size=max_batch_size, keep_cost=keep_cost
-    )
-
-
-def head_engine(
-    target: TargetModel,
-    drafter: DraftHead,
-    head: ResolvedHead,
-    *,
-    tree: TreeChoice = "auto",
-    copy: bool = True,
-    max_batch_size: int = 16,
-    keep_cost: bool = True,
-) -> Engine:
-    """An engine of loaded parts: ``drafter`` is made of ``head``. The other arguments as for :func:`load`.
-
-    Without ``keep_cost`` costs that have to be measured now are not cached: other work may slow them down.
-    """
-    chosen = read_tree(tree)
-    acceptance = find_profile(head, chosen.profile)
-    whole = Copying.by_profile(drafter, acceptance) if copy else drafter
-    shape = acceptance.tree(chosen.static_nodes) if chosen.static_nodes else chosen.shape
-    if shape is not None:
+    if isinstance(drafts, str):
+        return Engine(target, UNTRAINED[drafts](), max_batch_size=max_batch_size)
+    drafter = load_drafter(drafts, target, fast=fast) if drafter is None else drafter
+    acceptance = find_profile(drafts, shape.profile if isinstance(shape, ByProfile) else "auto")
+    whole = Copying.by_profile(drafter, acceptance) if drafting.copy else drafter
+    if isinstance(shape, ByProfile) and shape.static_nodes:
+        shape = acceptance.tree(shape.static_nodes)
+    if not isinstance(shape, ByProfile):
         return Engine(target, whole, shape=calibrated(shape, acceptance.temperatures), max_batch_size=max_batch_size)
     costs = costs_of(target, drafter, keep=keep_cost)
     return_freed_memory()
     is_greedy = acceptance.num_tokens and not acceptance.temperature  # measured on greedy answers
-    check = AcceptanceCheck(head.method, head.name, head.model) if is_greedy else None
+    check = AcceptanceCheck(drafts.method, drafts.name, drafts.model) if is_greedy else None
     return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, costs=costs, check=check)
-
-
-def _check_what_drafts(
-    head: str | PathLike[str] | None, draft_model: str | PathLike[str] | None, chosen: ChosenTree
-) -> None:
-    """Do the arguments of :func:`load` go together?"""
-    if head is not None and draft_model is not None:
-        raise InvalidSettings(f"head {head} and draft_model {draft_model}: give one of them")
-    is_head = head is not None and head not in UNTRAINED
-    if chosen.profile != "auto" and not is_head:
-        raise InvalidSettings(f"tree {chosen.profile} is a head's profile: give a draft head by head=…")
-    if (chosen.shape is not None and not is_head and draft_model is None) or (chosen.static_nodes and not is_head):
-        what = f"{head} fills no tree" if head else "nothing is there to fill it"
-        shape = chosen.shape
-        shown = f"a tree of {counted(shape.num_nodes, 'node')}" if isinstance(shape, Tree) else str(shape or "static")
-        raise InvalidSettings(f"{shown}: {what}; give a draft head by head=…, or draft_model=…")
 
 
 def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead | str | None) -> str | None:

@@ -60,8 +60,8 @@ def test_untrained_drafters_keep_to_a_number_of_nodes(world: Path, target: Targe
 def test_drafters_come_with_the_engine_that_users_have(
     world: Path, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    made = Mock(side_effect=contenders.head_engine)
-    monkeypatch.setattr(contenders, "head_engine", made)
+    made = Mock(side_effect=contenders.engine_on)
+    monkeypatch.setattr(contenders, "engine_on", made)
     profile = tiny_profile(TREES["ragged"])
     save_head(tiny_head("hydra", target), tmp_path / "hydra", base=target, profile=profile)
     shutil.copytree(tmp_path / "hydra", tmp_path / "broken")

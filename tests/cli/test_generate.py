@@ -20,9 +20,11 @@ from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner
 from draftheads.settings import SamplingSettings
+from draftheads.speculation.drafting import Drafting
 
 TOKENS = ["--max-new-tokens", "12"]
 DEFAULTS = {
+    "head": None,
     "draft_model": None,
     "tree": "auto",
     "copy": True,
@@ -137,9 +139,9 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     words = """--model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --set repetition_penalty=1.5 --seed 11 --stop x yz --acceptance typical --set batch_size=2
         --no-copy --out o"""
-    changed = {"tree": "chain.json", "copy": False, "max_batch_size": 2}
+    changed = {"head": "there", "tree": "chain.json", "copy": False, "max_batch_size": 2}
     assert loaded(words) == {**DEFAULTS, **changed}
-    assert seen[-2][0] == ("here", "there")
+    assert seen[-2][0] == ("here",)
     settings = SamplingSettings(
         max_new_tokens=5,
         temperature=0.5,
@@ -213,7 +215,7 @@ def test_draft_tokens_of_a_finished_answer_are_green(engine: Engine, folder: Pat
 
 
 def test_it_says_so_if_nothing_is_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    options = GenerateOptions(model="model", head="medusa")
+    options = GenerateOptions(model="model", drafting=Drafting("medusa"))
     engine = draftheads.load(str(folder / "model"), str(folder / "medusa"), precision="fp32")
     monkeypatch.setattr(Planner, "choose", lambda *_, **__: (None, 1, 1.0))
     words = generate.no_draft_sentence(engine, options)

@@ -5,7 +5,6 @@ import signal
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -17,6 +16,7 @@ import draftheads
 from adapter_world import saved_adapter
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cli.main import main
+from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
@@ -24,11 +24,13 @@ from draftheads.serve.guard import Access
 from draftheads.serve.load_models import load_served
 from draftheads.serve.options import ServeOptions
 from draftheads.settings import LoadSettings
+from draftheads.speculation.drafting import Drafting
 from draftheads.speculation.shapes import BestPaths
 from families import tiny_head
 from serve_process import ServerProcess, wait_until
 from training_world import chat_model
 
+FP32 = LoadSettings(precision="fp32")
 LONG = {"max_tokens": 400, "ignore_eos": True}
 SHORT = {"max_tokens": 24, "ignore_eos": True}
 PROMPTS = [f"w{n % 57} w{(7 * n) % 53}" for n in range(200)]
@@ -166,7 +168,9 @@ def test_impossible_options(options: dict, message: str) -> None:
 
 def test_adapters_need_names_of_their_own(world: Path) -> None:
     with pytest.raises(InvalidSettings, match="model is served already"):
-        load_served(str(world / "model"), (), LoadSettings(precision="fp32"), adapters={"model": world / "tuned"})
+        load_served(
+            str(world / "model"), [Drafting()], LoadSettings(precision="fp32"), adapters={"model": world / "tuned"}
+        )
 
 
 def test_a_head_learns_from_traffic_and_takes_the_place_of_the_old_one_under_a_stream(
@@ -214,12 +218,15 @@ def test_after_a_kill_the_next_server_records_on(server: ServerProcess, world: P
 
 
 def test_a_number_of_paths_replaces_the_rule_for_trees(world: Path) -> None:
-    load = partial(load_served, str(world / "model"), [str(world / "heads" / "medusa")], LoadSettings(precision="fp32"))
-    (engine,) = load(tree="paths:3").engines.values()
+    def load(tree: str) -> Engine:
+        drafting = Drafting(str(world / "heads" / "medusa"), tree=tree)
+        (engine,) = load_served(str(world / "model"), [drafting], FP32).engines.values()
+        return engine
+
+    engine = load("paths:3")
     assert isinstance(engine.shape, BestPaths)
     assert (engine.shape.num_paths, engine.shape.widths) == (3, BestPaths().widths)
     assert engine.profile is None
-    (engine,) = load().engines.values()
-    assert engine.shape is None
+    assert load("auto").shape is None
     with pytest.raises(InvalidSettings, match="nothing is there to fill it"):
-        load_served(str(world / "model"), (), LoadSettings(precision="fp32"), tree="8")
+        ServeOptions(tree="8")

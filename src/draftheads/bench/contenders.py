@@ -18,10 +18,11 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import CheckpointError, InvalidSettings, InvalidTree
 from draftheads.heads.base import DraftHead
-from draftheads.loading import UNTRAINED, engine_on, head_engine, load_drafter, load_target
+from draftheads.loading import UNTRAINED, engine_on, load_drafter, load_target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
 from draftheads.speculation.drafter import Drafter
+from draftheads.speculation.drafting import Drafting
 from draftheads.utils.identity import identity_digest
 
 DRAFT_MODEL = "draft-model"
@@ -93,7 +94,7 @@ def load_contenders(
     """
     for name, saved in named.items():
         if not isinstance(saved, ResolvedHead):
-            usual = engine_on(target, saved, max_batch_size=1)
+            usual = Engine(target, UNTRAINED[saved](), max_batch_size=1)
             within = _WITHIN[saved]
             yield Contender(name, usual.drafter, saved, as_loaded=partial(_same, usual), within=within)
             continue
@@ -118,6 +119,7 @@ def _same(engine: Engine, _copy: bool) -> Engine:  # noqa: FBT001
 def _as_loaded(target: TargetModel, head: DraftHead, saved: ResolvedHead, copy: bool) -> Engine | None:  # noqa: FBT001
     """The engine that users have; None if its profile cannot be read, and loading would fail."""
     try:
-        return head_engine(target, head, resolve_head(saved.name, saved.model), max_batch_size=1, copy=copy)
+        resolved, drafting = resolve_head(saved.name, saved.model), Drafting(saved.name, copy=copy)
+        return engine_on(target, resolved, drafting, drafter=head, max_batch_size=1)
     except (CheckpointError, InvalidTree):
         return None

@@ -12,10 +12,11 @@ from draftheads.bench.table import Row, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.decode.engine import Engine
-from draftheads.loading import head_engine, load_drafter, load_target, template_of
+from draftheads.loading import engine_on, load_target, template_of
 from draftheads.models.model import TargetModel
 from draftheads.runners.structure import checked
 from draftheads.settings import ROUNDED_BITS, Precision
+from draftheads.speculation.drafting import Drafting
 
 
 class Scorer:
@@ -105,8 +106,5 @@ def load_demo(
     else:
         stock = load_target(model, chat_template=template, precision=precision, fast=False, **load_options)
         plain = checked(stock.twin(), stock.twin, fast=True) if fast else stock
-    engines = {
-        name: head_engine(plain, load_drafter(head, plain, fast=fast), head, copy=copy)
-        for name, head in resolved.items()
-    }
+    engines = {name: engine_on(plain, head, Drafting(name, copy=copy), fast=fast) for name, head in resolved.items()}
     return Demo(stock, Engine(plain), engines)

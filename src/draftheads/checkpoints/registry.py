@@ -25,6 +25,7 @@ from draftheads.models.model_names import (
     kind_of_folder,
     model_name,
 )
+from draftheads.speculation.drafting import UNTRAINED_HEADS
 from draftheads.utils.files import user_path
 from draftheads.utils.identity import changes
 
@@ -43,7 +44,6 @@ DATA_PACKAGE_HEADS = (
     "small-llama",
 )
 
-UNTRAINED_HEADS = ("prompt-lookup", "lookahead")  # names of what drafts without training, which need no folder
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
 _HUB_TIMEOUT_SECONDS = 10.0
 _OF_OTHERS = ("*.json", "*.safetensors", "*.bin", "*.pt")  # files of heads of other projects

@@ -151,7 +151,7 @@ class Chat:
             CoreLimits(max_rows=1, chunk_tokens=_CHUNK_TOKENS),
             keeps_answers=True,
         )
-        self._head = options.head or options.draft.draft_model  # what drafts; None: nothing
+        self._head = options.drafting.head or options.drafting.draft_model  # what drafts; None: nothing
         self._is_plain = False  # whether the user has switched drafting off
         effort = options.reasoning_effort
         self._variables = effort_variables(engine.model, effort) if effort else {}
@@ -266,13 +266,9 @@ class Chat:
                 )
             with ProgressDisplay(error_console(), transient=True) as progress:
                 progress.stage(f"loading {name}")
+                drafting = replace(options.drafting, head=name, draft_model=None)
                 self._core.engines["drafting"] = engine_on(
-                    target,
-                    drafts,
-                    tree=options.draft.tree,
-                    copy=options.draft.copy,
-                    max_batch_size=1,
-                    fast=options.load.fast,
+                    target, drafts, drafting, max_batch_size=1, fast=options.load.fast
                 )
             self._head = name
         self._is_plain = False

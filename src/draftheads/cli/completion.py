@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from draftheads.bench.settings import TreeKind
-from draftheads.checkpoints.registry import UNTRAINED_HEADS, zoo_heads
+from draftheads.checkpoints.registry import zoo_heads
 from draftheads.cli.help import options_of as options_in
 from draftheads.cli.main import all_commands, options_of
 from draftheads.heads import head_methods
 from draftheads.models.chat_template import BUILT_IN
 from draftheads.models.gguf_models import SMOLLM2_135M
+from draftheads.speculation.drafting import UNTRAINED_HEADS
 from draftheads.train.recipes import RECIPES
 
 # added to the Python code in tyro's script; it has no character that a shell would read

@@ -63,17 +63,9 @@ def run(options: GenerateOptions) -> None:
 
 def load_engine(options: GenerateOptions | ChatOptions, progress: Progress, *, max_batch_size: int) -> Engine:
     """The engine that the options ask for; errors as of :func:`draftheads.load`."""
-    progress.stage(f"loading {options.model}" + (f" and {options.head}" if options.head else ""))
-    draft = options.draft
-    return load(
-        options.model,
-        options.head,
-        draft_model=draft.draft_model,
-        tree=draft.tree,
-        copy=draft.copy,
-        max_batch_size=max_batch_size,
-        **options.load.given(),
-    )
+    drafting = options.drafting
+    progress.stage(f"loading {options.model}" + (f" and {drafting.head}" if drafting.head else ""))
+    return load(options.model, **vars(drafting), max_batch_size=max_batch_size, **options.load.given())
 
 
 def _questions(options: GenerateOptions) -> list[_Question]:
@@ -153,9 +145,10 @@ def no_draft_sentence(engine: Engine, options: GenerateOptions | ChatOptions) ->
     planner = engine.planner
     if planner is None or planner.choose(1, follows=False)[0] is not None:
         return None
+    head = options.drafting.head
     trials = "Try --precision int8, or measure" if options.load.precision not in ROUNDED_BITS else "Measure"
-    copies = ", only copies from the text" if options.draft.copy else ""
+    copies = ", only copies from the text" if options.drafting.copy else ""
     return (
-        f"{options.head} drafts no tokens of its own here{copies}: verifying them takes more time than it saves. "
-        f"{trials} its trees on your prompts: draftheads tune {options.model} {options.head} --prompts FILE"
+        f"{head} drafts no tokens of its own here{copies}: verifying them takes more time than it saves. "
+        f"{trials} its trees on your prompts: draftheads tune {options.model} {head} --prompts FILE"
     )

@@ -27,8 +27,8 @@ from draftheads.speculation.acceptance_profile import (
     AcceptanceProfile,
     read_profile,
 )
+from draftheads.speculation.shapes import ByProfile, as_shape
 from draftheads.speculation.tree import Tree
-from draftheads.speculation.tree_choice import read_tree
 from draftheads.utils.counts import byte_size, counted
 from draftheads.utils.files import user_path
 
@@ -154,15 +154,15 @@ def _print_section(console: Console, title: str, facts: Mapping[str, object]) ->
 
 
 def _tree_of(text_or_path: str) -> Tree:
-    chosen = read_tree(text_or_path)
-    if chosen.profile != "auto":
-        place = user_path(chosen.profile)
+    shape = as_shape(text_or_path)
+    if isinstance(shape, ByProfile) and shape.profile != "auto":
+        place = user_path(shape.profile)
         place = place / PROFILE_FILE if place.is_dir() else place
         if place.is_file():
             return read_profile(place).tree(DEFAULT_NODES)
-    if not isinstance(chosen.shape, Tree):
+    if not isinstance(shape, Tree):
         raise InvalidTree(f"tree {text_or_path}: give rank paths such as [[0],[1],[0,0]], or a file that has them")
-    return chosen.shape
+    return shape
 
 
 def _print_tree(console: Console, tree: Tree) -> None:

@@ -12,26 +12,8 @@ import tyro
 
 from draftheads.errors import InvalidSettings
 from draftheads.settings import Effort, Grammar, LoadSettings, SamplingOptions, SamplingSettings
-from draftheads.speculation.tree_choice import read_tree
+from draftheads.speculation.drafting import Drafting
 from draftheads.utils.files import user_path
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """What is drafted."""
-
-    draft_model: str | None = None
-    """A smaller model drafts in place of a head. With the same tokenizer: a folder or a Hugging Face id."""
-    tree: str = "auto"
-    """What is drafted. auto: as many nodes as pay, by the head's acceptance profile and the costs here; plain: nothing;
-    24: growing trees of so many nodes; static:24: the head's best fixed tree; paths:5: the best paths of a full tree;
-    drawn:3: chains of sampled tokens, for --acceptance rejection or block; JSON such as '[[0],[1],[0,0]]' or a file of
-    it: this tree; or an acceptance.json, as auto."""
-    copy: bool = True
-    """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
-
-    def __post_init__(self) -> None:
-        _ = read_tree(self.tree)  # raises what is impossible
 
 
 @dataclass(frozen=True)
@@ -80,16 +62,13 @@ class GenerateOptions:
     """Prompts to answer. Several are decoded together. Without one, standard input is the prompt."""
     model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
-    head: str | None = None
-    """The draft head: a name, a folder or a Hugging Face id. `draftheads info` lists the installed ones. prompt-lookup
-    copies from the text so far; lookahead refines draft tokens of the model itself. Plain decoding when left out."""
     prompts: Path | None = None
     """A JSONL file of prompts in place of PROMPT. "prompt", "messages" or "turns" in each line; .gz, too."""
     out: Path | None = None
     """Write the answers to this file. One JSON object per line."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
     grammar: tyro.conf.OmitArgPrefixes[GrammarOptions] = field(default_factory=GrammarOptions)
-    draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
+    drafting: tyro.conf.OmitArgPrefixes[Drafting] = field(default_factory=Drafting)
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     batch_size: int = 16
     """Prompts that are decoded together."""
@@ -115,9 +94,6 @@ class ChatOptions:
 
     model: Annotated[str, tyro.conf.Positional] = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
-    head: str | None = None
-    """The draft head: a name, a folder or a Hugging Face id. `draftheads info` lists the installed ones. prompt-lookup
-    copies from the text so far; lookahead refines draft tokens of the model itself. Plain decoding when left out."""
     system: str | None = None
     """System prompt: what the model is told before the conversation."""
     reasoning_effort: Effort | None = None
@@ -125,7 +101,7 @@ class ChatOptions:
     settings: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(
         default_factory=lambda: SamplingOptions(max_new_tokens=512)
     )
-    draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
+    drafting: tyro.conf.OmitArgPrefixes[Drafting] = field(default_factory=Drafting)
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     plain_text: bool = False
     """Do not colour draft tokens."""

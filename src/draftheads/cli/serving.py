@@ -98,12 +98,10 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
 def _load(options: ServeOptions) -> tuple[Served, Limits]:
     served = load_served(
         options.model,
-        options.head,
+        options.draftings,
         options.load,
         adapters=options.adapters,
         name=options.name,
-        copy=options.copy,
-        tree=options.tree,
         max_rows=options.max_rows,
     )
     budget = options.kv_gib

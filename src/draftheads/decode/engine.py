@@ -21,7 +21,7 @@ from draftheads.models.model_names import shown_name
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.speculation.drafter import Drafter, NoDraft
-from draftheads.speculation.shapes import BestFirst, Shape, as_shape, calibrated, in_words, most_nodes_of
+from draftheads.speculation.shapes import BestFirst, ByProfile, Shape, as_shape, calibrated, in_words, most_nodes_of
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress, counted_stage, shown
 
@@ -87,9 +87,12 @@ class Engine:
         self.generation = model.generation  # warns now, not with the first request
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
-        self.shape = None if shape is None else as_shape(shape)
-        if self.shape is not None:
-            self.drafter.check_shape(self.shape)
+        chosen = None if shape is None else as_shape(shape)
+        if isinstance(chosen, ByProfile):
+            raise InvalidSettings(f"shape is {shape!r}, which is for draftheads.load: give a profile and costs")
+        self.shape = chosen
+        if chosen is not None:
+            self.drafter.check_shape(chosen)
         self.profile = profile
         self.costs = costs
         self.check = check

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import BUILT_IN
 from draftheads.settings import Precision
-from draftheads.speculation.tree_choice import read_tree
+from draftheads.speculation.drafting import Drafting
 from draftheads.utils.option_group import ABOVE_0, FROM_0, FROM_1, SHARE, OptionGroup, Range
 from draftheads.utils.template_variables import keep_variables
 
@@ -119,7 +119,7 @@ class DistillOptions(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = read_tree(self.tree)
+        _ = Drafting(self.head, tree=self.tree)  # raises what is impossible
         self._require(
             "turns", fine=self.turns is None or bool(self.prompts), fix="give --prompts, too, or leave it out"
         )

@@ -30,8 +30,8 @@ from draftheads.interop.generate_arguments import (
 from draftheads.interop.generate_texts import GenerateRules, Texts
 from draftheads.loading import Loadable, load
 from draftheads.settings import Precision
+from draftheads.speculation.drafting import Drafting, TreeChoice
 from draftheads.speculation.shapes import Sampled
-from draftheads.speculation.tree_choice import TreeChoice, read_tree
 
 _SAMPLED_WEIGHTS = 16  # numbers of each weight by which a change of the model is found
 
@@ -78,20 +78,17 @@ def custom_generate(
         InvalidSettings: a wrong value. What concerns the model is found by the first call: it raises the errors of
             :func:`draftheads.load`, and InvalidSettings by name for what ``generate`` is asked and drafts cannot do.
     """
-    require_bool(copy=copy, fast=fast)
+    require_bool(fast=fast)
     if rows_together is not None:
         require_bool(rows_together=rows_together)
-    chosen = read_tree(tree)
-    if isinstance(chosen.shape, Sampled):
+    drafting = Drafting(None if head is None else head_name(head), draft_model, tree, copy)  # type: ignore[arg-type]
+    if isinstance(drafting.shape, Sampled):
         raise InvalidSettings(
             "a Sampled tree needs an acceptance rule of its own, which generate has not: give another"
         )
     options = {
-        "head": None if head is None else head_name(head),
+        **vars(drafting),
         "tokenizer": tokenizer,
-        "draft_model": draft_model,
-        "tree": chosen,
-        "copy": copy,
         "precision": precision,
         "fast": fast,
     }

@@ -17,13 +17,14 @@ from draftheads.decode.planner import Planner, rates
 from draftheads.decode.prompts import Prompt, prompt_list
 from draftheads.decode.step_costs import StepCosts, costs_of
 from draftheads.errors import InvalidSettings
-from draftheads.loading import head_engine, load_drafter, load_target, template_of
+from draftheads.loading import engine_on, load_drafter, load_target, template_of
 from draftheads.models.model_names import model_name
 from draftheads.search.measure_acceptance import measured_profile
 from draftheads.search.replay import encoded, own_answers
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import KINDS, PROFILE_FILE, AcceptanceProfile
+from draftheads.speculation.drafting import Drafting
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.file_set import finish_replacing
 from draftheads.utils.files import check_writable, locked, user_path, write_atomic
@@ -109,7 +110,8 @@ def tune_head(
         write_atomic(folder / RECORD, json.dumps(record).encode())
         finish_replacing(folder)
         profile.save(folder / PROFILE_FILE)
-    engine = head_engine(target, drafter, saved, tree=folder, max_batch_size=1)
+    drafting = Drafting(saved.name, tree=str(folder))
+    engine = engine_on(target, saved, drafting, drafter=drafter, max_batch_size=1)
     return Tuning(profile, record, folder, engine)
 
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from draftheads.loading import engine_on
 from draftheads.models.model_names import shown_name
 from draftheads.serve.fields import Fields
 from draftheads.serve.scheduler import Scheduler
+from draftheads.speculation.drafting import Drafting
 from draftheads.utils.file_set import current
 
 _NAME = re.compile(r"\w[\w.+-]{0,99}(/\w[\w.+-]{0,99}){0,4}", re.ASCII)  # a head's own, or folders and names
@@ -41,8 +42,8 @@ class HeadExchange:
         old, folder = self.scheduler.engines[served], self.find(head)
         try:
             drafts = resolve_head(folder, self.model)
-            rows = old.max_batch_size
-            new = engine_on(old.model, drafts, copy=self.copy, max_batch_size=rows, fast=self.fast, keep_cost=False)
+            options: dict[str, Any] = {"max_batch_size": old.max_batch_size, "fast": self.fast, "keep_cost": False}
+            new = engine_on(old.model, drafts, Drafting(head, copy=self.copy), **options)
         except DraftHeadsError as error:  # no path of this machine is shown to clients
             own = old.model.model_id
             error.args = (str(error).replace(str(folder), head).replace(own, shown_name(own)), *error.args[1:])

@@ -16,7 +16,7 @@ from draftheads.models.model import TargetModel
 from draftheads.runners import bytes_of_states, bytes_per_slot
 from draftheads.serve.state import ServedModel
 from draftheads.settings import LoadSettings
-from draftheads.speculation.tree_choice import TreeChoice
+from draftheads.speculation.drafting import Drafting
 from draftheads.utils.files import user_path
 from draftheads.utils.machine import find_memory
 
@@ -38,28 +38,25 @@ class Served:
 
 def load_served(
     model: str,
-    heads: Sequence[str],
+    draftings: Sequence[Drafting],
     load: LoadSettings,
     *,
     adapters: Mapping[str, Path] | None = None,
     name: str | None = None,
-    copy: bool = True,
-    tree: TreeChoice = "auto",
     max_rows: int = 16,
 ) -> Served:
     """Loads a model once, and its heads.
 
     Args:
         model: a name, a folder or a Hub id.
-        heads: the first is used by the model's own name, each further one by NAME:HEAD; none decodes plainly.
+        draftings: what drafts. The first is used by the model's own name, each further one by NAME:HEAD.
         load: how the model is loaded.
         adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
         name: under which it is served; the model's own name when left out.
-        copy: drafts hold copies from the text, too.
-        tree: what is drafted, as for :func:`draftheads.load`.
         max_rows: answers that are decoded together.
     """
-    resolved = [None if head is None else resolve(head, name_of(model)) for head in heads or (None,)]
+    heads = [drafting.head for drafting in draftings]
+    resolved = [None if head is None else resolve(head, name_of(model)) for head in heads]
     template = template_of(load.chat_template, *resolved)
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
     target = load_target(model, chat_template=template, fast=load.fast, **given)
@@ -68,11 +65,11 @@ def load_served(
     base = name or _short_name(model)
     models: list[ServedModel] = []
     engines: dict[str, Engine] = {}
-    for head, drafts in zip(heads or (None,), resolved, strict=True):
+    for drafting, head, drafts in zip(draftings, heads, resolved, strict=True):
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
-        engines[served] = engine_on(target, drafts, tree=tree, copy=copy, max_batch_size=max_rows, fast=load.fast)
+        engines[served] = engine_on(target, drafts, drafting, max_batch_size=max_rows, fast=load.fast)
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():
         if adapter in engines:

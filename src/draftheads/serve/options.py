@@ -9,7 +9,7 @@ import tyro
 
 from draftheads.errors import InvalidSettings
 from draftheads.settings import LoadSettings
-from draftheads.speculation.tree_choice import read_tree
+from draftheads.speculation.drafting import Drafting
 from draftheads.utils.files import user_path
 from draftheads.utils.option_group import ABOVE_0, FROM_1, OptionGroup, Range
 
@@ -94,7 +94,12 @@ class ServeOptions(OptionGroup):
         super().__post_init__()
         if self.head_folder is not None and not self.head_folder.is_dir():
             raise InvalidSettings(f"--head-folder {self.head_folder} is no folder; give the folder that heads are in")
-        _ = self.adapters, read_tree(self.tree)
+        _ = self.adapters, self.draftings
+
+    @property
+    def draftings(self) -> tuple[Drafting, ...]:
+        """What drafts: the default first; one that decodes plainly where no head was given."""
+        return tuple(Drafting(head, tree=self.tree, copy=self.copy) for head in self.head or (None,))
 
     @property
     def adapters(self) -> dict[str, Path]:

@@ -4,12 +4,15 @@ Knows nothing of models or tensors: :mod:`draftheads.speculation.growing` carrie
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Self
 
-from draftheads.errors import InvalidTree
+from draftheads.errors import InvalidTree, require_at_least
 from draftheads.speculation.tree import Tree
+from draftheads.utils.files import user_path
 
 
 @dataclass(frozen=True)
@@ -124,39 +127,75 @@ class Sampled:
         return self.tree.max_depth
 
 
+@dataclass(frozen=True)
+class ByProfile:
+    """Not a shape yet: it follows from a head's acceptance profile."""
+
+    profile: str | PathLike[str] = "auto"
+    """Its file or folder; auto: what ``draftheads tune`` measured, else the head's own."""
+    static_nodes: int | None = None
+    """The profile's best static tree of so many nodes. None: the size of each draft follows from costs, too."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, static=self.static_nodes)
+
+
 Shape = Tree | BestFirst | BestPaths | Sampled  # what a drafter fills at a step
 ROOT_ONLY = Tree.chain(0)  # plain decoding
+_NUMBERED = re.compile(r"(?:(static|paths|drawn):)?(\d+)")
+_BY_NUMBER: dict[str | None, Callable[[int], Shape | ByProfile]] = {
+    None: BestFirst,
+    "static": lambda number: ByProfile(static_nodes=number),
+    "paths": lambda number: BestPaths(num_paths=number),
+    "drawn": lambda number: Sampled(Tree.chain(number)),
+}
 
 
-def as_shape(value: object) -> Shape:
-    """The shape itself; a growing tree of a number of nodes; ``paths:5``, ``drawn:3``; a static tree of rank paths.
+def as_shape(value: object) -> Shape | ByProfile:
+    """What ``tree`` of :func:`draftheads.load`, ``--tree`` of commands and ``shape`` of an engine mean.
+
+    A shape is itself. ``auto``, ``static:24`` and a file or folder of an acceptance profile need a head's profile.
+    ``plain`` is the root alone, a number or its text a growing tree. ``paths:5``, ``drawn:3``, and rank paths, their
+    JSON text or a file of it are trees, too.
 
     Raises:
-        InvalidTree: none of these, or not a tree.
+        InvalidTree: none of these, not a tree, or a file that cannot be read.
 
     >>> as_shape([[0], [0, 0]]) == as_shape("[[0], [0, 0]]") == Tree.chain(2)
     True
     >>> as_shape("24") == as_shape(24) == BestFirst(24), as_shape("drawn:1") == Sampled(Tree.chain(1))
     (True, True)
-    >>> as_shape("paths:5")
-    BestPaths(widths=(6, 3, 2), num_paths=5, temperatures=())
+    >>> as_shape("paths:5"), as_shape("static:24").static_nodes
+    (BestPaths(widths=(6, 3, 2), num_paths=5, temperatures=()), 24)
     """
-    if isinstance(value, Shape):
+    if isinstance(value, Shape | ByProfile):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return BestFirst(value)
-    if isinstance(value, str):
-        kind, _, number = value.rpartition(":")
-        if not number.isdecimal() or kind not in ("", "paths", "drawn"):
-            return Tree.from_json(value)
-        if not kind:
-            return BestFirst(int(number))
-        return BestPaths(num_paths=int(number)) if kind == "paths" else Sampled(Tree.chain(int(number)))
+    if value in ("auto", "plain"):
+        return ByProfile() if value == "auto" else ROOT_ONLY
+    if isinstance(value, str) and (numbered := _NUMBERED.fullmatch(value.strip())):
+        return _BY_NUMBER[numbered[1]](int(numbered[2]))
+    if isinstance(value, PathLike | str):
+        is_json = isinstance(value, str) and value.lstrip().startswith(("[", "{"))
+        return Tree.from_json(str(value)) if is_json else _from_file(value)
     if isinstance(value, Sequence) and all(isinstance(path, Sequence) and not isinstance(path, str) for path in value):
         return Tree.from_paths(value)
     raise InvalidTree(
         f"tree is {value!r}; give a Tree, BestFirst, BestPaths or Sampled, or a list of paths such as [[0], [0, 0]]"
     )
+
+
+def _from_file(path: str | PathLike[str]) -> Shape | ByProfile:
+    """Rank paths as JSON; a folder or a JSON object is a profile."""
+    place = user_path(path)
+    try:
+        if place.is_dir() or (text := place.read_text(encoding="utf-8")).lstrip().startswith("{"):
+            return ByProfile(path)
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "give auto, plain, a number of nodes, static:N, paths:N, drawn:N, rank paths or a file"
+        raise InvalidTree(f"tree {path} cannot be read: {fix} ({error})") from None
+    return Tree.from_json(text)
 
 
 def depth_of(shape: Shape) -> int | None:
