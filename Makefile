@@ -57,7 +57,7 @@ test-versions: $(VENV)/lowest/.stamp $(VENV)/newest/.stamp  ## run the central t
 test-pure: $(DEV)  ## run the central tests without the native library, as where there is no C++ compiler
 	DRAFTHEADS_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) $(CENTRAL) tests/cpu
 
-native: $(DEV)  ## build the native library anew, after a change of its source
+native: $(DEV)  ## build the native library, after a change of its source
 	$(BIN)/python hatch_build.py
 
 check: $(DEV)  ## check style, types and the order of imports

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from packaging.tags import sys_tags
 
 SOURCES = Path("src/draftheads/cpu/native")
 LIBRARY = SOURCES / "libdraftheads.so"
+KEPT = Path("build/native")
 OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
 STATIC = ("-static-libstdc++", "-static-libgcc") if sys.platform == "linux" else ()
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -35,67 +37,58 @@ SETS = {  # of instructions, the fastest first: the name of the kernels, and the
 
 
 def build(root: Path, target: Path) -> None:
-    """Compiles the library unless it is there, from the same sources with the same compiler and options.
-
-    Raises:
-        OSError, subprocess.CalledProcessError: as of :func:`compile_library`.
-    """
-    compiler, options = _compiler()
-    parts = [Path(__file__), *sorted((root / SOURCES).glob("*.[ch]*"))]
-    found = hashlib.sha256(repr([compiler, options, *(part.read_bytes() for part in parts)]).encode()).hexdigest()
-    key = target.with_suffix(".key")
-    if not (target.exists() and key.exists() and key.read_text() == found and shutil.which(compiler[0])):
-        fresh = target.with_suffix(".fresh.so")
-        compile_library(root, fresh)
-        key.unlink(missing_ok=True)
-        fresh.replace(target)
-        key.write_text(found)
-
-
-def _compiler() -> tuple[list[str], list[str]]:
-    """The command and its options."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or "clang++"]
-    return compiler, [*OPTIONS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-
-
-def compile_library(root: Path, target: Path) -> None:
     """Compiles the library with the compiler that ``CXX`` names and further options in ``CXXFLAGS``.
 
-    Sets of instructions that the compiler does not know are left out.
+    What was compiled stays in ``build/native``, by the hash of its source, the compiler and the options. Sets of
+    instructions that the compiler does not know are left out.
 
     Raises:
         OSError, subprocess.CalledProcessError: there is no compiler, or it fails.
     """
-    compiler, options = _compiler()
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or "clang++"]
+    compiler += [*OPTIONS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    version = _run(compiler[0], "--version")
+    kept, sources = root / KEPT, root / SOURCES
+    kept.mkdir(parents=True, exist_ok=True)
+
+    def made(name: str, inputs: Sequence[Path], *arguments: str) -> Path:
+        """The file that the compiler makes of these inputs, which may be there already."""
+        contents = [path.read_bytes() for path in (*inputs, *sources.glob("*.h"))]
+        key = hashlib.sha256(repr([version, compiler, arguments, contents]).encode()).hexdigest()[:32]
+        output = kept / f"{key}-{name}"
+        if not output.exists():
+            with tempfile.TemporaryDirectory(dir=kept) as folder:
+                fresh = Path(folder) / output.name
+                _run(*compiler, *arguments, *map(str, inputs), "-o", str(fresh))
+                fresh.replace(output)
+        return output
+
+    def compile_set(kernels: str) -> Path | None:
+        name, instructions = here[kernels]
+        defined = (f"-DKERNELS={kernels}", f'-DKERNELS_NAME="{name}"')
+        try:
+            return made(f"{kernels}.o", [sources / "kernels.cpp"], *instructions, *defined, "-c")
+        except subprocess.CalledProcessError:
+            if kernels == "kPortable":
+                raise
+            return None
+
     here = SETS if platform.machine().lower() in ("x86_64", "amd64") else {"kPortable": SETS["kPortable"]}
-
-    def run(*arguments: str) -> None:
-        command = [*compiler, *options, *arguments]
-        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the user's compiler
-
-    with tempfile.TemporaryDirectory() as folder:
-
-        def compile_set(kernels: str) -> str | None:
-            name, instructions = here[kernels]
-            output = str(Path(folder) / f"{kernels}.o")
-            defined = (f"-DKERNELS={kernels}", f'-DKERNELS_NAME="{name}"')
-            try:
-                run(*instructions, *defined, "-c", str(root / SOURCES / "kernels.cpp"), "-o", output)
-            except subprocess.CalledProcessError:
-                if kernels == "kPortable":
-                    raise
-                return None
-            return output
-
-        with ThreadPoolExecutor(os.cpu_count()) as workers:
-            objects = dict(zip(here, workers.map(compile_set, here), strict=True))
-        names = ", ".join(f"&{kernels}" for kernels, output in objects.items() if output)
-        linked = Path(folder) / target.name
-        sources = [str(root / SOURCES / "step.cpp"), *filter(None, objects.values())]
-        run(f"-DKERNEL_SETS={names}", "-shared", "-pthread", *STATIC, *sources, "-o", str(linked))
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        compiled = {
+            kernels: output for kernels, output in zip(here, workers.map(compile_set, here), strict=True) if output
+        }
+    names = ", ".join(f"&{kernels}" for kernels in compiled)
+    step = made("step.o", [sources / "step.cpp"], f"-DKERNEL_SETS={names}", "-pthread", "-c")
+    library = made("library.so", [step, *compiled.values()], "-shared", "-pthread", *STATIC)
+    if not target.exists() or target.read_bytes() != library.read_bytes():
         new = target.with_suffix(".new")  # a process may have the old one in memory
-        shutil.copyfile(linked, new)
+        shutil.copyfile(library, new)
         new.replace(target)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603 - the user's compiler
 
 
 class NativeLibrary(BuildHookInterface[Any]):
@@ -126,5 +119,4 @@ def _platform() -> str:
 
 
 if __name__ == "__main__":
-    (Path(__file__).parent / LIBRARY).with_suffix(".key").unlink(missing_ok=True)
     build(Path(__file__).parent, Path(__file__).parent / LIBRARY)

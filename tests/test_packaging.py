@@ -1,5 +1,6 @@
 """The wheels: two heads in draftheads, seven in draftheads-zoo, and no head in both."""
 
+import ctypes
 import importlib.util
 import shutil
 import subprocess
@@ -70,21 +71,25 @@ def test_the_wheel_has_the_native_library_of_this_kind_of_machine(wheel: Path) -
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_the_library_is_compiled_again_only_after_a_change(
+def test_only_sources_that_changed_are_compiled_again(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = load_hook()
-    compiled: list[Path] = []
-    monkeypatch.setattr(hook, "compile_library", lambda _, target: compiled.append(target) or target.touch())
-    library = shutil.copy(ROOT / "src" / LIBRARY, tmp_path)
-    shutil.copy((ROOT / "src" / LIBRARY).with_suffix(".key"), tmp_path)
-    hook.build(ROOT, Path(library))
-    assert not compiled, "the wheel's was compiled from these sources"
-    monkeypatch.setenv("CXXFLAGS", "-O1")
-    hook.build(ROOT, Path(library))
-    hook.build(ROOT, Path(library))
-    assert len(compiled) == 1
-    assert Path(library).read_bytes() == b""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(hook, "_run", lambda *command: commands.append(command) or run(*command))
+    run, library = load_hook()._run, tmp_path / "library.so"
+    monkeypatch.setattr(hook, "KEPT", kept := tmp_path / "kept")
+    shutil.copytree(ROOT / load_hook().KEPT, kept)
+    hook.build(ROOT, library)
+    assert [command[-1] for command in commands] == ["--version"], "the wheel's was compiled from these sources"
+    assert library.read_bytes() == (ROOT / "src" / LIBRARY).read_bytes()
+    sources = tmp_path / hook.SOURCES
+    shutil.copytree(ROOT / hook.SOURCES, sources)
+    with (sources / "step.cpp").open("a", encoding="utf-8") as file:
+        file.write('extern "C" int draftheads_answer() { return 42; }\n')
+    hook.build(tmp_path, library)
+    assert [Path(command[-1]).name[33:] for command in commands[2:]] == ["step.o", "library.so"]
+    assert ctypes.CDLL(str(library)).draftheads_answer() == 42
 
 
 def test_without_a_compiler_the_wheel_is_pure_python(
