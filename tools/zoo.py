@@ -16,7 +16,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.utils.files import atomic_directory, write_atomic
 
 BASE = "smollm2-135m"
-COMMON = "--recipe small --max-length 512 --set tree_nodes=10"
+COMMON = "--recipe small --max-length 512 --tree-nodes 10"
 # the options of each head; a head comes after the one that it starts from
 HEADS: Mapping[str, str] = {
     "medusa": "--num-heads 4 --num-layers 2",
@@ -40,14 +40,13 @@ HEADS: Mapping[str, str] = {
     "hydra++": "--num-heads 3 --num-layers 4",  # not from hydra, whose training loss is already low
     "amphista": "--num-heads 4 --num-layers 2 --epochs 2 --start-from medusa",
     "mlp-speculator": "--num-heads 3 --head-options inner_size=1024",
-    "eagle": "--num-heads 3 --set feature_weight=10",
+    "eagle": "--num-heads 3 --feature-weight 10",
     "eagle3": "--num-heads 4 --draft-vocab-size 8192",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
     "dflash": "--num-heads 4 --num-layers 1",  # the data package would be too large with two
     "dspark": "--num-heads 4 --num-layers 2 --head-options gated=false markov_rank=64",  # llama.cpp knows no gate
 }
 READ_LAYERS = ("eagle3", "dflash", "dspark")  # of the target, beside the last hidden states
-_RARE = frozenset(name for group in fields(TrainOptions) for name in getattr(group.type, "RARE", ()))  # of --set
 _SECTION = "## Side by side with others"
 MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 165e6
 _NOT_SHOWN = frozenset(  # paths on this machine, and options that do not change the head
@@ -220,11 +219,8 @@ def as_arguments(name: str, value: Any) -> list[str]:
     """A setting as it is given on the command line.
 
     >>> as_arguments("num_heads", 4), as_arguments("chain", True), as_arguments("betas", [0.9, 0.95])
-    (['--num-heads', '4'], ['--set', 'chain=on'], ['--set', 'betas=0.9,0.95'])
+    (['--num-heads', '4'], ['--chain'], ['--betas', '0.9', '0.95'])
     """
-    if name in _RARE:
-        words = ",".join(map(str, value if isinstance(value, list) else [value]))
-        return ["--set", f"{name}={('on' if value else 'off') if isinstance(value, bool) else words}"]
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]

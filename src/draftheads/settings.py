@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from reprlib import repr as short_repr
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from draftheads.errors import InvalidSettings
 from draftheads.utils.strict_json import depth_of
@@ -94,18 +94,14 @@ def _check_schema(text: str) -> None:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The settings of a request that are options of a command, too.
+    """Sampling, and where an answer ends.
 
-    Values are checked and converted: one string for ``stop``, lists, and the numbers of NumPy are valid, too.
+    The settings of a request that are options of a command, too. Values are checked and converted: one string for
+    ``stop``, lists, and the numbers of NumPy are valid, too.
 
     Raises:
         InvalidSettings: a value of another type or out of its range, or more tokens at least than at most.
     """
-
-    RARE: ClassVar = (
-        *("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop_token_ids"),
-        *("ignore_eos", "min_new_tokens", "typical_epsilon", "typical_delta"),
-    )
 
     max_new_tokens: int = 256
     """Stop after this many new tokens."""
@@ -313,8 +309,6 @@ _RULES = {
 @dataclass(frozen=True)
 class LoadSettings:
     """How the model is loaded."""
-
-    RARE: ClassVar = ("four_bit", "fast", "cuda_graphs", "attn_implementation", "max_length")
 
     chat_template: str | None = None
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""

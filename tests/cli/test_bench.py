@@ -17,7 +17,7 @@ from draftheads.utils import openai_client
 from draftheads.utils.machine import OtherPrograms
 
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill"]
-QUICK = ["--set", "num_calibration_prompts=4", "--max-new-tokens", "8", "--num-nodes", "5", "--precision", "fp32"]
+QUICK = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--precision", "fp32"]
 BENCH = ["bench", "./model", *QUICK, "--prompts", "four.jsonl", "--limit", "3"]
 
 
@@ -113,10 +113,10 @@ def test_quick_makes_small_what_is_not_given() -> None:
             "./model --judge http://x --quality rouge",
             "'http://x', which only judge uses: add --quality judge",
         ),
-        ("./model --set judge_model=big", "judge_model is 'big', which only judge uses"),
-        ("./model --set judge_prompts=four.jsonl", "judge_prompts is 'four.jsonl', which only judge uses"),
-        ("./model --set api_key_env=KEY", "api_key_env is 'KEY', which only judge uses"),
-        ("./model --set original_model=./model", "'./model', which only perplexity uses: add --quality perplexity"),
+        ("./model --judge-model big", "--judge-model is 'big', which only judge uses"),
+        ("./model --judge-prompts four.jsonl", "--judge-prompts is 'four.jsonl', which only judge uses"),
+        ("./model --api-key-env KEY", "--api-key-env is 'KEY', which only judge uses"),
+        ("./model --original-model ./model", "'./model', which only perplexity uses: add --quality perplexity"),
         ("./model --quality judge --judge http://[::1", "--judge is 'http://[::1'; give an address such as"),
         ("./model --heads ./hydra --prompts one.jsonl", "1 prompt: give at least 3"),
         ("./model --heads ./hydra ./hydra", "each must have a name of its own"),

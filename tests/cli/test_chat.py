@@ -208,7 +208,7 @@ def test_a_head_with_a_template_of_its_own_is_refused_later(typed: Typed, here: 
 
 
 def test_options_that_a_chat_cannot_use(typed: Typed):
-    _, err = typed(arguments=("--set", "logprobs=1"), code=1)
+    _, err = typed(arguments=("--logprobs", "1"), code=1)
     assert "draftheads generate" in err
 
 

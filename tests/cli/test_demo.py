@@ -136,7 +136,7 @@ def test_the_demo_explains_texts_that_differ(
 
 def test_demo_variants(here: Path, run: Run):
     """Own prompts, fewer of them, without transformers or a stream; two heads of one name keep their paths."""
-    arguments = [*DEMO, "--limit", "1", "--no-transformers", "--precision", "fp32", "--set", "copy=off", "seconds=inf"]
+    arguments = [*DEMO, "--limit", "1", "--no-transformers", "--precision", "fp32", "--no-copy", "--seconds", "inf"]
     out, err = run([*arguments, "--heads", "./medusa", str(here / "medusa"), "--json", "record.json"])
     assert not err
     assert "provenance" not in out

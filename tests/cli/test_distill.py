@@ -40,7 +40,7 @@ def test_the_command_line(target: TargetModel, tmp_path: Path, capsys: pytest.Ca
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
     out = tmp_path / "cli.jsonl"
-    words = "--num-self-talk 3 --temperature 0 0 1 --max-new-tokens 12 --set max_question_tokens=20 --batch-size 4"
+    words = "--num-self-talk 3 --temperature 0 0 1 --max-new-tokens 12 --max-question-tokens 20 --batch-size 4"
     command = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} {words} --precision fp32".split()
     command += ["--out", str(out)]
     assert main(command) == 0

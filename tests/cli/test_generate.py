@@ -73,7 +73,7 @@ def test_generate_in_a_process_of_its_own(folder: Path, engine: Engine):
 @pytest.mark.usefixtures("here")
 def test_several_prompts_give_a_json_object_each(engine: Engine, run: Run):
     arguments = ["generate", "abba", "dead cab", "é", "--model", "model", "--head", "medusa", "--precision", "fp32"]
-    out, err = run([*arguments, *TOKENS, "--set", "batch_size=2"])
+    out, err = run([*arguments, *TOKENS, "--batch-size", "2"])
     expected = engine.generate(["abba", "dead cab", "é"], max_new_tokens=12)
     found = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in found] == ["abba", "dead cab", "é"]
@@ -137,7 +137,7 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     assert loaded("") == DEFAULTS
     assert seen[-1] == (["abc", "def"], SamplingSettings())
     words = """--model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
-        --top-p 0.75 --set repetition_penalty=1.5 --seed 11 --stop x yz --acceptance typical --set batch_size=2
+        --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
         --no-copy --out o"""
     changed = {"head": "there", "tree": "chain.json", "copy": False, "max_batch_size": 2}
     assert loaded(words) == {**DEFAULTS, **changed}
@@ -153,10 +153,10 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
         acceptance="typical",
     )
     assert seen[-1] == (["abc", "def"], settings)
-    words = "--precision bf16 --chat-template vicuna --device cuda:1 --set four_bit=on fast=off --trust-remote-code"
+    words = "--precision bf16 --chat-template vicuna --device cuda:1 --four-bit --no-fast --trust-remote-code"
     how = {"precision": "bf16", "chat_template": "vicuna", "device": "cuda:1", "four_bit": True}
     how |= {"fast": False, "trust_remote_code": True, "attn_implementation": "eager"}
-    assert loaded(f"{words} --set attn_implementation=eager") == {**DEFAULTS, **how}
+    assert loaded(f"{words} --attn-implementation eager") == {**DEFAULTS, **how}
     drawn = {"draft_model": "small", "tree": "drawn:3"}
     assert loaded("--draft-model small --tree drawn:3 --acceptance block") == {**DEFAULTS, **drawn}
     assert seen[-1][1] == SamplingSettings(acceptance="block")

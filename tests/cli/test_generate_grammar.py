@@ -55,7 +55,7 @@ def test_any_json(run: Run):
         (["--regex", "(a"], "the grammar cannot be used: "),
         (["--regex", ""], "the grammar allows no text"),
         (
-            ["--json", "--set", "ignore_eos=on"],
+            ["--json", "--ignore-eos"],
             "ignore_eos is True, but an answer with a grammar ends where the grammar ends",
         ),
     ],

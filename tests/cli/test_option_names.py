@@ -7,16 +7,16 @@ import draftheads
 from draftheads.cli.help import options_of as options_in
 from draftheads.cli.main import COMMANDS, options_of
 
-OF_OTHERS = {"help", "help-all", "version", "tyro-print-completion", "force-reinstall", "upgrade", "no-deps"}
+OF_OTHERS = {"help", "help-verbose", "version", "force-reinstall", "upgrade", "no-deps"}
 CALL_OTHERS = {"export.py", "provenance.py"}  # files with options of other programs, as all in formats/
 
 
 def test_every_option_that_is_named_exists():
-    names = OF_OTHERS | {"set"}
+    names = OF_OTHERS | {"tyro-print-completion"}
     for command in COMMANDS:
         kind, defaults = options_of(command)
         every = options_in(kind, defaults([]) if defaults else None)
-        found = {option.name.replace("_", "-") for option in every if not option.is_rare}
+        found = {option.name.replace("_", "-") for option in every}
         names |= found | {f"no-{name}" for name in found}
     unknown = dict[str, str]()
     for path in sorted(Path(draftheads.__file__).parent.rglob("*")):

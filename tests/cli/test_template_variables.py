@@ -84,4 +84,4 @@ def test_a_variable_that_is_not_read(run: Run, model: Path) -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat", "train", "tune", "bench", "distill", "serve"])
 def test_every_command_has_it(run: Run, command: str) -> None:
-    assert "--template-variables" in run([command, "--help-all"]).out
+    assert "--template-variables" in run([command, "--help"]).out

@@ -235,7 +235,7 @@ def test_the_command_line_warns_in_one_line_after_the_answers(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    arguments = ["generate", "--prompts", str(tmp_path / "a.jsonl"), "--set", "batch_size=1"]
+    arguments = ["generate", "--prompts", str(tmp_path / "a.jsonl"), "--batch-size", "1"]
     arguments += ["--model", str(place / "model"), "--head", str(place / "hydra")]
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -377,7 +377,7 @@ def test_the_command_line_loads_no_model(
     monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
     prompts = write_prompts(tmp_path / "p.jsonl")
     command = f"distill --endpoint {server.url}/ --endpoint-model parrot --prompts {prompts} --out {tmp_path}/o.jsonl"
-    assert main([*command.split(), "--model", "/nowhere", "--set", "top_k=5"]) == 0
+    assert main([*command.split(), "--model", "/nowhere", "--top-k", "5"]) == 0
     assert {request["top_k"] for request in server.requests} == {5}
     assert server.paths == {"/v1/chat/completions"}
     assert "25 of 25 conversations" in capsys.readouterr().out

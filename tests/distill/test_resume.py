@@ -312,7 +312,7 @@ def test_after_kills_at_random_moments_the_file_is_the_same_to_the_byte(num_kill
     turns = [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(150)]
     prompts = write_prompts(tmp_path / "prompts.jsonl", turns)
     command = f"--model {tmp_path}/model --prompts {prompts} --num-self-talk 30 --temperature 0 0.8".split()
-    command += ["--max-new-tokens", "20", "--batch-size", "4", "--set", "max_question_tokens=20", "chunk_size=6"]
+    command += ["--max-new-tokens", "20", "--batch-size", "4", "--max-question-tokens", "20", "--chunk-size", "6"]
     out = tmp_path / "killed.jsonl"
     chance = random.Random(0)  # noqa: S311 - nothing secret
     done: list[int] = []

@@ -117,9 +117,9 @@ def test_our_server_is_lossless_beside_the_model(server: Running, world: World, 
 
 def test_our_server_is_lossless_beside_itself_without_drafts(server: Running, audit: Audit):
     """The same address with another name, or with a field that switches drafting off; no model is needed."""
-    for given in (["--set", "baseline_name=tiny:plain"], ["--baseline-fields", '{"draft_nodes": 0}']):
+    for given in (["--baseline-name", "tiny:plain"], ["--baseline-fields", '{"draft_nodes": 0}']):
         checks = ["--checks", "greedy", "greedy-parallel"]
-        record = audit(server.url, "--baseline", server.url, *given, *checks, "--set", "server_name=tiny")
+        record = audit(server.url, "--baseline", server.url, *given, *checks, "--server-name", "tiny")
         rows = record["checks"]
         assert [(row["check"], row["is_baseline"]) for row in rows] == [
             *(("greedy", False), ("greedy-parallel", False), ("greedy-parallel", True))
@@ -165,7 +165,7 @@ def test_a_broken_acceptance_is_found(
 ):
     monkeypatch.setattr(batch, "accept", accept_everything)
     monkeypatch.setattr(batch, "accept_greedy", follow_everything)
-    record = audit(server.url, *of_model(world, check), "--set", "examples=8", code=1)
+    record = audit(server.url, *of_model(world, check), "--examples", "8", code=1)
     assert record["verdict"] == "wrong"
     assert "NOT LOSSLESS" in record["shown"]
     wrong = [one for one in record["checks"][0]["comparisons"] if one["kind"] == "wrong"]
@@ -190,23 +190,23 @@ def test_sampled_answers_of_a_broken_acceptance_have_another_distribution(
     prompts.write_text("\n".join(f"{prompt} {letter}" for prompt in PROMPTS for letter in "ab"), encoding="utf-8")
     monkeypatch.setattr(batch, "accept", accept_everything)
     given = of_model(world, "seeded-parallel")
-    record = audit(server.url, *given, "--set", "parallel=8", code=2, prompts=prompts)
+    record = audit(server.url, *given, "--parallel", "8", code=2, prompts=prompts)
     assert record["sampled"][0]["deviations"] > 4.5
     assert "do not have the distribution of --model" in record["shown"]
-    beside = ["--baseline", server.url, "--set", "baseline_name=tiny:plain"]
-    record = audit(server.url, *given, "--set", "parallel=8", *beside, code=1, prompts=prompts)
+    beside = ["--baseline", server.url, "--baseline-name", "tiny:plain"]
+    record = audit(server.url, *given, "--parallel", "8", *beside, code=1, prompts=prompts)
     assert record["sampled"][0]["is_off"]
     assert abs(record["sampled"][0]["deviations"]) > 4.5
     assert "sampled tokens have another distribution than the baseline's" in record["shown"]
     monkeypatch.setattr(batch, "accept", REAL_ACCEPT)
-    record = audit(server.url, *given, "--set", "parallel=8", *beside, prompts=prompts)
+    record = audit(server.url, *given, "--parallel", "8", *beside, prompts=prompts)
     assert abs(record["sampled"][0]["deviations"]) < 4.5
     assert record["sampled"][0]["server"]["num_tokens"] > 0.8 * 16 * NEW_TOKENS
 
 
 def test_texts_are_continued(server: Running, world: World, audit: Audit):
     """By /v1/completions, without a chat template."""
-    record = audit(server.url, *of_model(world), "--set", "route=completions")
+    record = audit(server.url, *of_model(world), "--route", "completions")
     assert record["checks"][0]["counts"]["equal"] == len(PROMPTS)
 
 
@@ -235,8 +235,8 @@ def test_json_answers(audit: Audit, tmp_path: Path):
     prompts.write_text('{"turns": ["yes indeed", "no"]}\n{"messages": [{"role": "user", "content": "12"}]}\n')
     schema = {"type": "object", "properties": {"a": {"enum": ["red", "green"]}}, "required": ["a"]}
     (tmp_path / "schema.json").write_text(json.dumps({**schema, "additionalProperties": False}))
-    arguments = ["--model", str(tmp_path / "model"), "--precision", "fp32", "--set", "chat_template=chatml"]
-    arguments += ["--checks", "json", "json-parallel", "--set", f"json_schema={tmp_path / 'schema.json'}"]
+    arguments = ["--model", str(tmp_path / "model"), "--precision", "fp32", "--chat-template", "chatml"]
+    arguments += ["--checks", "json", "json-parallel", "--json-schema", f"{tmp_path / 'schema.json'}"]
     engine = draftheads.load(tmp_path / "model", "prompt-lookup", precision="fp32", chat_template="chatml")
     with running({"tiny": engine}) as own:
         record = audit(own.url, *arguments, prompts=prompts)
@@ -380,7 +380,7 @@ def test_the_baselines_log_probabilities_score_where_there_is_no_model(
 ):
     prompt, place, gap, text = world.changed(is_tie=is_tie)
     with FakeServer(lambda fields: world.answer(fields, {prompt: text})) as fake:
-        beside = ["--baseline", server.url, "--set", "baseline_name=tiny:plain", "--checks", "greedy"]
+        beside = ["--baseline", server.url, "--baseline-name", "tiny:plain", "--checks", "greedy"]
         record = audit(fake.url, *beside, code=code)
     (one,) = record["checks"][0]["comparisons"]
     assert one["place"] == place
@@ -748,7 +748,7 @@ def test_requests_run_at_the_same_time_only_in_parallel_checks(world: World, aud
     with FakeServer(behave) as fake:
         audit(fake.url, *of_model(world))
         assert fake.most == 1
-        audit(fake.url, *of_model(world, "greedy-parallel"), "--set", "parallel=3")
+        audit(fake.url, *of_model(world, "greedy-parallel"), "--parallel", "3")
         assert fake.most == 3
 
 
@@ -902,7 +902,7 @@ def test_a_server_that_is_down(world: World, audit: Audit):
     assert record["errors"].startswith("error: cannot reach http://127.0.0.1:1/v1/models in 3 attempts")
     assert "is the server running, and is URL http://127.0.0.1:1 right?" in record["errors"]
     with FakeServer(world.answer) as fake:
-        record = audit(fake.url, "--baseline", "http://127.0.0.1:1", "--set", "request_retries=0", code=2)
+        record = audit(fake.url, "--baseline", "http://127.0.0.1:1", "--request-retries", "0", code=2)
     assert "cannot reach http://127.0.0.1:1/v1/models in 1 attempt" in record["errors"]
     assert "is --baseline http://127.0.0.1:1 right?" in record["errors"]
 
@@ -941,13 +941,13 @@ def test_names_of_models(world: World, audit: Audit):
         assert "has several models; asked was small, not large" in audit(fake.url, *of_model(world))["shown"]
         assert {fields["model"] for fields in fake.requests} == {"small"}
         fake.requests.clear()
-        assert "has several models" not in audit(fake.url, *of_model(world), "--set", "server_name=large")["shown"]
+        assert "has several models" not in audit(fake.url, *of_model(world), "--server-name", "large")["shown"]
         assert {fields["model"] for fields in fake.requests} == {"large"}
-        record = audit(fake.url, *of_model(world), "--set", "server_name=larg", code=2)
+        record = audit(fake.url, *of_model(world), "--server-name", "larg", code=2)
         assert "has no model 'larg'; did you mean large?" in record["errors"]
         fake.models = None
         assert "Else give the model's name" in audit(fake.url, *of_model(world), code=2)["errors"]
-        assert audit(fake.url, *of_model(world), "--set", "server_name=other")["verdict"] == "lossless"
+        assert audit(fake.url, *of_model(world), "--server-name", "other")["verdict"] == "lossless"
 
 
 def test_the_key_comes_from_the_environment(world: World, audit: Audit, monkeypatch: pytest.MonkeyPatch):
@@ -991,7 +991,7 @@ def test_a_baseline_at_another_address_gets_only_its_own_key(
 def test_requests_that_failed_for_now_are_repeated(world: World, audit: Audit):
     troubles = iter([(503, "busy"), (429, {"error": {"message": "slow"}}), (500, "oh"), (0, "")])
     with FakeServer(lambda fields: next(troubles, None) or world.answer(fields)) as fake:
-        assert audit(fake.url, *of_model(world), "--set", "request_retries=4")["verdict"] == "lossless"
+        assert audit(fake.url, *of_model(world), "--request-retries", "4")["verdict"] == "lossless"
         assert len(fake.requests) == 4 + 1 + len(PROMPTS)
 
 
@@ -1008,14 +1008,14 @@ def test_failed_requests_are_counted_and_the_others_compared(
     world: World, audit: Audit, response: tuple[int, Any], words: str
 ):
     with FakeServer(lambda fields: response if asked(fields) == PROMPTS[3] else world.answer(fields)) as fake:
-        record = audit(fake.url, *of_model(world), "--set", "request_retries=0", code=2)
+        record = audit(fake.url, *of_model(world), "--request-retries", "0", code=2)
         row = record["checks"][0]
         assert (row["num_failed"], row["num_answers"], row["counts"]["equal"]) == (1, 7, 7)
         assert words in row["failure"]
         assert "greedy: 1 request failed" in record["shown"]
         # of the baseline they are failures, too
         with FakeServer(world.answer) as fine:
-            record = audit(fine.url, "--baseline", fake.url, *of_model(world), "--set", "request_retries=0", code=2)
+            record = audit(fine.url, "--baseline", fake.url, *of_model(world), "--request-retries", "0", code=2)
             assert "greedy: 1 request failed; the reference: " in record["shown"]
 
 
@@ -1026,7 +1026,7 @@ def test_a_slow_answer_is_a_failure(world: World, audit: Audit):
         return world.answer(fields)
 
     with FakeServer(behave) as fake:
-        record = audit(fake.url, *of_model(world), "--set", "request_timeout=0.2", code=2)
+        record = audit(fake.url, *of_model(world), "--request-timeout", "0.2", code=2)
     assert record["checks"][0]["failure"] == "no answer in 0.2 s"
 
 
@@ -1043,13 +1043,13 @@ def test_an_unknown_model_or_route_ends_the_audit(world: World, audit: Audit):
     ("arguments", "words"),
     [
         ([], "nothing to compare with: give --baseline URL, --model MODEL, or both"),
-        (["--model", "x", "--set", "baseline_name=y"], "baseline_name is 'y': give --baseline"),
+        (["--model", "x", "--baseline-name", "y"], "baseline_name is 'y': give --baseline"),
         (["--model", "x", "--fields", "{"], "--fields '{' is not JSON"),
         (["--model", "x", "--fields", "[1]"], "is no JSON object"),
         (["--model", "x", "--tolerance", "0"], "--tolerance is 0.0: must be above 0"),
         (["--model", "x", "--limit", "0"], "--limit is 0"),
         (["--model", "x", "--checks", "greedy", "gredy"], "--checks gredy: choose among greedy, greedy-parallel"),
-        (["--model", "x", "--set", "json_schema=nowhere.json"], "nowhere.json: cannot be read"),
+        (["--model", "x", "--json-schema", "nowhere.json"], "nowhere.json: cannot be read"),
         (["--model", "no such model"], "no such model"),
     ],
 )
@@ -1081,7 +1081,7 @@ def test_prompts_of_all_kinds(world: World, audit: Audit, tmp_path: Path):
         assert audit(fake.url, *of_model(world), "--limit", "3")["num_prompts"] == 3
         (tmp_path / "none.txt").write_text("\n")
         assert "holds no prompt" in audit(fake.url, *of_model(world), prompts=tmp_path / "none.txt", code=2)["errors"]
-        chat = audit(fake.url, *of_model(world), "--set", "route=completions", prompts=tmp_path / "c.jsonl", code=2)
+        chat = audit(fake.url, *of_model(world), "--route", "completions", prompts=tmp_path / "c.jsonl", code=2)
         assert "a prompt is a list of messages" in chat["errors"]
 
 

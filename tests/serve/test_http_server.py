@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
     expected = load(str(folder / "model"), precision="fp32").generate(["a dog"], max_new_tokens=400)[0].text
-    arguments = ("model", "--head", "medusa", "--precision", "fp32", "--set", "drain_seconds=60")
+    arguments = ("model", "--head", "medusa", "--precision", "fp32", "--drain-seconds", "60")
     first = ServerProcess(folder, *arguments)
     port = first.client.base_url.port
     assert port is not None
@@ -117,8 +117,8 @@ def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
         ("--port", "70000"),
         ("--max-tokens", "0"),
         ("--kv-gib", "0"),
-        ("--set", "drain_seconds=-1"),
-        ("--set", "api_key=a b"),
+        ("--drain-seconds", "-1"),
+        ("--api-key", "a b"),
     ],
 )
 def test_wrong_options(capsys: pytest.CaptureFixture[str], option: str, value: str):

@@ -63,7 +63,7 @@ def server(world: Path) -> Iterator[ServerProcess]:
 def started(world: Path) -> ServerProcess:
     arguments = ["--head", str(world / "heads" / "medusa"), "--adapter", f"tuned={world / 'tuned'}"]
     arguments += ["--record", str(world / "traffic"), "--head-folder", str(world / "heads")]
-    return ServerProcess(world, str(world / "model"), *arguments, "--precision", "fp32", "--set", "copy=off")
+    return ServerProcess(world, str(world / "model"), *arguments, "--precision", "fp32", "--no-copy")
 
 
 def plain(path: Path, text: str, **options: object) -> str:
@@ -157,7 +157,7 @@ def test_only_the_admin_key_opens_it(server: ServerProcess) -> None:
         ({"adapter": ("a/b=tuned",)}, "--adapter a/b=tuned: write NAME=FOLDER"),
         ({"adapter": ("a=",)}, "--adapter a=: write NAME=FOLDER"),
         ({"adapter": ("a=x", "a=y")}, "--adapter a=y: a is x already"),
-        ({"record_gib": 0.0}, "record_gib is 0.0"),
+        ({"record_gib": 0.0}, "--record-gib is 0.0"),
         ({"head_folder": Path("/no/such/folder")}, "--head-folder /no/such/folder is no folder"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_full_disk_or_a_deleted_file_costs_answers_and_no_error(
 
 
 def test_impossible_settings(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match=r"record_gib is 4\.6"):
+    with pytest.raises(InvalidSettings, match=r"--record-gib is 4\.6"):
         Recorder(tmp_path, max_bytes=5)
     first = Recorder(tmp_path / "one", max_bytes=MB)
     with pytest.raises(StorageError, match="another process is writing"):

@@ -41,7 +41,7 @@ def work(tool: Any, target: TargetModel, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("zoo")
     data = write_chats(folder / "chats.jsonl", counting_chats(24))
     arguments = ["train", str(folder / "work"), "--data", str(data), "--only", *ONLY]
-    small = ["--batch-tokens", "128", "--set", "held_out=0.2", "--draft-vocab-size", "48"]
+    small = ["--batch-tokens", "128", "--held-out", "0.2", "--draft-vocab-size", "48"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.TargetModel, "load", lambda *_, **__: target)
         assert tool.main([*arguments, "--", *small]) == 0
@@ -184,13 +184,13 @@ def test_the_command_makes_the_head_again(tool: Any, work: Path):
     options = json.loads((work / "amphista" / "metrics.json").read_text())["options"]
     assert tool.command(options) == (
         "draftheads train --method amphista --model smollm2-135m --data chats.jsonl --out amphista --start-from medusa "
-        "--num-layers 2 --draft-vocab-size 48 --max-length 512 --set held_out=0.2 --batch-tokens 128 "
-        "--learning-rate 0.0005 --set tree_nodes=10"
+        "--num-layers 2 --draft-vocab-size 48 --max-length 512 --held-out 0.2 --batch-tokens 128 "
+        "--learning-rate 0.0005 --tree-nodes 10"
     )
     several = {**options, "data": ["a/b.jsonl", "c.jsonl"], "head_options": ["inner_size=8", "x=1"], "start_from": None}
     several |= {"text": ["/private/t.txt"], "chain": True}
     assert "--data b.jsonl c.jsonl --text t.txt --out" in tool.command(several)
-    assert "--set chain=on" in tool.command(several)
+    assert "--chain" in tool.command(several)
     assert "True" not in tool.command(several)
     assert "--head-options inner_size=8 x=1" in tool.command(several)
     assert "start-from" not in tool.command(several)

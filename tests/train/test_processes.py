@@ -30,7 +30,7 @@ compute_features.TOKENS_PER_SHARD = 256
 sys.exit(main())
 """
 HEADS = ("--method", "hydra", "--num-heads", "3", "--epochs", "2", "--batch-tokens", "96", "--max-length", "64")
-COMMON = ("--draft-vocab-size", "0", "--set", "log_steps=1", "--eval-steps", "10", "--precision", "fp32")
+COMMON = ("--draft-vocab-size", "0", "--log-steps", "1", "--eval-steps", "10", "--precision", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def assert_same_tensors(one: Path, two: Path) -> None:
 @pytest.fixture(scope="module")
 def single(world: Path) -> Path:
     """A head of one process that accumulates two batches for each step."""
-    finish(start(world, "train", *HEADS, "--out", "single", "--set", "accumulate=2", "keep_features=on", processes=1))
+    finish(start(world, "train", *HEADS, "--out", "single", "--accumulate", "2", "--keep-features", processes=1))
     return world / "single"
 
 
@@ -102,7 +102,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_two_processes_train_the_same_head_as_one(world: Path, single: Path) -> None:
     """The model is sharded over both processes. Each computes the hidden states of half of the texts."""
-    sharded = ("--set", "shard_model=on", "keep_features=on", "--out", "double")
+    sharded = ("--shard-model", "--keep-features", "--out", "double")
     output = finish(start(world, "train", *HEADS, *sharded, processes=2))
     double = world / "double"
     assert len(files(double / "features")) > 4
@@ -137,7 +137,7 @@ def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, singl
 def test_two_processes_tune_the_same_model_as_one(world: Path) -> None:
     """The adapter has gradients in the second stage only."""
     sizes = ("--batch-tokens", "96", "--max-length", "64", "--num-heads", "2", "--epochs", "1")
-    tuning = (*sizes, "--set", "lora_dropout=0")
+    tuning = (*sizes, "--lora-dropout", "0")
     finish(start(world, "train", "--joint", *tuning, "accumulate=2", "--out", "tuned-by-one", processes=1))
     finish(start(world, "train", "--joint", *tuning, "--out", "tuned-by-two", processes=2))
     one, two = world / "tuned-by-one", world / "tuned-by-two"

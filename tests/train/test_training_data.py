@@ -140,7 +140,7 @@ def test_a_disk_that_is_too_small_fails_before_the_model_reads(
     monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     monkeypatch.setattr(TargetModel, "hidden_states", None)
     build_features(target, texts, tmp_path / "there")  # complete ones need no room
-    message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--set features_budget=0"
+    message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--features-budget 0"
     with pytest.raises(StorageError, match=message):
         train_for(target, chat_options(tmp_path / "out", data=(chats,)))
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -16,8 +16,6 @@ MeasureName = Literal["agreement", "perplexity", "rouge", "gsm8k", "judge"]
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions(OptionGroup):
     """Quality of the answers."""
-
-    RARE: ClassVar = ("judge_model", "judge_prompts", "api_key_env", "original_model")
 
     quality: tuple[MeasureName, ...] = ()
     """Measure quality. Of all answers."""
@@ -42,14 +40,7 @@ class BenchOptions:
     command.
     """
 
-    RARE: ClassVar = ("chat_template", "rounds")
-
-    BASIC: ClassVar = (
-        *("heads", "prompts", "category", "limit", "quick", "out", "json", "num_nodes", "batch_sizes", "temperatures"),
-        *("max_new_tokens", "quality", "precision"),
-    )
-
-    model: tyro.conf.Positional[str] = "smollm2-135m"
+    model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
     heads: tuple[str, ...] = ()
     """Draft heads: names, folders or Hugging Face ids. prompt-lookup and lookahead need no training. Default: these two
@@ -120,19 +111,6 @@ class ReproduceOptions:
     Without a table, all of them are listed with what they need. An interrupted run continues with the same command.
     """
 
-    RARE: ClassVar = (
-        "draft_model",
-        "category",
-        "quality",
-        "judge",
-        "chat_template",
-        "template_variables",
-        "device",
-        "trust_remote_code",
-    )
-
-    BASIC: ClassVar = ("model", "heads", "quick", "data", "max_tokens", "limit", "out", "precision")
-
     table: tyro.conf.Positional[str | None] = None
     """The table: a name, or your own file (.toml)."""
     model: str = "smollm2-135m"
@@ -160,10 +138,6 @@ class ReproduceOptions:
 @dataclass(frozen=True)
 class DemoOptions:
     """Answer prompts in several ways: transformers, our plain decoding, and draft heads; compare speed and text."""
-
-    RARE: ClassVar = ("chat_template", "template_variables", "device", "trust_remote_code", "seconds", "copy")
-
-    BASIC: ClassVar = ("model", "heads", "prompts", "limit", "max_new_tokens", "seconds", "precision", "json")
 
     model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Annotated, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
@@ -38,10 +38,6 @@ class Variant:
 @dataclass(frozen=True)
 class BenchSettings(OptionGroup):
     """What is compared, on how much; each of several values is measured."""
-
-    RARE: ClassVar = (
-        *("acceptance", "epsilons", "prompt_tokens", "longest_prompt", "ignore_eos", "num_calibration_prompts"),
-    )
 
     trees: tuple[str, ...] = ("best", "defaults")
     """Kinds of trees: best, defaults, static, growing, product, dense, chain, paths, adaptive. best: a head's better

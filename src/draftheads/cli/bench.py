@@ -96,7 +96,7 @@ def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", 
     for option, value in vars(options).items():
         measure = "perplexity" if option == "original_model" else "judge"
         if option != "quality" and value is not None and measure not in options.quality:
-            flag = option if option in QualityOptions.RARE else f"--{option}"
+            flag = f"--{option.replace('_', '-')}"
             raise InvalidSettings(f"{flag} is {str(value)!r}, which only {measure} uses: add --quality {measure}")
     for name in options.quality:
         if name == "judge" and options.judge is None:

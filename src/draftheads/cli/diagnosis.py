@@ -33,9 +33,9 @@ EXTRAS = {
     "serve": "serve, and grammars",
     "report": "HTML pages of train, tune and bench",
     "lora": "train --joint and merge",
-    "quantised": "--set four_bit=on, --optimizer adamw-8bit",
+    "quantised": "--four-bit, --optimizer adamw-8bit",
     "endpoint": "distill --endpoint",
-    "tensorboard": "train --set tensorboard=on",
+    "tensorboard": "train --tensorboard",
 }
 _LARGE = ("torch", "transformers")  # packages that are imported
 _LOAD_SECONDS = 0.5  # over which the use of the cores is averaged

@@ -3,7 +3,6 @@
 import textwrap
 from dataclasses import asdict, dataclass
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
@@ -27,7 +26,7 @@ _INDENT = _NAMES + 4
 class DoctorOptions:
     """Show what draftheads found on this machine, with advice: processor, kernels, packages, GPU, cache."""
 
-    model: tyro.conf.Positional[str | None] = None
+    model: str | None = None
     """Also show whether this model gets native passes, and why not. A name, a folder or a Hugging Face id; its weights
     are not read."""
     json: str | None = None

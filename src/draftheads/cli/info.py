@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
@@ -40,7 +39,7 @@ _SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
 class InfoOptions:
     """Show a draft head, the bundled heads, or a tree."""
 
-    head: tyro.conf.Positional[str | None] = None
+    head: str | None = None
     """A draft head: a name, a folder or a Hugging Face id. All installed heads when left out."""
     model: str = "smollm2-135m"
     """The base model of the installed head."""

@@ -5,14 +5,17 @@ import importlib
 import keyword
 import logging
 import os
+import re
 import sys
 import warnings
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from functools import cache, partial
+from io import StringIO
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from draftheads.errors import NO_BATCH_INVARIANT, DraftHeadsError, DraftHeadsWarning, close_name
+from draftheads.errors import DraftHeadsError, DraftHeadsWarning, close_name
 
 
 class Command(NamedTuple):
@@ -29,35 +32,45 @@ class Command(NamedTuple):
     error_code: int = 1  # the exit code after an error
     continues: bool = False  # the same command continues what was interrupted
     module: str = ""  # PACKAGE.MODULE with ``run``, in another package; then ``options`` is a full path, too
+    first: str = ""  # options that may come first, without their names
 
 
 COMMANDS = {
     "audit": Command(
         "check whether a server's speculative decoding is lossless", "interop.audit.settings.AuditOptions", error_code=2
     ),
-    "bench": Command("compare draft heads, and drafters without a head", "bench.options.BenchOptions", continues=True),
+    "bench": Command(
+        "compare draft heads, and drafters without a head",
+        "bench.options.BenchOptions",
+        continues=True,
+        first="model",
+    ),
     "bench diff": Command("compare two results of bench", "bench.options.DiffOptions"),
     "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
-    "chat": Command("chat with a model on the terminal", "cli.options.ChatOptions"),
-    "completion": Command("print a script for shell completion", "cli.completion.CompletionOptions"),
+    "chat": Command("chat with a model on the terminal", "cli.options.ChatOptions", first="model"),
     "demo": Command("answer prompts with and without draft heads, and compare", "bench.options.DemoOptions"),
     "distill": Command("let a model answer prompts, to get training data", "distill.options.DistillOptions"),
-    "doctor": Command("show what was found on this machine, with advice", "cli.doctor.DoctorOptions"),
-    "export": Command("write a head in the layout of other engines", "cli.options.ExportOptions"),
+    "doctor": Command("show what was found on this machine, with advice", "cli.doctor.DoctorOptions", first="model"),
+    "export": Command("write a head in the layout of other engines", "cli.options.ExportOptions", first="head"),
     "generate": Command("answer prompts", "cli.options.GenerateOptions"),
     "import": Command("read a head of another project", "cli.import_.ImportOptions"),
-    "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
+    "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions", first="head"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.ReportOptions"),
     "reproduce": Command(
         "rebuild a table or figure of a paper for your model", "bench.options.ReproduceOptions", continues=True
     ),
-    "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "serve.options.ServeOptions"),
+    "serve": Command(
+        "serve a model to many users, with OpenAI's HTTP interface", "serve.options.ServeOptions", first="model"
+    ),
     "show-batch": Command("show which tokens of a batch are learned", "cli.train_options.ShowBatchOptions"),
     "train": Command("train draft heads for a model, or together with it", "cli.train_options.TrainOptions"),
     "tune": Command(
-        "measure a head's acceptance profile on your prompts", "search.settings.TuneOptions", continues=True
+        "measure a head's acceptance profile on your prompts",
+        "search.settings.TuneOptions",
+        continues=True,
+        first="model head",
     ),
 }
 
@@ -130,6 +143,9 @@ def _command(arguments: list[str]) -> int:
 
         print(version("draftheads"))
         return 0
+    if arguments[0] == "--tyro-print-completion":
+        print(_completion(arguments))
+        return 0
     if " ".join(arguments[:2]) in COMMANDS:
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     commands = commands_for(arguments[0])
@@ -141,16 +157,25 @@ def _command(arguments: list[str]) -> int:
     return _run(arguments[0], arguments[1:])
 
 
+def _completion(arguments: Sequence[str]) -> str:
+    """Tyro's script for a shell. Its descriptions get one line each: a shell takes further ones for completions."""
+    import tyro  # noqa: PLC0415 - slow to import
+
+    kinds = {name: options_of(name)[0] for name in all_commands()}
+    with redirect_stdout(StringIO()) as made, suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(kinds, prog="draftheads", args=arguments)
+    return re.sub(
+        "^COMPLETION_SPEC = .*$", lambda line: line[0].replace(r"\n", " "), made.getvalue(), flags=re.MULTILINE
+    )
+
+
 def _run(name: str, arguments: Sequence[str]) -> int:
     given = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if asked := {"-h", "--help", "--help-all"}.intersection(given):
-        from rich.console import Console  # noqa: PLC0415
-
+    if {"-h", "--help"}.intersection(given):
         from draftheads.cli.help import print_help  # noqa: PLC0415
 
         kind, defaults = options_of(name)
-        default = None if defaults is None else defaults(arguments)
-        print_help(Console(highlight=False), name, kind, default, whole="--help-all" in asked)
+        print_help(name, kind, None if defaults is None else defaults(arguments), commands_for(name)[name].first)
         return 0
     options = read_options(name, arguments)
     from draftheads.cli.early_checks import check_names, flat  # noqa: PLC0415 - `--help` does not need it
@@ -170,90 +195,10 @@ def read_options(name: str, arguments: Sequence[str]) -> Any:
     # some commands have defaults that depend on other options, such as --recipe
     default = {} if defaults is None else {"default": defaults(arguments)}
     marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    words = [*_in_places(name, arguments[:end], kind, default.get("default")), *arguments[end:]]
-    return tyro.cli(kind, args=words, prog=f"draftheads {name}", config=marks, **default)
-
-
-def _in_places(name: str, given: Sequence[str], kind: type, default: Any) -> list[str]:
-    """The arguments: positional ones that are given by name, such as --model, in their places, and without --set."""
-    from draftheads.cli.help import options_of  # noqa: PLC0415 - slow to import
-
-    every = list(options_of(kind, default))
-    options = {f"--{option.name.replace('_', '-')}": option for option in every if not option.is_rare}
-    rare = {option.name: option for option in every if option.is_rare}
-    places = [flag for flag, option in options.items() if option.is_place]
-    known = [flag for flag, option in options.items() if option.is_place or not option.is_positional]
-    named: dict[str, str] = {}
-    rest: list[str] = []
-    words = deque(given)
-    try:
-        while words:
-            word = words.popleft()
-            flag, equals, value = word.partition("=")
-            flag = flag.replace("_", "-").replace("--no-", "--")
-            if flag == "--set":
-                if equals:
-                    words.appendleft(value)
-                rest += _as_option(words.popleft() if words else "", rare, known)
-                while words and words[0].partition("=")[0] in rare:
-                    rest += _as_option(words.popleft(), rare, known)
-            elif flag in places:
-                named[flag] = value if equals else words.popleft() if words else ""
-            else:
-                rest.append(word)
-                _check_flag(name, word, flag, options=options, known=known, rare=rare)
-        return [*_placed(named, places, rest), *rest]
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def _placed(named: Mapping[str, str], places: Sequence[str], rest: list[str]) -> list[str]:
-    """The values of all places up to the last one that is named; those without a name are taken from ``rest``."""
-    placed = []
-    for flag in places[: max(map(places.index, named), default=-1) + 1]:
-        if flag not in named and (not rest or rest[0].startswith("-")):
-            raise ValueError(f"{' and '.join(named)} is given by name: give {flag}, too")
-        placed.append(named[flag] if flag in named else rest.pop(0))
-    return placed
-
-
-def _check_flag(
-    name: str, word: str, flag: str, *, options: Mapping[str, Any], known: Sequence[str], rare: Mapping[str, Any]
-) -> None:
-    """ValueError if a word is an option that the command has not, or has in another way."""
-    if flag in options and flag not in known:
-        raise ValueError(f"no option {word}: give {options[flag].flag} without a name before it")
-    if not flag.startswith("--") or flag in known:
-        return
-    if flag.endswith("batch-invariant"):
-        raise ValueError(NO_BATCH_INVARIANT)
-    if (setting := flag[2:].replace("-", "_")) in rare:
-        raise ValueError(f"no option {word}: give --set {rare[setting].flag}")
-    close = close_name(flag, known)
-    raise ValueError(f"no option {word}; {f'did you mean {close}?' if close else f'see draftheads {name} --help'}")
-
-
-def _as_option(given: str, rare: Mapping[str, Any], known: Sequence[str]) -> list[str]:
-    """The words of an option for NAME=VALUE of ``--set``. ValueError: no such setting, or no switch."""
-    name, equals, value = given.partition("=")
-    name = name.replace("-", "_")
-    if not equals:
-        raise ValueError(f"--set {given} has no value: write NAME=VALUE")
-    if (option := f"--{name.replace('_', '-')}") in known:
-        raise ValueError(f"--set {given}: this is an option of its own: give {option}")
-    if name not in rare:
-        close = close_name(name, rare)
-        raise ValueError(
-            f"--set {given}: no such setting; {f'did you mean {close}?' if close else f'choose among {list(rare)}'}"
-        )
-    flag, hint = name.replace("_", "-"), rare[name].values
-    if not hint:  # on or off
-        if value not in ("on", "off", "true", "false"):
-            raise ValueError(f"--set {given}: give on or off")
-        return [f"--{flag}" if value in ("on", "true") else f"--no-{flag}"]
-    return [f"--{flag}", *value.split(",")] if " " in hint else [f"--{flag}={value}"]
+    first = commands_for(name)[name].first.split()
+    values = list(takewhile(lambda word: word[:1] != "-", arguments))[: len(first)]
+    words = [f"--{option}={value}" for option, value in zip(first, values, strict=False)] + [*arguments[len(values) :]]
+    return tyro.cli(kind, args=words, prog=f"draftheads {name}", config=marks, compact_help=True, **default)
 
 
 def import_quickly(name: str) -> Any:

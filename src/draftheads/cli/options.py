@@ -1,12 +1,12 @@
 """Options of commands that import something slow, apart from it: ``--help`` and wrong options answer at once.
 
-The first sentence under a field is its line in ``--help``; ``--help-all`` shows all sentences. ``BASIC`` of a class
-names the options that come first. Options of other jobs are in their rooms.
+The first sentence under a field is its line in ``--help``; ``--help-verbose`` shows all sentences. Options of other
+jobs are in their rooms.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 
@@ -54,10 +54,6 @@ class GrammarOptions:
 class GenerateOptions:
     """Answer prompts with a model and an optional draft head."""
 
-    RARE: ClassVar = ("batch_size", "plain_text")
-
-    BASIC: ClassVar = ("model", "head", "prompts", "out", "max_new_tokens", "temperature", "seed", "precision")
-
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Prompts to answer. Several are decoded together. Without one, standard input is the prompt."""
     model: str = "smollm2-135m"
@@ -88,11 +84,7 @@ class GenerateOptions:
 class ChatOptions:
     """Chat with a model on the terminal."""
 
-    RARE: ClassVar = ("top_k", "draft_model", "stop", "logprobs", "acceptance", "trust_remote_code", "plain_text")
-
-    BASIC: ClassVar = ("model", "head", "system", "max_new_tokens", "temperature", "seed", "precision")
-
-    model: Annotated[str, tyro.conf.Positional] = "smollm2-135m"
+    model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
     system: str | None = None
     """System prompt: what the model is told before the conversation."""
@@ -119,7 +111,7 @@ class ExportOptions:
     Engines take the embedding from the model, and the lm_head where the head shares it.
     """
 
-    head: tyro.conf.Positional[str]
+    head: str
     """A head. A name, a folder or a Hugging Face id."""
     out: Path
     """Folder to make."""
@@ -142,7 +134,7 @@ class PushOptions:
     With the head go its card, its acceptance profile, and code by which transformers decodes with it.
     """
 
-    head: tyro.conf.Positional[str]
+    head: str
     """The head. A name, a folder or a Hugging Face id."""
     repo: tyro.conf.Positional[str]
     """Where it goes on the Hub: owner/name. It is made if it is not there."""

@@ -88,7 +88,7 @@ def _print_all(
         console.print(coloured(pieces) if has_colours else Text(bracketed(pieces)), soft_wrap=not has_colours)
         console.print()
     if num_more := len(batch.text_indices) - len(shown):
-        console.print(f"… texts not shown: {num_more}; --set max_texts=0 shows all\n")
+        console.print(f"… texts not shown: {num_more}; --max-texts 0 shows all\n")
     console.print(Text("  ").join(coloured([kind]) if has_colours else Text(bracketed([kind])) for kind in KINDS))
     console.print()
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)

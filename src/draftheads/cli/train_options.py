@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 
@@ -30,7 +30,7 @@ def defaults(arguments: Sequence[str]) -> TrainOptions:
         parser.add_argument(f"--{name}", action="store_true")
     given = parser.parse_known_args(arguments)[0]
     model = given.model or TrainOptions.model
-    if not {"-h", "--help", "--help-all"}.intersection(arguments):  # the options themselves import torch
+    if not {"-h", "--help"}.intersection(arguments):  # the options themselves import torch
         named = {**vars(given), "model": model, "data": tuple(given.data), "text": tuple(given.text)}
         check_names(named.items())
     settings = defaults_from({**vars(given), "model": model})
@@ -40,12 +40,6 @@ def defaults(arguments: Sequence[str]) -> TrainOptions:
 @dataclass(frozen=True, kw_only=True)
 class ShowBatchOptions(OptionGroup):
     """Show a batch of `draftheads train` with the learned tokens in colour, to check the chat template."""
-
-    RARE: ClassVar = (
-        *("plain_text", "max_texts", "batch_tokens", "max_length", "max_tokens", "epochs", "held_out", "seed"),
-    )
-
-    BASIC: ClassVar = ("data", "model", "chat_template", "index", "max_texts", "html", "plain_text")
 
     data: tuple[Path, ...]
     """Chat files (.jsonl, .jsonl.gz). One {"messages": [...]} a line."""

@@ -208,7 +208,7 @@ def _check_room(folder: Path, needed: int) -> None:
     if needed > free:
         raise StorageError(
             f"{folder}: the hidden states need {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB left: name "
-            "another disk with --features, read less with --max-tokens, or store nothing with --set features_budget=0"
+            "another disk with --features, read less with --max-tokens, or store nothing with --features-budget 0"
         )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import BUILT_IN
@@ -34,23 +34,6 @@ _NOT_WITH_ENDPOINT = {
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions(OptionGroup):
     """Let a model answer prompts and write its answers as training data."""
-
-    RARE: ClassVar = (
-        *(
-            "chat_template",
-            "turns",
-            "document_tokens",
-            "self_talk_turns",
-            "self_talk_temperature",
-        ),
-        *("max_question_tokens", "chunk_size", "four_bit", "request_timeout", "request_retries", "top_k"),
-        *("top_p",),
-    )
-
-    BASIC: ClassVar = (
-        *("prompts", "documents", "out", "model", "head"),
-        *("temperature", "max_new_tokens", "batch_size", "num_self_talk"),
-    )
 
     out: Path
     """The file to write. One {"messages": [...]} a line, of documents {"prompt": ..., "completion": ...}, as draftheads

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 
@@ -37,13 +37,9 @@ class TuneOptions:
     run `draftheads bench MODEL --heads HEAD --prompts FILE` with other prompts.
     """
 
-    RARE: ClassVar = ("device", "top_k", "beam", "chat_template", "trust_remote_code")
-
-    BASIC: ClassVar = ("prompts", "out", "temperature", "num_prompts", "precision")
-
-    model: tyro.conf.Positional[str]
+    model: str
     """The model: a name, a folder or a Hugging Face id."""
-    head: tyro.conf.Positional[str]
+    head: str
     """Its draft head: a name, a folder or a Hugging Face id."""
     out: Path | None = None
     """Folder to write to. Default: the head's own folder; for an installed or downloaded head, the user's cache."""

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 
@@ -27,14 +27,7 @@ class ServeOptions(OptionGroup):
     /v1/models, /health, /ready, /metrics and /openapi.json.
     """
 
-    RARE: ClassVar = (
-        *("copy", "request_seconds", "api_key", "max_waiting", "chunk_tokens", "default_tokens"),
-        *("drain_seconds", "record_gib", "log_requests"),
-    )
-
-    BASIC: ClassVar = ("model", "head", "host", "port", "api_key_file", "max_rows", "kv_gib", "precision")
-
-    model: Annotated[str, tyro.conf.Positional] = "smollm2-135m"
+    model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
     head: tuple[str, ...] = ()
     """Draft heads, the default one first. Names, folders or Hugging Face ids. Requests choose a further one by the

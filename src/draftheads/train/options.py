@@ -7,7 +7,7 @@ The command line, recipes, ``run.json`` and ``metrics.json`` name settings witho
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 
@@ -34,12 +34,10 @@ _INTERVAL = Range("give 0 for none", FROM_0.has)
 class HeadOptions(OptionGroup):
     """Architecture of the draft heads."""
 
-    RARE: ClassVar = ("lm_head_rank",)
-
     method: str
     """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, dflash, dspark, mtp,
     markov-medusa, or small-llama (a small model that reads only the text); vLLM, SGLang and llama.cpp serve eagle3.
-    What serves the others: `draftheads export --help-all`."""
+    What serves the others: `draftheads export --help-verbose`."""
     head_options: tuple[str, ...] = ()
     """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2 (amphista) or
     layers=[2,15,27] (eagle3). A wrong name lists those of the method."""
@@ -86,8 +84,6 @@ class HeadOptions(OptionGroup):
 class ChatOptions(OptionGroup):
     """Chats to train on."""
 
-    RARE: ClassVar = ("held_out",)
-
     data: tuple[Path, ...] = ()
     """Chat files (.jsonl, .jsonl.gz), or folders of them. One {"messages": [...]} a line, or {"prompt": ...,
     "completion": ...}, or what `draftheads serve --record` wrote."""
@@ -103,8 +99,6 @@ class ChatOptions(OptionGroup):
 class PlainTextOptions(OptionGroup):
     """A first stage on plain text."""
 
-    RARE: ClassVar = ("text_length", "text_part", "second_stage_rate")
-
     text: tuple[Path, ...] = ()
     """Plain text files for a first stage, before the chats. .txt, or .jsonl with {"text": ...} a line. --max-tokens
     counts for them and for the chats, each."""
@@ -119,8 +113,6 @@ class PlainTextOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions(OptionGroup):
     """Hidden states of the frozen model."""
-
-    RARE: ClassVar = ("extracted", "features_budget", "keep_features", "feature_weight", "shard_model")
 
     features: Path | None = None
     """Folder of the model's hidden states. Made if they are not there; OUT/features when left out."""
@@ -141,8 +133,6 @@ class FeatureOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOptions(OptionGroup):
     """Loss and regularisation."""
-
-    RARE: ClassVar = ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "dropout", "depth_decay", "anchors")
 
     loss: LossKind = "teacher"
     """What heads learn. The model's distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), the
@@ -170,8 +160,6 @@ class ObjectiveOptions(OptionGroup):
 class ScheduleOptions(OptionGroup):
     """Steps and learning rate."""
 
-    RARE: ClassVar = ("accumulate", "final_learning_rate", "warmup")
-
     epochs: Annotated[int, up_to(10_000)] = 2
     """Passes over the training text."""
     batch_tokens: Annotated[int, up_to(_MANY)] = 1024
@@ -191,8 +179,6 @@ class ScheduleOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions(OptionGroup):
     """AdamW or Muon."""
-
-    RARE: ClassVar = ("betas", "weight_decay", "max_grad_norm")
 
     optimizer: Literal["adamw", "adamw-8bit", "muon"] = "adamw"
     """The optimizer. adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes. muon moves
@@ -214,8 +200,6 @@ class OptimizerOptions(OptionGroup):
 class HardwareOptions(OptionGroup):
     """Precision."""
 
-    RARE: ClassVar = ("four_bit",)
-
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the heads' products. Weights and losses stay fp32; auto is bf16 where the machine computes in it. Try
     fp32 on a CPU: some multiply large matrices faster in it. The model then reads the texts in fp32, too, if it takes
@@ -227,8 +211,6 @@ class HardwareOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(OptionGroup):
     """Checkpoints, logs and measurements."""
-
-    RARE: ClassVar = ("log_steps", "tensorboard", "eval_texts", "tree_nodes", "chain")
 
     save_steps: Annotated[int, FROM_1] = 200
     """Steps between checkpoints."""
@@ -251,11 +233,6 @@ class ReportOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Train draft heads for a frozen model on chats; with --joint, tune the model together with them (Medusa-2)."""
-
-    BASIC: ClassVar = (
-        *("recipe", "method", "num_heads", "model", "data", "out", "resume", "start_from"),
-        *("epochs", "learning_rate", "max_tokens", "seed"),
-    )
 
     model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""

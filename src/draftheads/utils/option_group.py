@@ -58,5 +58,5 @@ class OptionGroup:
             value = getattr(self, name)
             several = " ".join(map(str, value)) if isinstance(value, tuple) and value else repr(value)
             shown = str(value) if isinstance(value, Path) else several
-            flag = name if name in getattr(self, "RARE", ()) else f"--{name.replace('_', '-')}"  # RARE: of --set
+            flag = f"--{name.replace('_', '-')}"
             raise InvalidSettings(f"{flag} is {shown}: {fix}")

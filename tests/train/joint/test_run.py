@@ -188,7 +188,7 @@ def test_a_killed_joint_run_resumes_to_the_same_bytes(chats: Path, tmp_path: Pat
     options = (
         f"--joint --model {on_disk(tmp_path / 'model')} --data {chats} --num-heads 2 --draft-vocab-size 48 --epochs 2"
     )
-    options += " --batch-tokens 128 --set lora_rank=4 --save-steps 2 --set log_steps=1 --eval-steps 0 --resume"
+    options += " --batch-tokens 128 --lora-rank 4 --save-steps 2 --log-steps 1 --eval-steps 0 --resume"
     command = shlex.split(options)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     with Nursery("train") as nursery:

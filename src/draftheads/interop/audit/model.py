@@ -157,7 +157,7 @@ class ModelReference:
         if read is not None and read != own:
             return (
                 f"the server read a prompt of {read} tokens, --model reads {own}: another chat template or tokenizer; "
-                "give the server's template by --chat-template, or use --set route=completions"
+                "give the server's template by --chat-template, or use --route completions"
             )
         return ""
 

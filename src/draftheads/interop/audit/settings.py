@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -90,14 +90,6 @@ class AuditOptions(OptionGroup):
     differ first, the gap between their tokens separates near-ties from wrong texts. The exit status is 0 if no text is
     wrong, 1 if one is, and 2 if it could not be checked.
     """
-
-    RARE: ClassVar = (
-        *("device", "route", "server_name", "baseline_name", "json_schema", "examples", "parallel"),
-        *("temperature", "seed", "request_timeout", "request_retries", "trust_remote_code", "chat_template"),
-        "template_variables",
-    )
-
-    BASIC: ClassVar = ("prompts", "baseline", "model", "limit", "checks", "max_new_tokens", "tolerance", "json")
 
     url: Annotated[str, tyro.conf.Positional]
     """The server with drafting. The address of an OpenAI-compatible API, such as http://127.0.0.1:8000/v1."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from draftheads.utils.option_group import ABOVE_0, FRACTION, FROM_1, OptionGroup
 
@@ -13,10 +13,8 @@ HEAD_WEIGHTS = {"text": 0.2, "original": 0.01}  # λ0 of Medusa, sections 4.1 an
 class TuningOptions(OptionGroup):
     """Tuning the model with its heads: --joint."""
 
-    RARE: ClassVar = ("backbone_loss", "head_weight", "head_weight_rise", "head_rate_factor", "heads_first")
-
     head: Path | None = None
-    """Continue with this trained head. Its own architecture and sizes are used, and --set heads_first=0 is enough."""
+    """Continue with this trained head. Its own architecture and sizes are used, and --heads-first 0 is enough."""
     backbone_loss: Literal["text", "original"] = "text"
     """What the model learns. text: the tokens of the text; original: its own distribution (self-distillation)."""
     head_weight: Annotated[float | None, ABOVE_0] = None
@@ -38,8 +36,6 @@ class TuningOptions(OptionGroup):
 class AdapterOptions(OptionGroup):
     """LoRA layers in the model, with --joint."""
 
-    RARE: ClassVar = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
-
     lora_rank: Annotated[int, FROM_1] = 32
     """Rank of the adapter."""
     lora_alpha: Annotated[int, ABOVE_0] = 16
@@ -54,8 +50,6 @@ class AdapterOptions(OptionGroup):
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(OptionGroup):
     """Merge a model and its adapter into one model folder. OUT/head is the head of a run with `train --joint`."""
-
-    RARE: ClassVar = ("dtype",)
 
     model: str | None = None
     """The model that was tuned. A name, a folder or a Hugging Face id; the one that the adapter names when left out."""
