@@ -289,5 +289,5 @@ def test_errors_are_one_line(run: Run, arguments: str, message: str) -> None:
 def test_data_is_needed() -> None:
     with pytest.raises(SystemExit):
         main(["show-batch"])
-    with pytest.raises(InvalidSettings, match="max_length is 0"):
+    with pytest.raises(InvalidSettings, match="--max-length is 0"):
         ShowBatchOptions(data=(Path("x"),), max_length=0)

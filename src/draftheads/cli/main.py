@@ -161,7 +161,7 @@ def _completion(arguments: Sequence[str]) -> str:
     """Tyro's script for a shell. Its descriptions get one line each: a shell takes further ones for completions."""
     import tyro  # noqa: PLC0415 - slow to import
 
-    kinds = {name: options_of(name)[0] for name in all_commands()}
+    kinds: dict[str, Callable[..., Any]] = {name: options_of(name)[0] for name in all_commands()}
     with redirect_stdout(StringIO()) as made, suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(kinds, prog="draftheads", args=arguments)
     return re.sub(
