@@ -27,7 +27,7 @@ class ServerProcess:
             "DRAFTHEADS_CACHE": str(folder / "cache"),
             "DRAFTHEADS_ADMIN_KEY": ADMIN_KEY,
         }
-        command = [sys.executable, "-m", "draftheads", "serve", "--port", str(port), *arguments]
+        command = [sys.executable, "-m", "draftheads", "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -162,10 +162,3 @@ def test_the_demo_in_int8_compares_with_plain_int8(run: Run):
     assert rows["plain"]["identical"]
     assert rows["hydra"]["identical"], "to the bit"
     assert rows["hydra"]["tokens_per_step"] > 1.0
-
-
-@pytest.mark.parametrize("command", ["demo", "generate", "serve", "chat"])
-def test_batch_invariant_is_refused_with_the_reason(command: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main([command, "--batch-invariant"])
-    assert capsys.readouterr().err.startswith("error: there is no batch_invariant: with the native library")
