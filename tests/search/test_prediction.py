@@ -11,9 +11,9 @@ from draftheads.decode.request import GenerationResult
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.calibrate import Answer, observe
+from draftheads.search.tree_search import entries, joint_order, path_counts, simulate
 from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
-from draftheads.speculation.tree_search import entries, joint_order, path_counts, simulate
 from families import TREES, VOCAB, tiny_model
 from observed_heads import drafted_along, head_of
 from thorough import some_rows

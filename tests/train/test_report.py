@@ -9,9 +9,9 @@ from draftheads.checkpoints.checkpoint import load_head
 from draftheads.data.batches import split_held_out
 from draftheads.data.features import FeatureStore
 from draftheads.models.model import TargetModel
+from draftheads.search.tree_search import best_tree, expected_tokens
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
-from draftheads.speculation.tree_search import best_tree, expected_tokens
 from draftheads.train.new_head import new_head
 from draftheads.train.report import NUM_RANKS, Measurement
 from families import propose

@@ -13,10 +13,10 @@ from draftheads.bench.settings import DRAWN, LOADED, BenchSettings, Variant
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.replay import Replay, own_answers
+from draftheads.search.tree_search import product_order
 from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape, in_words
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.speculation.tree import Tree
-from draftheads.speculation.tree_search import product_order
 from draftheads.utils.identity import saved_json
 from draftheads.utils.progress import Progress
 

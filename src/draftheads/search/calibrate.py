@@ -13,11 +13,11 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.search.tree_search import NEVER
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context
 from draftheads.speculation.sampling import RowSettings, probabilities
 from draftheads.speculation.shapes import BestFirst
-from draftheads.speculation.tree_search import NEVER
 
 # candidates for the number that a head's logits are divided by, in steps of 6 %
 DIVISORS = torch.logspace(-0.4, 0.6, 41, base=10.0, dtype=torch.float64)

@@ -21,10 +21,10 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.calibrate import Answer, Observation, draft_along, fit_confidence, observe, reliability
 from draftheads.search.settings import ReplaySettings
+from draftheads.search.tree_search import entries, joint_order, path_counts, path_shares, simulate
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Path as RankPath
-from draftheads.speculation.tree_search import entries, joint_order, path_counts, path_shares, simulate
 from draftheads.utils.counts import counted
 from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.progress import Progress, counted_stage

@@ -15,8 +15,8 @@ from torch import Tensor
 from draftheads.data.batches import Batch, bucket_by_length, collate
 from draftheads.data.features import Documents
 from draftheads.errors import DataError
+from draftheads.search.tree_search import best_tree, expected_tokens
 from draftheads.speculation.tree import Tree
-from draftheads.speculation.tree_search import best_tree, expected_tokens
 from draftheads.train.learner import Learner
 from draftheads.train.objectives import CHUNK_SIZE, find_predictions
 from draftheads.utils.counts import counted

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftheads.errors import InvalidSettings
-from draftheads.speculation.tree import Path, Tree
-from draftheads.speculation.tree_search import (
+from draftheads.search.tree_search import (
     best_tree,
     entries,
     expected_tokens,
@@ -23,6 +22,7 @@ from draftheads.speculation.tree_search import (
     product_order,
     simulate,
 )
+from draftheads.speculation.tree import Path, Tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEPTH, MOST_NODES = 3, 8  # of the trees that are searched through

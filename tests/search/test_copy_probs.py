@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, check_copy_probs, copy_probs
+from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, check_copy_probs
+from draftheads.search.measure_acceptance import copy_probs
 
 
 def falls(probs: list[list[float]]) -> bool:
