@@ -36,8 +36,8 @@ from machine import machine
 from rich.console import Console
 
 from draftheads.data.records import own_prompts, prompts_in
+from draftheads.models.devices import default_dtype
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
-from draftheads.models.pretrained import default_dtype
 
 HERE = Path(__file__).parent
 TASKS = own_prompts("tasks")

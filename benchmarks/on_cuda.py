@@ -45,9 +45,8 @@ from draftheads.errors import MissingDependency, ModelNotFound
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.loading import engine_on, load_drafter, load_target
-from draftheads.models.model import TargetModel
-from draftheads.models.model_facts import StepMode
-from draftheads.models.pretrained import default_dtype
+from draftheads.models.devices import default_dtype
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Draft

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 from worker_process import Ids, WorkerFailed, WorkerProcess
 
 from draftheads.data.records import TextPrompt, own_prompts, prompts_in
+from draftheads.models.devices import default_dtype
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
-from draftheads.models.pretrained import default_dtype
 from draftheads.utils.estimates import quartiles
 
 HERE = Path(__file__).parent

@@ -12,8 +12,7 @@ from distribution import NUM_ANSWERS, ODDS, SAMPLED, Answer, joint_distribution,
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
 from draftheads.heads import HEADS
-from draftheads.models.model import TargetModel
-from draftheads.models.model_facts import StepMode
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept

@@ -20,8 +20,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
-from draftheads.models.model import TargetModel
-from draftheads.models.model_facts import StepMode
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.search.calibrate import Answer
 from draftheads.search.replay import Replay
 from draftheads.search.settings import ReplaySettings

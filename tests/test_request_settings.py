@@ -13,8 +13,7 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
-from draftheads.models.model import TargetModel
-from draftheads.models.model_facts import StepMode
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.settings import Grammar, SamplingSettings
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import Sampled, Shape

@@ -33,9 +33,10 @@ from draftheads.errors import (
 from draftheads.formats.reading import imported_once, is_published
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import read_template, unread_variables
+from draftheads.models.devices import DTYPES, device_named
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
-from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, tokenizer_of
+from draftheads.models.pretrained import LoadOptions, tokenizer_of
 from draftheads.runners.structure import checked
 from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.speculation.drafter import Drafter
@@ -343,7 +344,7 @@ def load_target(
                 f"cuda_graphs is not for {target.model_id}: its recurrent layers walk each tree level by level, so "
                 "steps have no fixed shapes that could be captured; leave cuda_graphs out"
             )
-        target.set_graphs(on=cuda_graphs)
+        target.step_mode.graphs = cuda_graphs
         return target
 
     target = read()

@@ -80,7 +80,7 @@ WAYS: dict[str, tuple[Any, Shape | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("graphs", [False, True])
 def test_for_each_rule_of_acceptance_and_kind_of_draft(way: str, graphs: bool):
     model = tiny_model("llama")
-    model.set_graphs(on=graphs)
+    model.step_mode.graphs = graphs
     drafter, shape, settings = WAYS[way]
     whole: Drafter = tiny_head(drafter, model) if isinstance(drafter, str) else drafter
     results = Engine(model, whole, shape=shape, max_batch_size=3).generate(FIVE, logprobs=2, **ON, **settings)

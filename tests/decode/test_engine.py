@@ -27,7 +27,7 @@ from draftheads.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from draftheads.models.model_facts import StepMode
+from draftheads.models.model import StepMode
 from draftheads.runners import structure
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.draft import Context, Draft

@@ -43,7 +43,7 @@ SHAPES: dict[str, Shape] = {
 @pytest.mark.parametrize("graphs", [False, True])
 def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graphs: bool) -> None:
     small = tiny_model("llama", seed=3, num_hidden_layers=1, num_key_value_heads=4)
-    small.set_graphs(on=graphs)
+    small.step_mode.graphs = graphs
     drafter = Copying(DraftModel(small, model))
     session = drafter.start()
     hidden, tokens = torch.zeros(3, 200, model.hidden_size), torch.ones(3, 200, dtype=torch.long)

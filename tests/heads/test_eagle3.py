@@ -9,7 +9,7 @@ from torch import Tensor
 from draftheads.cpu.optimise import speed_up
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
-from draftheads.models.model import layer_inputs
+from draftheads.models.model_layers import layer_inputs
 from draftheads.search.calibrate import Answer, observe
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree

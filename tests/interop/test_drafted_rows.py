@@ -16,8 +16,7 @@ from transformers import (
 from draftheads.decode.engine import Engine
 from draftheads.interop.drafted_rows import DraftedRows
 from draftheads.interop.generate_texts import GenerateRules, Texts
-from draftheads.models.model import TargetModel
-from draftheads.models.model_facts import StepMode
+from draftheads.models.model import StepMode, TargetModel
 from fake_device import DEVICE, FakeDevice
 from families import PROMPTS, TREES, tiny_head, tiny_model
 

@@ -84,7 +84,7 @@ def expected(family: str = "phi3") -> list[tuple[int, ...]]:
 def test_all_texts_equal_transformers(rows: int, *, static: bool) -> None:
     """Short and long rows side by side, and draft tokens beyond the limit of each."""
     model, plain = longrope(), expected()
-    model.set_graphs(on=static)
+    model.step_mode.graphs = static
     assert texts(model, rows=rows) == plain
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)}
     assert texts(model, PlantedRandomTrees(answers, max_nodes=24), rows=rows) == plain

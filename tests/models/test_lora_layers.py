@@ -16,6 +16,7 @@ from adapter_world import change_config, merged, saved_adapter
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.engine import Engine
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnsupportedModel
+from draftheads.models.lora_layers import with_lora
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
 from draftheads.settings import ROUNDED_BITS
@@ -58,7 +59,7 @@ def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
         if family == "granite":  # as the check at loading finds: its parts are multiplied before they are added
             base = replace(base, native=None)
     before = logits_of(base)
-    adapted = [base.with_adapter(folder) for folder in folders]
+    adapted = [with_lora(base, folder) for folder in folders]
     assert torch.equal(logits_of(base), before)
     for one, whole in zip(adapted, expected, strict=True):
         assert float((logits_of(one) - before).abs().max()) > 0.1
@@ -73,8 +74,8 @@ def test_static_steps_have_the_adapter_too(tmp_path: Path) -> None:
     base = tiny_model("llama")
     folder = saved_adapter(base, tmp_path / "a")
     expected = answers(Engine(merged(base, folder)), ignore_eos=True)
-    base.set_graphs(on=True)  # as on CUDA, without capturing
-    adapted = base.with_adapter(folder)
+    base.step_mode.graphs = True  # as on CUDA, without capturing
+    adapted = with_lora(base, folder)
     assert adapted.has_static_steps
     drafted = Engine(adapted, tiny_head("medusa", base), shape=GROWING["best first"])
     assert answers(drafted, ignore_eos=True) == expected
@@ -97,7 +98,7 @@ def test_the_weights_are_shared_and_adapters_differ(tmp_path: Path) -> None:
     base = tiny_model("llama", tie_word_embeddings=True)
     folder, second = (saved_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
     base = base.sped_up()
-    adapted, other = base.with_adapter(folder), base.with_adapter(second)
+    adapted, other = with_lora(base, folder), with_lora(base, second)
     ours, theirs = (dict(target.model.named_parameters()) for target in (adapted, base))
     assert ours.keys() == theirs.keys()
     assert all(weight is theirs[name] for name, weight in ours.items())
@@ -128,7 +129,7 @@ def test_adapters_of_some_layers_or_with_ranks_and_factors_of_single_layers(
     folder = saved_adapter(base, tmp_path / "a", **options)
     expected = logits_of(merged(base, folder))
     base = base.sped_up() if fast else base
-    torch.testing.assert_close(logits_of(base.with_adapter(folder)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(with_lora(base, folder)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_engine_with_an_adapter_equals_loading_the_adapter(tmp_path: Path) -> None:
@@ -152,33 +153,33 @@ def test_an_engine_with_an_adapter_equals_loading_the_adapter(tmp_path: Path) ->
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     base = tiny_model("llama")
     with pytest.raises(ModelNotFound, match="no adapter at"):
-        base.with_adapter(tmp_path)
+        with_lora(base, tmp_path)
     folder = saved_adapter(base, tmp_path / "a")
     change_config(folder, base_model_name_or_path="other/model")
     with pytest.raises(CheckpointMismatch, match="for other/model, and this model is tiny-llama"):
-        base.with_adapter(folder)
+        with_lora(base, folder)
     change_config(folder, base_model_name_or_path="tiny-llama")
     with pytest.raises(CheckpointCorrupt, match=r"lora_A.weight has shape \(2, 32\); the model needs \(2, 40\)"):
-        tiny_model("llama", hidden_size=40, head_dim=8).with_adapter(folder)
+        with_lora(tiny_model("llama", hidden_size=40, head_dim=8), folder)
     change_config(folder, use_dora=True)
     with pytest.raises(UnsupportedModel, match=r"is DoRA.*draftheads merge"):
-        base.with_adapter(folder)
+        with_lora(base, folder)
     change_config(folder, use_dora=False)
     weights = folder / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file({**tensors, "base_model.model.model.norm.weight": torch.ones(32)}, weights)
     with pytest.raises(UnsupportedModel, match=r"norm.weight.*does not belong to a linear layer"):
-        base.with_adapter(folder)
+        with_lora(base, folder)
     missing = next(iter(tensors))
     save_file({name: tensor for name, tensor in tensors.items() if name != missing}, weights)
     with pytest.raises(CheckpointCorrupt, match=f"{missing} is missing"):
-        base.with_adapter(folder)
+        with_lora(base, folder)
     weights.write_bytes(b"no safetensors")
     with pytest.raises(CheckpointCorrupt, match="cannot be read"):
-        base.with_adapter(folder)
+        with_lora(base, folder)
     weights.unlink()
     with pytest.raises(ModelNotFound, match=r"has no adapter_model\.safetensors"):
-        base.with_adapter(folder)
+        with_lora(base, folder)
 
 
 def test_the_record_of_a_joint_run_decides_about_the_base(tmp_path: Path) -> None:
@@ -186,9 +187,9 @@ def test_the_record_of_a_joint_run_decides_about_the_base(tmp_path: Path) -> Non
     folder = saved_adapter(base, tmp_path / "a", base_model_name_or_path="moved/elsewhere")
     record = {"model_id": "moved/elsewhere", "fingerprints": asdict(base.fingerprints)}
     (folder / "base.json").write_text(json.dumps({"format_version": 1, "base": record}))
-    assert base.with_adapter(folder).vocab_size == 64
+    assert with_lora(base, folder).vocab_size == 64
     with pytest.raises(CheckpointMismatch, match="embedding and lm_head are those of another model"):
-        chat_model(seed=1).with_adapter(folder)
+        with_lora(chat_model(seed=1), folder)
 
 
 @needs_library
@@ -200,7 +201,7 @@ def test_an_adapter_has_native_passes_whose_bits_depend_on_no_other_token(
     base = tiny_model(family, hidden_size=64, intermediate_size=64, dtype=dtype)
     folder = saved_adapter(base, tmp_path / "a", rank=20)
     expected = merged(base, folder)
-    adapted = base.sped_up().with_adapter(folder)
+    adapted = with_lora(base.sped_up(), folder)
     assert adapted.native is not None
     runner = runner_for(adapted)
     texts = [TEXT[0, :length].tolist() for length in (8, 5, 1)]

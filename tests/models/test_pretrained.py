@@ -32,9 +32,10 @@ from transformers.utils import logging
 
 from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import gguf_models
+from draftheads.models.devices import default_dtype
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.model_names import resolve_model
-from draftheads.models.pretrained import default_dtype, load_pretrained
+from draftheads.models.pretrained import load_pretrained
 
 NAME = SMOLLM2_135M.name
 HUB_ID = SMOLLM2_135M.hub_id

@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import draftheads
 from cli_world import letters_tokenizer
 from draftheads.errors import CheckpointCorrupt, UnsupportedModel
+from draftheads.models.lora_layers import with_lora
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_pretrained
 from families import ALL_FAMILIES, tiny_model
@@ -307,4 +308,4 @@ def test_adapters_are_read_as_strictly(kind: str, tmp_path: Path) -> None:
         load_pretrained(tmp_path / "lora", device="cpu")
     base = TargetModel.load(tmp_path / "model", dtype="fp32", device="cpu")
     with pytest.raises((CheckpointCorrupt, UnsupportedModel), match=part):
-        base.with_adapter(tmp_path / "lora")
+        with_lora(base, tmp_path / "lora")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from draftheads.decode.engine import Engine
-from draftheads.models.model import TargetModel
-from draftheads.models.model_facts import StepMode
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.runners import runner
 from draftheads.runners import transformers_runner as target
 from draftheads.runners.graphs import Outputs, StaticOnly, StepGraphs, capture_for

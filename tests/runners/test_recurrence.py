@@ -16,7 +16,7 @@ from draftheads.decode.lanes import bytes_per_token, num_bytes
 from draftheads.decode.waiting import Lane
 from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
-from draftheads.models.recurrent import FAMILIES, recurrent_modules
+from draftheads.models.model_layers import FAMILIES, recurrent_modules
 from draftheads.runners import bytes_of_states, bytes_per_slot, num_slots, runner_for
 from draftheads.runners.mixers import convolution, delta_rule, mamba1, mamba2
 from draftheads.runners.recurrence import Pass, StateCache, tree_pass
@@ -264,7 +264,7 @@ def test_memory_of_states_is_known(model: TargetModel) -> None:
     runner.prefill([[5] * 3, [6] * 130, [7]])
     known = num_slots(model, [3, 130, 1]) * bytes_per_slot(model)
     assert runner.num_bytes == known + bytes_of_states(model, 3) > known > 0
-    model.set_graphs(on=True)
+    model.step_mode.graphs = True
     assert not model.has_static_steps
 
 

@@ -143,7 +143,7 @@ def test_answers_of_int8_have_the_same_bits():
 def test_answers_with_static_steps():
     """As on CUDA: steps read all slots of the cache, whose number is a multiple of 256."""
     model = tiny_model("llama")
-    model.set_graphs(on=True)
+    model.step_mode.graphs = True
     engines = engines_of(model, "hydra", "eagle")
     least, most_per_slot = (bytes_per_token(engines[name]) for name in ("hydra", "eagle"))
     limit = (3 * 256 + 128) * most_per_slot

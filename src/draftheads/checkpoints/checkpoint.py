@@ -28,6 +28,7 @@ from draftheads.checkpoints.registry import find_head
 from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, InvalidSettings, InvalidTree
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.models.devices import dtype_named
 from draftheads.models.fingerprint import (
     MAX_DIFFERENCE,
     TUNED_DIFFERENCE,
@@ -37,7 +38,6 @@ from draftheads.models.fingerprint import (
     tokenizer_fingerprints,
 )
 from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import dtype_named
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile
 from draftheads.utils.counts import counted
 from draftheads.utils.file_set import read_set, replaced_set

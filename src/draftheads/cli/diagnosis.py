@@ -236,7 +236,7 @@ def _precision() -> list[Finding]:
     import torch  # noqa: PLC0415
 
     from draftheads.cpu.native_library import how_to_get, load_library  # noqa: PLC0415
-    from draftheads.models.pretrained import DTYPES, default_device, default_dtype  # noqa: PLC0415
+    from draftheads.models.devices import DTYPES, default_device, default_dtype  # noqa: PLC0415
 
     device = default_device()
     dtype = default_dtype(device)
@@ -266,8 +266,9 @@ def find_passes(name: str) -> Finding:
 
     from draftheads.cpu.native_library import how_to_get, load_library  # noqa: PLC0415
     from draftheads.cpu.native_step import OTHERWISE_BUILT, NativeStep  # noqa: PLC0415
+    from draftheads.models.devices import default_device  # noqa: PLC0415
     from draftheads.models.model import TargetModel  # noqa: PLC0415
-    from draftheads.models.pretrained import default_device, load_config  # noqa: PLC0415
+    from draftheads.models.pretrained import load_config  # noqa: PLC0415
     from draftheads.runners.structure import checked  # noqa: PLC0415
 
     stock = "passes of transformers, which are slower"

@@ -16,6 +16,7 @@ from draftheads.decode.prompts import Prompt, described, prompt_ids, prompt_list
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.step_costs import StepCosts
 from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong, no_such, require_at_least
+from draftheads.models.lora_layers import with_lora
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
 from draftheads.settings import SamplingSettings
@@ -217,9 +218,9 @@ class Engine:
             folder: of the adapter. Its own tokenizer and chat template are used, if it has them.
 
         Raises:
-            DraftHeadsError: as :meth:`draftheads.models.model.TargetModel.with_adapter`.
+            DraftHeadsError: as :func:`draftheads.models.lora_layers.with_lora`.
         """
-        model = self.model.with_adapter(folder)
+        model = with_lora(self.model, folder)
         adapted = Engine(
             model,
             self.drafter,

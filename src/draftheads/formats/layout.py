@@ -16,8 +16,7 @@ from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.model import TargetModel
-from draftheads.models.model_config import layer_sizes
-from draftheads.models.weight_files import fits
+from draftheads.models.model_config import fits, layer_sizes
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names

@@ -28,8 +28,8 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
+from draftheads.models.model_config import fits
 from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, model_id_of
-from draftheads.models.weight_files import fits
 from draftheads.utils.messages import first_names
 
 FORMAT_VERSION = 1  # of ``base.json``

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftheads.speculation.draft import TargetWeights
+
 MAX_DIFFERENCE = 0.05  # relative, of two samples; eight-bit copies differ by less than 0.01, four-bit ones by 0.1
 TUNED_DIFFERENCE = 0.12  # of the layers: above what 4 bits cost, which is 0.09
 _NUM_PROBES = 64
@@ -34,6 +36,12 @@ class Fingerprints:
     lm_head: str  # likewise; equal to the embedding's if the two are tied
     tokenizer: str  # 16 hexadecimal digits, of its vocabulary and of how it splits a few texts
     layers: str | None = None  # as of the embedding, spread over all layers; None if they are quantised, or not known
+
+
+def fingerprints_of(weights: TargetWeights, tokenizer: Any, layers: str | None) -> Fingerprints:
+    """Of a model with these weights and this tokenizer."""
+    matrices = fingerprint_of(weights.embedding), fingerprint_of(weights.lm_head)
+    return Fingerprints(*matrices, tokenizer_fingerprint(tokenizer), layers)
 
 
 def difference(fingerprint: str, other: str) -> float:
@@ -65,6 +73,15 @@ def fingerprint_of(matrix: Tensor) -> str:
     columns = steps * 37 % matrix.shape[1]
     sample = matrix.detach()[rows.to(matrix.device), columns.to(matrix.device)]
     return _digits(sample.to(torch.bfloat16).cpu())
+
+
+def weights_digest(model: Any) -> str:
+    """16 hexadecimal digits, of some numbers of every weight."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        places = torch.linspace(0, weight.numel() - 1, 16, dtype=torch.float64).long().to(weight.device)
+        digest.update(name.encode() + weight.detach().reshape(-1)[places].double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _digits(sample: Tensor) -> str:

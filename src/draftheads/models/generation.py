@@ -5,6 +5,7 @@ own logits processors, which each text gets.
 """
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from draftheads.errors import UnsupportedModel, first_line
+from draftheads.errors import GenerationWarning, UnsupportedModel, first_line
 from draftheads.models.model_config import eos_ids_of
 from draftheads.settings import SamplingSettings
+from draftheads.utils.messages import short
 
 # settings that are not applied, with the values that switch them off besides None; then those of sampled texts only
 _NOT_APPLIED: Mapping[str, Any] = {
@@ -98,6 +100,20 @@ class GenerationRules:
         prompt = torch.tensor([list(prompt_ids)], device=self._device)
         options = {"encoder_input_ids": prompt, "device": str(self._device)}
         return LogitsProcessorList(self._build(config, len(prompt_ids), **options) if self._build else [])
+
+
+def generation_rules(model: Any, model_id: str, *, vocab_size: int, device: torch.device) -> GenerationRules:
+    """The rules of a model; warns of what is not applied."""
+    rules = GenerationRules(model, vocab_size=vocab_size, device=device)
+    if rules.not_applied:
+        named = ", ".join(f"{name}={value!r}" for name, value in rules.not_applied.items())
+        warnings.warn(
+            f"{model_id}: its generation configuration has {short(named)}, not applied here: texts are those of "
+            "generate without it",
+            GenerationWarning,
+            stacklevel=3,
+        )
+    return rules
 
 
 def _bias_of(rule: Any, vocab_size: int) -> dict[int, float] | None:

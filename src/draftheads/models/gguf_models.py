@@ -8,7 +8,8 @@ other special tokens.
 
 import hashlib
 import sys
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from importlib import metadata
 from io import StringIO
@@ -100,9 +101,24 @@ def _converted(source: Path, folder: Path, *, name: str, is_embedded: bool = Fal
     with locked(folder.parent, "set DRAFTHEADS_CACHE to another folder", file=folder.name, waiting=waiting):
         if not folder.is_dir():  # another process may have converted it in the meantime
             remove_leftovers(folder)
-            with atomic_directory(folder) as temporary:  # transformers shows a bar
+            with atomic_directory(folder) as temporary, without_bars():
                 _convert(source, temporary, is_embedded=is_embedded)
     return folder
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hides the bars of ``transformers``, such as "Loading weights": progress is shown by the caller."""
+    from transformers.utils import logging  # noqa: PLC0415
+
+    silence = logging.is_progress_bar_enabled()
+    if silence:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silence:
+            logging.enable_progress_bar()
 
 
 def _convert(source: Path, folder: Path, *, is_embedded: bool) -> None:
@@ -114,9 +130,8 @@ def _convert(source: Path, folder: Path, *, is_embedded: bool) -> None:
     given: dict[str, Any] = {"gguf_file": source.name, "dtype": _dtype(reader)}
     if hasattr(quantization_config, "GgufConfig"):  # newer versions of transformers can keep the weights packed
         given["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
         # a bar that transformers' own switch does not reach; a file of messages would have a hundred lines of it
         with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
@@ -144,8 +159,6 @@ def _convert(source: Path, folder: Path, *, is_embedded: bool) -> None:
         raise UnsupportedModel(f"{source.name} has a {architecture} model: {first_line(error)}") from error
     finally:
         logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()
 
 
 def _read_gguf(source: Path) -> "GGUFReader":

@@ -4,7 +4,9 @@ The layers keep their kernels, also packed and quantised ones. So a pass of the 
 adapter needs memory for its own matrices only.
 """
 
+import hashlib
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -12,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.kernels import Native, PackedLinear, Plain, Product
-from draftheads.models.adapter import LowRank
+from draftheads.cpu.native_step import native_step
+from draftheads.errors import UnsupportedModel
+from draftheads.models.adapter import LowRank, check_base, read_lora
+from draftheads.models.model import TargetModel, WeightFacts, sharing_weights
+from draftheads.models.model_names import find_adapter
+from draftheads.models.pretrained import adapter_tokenizer
+from draftheads.utils.files import user_path
 
 
 class WithLora(Product):
@@ -36,6 +44,41 @@ class WithLora(Product):
     def __call__(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
         return self.base(rows).add_(self._b(self._a(rows)))
+
+
+def with_lora(target: TargetModel, folder: str | PathLike[str]) -> TargetModel:
+    """A model with a LoRA adapter (peft) on top. It shares all weights with the given one, which does not change.
+
+    Args:
+        target: the base model.
+        folder: of the adapter. Its own tokenizer is used, if it has one.
+
+    Raises:
+        ModelNotFound: no adapter there.
+        CheckpointMismatch: it was tuned for another model.
+        CheckpointCorrupt: it does not fit the layers, or is damaged.
+        UnsupportedModel: it changes more than linear layers, or adds tokens: merge it.
+        MissingDependency: no peft.
+    """
+    place = user_path(folder)
+    place = find_adapter(place) or place
+    matrices = read_lora(target.model, place)
+    check_base(place, target.model_id, target.fingerprints)
+    tokenizer = adapter_tokenizer(place) or target.tokenizer
+    num_embeddings = len(target.model.get_input_embeddings().weight)
+    if hasattr(tokenizer, "__len__") and len(tokenizer) > num_embeddings:
+        raise UnsupportedModel(
+            f"{place} adds tokens: its tokenizer has {len(tokenizer)} and {target.model_id} has embeddings for "
+            f"{num_embeddings}. Merge it: `draftheads merge --adapter {place} --out …`"
+        )
+    model = sharing_weights(target.model)
+    add_lora(model, matrices)
+    digest = hashlib.sha256(target.weights_fingerprint.encode())
+    for name, pair in sorted(matrices.items()):
+        digest.update(name.encode() + pair.a.numpy().tobytes() + pair.b.numpy().tobytes())
+    facts = WeightFacts(target.dtype, target.precision, digest.hexdigest()[:16], None)  # not the base's
+    native = None if target.native is None else native_step(model, target.windows)
+    return target.changed(model, facts, native=native, tokenizer=tokenizer, model_id=str(place.resolve()))
 
 
 def add_lora(model: Any, matrices: Mapping[str, LowRank]) -> None:

@@ -4,16 +4,21 @@ Reads attributes of ``transformers``' configurations, which differ between famil
 """
 
 import math
+import warnings
 from inspect import signature
 from typing import Any
 
 import torch
+
+from draftheads.errors import InvalidSettings, LengthWarning, require_at_least
 
 _NOT_OF_A_LAYER = {  # settings of a whole model or of its texts
     *("vocab_size", "hidden_size", "num_hidden_layers", "layer_types", "first_k_dense_replace", "mlp_only_layers"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache", "num_mtp_layers", "self"),
     *("num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"),
 }
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ENDLESS_ROPES = {"default", "linear", "llama3", "yarn"}  # a position has the same cosines in texts of any length
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -97,6 +102,28 @@ def max_positions_of(config: Any, *, switches: bool = True) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def check_length(config: Any, max_length: int | None, model_id: str, *, switches: bool) -> None:
+    """Raises :class:`InvalidSettings` if texts of ``max_length`` tokens are impossible; None is allowed."""
+    require_at_least(1, max_length=max_length)
+    longest, kinds = max_positions_of(config, switches=switches), rope_kinds(config)
+    if longest and (max_length or 0) > longest and not (kinds and kinds <= _ENDLESS_ROPES):
+        raise InvalidSettings(
+            f"max_length is {max_length:,}; {model_id} takes at most {longest:,} tokens: it has no positions for "
+            "longer texts, or they change with the length"
+        )
+
+
+def warn_of_length(config: Any, longest: int | None, model_id: str) -> None:
+    """Warns if positions would change in texts of more than ``longest`` tokens."""
+    if changing := rope_kinds(config) & {"dynamic", "longrope"}:
+        warnings.warn(
+            f"{model_id} has {min(changing)} rotary positions: prompt and answer together have at most {longest:,} "
+            "tokens. In longer texts the positions of all tokens change with the length, which drafts cannot follow",
+            LengthWarning,
+            stacklevel=4,
+        )
+
+
 def long_rope_start(config: Any) -> int | None:
     """The original length of LongRoPE, beyond which it has other factors; None without LongRoPE."""
     starts = [rope.get(_ORIGINAL) for rope in _ropes(config).values() if "long_factor" in rope]
@@ -108,6 +135,13 @@ def rope_kinds(config: Any) -> set[str]:
     ropes = filter(None, _ropes(config).values())
     names = ((rope.get("rope_type") or rope.get("type") or "default", rope) for rope in ropes)
     return {"longrope" if "long_factor" in rope else name for name, rope in names}
+
+
+def fits(stored: torch.dtype, own: torch.dtype | None) -> bool:
+    """Whether a tensor of a file is a value of the model's type; of a tensor with another name there, if it can be."""
+    if own is None:
+        return stored in FLOATS
+    return own.is_floating_point == (stored in FLOATS)
 
 
 def eos_ids_of(*sources: Any, vocab_size: int | None = None) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Loads a frozen model and its tokenizer by name. An error names the fix.
+"""Loads a frozen model and its tokenizer by name, and checks that its files hold its weights. An error names the fix.
 
 Knows ``transformers`` and its options; an adapter of peft is merged into its base model. Knows nothing of caches or
 trees.
@@ -6,16 +6,20 @@ trees.
 
 import contextlib
 import importlib.util
+import json
+import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import torch
+from torch import Tensor
 
-from draftheads.cpu.kernels import native_bf16
 from draftheads.errors import (
     DraftHeadsError,
     InvalidSettings,
@@ -26,29 +30,34 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.models.adapter import Adapter, require_peft
-from draftheads.models.model_config import eos_ids_of, max_positions_of
+from draftheads.models.devices import default_dtype, device_named, dtype_named
+from draftheads.models.gguf_models import without_bars
+from draftheads.models.model_config import FLOATS, eos_ids_of, fits, max_positions_of
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
-from draftheads.models.weight_files import check_quantisation, check_series, check_weights
-from draftheads.settings import ROUNDED_BITS
+from draftheads.utils.counts import counted
+from draftheads.utils.messages import first_names
 
 if TYPE_CHECKING:  # its import takes three seconds
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("sdpa", "eager")  # kinds that take a mask of four dimensions, which trees need
-_BF16_CAPABILITY = (8, 0)  # Ampere and later; T4 (7.5) and V100 (7.0) emulate bf16
+_OF_WHOLE_MODELS = ("four_bit", "quantization_config", "device_map")
 _SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
+_NUMBER = r"(?<=\.)\d+(?=\.)"  # of a layer or an expert, in the name of a tensor
+_IGNORABLE = (  # buffers that models compute now, and heads beside the model that draft for it
+    r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$|^medusa_head\.|^(model\.)?mtp(_layers)?\."
+)
 
 
 class LoadOptions(TypedDict, total=False):
-    """How ``transformers`` loads a model; for their meaning see :func:`load_pretrained`."""
+    """How ``transformers`` loads a model. None is the same as an option that is left out."""
 
-    four_bit: bool
-    quantization_config: Any
-    device_map: Any
-    attn_implementation: str | None
-    trust_remote_code: bool
-    check: "Callable[[Any], None] | None"
+    four_bit: bool  # quantise the linear layers, except the lm_head, to 4 bits (NF4)
+    quantization_config: Any  # another quantisation of ``transformers``
+    device_map: Any  # where it puts the weights, in place of ``device``; they must come to one device
+    attn_implementation: str | None  # ``sdpa`` or ``eager``
+    trust_remote_code: bool  # whether code that comes with the model may run
+    check: "Callable[[Any], None] | None"  # called with the configuration before weights are read; may raise an error
 
 
 def load_pretrained(
@@ -57,12 +66,7 @@ def load_pretrained(
     tokenizer: Any = None,
     dtype: "torch.dtype | str | Callable[[Any], torch.dtype] | None" = None,
     device: str | int | torch.device | None = None,
-    four_bit: bool = False,
-    quantization_config: Any = None,
-    device_map: Any = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    check: "Callable[[Any], None] | None" = None,
+    **options: Unpack[LoadOptions],
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, str]":
     """The causal language model ``name``, frozen and in eval mode, and its tokenizer.
 
@@ -71,61 +75,84 @@ def load_pretrained(
             into its base model in fp32.
         tokenizer: used in place of the model's own.
         dtype: the type in which the model computes, or a function that finds it from the model's configuration; by
-            default :func:`default_dtype` of the device.
-        device: by default :func:`default_device`.
-        four_bit: quantise the linear layers, except the lm_head, to 4 bits (NF4).
-        quantization_config: another quantisation of ``transformers``.
-        device_map: where ``transformers`` puts the weights, in place of ``device``; they must come to one device.
-        attn_implementation: ``sdpa`` or ``eager``.
-        trust_remote_code: whether code that comes with the model may run.
-        check: is called with the model's configuration before its weights are read, and may raise an error.
+            default :func:`draftheads.models.devices.default_dtype` of the device.
+        device: by default the first CUDA device if there is one, else the CPU.
+        options: see :class:`LoadOptions`.
 
     Returns:
         The model, its tokenizer, and its id: the Hub id, or the full path of its folder.
     """
     name = model_name(name)
-    _check_options(device, device_map, attn_implementation, quantization_config, four_bit=four_bit)
-    place = device_named(device)
-    source = resolve_model(name)
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    check, trusted = given.pop("check", None), given.pop("trust_remote_code", False)
+    _check_options(device, **given)
+    place, source = device_named(device), resolve_model(name)
     adapter = find_adapter(source) if isinstance(source, Path) else None
     if check is not None or callable(dtype):
-        config = load_config(name, trust_remote_code=trust_remote_code)
+        config = load_config(name, trust_remote_code=trusted)
         if check is not None:
             check(config)
-        if callable(dtype):
-            dtype = dtype(config)
+        dtype = dtype(config) if callable(dtype) else dtype
     compute = dtype_named(dtype) or default_dtype(place)
+    # if trust_remote_code is left out, transformers asks on the terminal
+    how = {"attn_implementation": given.get("attn_implementation"), "trust_remote_code": trusted}
     model: PreTrainedModel
     if adapter is not None:
-        whole = {"four_bit": four_bit or None, "quantization_config": quantization_config, "device_map": device_map}
-        if given := [key for key, value in whole.items() if value is not None]:
+        if wrong := [key for key in _OF_WHOLE_MODELS if given.get(key)]:
             raise InvalidSettings(
-                f"{name} is an adapter, which is merged into its base model, and {given[0]} is for whole models: "
+                f"{name} is an adapter, which is merged into its base model, and {wrong[0]} is for whole models: "
                 f"write the merged model with `draftheads merge --adapter {name} --out …` and load that"
             )
-        model, usual_tokenizer = _load_adapted(
-            adapter, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+        model, own_tokenizer = _load_adapted(adapter, **how)
         cast_weights(model, compute)
-        tokenizer = usual_tokenizer if tokenizer is None else tokenizer
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
     else:
-        quantisation = _four_bit_config(compute) if four_bit else quantization_config
-        on_place = (
-            {"": str(place)} if quantisation is not None else None
-        )  # quantised weights are loaded onto the device
-        model, tokenizer = _load_files(
-            name,
-            source,
-            tokenizer,
-            dtype=compute,
-            quantization_config=quantisation,
-            device_map=on_place if device_map is None else device_map,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,  # if left out, transformers asks on the terminal
-        )
-    if getattr(model, "hf_quantizer", None) is None and device_map is None:
+        quantisation = _four_bit_config(compute) if given.get("four_bit") else given.get("quantization_config")
+        on_place = None if quantisation is None else {"": str(place)}  # quantised weights are loaded onto the device
+        how |= {"quantization_config": quantisation, "device_map": given.get("device_map", on_place)}
+        model, tokenizer = _load_files(name, source, tokenizer, dtype=compute, **how)
+    if getattr(model, "hf_quantizer", None) is None and "device_map" not in given:
         model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
     return model.eval().requires_grad_(requires_grad=False), tokenizer, model_id_of(name)
+
+
+def _check_options(
+    device: Any,
+    *,
+    device_map: Any = None,
+    attn_implementation: Any = None,
+    quantization_config: Any = None,
+    four_bit: bool = False,
+) -> None:
+    """Do the arguments of :func:`load_pretrained` go together?"""
+    if four_bit and quantization_config is not None:
+        kind = type(quantization_config).__name__
+        raise InvalidSettings(f"four_bit is True and quantization_config is a {kind}: give one of them")
+    names = quantization_config if isinstance(quantization_config, dict) else dir(quantization_config)
+    if quantization_config is not None and "quant_method" not in names:
+        raise InvalidSettings(
+            f"quantization_config is {quantization_config!r}; give one of transformers, such as BitsAndBytesConfig(…)"
+        )
+    if device is not None and device_map is not None:
+        raise InvalidSettings(f"device is {str(device)!r} and device_map is {device_map!r}: give one of them")
+    if isinstance(device_map, str) and device_map not in _SPREADS:
+        device_named(device_map)
+    if attn_implementation is not None and attn_implementation not in ATTENTION:
+        raise InvalidSettings(
+            f"attn_implementation is {attn_implementation!r}; trees need a mask of four dimensions, which only "
+            f"{' and '.join(ATTENTION)} take"
+        )
+
+
+def _four_bit_config(dtype: torch.dtype) -> Any:
+    """QLoRA's NF4 (Dettmers et al. 2023)."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependency("4-bit weights need bitsandbytes", pip_install="'draftheads[quantised]'")
+    from transformers import BitsAndBytesConfig  # noqa: PLC0415
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
 
 
 def _load_files(name: str, source: Path | str, tokenizer: Any, **options: Any) -> tuple[Any, Any]:
@@ -261,99 +288,6 @@ def _base_and_tokenizer(name: str) -> tuple[Path | str, Path | str]:
     return base, adapter if (adapter / "tokenizer_config.json").is_file() else base
 
 
-def dtype_named(dtype: object) -> torch.dtype | None:
-    """The type that is meant by a type or a name such as ``fp32`` or ``float32``; None for None and ``auto``.
-
-    >>> dtype_named("bf16"), dtype_named("torch.float16"), dtype_named("auto")
-    (torch.bfloat16, torch.float16, None)
-    """
-    if dtype is None or dtype == "auto":
-        return None
-    named = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if isinstance(named, torch.dtype) and named.is_floating_point:
-        return named
-    also = f"; {dtype} is a precision of draftheads.load" if dtype in ROUNDED_BITS else ""
-    raise InvalidSettings(f"dtype is {dtype!r}; choose auto, {', '.join(DTYPES)} or a floating-point torch.dtype{also}")
-
-
-def device_named(device: object) -> torch.device:
-    """A device that this machine has; :func:`default_device` for None."""
-    if device is None:
-        return default_device()
-    try:
-        if not isinstance(device, str | int | torch.device) or isinstance(device, bool):
-            raise TypeError  # noqa: TRY301
-        place = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise InvalidSettings(f"device is {device!r}; give cpu, cuda, cuda:0 or another device of PyTorch") from None
-    if place.type == "meta":
-        raise InvalidSettings("device is 'meta', which holds no weights; give cpu or cuda")
-    if place.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count <= (place.index or 0):
-            fix = f"give cuda:0 … cuda:{count - 1}" if count else "leave device out, or install PyTorch with CUDA"
-            raise InvalidSettings(
-                f"device is '{place}', and PyTorch {torch.__version__} finds {count or 'no'} CUDA devices: {fix}"
-            )
-    elif place.type != "cpu":
-        try:
-            torch.empty(0, device=place)
-        except (RuntimeError, AssertionError, ImportError, TypeError) as error:
-            raise InvalidSettings(f"device is '{place}', which this PyTorch cannot use: {first_line(error)}") from None
-    return place
-
-
-def _check_options(
-    device: Any, device_map: Any, attn_implementation: Any, quantization_config: Any, *, four_bit: bool
-) -> None:
-    """Do the arguments of :func:`load_pretrained` go together?"""
-    if four_bit and quantization_config is not None:
-        kind = type(quantization_config).__name__
-        raise InvalidSettings(f"four_bit is True and quantization_config is a {kind}: give one of them")
-    if quantization_config is not None and not (
-        "quant_method" in quantization_config
-        if isinstance(quantization_config, dict)
-        else hasattr(quantization_config, "quant_method")
-    ):
-        raise InvalidSettings(
-            f"quantization_config is {quantization_config!r}; give one of transformers, such as BitsAndBytesConfig(…)"
-        )
-    if device is not None and device_map is not None:
-        raise InvalidSettings(f"device is {str(device)!r} and device_map is {device_map!r}: give one of them")
-    if isinstance(device_map, str) and device_map not in _SPREADS:
-        device_named(device_map)
-    if attn_implementation is not None and attn_implementation not in ATTENTION:
-        raise InvalidSettings(
-            f"attn_implementation is {attn_implementation!r}; trees need a mask of four dimensions, which only "
-            f"{' and '.join(ATTENTION)} take"
-        )
-
-
-def _four_bit_config(dtype: torch.dtype) -> Any:
-    """QLoRA's NF4 (Dettmers et al. 2023)."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingDependency("4-bit weights need bitsandbytes", pip_install="'draftheads[quantised]'")
-    from transformers import BitsAndBytesConfig  # noqa: PLC0415
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
-
-
-def default_device() -> torch.device:
-    """The first CUDA device if there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def default_dtype(device: str | torch.device) -> torch.dtype:
-    """bf16 where the CPU or GPU computes in it: emulated bf16 is slow. Otherwise fp16 on GPUs, and fp32 elsewhere."""
-    kind = torch.device(device).type
-    if kind == "cuda":
-        has_bf16 = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
-        return torch.bfloat16 if has_bf16 else torch.float16
-    return torch.bfloat16 if kind == "cpu" and native_bf16() else torch.float32
-
-
 @contextlib.contextmanager
 def _as_our_errors(name: str) -> Iterator[None]:
     """Converts the errors of ``transformers`` while loading into our own."""
@@ -379,16 +313,110 @@ def _as_our_errors(name: str) -> Iterator[None]:
         raise UnsupportedModel(f"{name} cannot be read, its files are damaged: {first_line(error)}") from error
 
 
-@contextlib.contextmanager
-def without_bars() -> Iterator[None]:
-    """Hides the bars of ``transformers``, such as "Loading weights": progress is shown by the caller."""
-    from transformers.utils import logging  # noqa: PLC0415
+def check_quantisation(name: str, config: Any, given: Any = None, *, source: Path | str | None = None) -> bool:
+    """Whether the files at ``source`` hold quantised weights, by a model's configuration."""
+    stored, wanted = (
+        quantisation if isinstance(quantisation, dict) else quantisation.to_dict() if quantisation else {}
+        for quantisation in (
+            getattr(config, "quantization_config", None)
+            or getattr(config.get_text_config(), "quantization_config", None),
+            given,
+        )
+    )
+    if not stored and source is not None and (path := _file(source, "hf_quant_config.json")):  # of ModelOpt
+        try:
+            written = json.loads(path.read_text(encoding="utf-8"))["quantization"]
+            stored = {"quant_method": "modelopt", **written} if written.get("quant_algo") else {}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UnsupportedModel(f"{name}: {path.name} does not say how the weights are quantised") from None
+    if any(each.get("load_in_8bit") and each.get("llm_int8_threshold") != 0 for each in (stored, wanted)):
+        raise UnsupportedModel(
+            f"{name}: the 8 bits of bitsandbytes (LLM.int8()) keep columns whole where any row of a pass has a large "
+            "number, so a text depends on the rows and the draft tokens beside it: use precision int8 or four_bit=True"
+        )
+    import transformers  # noqa: PLC0415 - slow to import
+    from transformers.quantizers.auto import AutoHfQuantizer  # noqa: PLC0415
 
-    silence = logging.is_progress_bar_enabled()
-    if silence:
-        logging.disable_progress_bar()
+    quantizer: Any = AutoHfQuantizer
+    if stored and not ((method := stored.get("quant_method")) and quantizer.supports_quant_method(stored)):
+        kind = " ".join(filter(None, (method, stored.get("quant_algo")))) or "unknown"
+        raise UnsupportedModel(
+            f"{name} has quantised weights ({kind}), which transformers {transformers.__version__} does not undo: load "
+            "the model that it was made from, which precision int8 or four_bit=True quantise here"
+        )
+    return bool(stored)
+
+
+def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | str, *, is_quantised: bool) -> None:
+    """Compares a model with its files, by the loading info of ``transformers`` and by the types in the files."""
+    ignorable = re.compile("|".join((_IGNORABLE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
+    # quantised here: the model has other types than its files
+    own = (
+        {} if getattr(model, "hf_quantizer", None) else {key: value.dtype for key, value in model.state_dict().items()}
+    )
+    prefix, others = f"{model.base_model_prefix}.", set()  # files of base models leave the prefix out
+    for short, tensor in ({} if is_quantised else _stored(source)).items():
+        key = prefix + short if prefix + short in own else short
+        if not fits(tensor.dtype, own.get(key)) and (key in own or not ignorable.search(key)):
+            others.add(f"{key} ({tensor.dtype})")
+    for key, weight in model.named_parameters() if is_quantised else ():
+        module = model.get_submodule(key.rpartition(".")[0])
+        is_own = type(module).__module__.startswith("bitsandbytes.") and key.endswith(".weight")
+        if is_own and type(weight) is torch.nn.Parameter:  # what bitsandbytes quantised has another type
+            raise UnsupportedModel(
+                f"{name}: config.json has a quantization_config of bitsandbytes, but the files hold whole weights, "
+                f"such as {key} ({weight.dtype}): delete it there, and give four_bit=True"
+            )
+        if weight.dtype not in FLOATS and (
+            type(module).__module__.startswith("torch.") or "Norm" in type(module).__name__
+        ):
+            others.add(f"{key} ({weight.dtype})")
+    shapes = {f"{key} ({tuple(shape)}, not {tuple(wanted)})" for key, shape, wanted in report["mismatched_keys"]}
+    surplus = {key for key in report["unexpected_keys"] if not ignorable.search(key)}
+    _refuse(name, report["missing_keys"], surplus, shapes, others)
+
+
+def check_series(name: str, source: Path | str) -> None:
+    """Compares the tensors of a model's files that differ by numbers in their names: of layers and experts."""
+    series: dict[str, dict[tuple[str, ...], torch.Size]] = {}
+    for key, tensor in _stored(source).items():
+        series.setdefault(re.sub(_NUMBER, "{}", key), {})[tuple(re.findall(_NUMBER, key))] = tensor.shape
+    missing, shapes = set[str](), set[str]()
+    for pattern, found in series.items():
+        usual = Counter(found.values()).most_common(1)[0][0]
+        shapes |= {f"{pattern.format(*place)} {tuple(shape)}" for place, shape in found.items() if shape != usual}
+        missing |= {
+            pattern.format(*place) for place in product(*map(set, zip(*found, strict=True))) if place not in found
+        }
+    _refuse(name, missing, set(), shapes, set())
+
+
+def _refuse(name: str, *problems: set[str]) -> None:
+    kinds = zip(("missing", "left over", "of another shape", "of another type"), problems, strict=True)
+    if found := [f"{kind} ({counted(len(keys), 'tensor')}): {first_names(keys)}" for kind, keys in kinds if keys]:
+        raise UnsupportedModel(
+            f"the files of {name} do not hold the model of its config.json, so its text would be wrong: "
+            f"{'; '.join(found)}"
+        )
+
+
+def _stored(source: Path | str) -> dict[str, Tensor]:
+    """All tensors in a model's files, without their values."""
+    from transformers.modeling_utils import load_state_dict  # noqa: PLC0415 - slow to import
+
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = _file(source, f"{single}.index.json")
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index else {single}
+        if files := [file for shard in sorted(shards) if (file := _file(source, shard))]:
+            return {key: tensor for file in files for key, tensor in load_state_dict(file, "meta").items()}
+    return {}
+
+
+def _file(source: Path | str, name: str) -> Path | None:
+    from transformers.utils.hub import cached_file  # noqa: PLC0415 - slow to import
+
     try:
-        yield
-    finally:
-        if silence:
-            logging.enable_progress_bar()
+        path: Any = cached_file(source, name)
+        return Path(path)
+    except OSError:
+        return None

@@ -29,7 +29,8 @@ def bytes_per_slot(model: TargetModel) -> int:
     """Memory of the keys and values of one token."""
     if model.native is not None:
         return model.native.bytes_per_token
-    return model.num_attention_layers * kv_numbers(model.config) * model.dtype.itemsize
+    layers = sum(kind == "hybrid" or kind in model.attention_kinds for kind in model.layer_kinds)
+    return layers * kv_numbers(model.config) * model.dtype.itemsize
 
 
 def bytes_of_states(model: TargetModel, num_rows: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from draftheads.models.recurrent import CONVOLUTION, DELTA_RULE, KIMI_RULE, MAMBA1, MAMBA2
+from draftheads.models.model_layers import CONVOLUTION, DELTA_RULE, KIMI_RULE, MAMBA1, MAMBA2
 from draftheads.runners.recurrence import RUNNING, DeltaRule, Pass, Rule, StateSpace, walk
 
 

@@ -154,7 +154,7 @@ class TransformersRunner(Runner):
         key = (name, *inputs[0].shape, self.cache.shape)  # rows, nodes or places of a path, the cache
         outputs = self.graphs.run(key, self.cache.generation, function, *inputs)
         if self.graphs.failure is not None:
-            self.model.set_graphs(on=False)
+            self.model.step_mode.graphs = False
         return outputs
 
     def _neighbours(self, rows: Sequence[Row], *, are_first: bool) -> slice:

@@ -6,8 +6,8 @@ import torch
 
 from draftheads.checkpoints.checkpoint import weightless_head
 from draftheads.errors import InvalidSettings
+from draftheads.models.devices import default_dtype
 from draftheads.models.model_config import head_sizes, num_weights
-from draftheads.models.pretrained import default_dtype
 from draftheads.train import processes
 from draftheads.train.new_head import head_config
 from draftheads.train.options import HeadOptions, TrainOptions

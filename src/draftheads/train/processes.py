@@ -11,6 +11,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 
+from draftheads.models.model import TargetModel
+
 _TIMEOUT = timedelta(hours=24)  # one process may read texts for hours; if it dies, the launcher ends the others
 
 
@@ -32,6 +34,26 @@ def count() -> int:
 
 def device() -> torch.device:
     return torch.device(_state().device)
+
+
+def shard(target: TargetModel) -> None:
+    """Splits each layer of a model over all processes (FSDP), which must then make the same number of passes.
+
+    Each process has the whole embedding, last norm and lm_head on its device. Before, the model is on the CPU.
+
+    Raises:
+        UnsupportedModel: the list of layers is not found.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - not in all builds of PyTorch
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    inside, place = set(target.layers.modules()), device()
+    for module in target.model.modules():
+        if module not in inside:  # layers are split before they move to the device
+            module._apply(lambda tensor: tensor.to(place), recurse=False)  # noqa: SLF001 - what .to() calls
+    mesh = init_device_mesh(place.type, (count(),))
+    for layer in target.layers:
+        fully_shard(layer, mesh=mesh)
 
 
 def is_first() -> bool:

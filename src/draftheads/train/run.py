@@ -344,7 +344,7 @@ class HeadRun(Run):
         )
         if is_sharded:
             _ = target.weights_fingerprint, target.layers_fingerprint  # computed while the model is whole
-            target.shard(processes.device())
+            processes.shard(target)
         return target
 
     def read_data(self) -> TrainingData:

@@ -23,7 +23,7 @@ from torch.optim import AdamW, Optimizer
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.heads.base import DraftHead
-from draftheads.models.pretrained import default_device, default_dtype
+from draftheads.models.devices import default_device, default_dtype
 from draftheads.train import processes
 from draftheads.train.muon import MuonAdamW
 from draftheads.train.options import HardwareOptions, TrainOptions

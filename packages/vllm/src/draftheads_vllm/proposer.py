@@ -21,9 +21,9 @@ from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.errors import InvalidSettings, MissingDependency, UnsupportedModel
 from draftheads.heads.base import DraftHead
 from draftheads.loading import load_drafter
-from draftheads.models.model import TargetModel
-from draftheads.models.model_facts import WeightFacts
-from draftheads.models.pretrained import DTYPES, load_tokenizer
+from draftheads.models.devices import DTYPES
+from draftheads.models.model import TargetModel, WeightFacts
+from draftheads.models.pretrained import load_tokenizer
 from draftheads_vllm.request_chains import RequestChains
 
 VERSIONS = "0.32."  # the beginning of the versions whose model runner is known

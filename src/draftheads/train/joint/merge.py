@@ -13,6 +13,8 @@ from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.errors import ModelNotFound
 from draftheads.models.adapter import check_adapter_base, is_tied
+from draftheads.models.devices import DTYPES
+from draftheads.models.gguf_models import without_bars
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import (
     ADAPTER_CONFIG,
@@ -22,7 +24,7 @@ from draftheads.models.model_names import (
     find_adapter,
     kind_of_folder,
 )
-from draftheads.models.pretrained import DTYPES, cast_weights, stored_dtype, with_adapter, without_bars
+from draftheads.models.pretrained import cast_weights, stored_dtype, with_adapter
 from draftheads.train.joint.options import MergeOptions
 from draftheads.utils.files import atomic_directory, user_path
 

@@ -1,0 +1,171 @@
+"""Layers of models: which families are supported, what their layers call, LongRoPE, and the inputs of layers.
+
+A mixer of a recurrent layer calls a causal convolution and, except in short convolutions, a recurrence over its output.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftheads.models.model_config import long_rope_start
+from draftheads.models.pretrained import ATTENTION
+
+if TYPE_CHECKING:
+    from draftheads.models.model import TargetModel
+
+CONVOLUTION = "causal_conv1d_fn"
+KIMI_RULE = "chunk_kimi_delta_attention"
+DELTA_RULE, MAMBA2, MAMBA1 = "torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"
+FAMILIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), (CONVOLUTION, DELTA_RULE)),
+    **dict.fromkeys(
+        ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"), (CONVOLUTION, MAMBA2)
+    ),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), (CONVOLUTION, MAMBA1)),
+    "kimi_linear": (CONVOLUTION, KIMI_RULE),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), (CONVOLUTION,)),
+}
+KINDS = frozenset({"linear_attention", "hybrid", "conv", "moe", "mlp"})  # of layers, beside attention
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # they use ALiBi, or their own causal mask
+_LONG = 1 << 24  # a position from here on is that of a long text
+
+
+def problems_of(target: "TargetModel") -> Iterator[str]:
+    """Why drafts of this model could not be verified, to be read after its name."""
+    unknown = set(target.layer_kinds) - ATTENTION_KINDS - (KINDS if target.is_recurrent else set())
+    if unknown or (getattr(target.model, "_is_stateful", False) and not target.is_recurrent):
+        yield (
+            f"has {', '.join(sorted(unknown)) or 'a recurrent state'}: drafts are rewound by removing cache entries, "
+            f"or by states that follow a tree in families that are tested: {', '.join(sorted(FAMILIES))}"
+        )
+    if target.is_recurrent and (missing := missing_functions(target.config.model_type, target.decoder)):
+        yield (
+            f"is not supported with transformers {transformers.__version__}: its layers do not call "
+            f"{' and '.join(missing)} there, which trees need: install another version, such as 5.24"
+        )
+    if target.config.model_type in _SLOT_BOUND_TYPES or getattr(target.config, "alibi", False):
+        yield "derives positions from cache slots: trees need attention that depends on positions and masks only"
+    attention = str(target.config._attn_implementation)  # noqa: SLF001 - no public name
+    if any(kind in attention for kind in ("flash", "flex", "paged")):
+        yield (
+            f"was loaded with attn_implementation={attention!r}; trees need a mask of four dimensions, which "
+            f"{' and '.join(ATTENTION)} take: model.set_attn_implementation('sdpa')"
+        )
+    places = {str(weight.device) for weight in target.model.parameters()}
+    if places != {str(target.device)} or target.device.type == "meta":
+        yield (
+            f"has weights on {', '.join(sorted(places))}; drafts are verified on one device: load it with device=…, "
+            "and with four_bit=True if it is too large"
+        )
+    if target.facts is None:  # of others, the model that they were made from was checked
+        error = _logits_error(target)
+        if not error <= 1e-2:
+            yield (
+                f"computes its logits in an unsupported way: they differ by {error:.3g} from lm_head(last hidden state)"
+            )
+
+
+@torch.inference_mode()
+def _logits_error(target: "TargetModel") -> float:
+    """How far :meth:`logits` of the last hidden state are from the model's own, as a share of the largest."""
+    states: list[Tensor] = []
+    handle = target.decoder.register_forward_hook(lambda *given: states.append(given[-1].last_hidden_state))
+    try:
+        probe = torch.arange(4, device=target.device)[None] % target.vocab_size
+        expected = target.model(input_ids=probe, use_cache=False).logits.float()
+    finally:
+        handle.remove()
+    hidden = target.in_own_type(states[0]) if states else target.hidden_states(probe)
+    if not hidden.isfinite().all():  # sums may be too large for fp16: nothing can be said
+        return 0.0
+    return float((expected - target.logits(hidden).float()).abs().max()) / max(1.0, float(expected.abs().max()))
+
+
+def recurrent_modules(decoder: Any) -> list[ModuleType]:
+    """The modules of ``transformers`` with the mixers of a decoder, whose names they call."""
+    names = {type(module).__module__ for module in decoder.modules()}
+    return [sys.modules[name] for name in sorted(names) if hasattr(sys.modules[name], CONVOLUTION)]
+
+
+def missing_functions(family: str, decoder: Any) -> list[str]:
+    """Functions that this version of ``transformers`` does not have."""
+    namespaces = recurrent_modules(decoder)
+    return [name for name in FAMILIES[family] if not any(hasattr(module, name) for module in namespaces)]
+
+
+@contextmanager
+def layer_inputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor | None]]:
+    """Notes the input of each layer in the passes within the context; None where a layer was not called.
+
+    Passes of other threads, which may use the same model, are not noted.
+    """
+    thread = threading.get_ident()
+    inputs: list[Tensor | None] = [None] * len(layers)
+
+    def noting(place: int) -> Any:
+        # another thread may call a hook that is just being removed, and then without ``named``
+        def note(_: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any] = MappingProxyType({})) -> None:
+            if threading.get_ident() == thread:
+                inputs[place] = arguments[0] if arguments else named["hidden_states"]
+
+        return note
+
+    handles = [layer.register_forward_pre_hook(noting(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def use_long_rope(decoder: Any, config: Any) -> "LongRope | None":
+    """A decoder's module for rotary positions if it has LongRoPE: the first call replaces transformers' own."""
+    start, rotary = long_rope_start(config), getattr(decoder, "rotary_emb", None)
+    if start and getattr(rotary, "rope_type", None) == "longrope" and not isinstance(rotary, LongRope):
+        decoder.rotary_emb = rotary = LongRope(rotary, start)
+    return rotary if isinstance(rotary, LongRope) else None
+
+
+class LongRope(nn.Module):
+    """Takes the place of a model's own module for rotary positions, with LongRoPE (Ding et al. 2024).
+
+    In texts that are longer than the original length, rotary positions have other factors. Transformers chooses by the
+    greatest position of a pass, so a text would depend on the other rows and on the drafts. Here each text has the
+    factors of its own greatest length from its first token on.
+
+    Args:
+        rotary: the module, of kind ``longrope``.
+        original: the length up to which a text is short.
+    """
+
+    rope_type = "longrope"
+
+    def __init__(self, rotary: Any, original: int) -> None:
+        super().__init__()
+        self.original = original
+        self.short, self.long = deepcopy(rotary), deepcopy(rotary)
+        for rope, length in ((self.short, None), (self.long, original + 1)):
+            rope.rope_type = "fixed"  # transformers does not change it any more
+            rope.inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, rotary.inv_freq.device, seq_len=length)
+
+    def marked(self, positions: Tensor, are_long: Tensor) -> Tensor:
+        """The positions in texts of which some are long. Short ones stay at their last position."""
+        return torch.where(are_long, positions + _LONG, positions.clamp(max=self.original - 1))
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at positions (b, T). A row of positions without marks is a whole text."""
+        are_long = position_ids >= _LONG
+        positions = torch.where(are_long, position_ids - _LONG, position_ids)
+        are_long = are_long | (position_ids.masked_fill(are_long, 0) >= self.original).any(-1, keepdim=True)
+        (cos, sin), (long_cos, long_sin) = self.short(x, positions), self.long(x, positions)
+        return torch.where(are_long[..., None], long_cos, cos), torch.where(are_long[..., None], long_sin, sin)
