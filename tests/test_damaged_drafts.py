@@ -154,13 +154,12 @@ def test_drawn_drafts_keep_the_distribution(acceptance: Any, tree: str, kind: st
     assert sum(result.num_steps for result in broken) >= sum(result.num_steps for result in whole)
 
 
-@pytest.mark.few(8)
-@pytest.mark.parametrize("acceptance", ["typical", "typical-sampled"])
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", FEW_SHAPES)
 @pytest.mark.parametrize("kind", FEW_KINDS)
-def test_typical_acceptance_ends_every_text(kind: str, shape: str, acceptance: str) -> None:
+def test_typical_acceptance_ends_every_text(kind: str, shape: str) -> None:
     """Its texts depend on the drafts; those of greedy rows do not."""
-    found = decode(damaged_head("hydra", kind), SHAPES[shape], acceptance=acceptance)
+    found = decode(damaged_head("hydra", kind), SHAPES[shape], acceptance="typical")
     assert {len(result.token_ids) for result in found} == {24}
     assert ids(found)[::3] == plain()[::3]
 

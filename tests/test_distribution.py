@@ -136,9 +136,7 @@ def test_where_everything_is_typical_the_deepest_path_is_the_answer(
     drafts: list[Draft] = []
     verify = TransformersRunner.verify
     monkeypatch.setattr(TransformersRunner, "verify", lambda *args: drafts.append(args[-1]) or verify(*args))
-    own = replace(
-        SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical-sampled", typical_epsilon=1e-200
-    )
+    own = replace(SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical", typical_epsilon=1e-200)
     for seed, prompt in enumerate(PROMPTS):
         drafts.clear()
         answer = Engine(model, head, shape=shape).generate([prompt], replace(own, seed=seed))[0].token_ids
@@ -153,15 +151,12 @@ def test_where_everything_is_typical_the_deepest_path_is_the_answer(
         assert place >= len(answer) - 1, "the last step may add the last token"
 
 
-@pytest.mark.parametrize("acceptance", ["typical", "typical-sampled"])
 @pytest.mark.parametrize("rule", GROWING)
-def test_where_nothing_is_typical_the_answer_is_plain_decodings(model: TargetModel, rule: str, acceptance: Any) -> None:
-    """Greedy decoding's, or that of the same seed."""
+def test_where_nothing_is_typical_the_answer_is_greedy_decodings(model: TargetModel, rule: str) -> None:
     head = tiny_head("hydra", model)
     own = [replace(SAMPLED, max_new_tokens=20, seed=seed) for seed in range(len(PROMPTS))]
-    temperature = 0.0 if acceptance == "typical" else SAMPLED.temperature
-    plain = Engine(model).generate(PROMPTS, [replace(each, temperature=temperature) for each in own])
-    strict = [replace(each, acceptance=acceptance, typical_epsilon=1.0, typical_delta=1e9) for each in own]
+    plain = Engine(model).generate(PROMPTS, max_new_tokens=20)
+    strict = [replace(each, acceptance="typical", typical_epsilon=1.0, typical_delta=1e9) for each in own]
     found = Engine(model, head, shape=GROWING[rule]).generate(PROMPTS, strict)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert {result.tokens_per_step for result in found} == {1.0}
@@ -170,23 +165,19 @@ def test_where_nothing_is_typical_the_answer_is_plain_decodings(model: TargetMod
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_typical_answer_is_the_same_for_every_seed(model: TargetModel, copies: bool, graphs: bool) -> None:
-    """Next to rows of other rules, with copies, a penalty and static steps; a drawn root differs by seed."""
+    """Next to rows of other rules, with copies, a penalty and static steps."""
     model = replace(model, step_mode=StepMode(graphs=graphs))
     head = tiny_head("hydra", model)
-    engine = Engine(model, Copying(head) if copies else head, shape=TREES["ragged"], max_batch_size=5)
+    engine = Engine(model, Copying(head) if copies else head, shape=TREES["ragged"], max_batch_size=4)
     own = replace(SAMPLED, max_new_tokens=24, temperature=1.5, top_k=None, top_p=1.0, acceptance="typical", logprobs=0)
-    drawn = replace(own, acceptance="typical-sampled")
     penalised = replace(own, repetition_penalty=1.3)
     others = [replace(SAMPLED, max_new_tokens=9), SamplingSettings(max_new_tokens=15, logprobs=1)]
     found = []
     for seed in (1, 2, 3):
-        rows = [replace(each, seed=seed) for each in (own, others[0], drawn, others[1], penalised)]
-        found.append(engine.generate([PROMPTS[0]] * 5, rows))
-    same, _, different, greedy, with_penalty = (
-        [result.token_ids for result in results] for results in zip(*found, strict=True)
-    )
+        rows = [replace(each, seed=seed) for each in (own, others[0], others[1], penalised)]
+        found.append(engine.generate([PROMPTS[0]] * 4, rows))
+    same, _, greedy, with_penalty = ([result.token_ids for result in results] for results in zip(*found, strict=True))
     assert len(set(same)) == len(set(greedy)) == len(set(with_penalty)) == 1
-    assert len(set(different)) == 3
     assert same[0] != greedy[0][:24], "only likely enough draft tokens make a difference"
     assert same[0][0] == greedy[0][0], "the first token is greedy"
     assert max(results[0].tokens_per_step for results in found) > 1.0

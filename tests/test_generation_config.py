@@ -193,7 +193,7 @@ def test_a_bias_of_a_request_wins_over_the_models() -> None:
 RULED = {"no_repeat_ngram_size": 2, "sequence_bias": [[[7, 8], 4.0]], "repetition_penalty": 1.2}
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "rejection", "block", "typical", "typical-sampled"])
+@pytest.mark.parametrize("acceptance", ["exact", "rejection", "block", "typical"])
 def test_sampled_texts_keep_the_rules(acceptance: Any) -> None:
     """Exactly accepted ones are those of plain decoding, number for number."""
     model = with_config("llama", **RULED)

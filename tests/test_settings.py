@@ -54,7 +54,7 @@ WORDS = {
     "logprobs": "an integer from 0 to 20, or None for no log-probabilities",
     "grammar": "a Grammar, a dictionary with a JSON schema, or None",
     "logit_bias": "token ids with numbers from -100 to 100, such as {7: -100}",
-    "acceptance": "'exact' or 'rejection' or 'block' or 'typical' or 'typical-sampled'",
+    "acceptance": "'exact' or 'rejection' or 'block' or 'typical'",
 }
 
 
@@ -92,7 +92,6 @@ def test_a_long_value_is_shortened():
         ("presence_penalty", 2.0),
         ("min_new_tokens", 256),
         ("acceptance", "typical"),
-        ("acceptance", "typical-sampled"),
         ("typical_epsilon", 1.0),
         ("typical_delta", 1e-9),
         ("stop", ("a",)),

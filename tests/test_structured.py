@@ -160,7 +160,7 @@ def other_drafter(name: str, model: TargetModel) -> tuple[Drafter, dict[str, Any
 
 
 @pytest.mark.few(7)
-@pytest.mark.parametrize("acceptance", ["rejection", "block", "typical", "typical-sampled"])
+@pytest.mark.parametrize("acceptance", ["rejection", "block", "typical"])
 @pytest.mark.parametrize("shape", [Sampled(Tree.chain(3)), SHAPES["sampled"], SHAPES["best first"]])
 @pytest.mark.parametrize("vocabulary", [None, 40])
 def test_other_acceptance_rules_keep_to_the_grammar(acceptance: str, shape: Shape, vocabulary: int | None):

@@ -1,11 +1,14 @@
 """Settings that more than one part of the package has. Nothing slow is imported here: every ``--help`` needs it."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Integral, Real
 from reprlib import repr as short_repr
-from typing import Any, Literal, NamedTuple, Self, get_args
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from draftheads.errors import InvalidSettings
 from draftheads.utils.strict_json import depth_of
@@ -23,7 +26,8 @@ DEEPEST_SCHEMA = 64  # objects and arrays inside each other, in the text of a JS
 MOST_BIAS = 100.0  # as in OpenAI's API
 MOST_PENALTY = 2.0  # the same
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
-AcceptanceRule = Literal["exact", "rejection", "block", "typical", "typical-sampled"]
+AcceptanceRule = Literal["exact", "rejection", "block", "typical"]
+_ACCEPTANCE = get_args(AcceptanceRule)
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
 
@@ -92,6 +96,70 @@ def _check_schema(text: str) -> None:
         raise InvalidSettings(f"a JSON schema is an object, not {short_repr(schema)}")
 
 
+class Rule(NamedTuple):
+    """What a setting may be, in ``Annotated`` after its type."""
+
+    convert: Callable[[Any], Any]  # to its type; raises TypeError, ValueError or OverflowError
+    holds: Callable[[Any], bool]  # whether the converted value is in its range
+    words: str  # the end of "it must be …"
+
+
+_ACCEPTED: dict[type, type] = {int: Integral, float: Real, str: str}
+
+
+def _as(kind: type, value: Any) -> Any:
+    """Numbers and texts, NumPy's too, as Python's; a bool is no number."""
+    if isinstance(value, bool) or not isinstance(value, _ACCEPTED[kind]):
+        raise TypeError
+    return kind(value)
+
+
+_integer, _number, _name = partial(_as, int), partial(_as, float), partial(_as, str)
+
+
+def _flag(value: Any) -> bool:
+    if value not in (True, False):
+        raise TypeError
+    return bool(value)
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else _several(_name, value)
+
+
+def _several(convert: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError
+    return tuple(map(convert, value))
+
+
+def _grammar(value: Any) -> Grammar:
+    if isinstance(value, Grammar):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return Grammar.json_schema(value)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else _several(tuple, value)
+    return tuple(sorted((_integer(token), _number(bias)) for token, bias in pairs))
+
+
+def _integers(least: int, most: float = math.inf, also: str = "") -> Rule:
+    words = f"an integer of at least {least}" if most == math.inf else f"an integer from {least} to {most}"
+    return Rule(_integer, lambda number: least <= number <= most, words + also)
+
+
+_FLAG = Rule(_flag, lambda _: True, "True or False")
+_SHARE = Rule(_number, lambda share: 0.0 < share <= 1.0, "a number above 0 and at most 1")
+_POSITIVE = Rule(_number, lambda number: 0.0 < number < math.inf, "a positive number, or None")
+_PENALTY = Rule(_number, lambda p: abs(p) <= MOST_PENALTY, f"a number from {-MOST_PENALTY:g} to {MOST_PENALTY:g}")
+_SEED = Rule(_integer, lambda n: -(2**63) <= n < 2**64, "an integer of at least -2**63 and below 2**64, or None")
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling, and where an answer ends.
@@ -103,54 +171,68 @@ class SamplingOptions:
         InvalidSettings: a value of another type or out of its range, or more tokens at least than at most.
     """
 
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, _integers(1)] = 256
     """Stop after this many new tokens."""
-    temperature: float = 0.0
+    temperature: Annotated[
+        float,
+        Rule(
+            _number,
+            lambda t: t == 0.0 or LOWEST_TEMPERATURE <= t < math.inf,
+            f"0 (greedy) or a number of at least {LOWEST_TEMPERATURE}",
+        ),
+    ] = 0.0
     """0 takes the most likely token (greedy); above 0 samples."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, _integers(1, also=", or None for all tokens")] = None
     """Sample among the k most likely tokens only."""
-    top_p: float = 1.0
+    top_p: Annotated[float, _SHARE] = 1.0
     """Sample among the top tokens up to this probability. They are the fewest tokens that together reach it."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Rule(_number, lambda p: 0.0 <= p <= 1.0, "a number from 0 to 1")] = 0.0
     """Leave out tokens below this share of the best probability. After temperature; 0 leaves none out."""
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float | None, _POSITIVE] = None
     """Above 1 makes tokens already in the text less likely. The prompt counts, too. Default: that of the model's
     generation configuration, else 1."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, _PENALTY] = 0.0
     """Lowers a token's logit by this for each time in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
     count."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, _PENALTY] = 0.0
     """Lowers a token's logit by this if it is in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
     count."""
-    seed: int | None = None
+    seed: Annotated[int | None, _SEED] = None
     """Makes sampling repeatable; drawn at random if left out."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Rule(_strings, all, "a string or a list of strings, none of them empty")] = ()
     """Strings that end the answer. They are not part of it. With a grammar, they end it only where the grammar may."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Rule(partial(_several, _integer), lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"),
+    ] = ()
     """Token ids that end the answer. The model's own end of text ends it, too."""
-    ignore_eos: bool = False
+    ignore_eos: Annotated[bool, _FLAG] = False
     """Go on after the model's own end of text."""
-    min_new_tokens: int | None = None
+    min_new_tokens: Annotated[int | None, _integers(0, also=", or None")] = None
     """The answer has at least this many tokens before it can end. Until then no token ends it, and stop strings are not
     looked for. Default: that of the model's generation configuration, else 0."""
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, _integers(0, MOST_LOGPROBS, ", or None for no log-probabilities")] = None
     """Log-probabilities of the answer's and the k top tokens. 0 gives those of the answer's tokens only; k, at most 20,
     also those of the k most likely tokens at each place. They are the log-softmax of the model's logits in float32,
     before logit biases, penalties, temperature, top-k, top-p and min-p."""
-    acceptance: AcceptanceRule = "exact"
+    acceptance: Annotated[
+        AcceptanceRule,
+        Rule(_name, lambda rule: rule in _ACCEPTANCE, " or ".join(map(repr, _ACCEPTANCE))),
+    ] = "exact"
     """Acceptance. exact keeps the model's distribution (greedy: its text). So do rejection and block
     (chains only), which are for drafts of sampled tokens. typical is faster but changes the distribution: it
-    accepts draft tokens that are likely enough, and the token after them is the most likely one, whatever the seed.
-    typical-sampled draws that token."""
-    typical_epsilon: float = 0.09
+    accepts draft tokens that are likely enough, and the token after them is the most likely one, whatever the seed."""
+    typical_epsilon: Annotated[float, _SHARE] = 0.09
     """ε of typical acceptance. A draft token above this probability is always typical."""
-    typical_delta: float | None = None
+    typical_delta: Annotated[float | None, Rule(_number, lambda delta: delta > 0.0, "a positive number, or None")] = (
+        None
+    )
     """δ of typical acceptance; √ε if left out."""
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
-            value, rule = getattr(self, name), _RULES[name]
-            if value is None and rule.or_none:
+        for name, annotated in ((field.name, field.type) for field in fields(self)):
+            value, (kind, rule) = getattr(self, name), get_args(annotated)
+            if value is None and NoneType in get_args(kind):
                 continue
             try:
                 converted = rule.convert(value)
@@ -178,14 +260,23 @@ class SamplingSettings(SamplingOptions):
         InvalidSettings: as the options, or a grammar with ``ignore_eos`` or ``min_new_tokens``.
     """
 
-    grammar: Grammar | None = None
+    grammar: Annotated[
+        Grammar | None, Rule(_grammar, lambda _: True, "a Grammar, a dictionary with a JSON schema, or None")
+    ] = None
     """The answer is a text of this grammar. A dictionary is a JSON schema."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...],
+        Rule(
+            _biases,
+            lambda pairs: all(token >= 0 and abs(bias) <= MOST_BIAS for token, bias in pairs),
+            f"token ids with numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}, such as {{7: -100}}",
+        ),
+    ] = ()
     """Numbers from -100 to 100 that are added to the logits of tokens: {token id: bias}. -100 in effect bans a token.
     They are added before penalties and temperature."""
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: Annotated[bool, _FLAG] = False
     """Whether the stop string, or the text of a token of ``stop_token_ids``, that ends the answer is part of it."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: Annotated[bool, _FLAG] = True
     """Whether special tokens, such as ``<|im_start|>``, are left out of the text, except tags of calls and thoughts."""
 
     def __post_init__(self) -> None:
@@ -197,113 +288,6 @@ class SamplingSettings(SamplingOptions):
                 f"min_new_tokens is {self.min_new_tokens}, but an answer with a grammar ends where the grammar ends: "
                 "leave min_new_tokens out"
             )
-
-
-class _Rule(NamedTuple):
-    convert: Callable[[Any], Any]  # to its type; raises TypeError, ValueError or OverflowError
-    holds: Callable[[Any], bool]  # whether the converted value is in its range
-    words: str
-    or_none: bool = False  # whether None is valid, too
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError
-    return int(value)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    if value not in (True, False):
-        raise TypeError
-    return bool(value)
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return str(value)  # NumPy has a type of its own
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else _several(value, _name)
-
-
-def _several(value: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise TypeError
-    return tuple(map(convert, value))
-
-
-def _grammar(value: Any) -> Grammar:
-    if isinstance(value, Grammar):
-        return value
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return Grammar.json_schema(value)
-
-
-def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else _several(value, tuple)
-    return tuple(sorted((_integer(token), _number(bias)) for token, bias in pairs))
-
-
-_PENALTY = _Rule(
-    _number, lambda penalty: abs(penalty) <= MOST_PENALTY, f"a number from {-MOST_PENALTY:g} to {MOST_PENALTY:g}"
-)
-_FLAG = _Rule(_flag, lambda _: True, "True or False")
-_RULES = {
-    "max_new_tokens": _Rule(_integer, lambda n: n >= 1, "an integer of at least 1"),
-    "temperature": _Rule(
-        _number,
-        lambda t: t == 0.0 or LOWEST_TEMPERATURE <= t < float("inf"),
-        f"0 (greedy) or a number of at least {LOWEST_TEMPERATURE}",
-    ),
-    "top_k": _Rule(_integer, lambda k: k >= 1, "an integer of at least 1, or None for all tokens", or_none=True),
-    "top_p": _Rule(_number, lambda p: 0.0 < p <= 1.0, "a number above 0 and at most 1"),
-    "repetition_penalty": _Rule(_number, lambda p: 0.0 < p < float("inf"), "a positive number", or_none=True),
-    "min_p": _Rule(_number, lambda p: 0.0 <= p <= 1.0, "a number from 0 to 1"),
-    "frequency_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-    "seed": _Rule(
-        _integer,
-        lambda seed: -(2**63) <= seed < 2**64,
-        "an integer of at least -2**63 and below 2**64, or None",
-        or_none=True,
-    ),
-    "stop": _Rule(_strings, all, "a string or a list of strings, none of them empty"),
-    "stop_token_ids": _Rule(
-        lambda ids: _several(ids, _integer), lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"
-    ),
-    "ignore_eos": _FLAG,
-    "include_stop_str_in_output": _FLAG,
-    "skip_special_tokens": _FLAG,
-    "min_new_tokens": _Rule(_integer, lambda n: n >= 0, "an integer of at least 0", or_none=True),
-    "logprobs": _Rule(
-        _integer,
-        lambda k: 0 <= k <= MOST_LOGPROBS,
-        f"an integer from 0 to {MOST_LOGPROBS}, or None for no log-probabilities",
-        or_none=True,
-    ),
-    "acceptance": _Rule(
-        _name, lambda rule: rule in get_args(AcceptanceRule), " or ".join(map(repr, get_args(AcceptanceRule)))
-    ),
-    "typical_epsilon": _Rule(_number, lambda epsilon: 0.0 < epsilon <= 1.0, "a number above 0 and at most 1"),
-    "typical_delta": _Rule(_number, lambda delta: delta > 0.0, "a positive number, or None", or_none=True),
-    "grammar": _Rule(_grammar, lambda _: True, "a Grammar, a dictionary with a JSON schema, or None", or_none=True),
-    "logit_bias": _Rule(
-        _biases,
-        lambda pairs: all(token >= 0 and abs(bias) <= MOST_BIAS for token, bias in pairs),
-        f"token ids with numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}, such as {{7: -100}}",
-    ),
-}
 
 
 @dataclass(frozen=True)

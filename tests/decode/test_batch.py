@@ -64,7 +64,6 @@ WAYS: dict[str, tuple[Any, Shape | None, dict[str, Any]]] = {
     "whole paths": ("medusa", GROWING["best paths"], {}),
     "copies alone": (PromptLookup(), None, {}),
     "typical": ("hydra", TREES["64 nodes"], {"temperature": 1.5, "acceptance": "typical"}),
-    "typical-sampled": ("hydra", TREES["64 nodes"], {"temperature": 1.5, "acceptance": "typical-sampled"}),
     "rejection": ("hydra", Sampled(TREES["cartesian"]), {"temperature": 1.1, "acceptance": "rejection"}),
     "block": ("hydra", Sampled(CHAIN), {"temperature": 1.1, "acceptance": "block"}),
     # what changes the choice does not change them

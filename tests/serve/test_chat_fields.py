@@ -1,16 +1,19 @@
 """Fields of chats that clients of other servers send: what the model reads, and what answers have."""
 
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from draftheads.serve import request_params
 from draftheads.serve.call import Call
 from draftheads.serve.chat_completions import ChatFields, read_chat
 from draftheads.serve.completions import CompletionFields, read_completion
 from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.responses import read_response
+from draftheads.settings import SamplingSettings
 from serve_world import NAME, PLAIN, USER, Running, chunks_of, error_of, running, texts_of, tiny_engines
 
 TEMPLATE = (
@@ -190,3 +193,21 @@ def test_an_answer_can_have_as_many_tokens_as_the_model_without_a_prompt(server:
     assert read_chat(body, server.service).requests[0].most_new_tokens > 1900
     response = server.post("responses", input="the cat", max_output_tokens=2048)
     assert error_of(response)["param"] == "max_output_tokens"
+
+
+def test_every_setting_is_a_field_or_named_as_none() -> None:
+    """A new setting is a field of requests at once; one that is read under another name or not at all is listed."""
+    settings, derived = {field.name for field in fields(SamplingSettings)}, set(request_params._SAMPLING)
+    assert settings - derived == request_params._OTHERWISE | request_params._NOT_SERVED
+    assert derived <= request_params.CommonFields.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", request_params._SAMPLING)
+def test_every_derived_field_reaches_the_settings(name: str, reasoning: Running) -> None:
+    kind, default = request_params._field_of_setting(name)
+    by_type = {bool: not default, int: 3, float: 0.5}
+    value = {"stop": ["w"], "stop_token_ids": [3], "logit_bias": {"3": 1.0}}.get(name, by_type.get(get_args(kind)[0]))
+    body = ChatFields.model_validate({"model": NAME, "messages": [USER], name: value})
+    [request] = read_chat(body, reasoning.service).requests
+    expected = replace(SamplingSettings(), **{name: {3: 1.0} if name == "logit_bias" else value})
+    assert getattr(request.settings, name) == getattr(expected, name)

@@ -362,12 +362,12 @@ def slow_typical(world: World, row: int) -> tuple[list[int], int]:
     best = max(log_probs, key=lambda node: (len(world.ancestry(row, node)), log_probs[node]))
     path = world.ancestry(row, best)
     text = [*world.texts[row], *world.path_tokens(row, best)[1:]]
-    after = own if own.acceptance == "typical-sampled" else replace(own, temperature=0.0)  # greedy
+    after = replace(own, temperature=0.0)  # greedy
     return path, slow_choice(logits[best], text, after, float(world.uniforms[row, len(path) - 1]), PROMPT)
 
 
 def row_settings(*, typical: bool | None = None) -> st.SearchStrategy[SamplingSettings]:
-    rules = st.sampled_from(["exact"] * (not typical) + ["typical", "typical-sampled"] * (typical is not False))
+    rules = st.sampled_from(["exact"] * (not typical) + ["typical"] * (typical is not False))
     return st.builds(
         SamplingSettings,
         temperature=st.sampled_from([0.5, 1.0, 2.0] if typical else [0.0, 0.5, 1.0, 2.0]),
@@ -471,7 +471,6 @@ RULES = {
     "greedy": SamplingSettings(),
     "exact": SamplingSettings(temperature=1.0),
     "typical": SamplingSettings(temperature=1.0, acceptance="typical"),
-    "typical-sampled": SamplingSettings(temperature=1.0, acceptance="typical-sampled"),
 }
 
 
@@ -530,10 +529,10 @@ def test_typical_acceptance_by_hand(probs: list[float], epsilon: float, is_accep
     """Medusa, section 3.3.1, δ = √ε: the last token is drafted, and the greedy token follows, whatever the number."""
     logits = torch.tensor([probs, probs[::-1]]).double().log()
     best, last = [probs.index(max(probs)), probs[::-1].index(max(probs))], len(probs) - 1
-    for rule, number in (("typical", 0.0), ("typical", 0.999), ("typical-sampled", 0.999)):
-        own = SamplingSettings(temperature=1.0, acceptance=rule, typical_epsilon=epsilon)
-        next_id = last if rule == "typical-sampled" else best[is_accepted]
-        assert judge(Tree.chain(1), [0, last], logits, own, number) == ([0, 1][: 1 + is_accepted], next_id)
+    own = replace(RULES["typical"], typical_epsilon=epsilon)
+    for number in (0.0, 0.999):
+        found = judge(Tree.chain(1), [0, last], logits, own, number)
+        assert found == ([0, 1][: 1 + is_accepted], best[is_accepted])
 
 
 def test_typical_acceptance_uses_the_distribution_at_the_parent() -> None:

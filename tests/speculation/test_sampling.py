@@ -180,11 +180,12 @@ def test_a_draw_is_the_token_whose_stretch_holds_the_number(probs: list[float], 
 def test_rows_know_what_they_need() -> None:
     off = of(SamplingSettings(), SamplingSettings(top_k=3, top_p=0.5, acceptance="typical"))
     # at temperature 0 there is nothing to filter, and the typical rule is the exact one
-    assert not any((off.any_sampled, off.any_filtered, off.any_penalty, off.any_count_penalty, off.any_typical))
+    assert not any((off.any_sampled, off.filters, off.any_penalty, off.any_count_penalty, off.any_typical))
     warm = SamplingSettings(temperature=0.5)
     assert not of(replace(warm, acceptance="typical")).any_sampled
-    assert of(replace(warm, acceptance="typical-sampled")).any_sampled
-    assert all(of(replace(warm, **{name: value})).any_filtered for name, value in (("top_k", 9), ("min_p", 0.1)))
+    for name, value in {"top_k": 9, "top_p": 0.5, "min_p": 0.1}.items():
+        (found,) = of(warm, replace(warm, **{name: value})).filters
+        assert found.name == name
     assert not of(SamplingSettings(repetition_penalty=1.5)).any_count_penalty
     assert of(SamplingSettings(), SamplingSettings(presence_penalty=-0.5)).any_count_penalty
     on = of(warm, replace(warm, typical_delta=0.7))

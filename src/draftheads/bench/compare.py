@@ -117,7 +117,7 @@ def compare_heads(
     if transformers:
         exact = {"precision": "auto" if precision in ROUNDED_BITS else precision, **load_options, "fast": False}
         stock = load_target(model, chat_template=template, **exact)
-    if not quality and any(rule.startswith("typical") for rule in settings.acceptance):
+    if not quality and "typical" in settings.acceptance:
         quality = ("agreement", "perplexity")  # typical acceptance is never shown without what it costs
     original = target
     if original_model is not None and "perplexity" in quality:

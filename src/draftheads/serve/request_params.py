@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
@@ -17,13 +17,13 @@ from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
 from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
-_SAMPLING = {  # fields that are settings of the same name
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("frequency_penalty", "presence_penalty", "seed", "logit_bias"),
-    *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-}
+# settings whose fields have other names or forms, and those that a server does not have: answers are lossless
+_OTHERWISE = {"max_new_tokens", "min_new_tokens", "logprobs", "grammar"}
+_NOT_SERVED = {"acceptance", "typical_epsilon", "typical_delta"}
+_SETTINGS = {field.name: field for field in dataclass_fields(SamplingSettings)}
+_SAMPLING = [name for name in _SETTINGS if name not in _OTHERWISE | _NOT_SERVED]  # these have fields of the same name
 _OUR_NAMES = {"max_new_tokens": "max_tokens"}
-_NAMES = {"draft_nodes", *(field.name for field in dataclass_fields(SamplingSettings))}
+_NAMES = {"draft_nodes", *_SETTINGS}
 _MOST_STOP_CHARACTERS = 256
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
@@ -88,33 +88,35 @@ class StreamOptions(Fields):
     include_draft: bool = False  # which text of a chunk was drafted
 
 
-class CommonFields(Fields):
+def _field_of_setting(name: str) -> tuple[Any, bool | None]:
+    """Its type and default; that of numbers is the model's."""
+    setting = _SETTINGS[name]
+    return get_args(setting.type)[0] | None, setting.default if isinstance(setting.default, bool) else None
+
+
+if TYPE_CHECKING:
+    _OfSettings = Fields
+else:
+    _OfSettings = create_model("_OfSettings", __base__=Fields, **{name: _field_of_setting(name) for name in _SAMPLING})
+
+
+class CommonFields(_OfSettings):
     """Types and sizes. :class:`SamplingSettings` has the ranges of its settings, and models have their defaults."""
 
     without_effect: ClassVar = WITHOUT_EFFECT
     unsupported: ClassVar = UNSUPPORTED
 
     model: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
     stop: Annotated[
         list[str],
         AfterValidator(_short_stops),
         BeforeValidator(text_or_list, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=16)]),
     ] = Field([], max_length=16)
     stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field(
         {}, max_length=1024, json_schema_extra=_BIASES
     )
-    ignore_eos: bool = False
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -192,7 +194,7 @@ def read_params(
     max_tokens = _max_tokens(fields, min(filter(None, most), default=None), default_tokens)
     # OpenAI's defaults, but those that the model's own generation configuration names
     defaults = {"temperature": 1.0, "top_k": 0, **engine.generation.sampling}
-    sampling = {**defaults, **fields.model_dump(include=_SAMPLING, exclude_unset=True)}
+    sampling = {**defaults, **fields.model_dump(include={*_SAMPLING}, exclude_unset=True)}
     if sampling.get("seed") == -1:  # a random one, as in other servers
         sampling["seed"] = None
     if sampling["top_k"] < 1:  # all tokens, as in vLLM

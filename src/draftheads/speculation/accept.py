@@ -9,7 +9,6 @@
 * typical — keeps draft tokens that are likely enough, p(x) > min(ε, δ·exp(−H(p))) (Medusa section 3.3.1).
   It does **not** keep the distribution. The longest path wins, among equals the likelier. As in the paper, the token
   after it is the most likely one, so no random number is used.
-* typical-sampled — the same, but the token after the path is drawn.
 
 B rows, N nodes, V vocabulary, P = depth of the tree + 1.
 """
@@ -63,7 +62,7 @@ def accept(
         nodes = torch.zeros_like(draft.token_ids[:, 0])
         logits = torch.stack([processed(logits[:, n], nodes + n) for n in range(draft.num_nodes)], 1)
     if rows.any_typical:
-        verdict = _where(rows.typical, _longest_typical(draft, logits, rows, uniforms, seen), verdict)
+        verdict = _where(rows.typical, _longest_typical(draft, logits, rows, seen), verdict)
     if rows.any_rejection and draft.sampled:
         assert rejection_uniforms is not None, "rejection needs uniform numbers"
         rejection = _by_sibling(draft, logits, rows, rejection_uniforms, seen)
@@ -206,9 +205,7 @@ def _longest_block(
     return AcceptResult(path, count + 1, draw(left[batch, count], uniforms[batch, count, -1]))
 
 
-def _longest_typical(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: SeenTokens | None
-) -> AcceptResult:
+def _longest_typical(draft: Draft, logits: Tensor, rows: RowSettings, seen: SeenTokens | None) -> AcceptResult:
     """Judge every node by its parent's distribution, then keep the deepest node whose whole path passed."""
     batch = torch.arange(len(logits), device=logits.device)
     parents = draft.parents.expand_as(draft.token_ids)
@@ -233,7 +230,7 @@ def _longest_typical(
     path = draft.num_nodes - on_path.topk(min(draft.max_depth + 1, draft.num_nodes), dim=1).values
     path = torch.where(steps < num_accepted[:, None], path, 0)
     seen_there = None if seen_nodes is None else seen_nodes[batch, node]
-    next_ids = choose(logits[batch, node], rows, seen_there, uniforms[batch, num_accepted - 1])
+    next_ids = most_likely(penalised(logits[batch, node], rows, seen_there))
     return AcceptResult(path, num_accepted, next_ids)
 
 

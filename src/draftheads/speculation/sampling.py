@@ -7,10 +7,10 @@ drafted it. Therefore a sampled answer does not depend on the drafter, the tree 
 B rows, V vocabulary. Order of processing as in transformers: penalties, temperature, top-k, top-p, min-p.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,21 +28,19 @@ class RowSettings:
 
     vocab_size: int  # V
     temperature: Tensor  # (B,) float64; 0 is greedy
-    top_k: Tensor  # (B,) int64; V where off
-    top_p: Tensor  # (B,) float64; 1 where off
-    min_p: Tensor  # (B,) float64; 0 where off
+    filters: tuple["Filter", ...]  # the F filters that a row with a temperature asks for
+    filter_values: Tensor  # (B, F) float64
     repetition_penalty: Tensor  # (B,) float32; 1 where off
     frequency_penalty: Tensor  # (B,) float32; 0 where off
     presence_penalty: Tensor  # (B,) float32; 0 where off
     epsilon: Tensor  # (B,) float64
     delta: Tensor  # (B,) float64
-    typical: Tensor  # (B,) bool; typical-sampled, too
+    typical: Tensor  # (B,) bool
     takes_best: Tensor  # (B,) bool: the next token is the most likely one, as in greedy and typical rows
     rejection: Tensor  # (B,) bool
     block: Tensor  # (B,) bool
     drawn: Tensor  # (S,) int64: the other rows, whose next token is drawn
     any_sampled: bool  # these are known on the host, so that nothing is computed in vain
-    any_filtered: bool
     any_penalty: bool  # of the three
     any_count_penalty: bool  # frequency or presence
     any_typical: bool
@@ -52,33 +50,32 @@ class RowSettings:
     def of(cls, settings: Sequence[SamplingSettings], *, vocab_size: int, device: torch.device) -> Self:
         """Gathers the settings of the rows, in order."""
 
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        def column(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
             return to_device(values, device, dtype)
 
         # at temperature 0 the typical set is the most likely token: the exact rule gives the same and is cheaper
         rules = ["exact" if s.temperature == 0 else s.acceptance for s in settings]
         takes_best = [s.temperature == 0 or s.acceptance == "typical" for s in settings]
+        filters = [f for f in FILTERS if any(s.temperature > 0 and f.value(s) != f.off for s in settings)]
         return cls(
             vocab_size=vocab_size,
             temperature=column([s.temperature for s in settings], torch.float64),
-            top_k=column([min(s.top_k or vocab_size, vocab_size) for s in settings], torch.int64),
-            top_p=column([s.top_p for s in settings], torch.float64),
-            min_p=column([s.min_p for s in settings], torch.float64),
+            filters=tuple(filters),
+            filter_values=column([[f.value(s) for f in filters] for s in settings], torch.float64),
             repetition_penalty=column([s.repetition_penalty or 1.0 for s in settings], torch.float32),
             frequency_penalty=column([s.frequency_penalty for s in settings], torch.float32),
             presence_penalty=column([s.presence_penalty for s in settings], torch.float32),
             epsilon=column([s.typical_epsilon for s in settings], torch.float64),
             delta=column([s.typical_delta or s.typical_epsilon**0.5 for s in settings], torch.float64),
-            typical=column([rule.startswith("typical") for rule in rules], torch.bool),
+            typical=column([rule == "typical" for rule in rules], torch.bool),
             takes_best=column(takes_best, torch.bool),
             rejection=column([rule == "rejection" for rule in rules], torch.bool),
             block=column([rule == "block" for rule in rules], torch.bool),
             drawn=column([row for row, best in enumerate(takes_best) if not best], torch.int64),
             any_sampled=not all(takes_best),
-            any_filtered=any(s.temperature > 0 and (s.top_k or s.top_p < 1.0 or s.min_p > 0.0) for s in settings),
             any_penalty=any(map(has_penalty, settings)),
             any_count_penalty=any(s.frequency_penalty or s.presence_penalty for s in settings),
-            any_typical=any(rule.startswith("typical") for rule in rules),
+            any_typical="typical" in rules,
             any_rejection="rejection" in rules or "block" in rules,
         )
 
@@ -93,6 +90,40 @@ class RowSettings:
         columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "drawn"}
         picked: dict[str, Any] = {name: part[self.drawn] for name, part in columns.items() if isinstance(part, Tensor)}
         return replace(self, **picked, drawn=torch.arange(len(self.drawn), device=self.drawn.device))
+
+
+class Filter(NamedTuple):
+    """A sampling setting that leaves tokens out of the distribution."""
+
+    name: str  # of the setting
+    off: float  # the value that leaves none out; None in the setting counts as this
+    leaves_out: Callable[[Tensor, Tensor], Tensor]  # scores (B, …, V), best first, and values (B, …, 1) -> which ones
+
+    def value(self, settings: SamplingSettings) -> float:
+        """Of the setting."""
+        value = getattr(settings, self.name)
+        return self.off if value is None else float(value)
+
+
+def _outside_top_k(ordered: Tensor, top_k: Tensor) -> Tensor:
+    """Ties with the k-th stay."""
+    last = top_k.clamp(max=ordered.shape[-1]).long() - 1
+    return ordered < ordered.gather(-1, last.expand(*ordered.shape[:-1], 1))
+
+
+def _outside_top_p(ordered: Tensor, top_p: Tensor) -> Tensor:
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs  # mass of what is more likely
+    outside = (before >= top_p) & (top_p < 1.0)
+    outside[..., 0] = False
+    return outside
+
+
+FILTERS = (  # in the order in which they are applied
+    Filter("top_k", torch.inf, _outside_top_k),
+    Filter("top_p", 1.0, _outside_top_p),
+    Filter("min_p", 0.0, lambda ordered, min_p: ordered < ordered[..., :1] + min_p.log()),
+)
 
 
 @dataclass(frozen=True)
@@ -152,9 +183,12 @@ def probabilities(scores: Tensor, rows: RowSettings, *, dtype: torch.dtype = tor
     """
     temperature = torch.where(rows.greedy, 1.0, rows.temperature)
     scaled = scores.to(dtype) / _per_row(temperature, scores).to(dtype)
-    if rows.any_filtered:
-        filters = (_per_row(values, scores) for values in (rows.top_k, rows.top_p, rows.min_p))
-        scaled = _filtered(scaled, *filters)
+    if rows.filters:
+        ordered, order = scaled.sort(-1, descending=True)
+        for place, each in enumerate(rows.filters):
+            out = each.leaves_out(ordered, _per_row(rows.filter_values[:, place], scores))
+            ordered = ordered.masked_fill(out, -torch.inf)
+        scaled = torch.empty_like(scaled).scatter_(-1, order, ordered)
     return scaled.softmax(-1)
 
 
@@ -220,24 +254,6 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     ids = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
     last = (cumulative < total).sum(-1, keepdim=True)  # rounding must not step past the last possible token
     return torch.minimum(ids, last)[:, 0]
-
-
-def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Minus infinity outside the k most likely (ties stay), outside the nucleus, and where less likely than min-p lets.
-
-    Shapes (B, …, V) and (B, …, 1).
-    """
-    ordered, order = scaled.sort(-1, descending=True)
-    last = top_k.clamp(max=scaled.shape[-1]) - 1  # a drafter may know fewer tokens
-    kth = ordered.gather(-1, last.expand(*ordered.shape[:-1], 1))
-    ordered = ordered.masked_fill(ordered < kth, -torch.inf)
-    probs = ordered.softmax(-1)
-    before = probs.cumsum(-1) - probs  # mass of what is more likely
-    outside = (before >= top_p) & (top_p < 1.0)
-    outside[..., 0] = False
-    outside |= ordered < ordered[..., :1] + min_p.log()
-    ordered = ordered.masked_fill(outside, -torch.inf)
-    return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
 
 def _per_row(values: Tensor, like: Tensor) -> Tensor:
