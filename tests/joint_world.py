@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from draftheads.data.batches import PlannedTexts
-from draftheads.data.compute_features import load_texts
-from draftheads.data.live_features import LiveStore
+from draftheads.data.features import LiveStore
+from draftheads.data.texts import load_texts
 from draftheads.models.adapter import Adapter
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner

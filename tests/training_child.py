@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draftheads.data import compute_features
+from draftheads.data import features
 from draftheads.errors import DraftHeadsError
 from draftheads.models.model import TargetModel
 from draftheads.train.options import TrainOptions
@@ -37,7 +37,7 @@ def child(connection: Connection, options: TrainOptions) -> None:
     """Trains; sends an error's message, or that it is complete."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     torch.set_num_threads(1)
-    compute_features.TOKENS_PER_SHARD = 100
+    features.TOKENS_PER_SHARD = 100
     TargetModel.load = lambda *_, **__: chat_model()  # type: ignore[method-assign, assignment]
     try:
         train(options, Reports(connection))

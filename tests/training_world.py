@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftheads.data.batches import split_held_out
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.compute_features import build_shards, claim
-from draftheads.data.features import FeatureStore
+from draftheads.data.features import FeatureStore, build_shards, claim
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective

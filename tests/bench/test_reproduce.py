@@ -24,8 +24,8 @@ from draftheads.bench.settings import BenchSettings
 from draftheads.bench.studies import Budget, Variant, options_of
 from draftheads.bench.table import Row
 from draftheads.bench.table_paths import table_names
-from draftheads.data.plain_text import read_texts
 from draftheads.data.records import Record
+from draftheads.data.texts import read_texts
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.utils.progress import NoProgress
 from fake_progress import FakeProgress

@@ -25,8 +25,7 @@ from draftheads.bench.table import ALL, NUMBERS, Row
 from draftheads.bench.table_paths import table_names
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.registry import zoo_heads
-from draftheads.data.records import Record
-from draftheads.data.suites import read_suite, select
+from draftheads.data.records import Record, read_suite, select
 from draftheads.loading import UNTRAINED
 
 EXPECTED = {

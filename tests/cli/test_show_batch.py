@@ -14,7 +14,7 @@ from cli_world import Run
 from draftheads.cli.main import main
 from draftheads.cli.show_batch import bracketed, coloured, planned_batch
 from draftheads.cli.train_options import ShowBatchOptions
-from draftheads.data.compute_features import load_texts
+from draftheads.data.texts import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_tokenizer

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.data import compute_features
+from draftheads.data import features
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.compute_features import load_texts
 from draftheads.data.features import FeatureStore
+from draftheads.data.texts import load_texts
 from draftheads.models.model import TargetModel
 from training_world import build_features, chat_model, counting_chats, write_chats
 
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_features, "TOKENS_PER_SHARD", 60)
+    monkeypatch.setattr(features, "TOKENS_PER_SHARD", 60)
 
 
 @pytest.fixture(scope="module")

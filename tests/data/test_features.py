@@ -1,18 +1,99 @@
-"""The feature store gives back what the target computed, survives being killed and refuses what does not fit."""
+"""Hidden states are computed once, kept, completed after a stop, and refused where they do not fit."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from draftheads.data import features
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.features import FeatureStore, shard_path
-from draftheads.data.live_features import LiveStore
+from draftheads.data.features import FeatureStore, LiveStore, shard_path
 from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
+from fake_progress import FakeProgress
+from training_world import build_features, chat_model
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_documents_have_the_hidden_states_of_single_texts(
+    target: TargetModel, texts: list[EncodedChat], store: FeatureStore
+):
+    assert len(store) == len(texts)
+    assert store.meta.num_shards == 3
+    assert store.lengths == [len(text.token_ids) for text in texts]
+    for document, text in zip(store, texts, strict=True):
+        assert document.token_ids.tolist() == list(text.token_ids)
+        assert document.loss_mask.tolist() == list(text.loss_mask)
+        alone = target.hidden_states(torch.tensor([text.token_ids]))[0]
+        # bf16 keeps 8 bits: half a unit in the last place is 1/512 of the number
+        torch.testing.assert_close(document.hidden.float(), alone, rtol=1 / 256, atol=1e-4)
+
+
+def test_progress_counts_every_token_once(target: TargetModel, texts: list[EncodedChat], tmp_path: Path):
+    progress = FakeProgress()
+    build_features(target, texts, tmp_path / "features", progress)
+    total = sum(len(text.token_ids) for text in texts)
+    assert progress.last == (total, total, "")
+    assert progress.done == [*accumulate((len(text.token_ids) for text in texts), initial=0)]
+
+
+def test_an_interrupted_store_is_completed_to_the_same_bytes(
+    target: TargetModel, texts: list[EncodedChat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    build_features(target, texts, tmp_path / "whole")
+    done = sum(len(text.token_ids) for text in texts[:5])
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_features(target, texts, tmp_path / "parts", FakeProgress(done, interrupt))
+    with pytest.raises(DataError, match=r"shard-00001.safetensors"):
+        FeatureStore(tmp_path / "parts")
+    first_made = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
+    progress = FakeProgress()
+    build_features(target, texts, tmp_path / "parts", progress)
+    assert 0 < progress.done[0] < progress.last[0], "what is there counts as done"
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == first_made
+    monkeypatch.setattr(TargetModel, "hidden_states", None)  # a complete store needs no pass of the model
+    build_features(target, texts, tmp_path / "parts")
+
+
+def test_shards_have_a_few_thousand_tokens_and_are_not_too_many(monkeypatch: pytest.MonkeyPatch):
+    def tokens_of_shards(lengths: list[int]) -> list[int]:
+        texts = [EncodedChat((1,) * length, (True,) * length) for length in lengths]
+        parts = features.missing_shards(texts, Path("nowhere"))
+        assert [text for part in parts.values() for text in part] == texts
+        return [sum(len(text.token_ids) for text in part) for part in parts.values()]
+
+    monkeypatch.setattr(features, "TOKENS_PER_SHARD", 4096)
+    assert tokens_of_shards([2048] * 5) == [4096, 4096, 2048]
+    assert tokens_of_shards([5000, 10, 5000]) == [5000, 5010]
+    monkeypatch.setattr(features, "_MOST_SHARDS", 10)
+    assert len(tokens_of_shards([1000] * 1000)) == 10
+
+
+def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[EncodedChat], store: FeatureStore):
+    last = texts[-1]
+    for changed in (
+        EncodedChat((1, 2, 3), (False, True, True)),
+        replace(last, token_ids=(*last.token_ids[:-1], 9)),
+        replace(last, loss_mask=(*last.loss_mask[:-1], not last.loss_mask[-1])),
+    ):
+        with pytest.raises(DataError, match=str(store.folder)):
+            build_features(target, [*texts[:-1], changed], store.folder)
+    with pytest.raises(DataError, match=str(store.folder)):
+        build_features(chat_model(seed=1), texts, store.folder)
 
 
 def damages() -> Iterator[Any]:

@@ -8,7 +8,7 @@ import pytest
 
 import draftheads.distill.run as distill_run
 from distill_world import manifest, options, records, run
-from draftheads.data.compute_features import load_texts
+from draftheads.data.texts import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.errors import DistillationInterrupted, InvalidSettings
 from draftheads.models.model import TargetModel

@@ -14,7 +14,7 @@ import pytest
 from distill_world import RECORDS, manifest, options, records, write_prompts
 from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
-from draftheads.data.compute_features import load_texts
+from draftheads.data.texts import load_texts
 from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from distill_world import RECORDS, manifest, options, records, run, write_prompts
-from draftheads.data.compute_features import load_texts
 from draftheads.data.records import read_prompts
+from draftheads.data.texts import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import prompt_ids
 from draftheads.decode.request import GenerationResult

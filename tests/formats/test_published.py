@@ -23,7 +23,7 @@ from draftheads import import_head, load
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.checkpoints.registry import find_published
 from draftheads.cli.main import main
-from draftheads.data.compute_features import load_texts
+from draftheads.data.texts import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.errors import (
     BaseModelWarning,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.data.compute_features import load_texts
+from draftheads.data.texts import load_texts
 from draftheads.models.model import TargetModel
 from training_world import build_features, chat_model, counting_chats, distilled_chats, write_chats
 

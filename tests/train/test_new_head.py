@@ -14,8 +14,8 @@ from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.cli import train_options as command
 from draftheads.cli.main import main
-from draftheads.data.compute_features import load_texts
 from draftheads.data.features import FeatureStore
+from draftheads.data.texts import load_texts
 from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSettings, ModelNotFound
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel

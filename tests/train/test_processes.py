@@ -25,8 +25,8 @@ from training_world import lines
 PROGRAM = """
 import sys
 from draftheads.cli.main import main
-from draftheads.data import compute_features
-compute_features.TOKENS_PER_SHARD = 256
+from draftheads.data import features
+features.TOKENS_PER_SHARD = 256
 sys.exit(main())
 """
 HEADS = ("--method", "hydra", "--num-heads", "3", "--epochs", "2", "--batch-tokens", "96", "--max-length", "64")

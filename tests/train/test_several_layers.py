@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from draftheads.checkpoints.checkpoint import load_head
-from draftheads.data.compute_features import load_texts, needed_bytes
-from draftheads.data.features import FeatureStore, shard_path
-from draftheads.data.live_features import LiveStore
+from draftheads.data.features import FeatureStore, LiveStore, needed_bytes, shard_path
+from draftheads.data.texts import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftheads.data import compute_features
+from draftheads.data import features
 from draftheads.data.batches import split_held_out
-from draftheads.data.compute_features import load_texts, needed_bytes
-from draftheads.data.live_features import LiveStore
-from draftheads.data.plain_text import load_blocks
+from draftheads.data.features import LiveStore, needed_bytes
+from draftheads.data.texts import load_blocks, load_texts
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.models.model import TargetModel
 from draftheads.train import run, training_data
@@ -81,8 +80,7 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
     own = train_for(target, chat_options(tmp_path / "own", data=(chats,), method=method))
     states = tmp_path / "states"
     extract_as_vllm(target, load_texts(target, [chats], max_length=64), states, [0, 1, 2])
-    monkeypatch.delattr(compute_features, "read_alone")
-    monkeypatch.delattr("draftheads.data.live_features.read_alone")
+    monkeypatch.delattr(features, "read_alone")
     settings = chat_options(tmp_path / "out", data=(chats,), method=method, extracted=states)
     found = train_for(target, settings)
     assert found.losses == pytest.approx(own.losses, rel=0.02)
@@ -137,7 +135,7 @@ def test_a_disk_that_is_too_small_fails_before_the_model_reads(
     build_features(target, texts, tmp_path / "there")
     made = sum(path.stat().st_size for path in (tmp_path / "there").glob("shard-*"))
     assert 0.9 * made < needed < 1.1 * made
-    monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     monkeypatch.setattr(TargetModel, "hidden_states", None)
     build_features(target, texts, tmp_path / "there")  # complete ones need no room
     message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--features-budget 0"

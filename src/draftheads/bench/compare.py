@@ -82,7 +82,7 @@ def compare_heads(
         heads: bundled heads' names, folders or Hugging Face ids; also ``prompt-lookup`` and ``lookahead``. When left
             out, these two and all bundled heads of the model.
         prompts: at least 3, better 80; six built-in ones when left out. Records of
-            :func:`draftheads.data.suites.read_suite` have all turns and categories.
+            :func:`draftheads.data.records.read_suite` have all turns and categories.
         chat_template: as for :func:`draftheads.load`.
         draft_model: a smaller model of the same tokenizer, compared as well.
         settings: what is measured, and on how much.

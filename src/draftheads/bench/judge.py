@@ -10,7 +10,7 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from draftheads.bench.quality import Item, Measure, Outcome, Scores
-from draftheads.data.json_lines import at_line, read_json_lines
+from draftheads.data.files import at_line, read_values
 from draftheads.errors import DataError, EndpointError
 from draftheads.utils.files import user_path
 from draftheads.utils.identity import identity_digest, saved_json
@@ -48,7 +48,7 @@ DEFAULT_PROMPTS = tuple(JudgePrompt(_SYSTEM, template) for template in _TEMPLATE
 def read_judge_prompts(path: str | PathLike[str]) -> tuple[JudgePrompt, ...]:
     """The prompts of type "single" in a file in the form of FastChat's ``judge_prompts.jsonl``."""
     place, prompts = user_path(path), []
-    for number, record in read_json_lines(place):
+    for _, number, record in read_values(place):
         with at_line(place, number):
             try:
                 if record["type"] == "single":

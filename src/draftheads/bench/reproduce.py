@@ -24,8 +24,7 @@ from draftheads.bench.settings import MIN_PROMPTS, BenchSettings
 from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, own_text, train_variants
 from draftheads.bench.table import Row, copies_note
 from draftheads.bench.timing import PLAIN
-from draftheads.data.records import Record
-from draftheads.data.suites import read_suite, select
+from draftheads.data.records import Record, read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress

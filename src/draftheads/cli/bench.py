@@ -18,8 +18,7 @@ from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
 from draftheads.cli.show_comparison import print_lines, print_table
-from draftheads.data.records import Record
-from draftheads.data.suites import read_suite, select
+from draftheads.data.records import Record, read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic

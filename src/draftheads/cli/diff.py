@@ -15,7 +15,7 @@ from draftheads.bench.table import ALL, SETTINGS, Interval, Row, namer, setting_
 from draftheads.bench.timing import PLAIN
 from draftheads.cli.show import check_json_path, write_json
 from draftheads.cli.show_comparison import print_lines
-from draftheads.data.json_lines import read_json_lines
+from draftheads.data.files import read_values
 from draftheads.errors import DataError
 from draftheads.utils.estimates import Estimate, bootstrap
 from draftheads.utils.identity import changes
@@ -128,7 +128,7 @@ def _sums(file: Path) -> dict[Way, Sums]:
     """Of the answers beside a record; the seconds of answers in groups are unknown (NaN)."""
     sums: dict[Way, Sums] = {}
     answers = file.with_name("answers.jsonl")
-    for _, line in read_json_lines(answers) if file.name == "bench.json" and answers.is_file() else ():
+    for *_, line in read_values(answers) if file.name == "bench.json" and answers.is_file() else ():
         tokens, seconds = len(line["token_ids"]), line["seconds"]
         values = (tokens, np.nan if seconds is None else seconds, tokens - 1, len(line["step_tokens"]))
         of_way = sums.setdefault(_way(line["way"], line["settings"]), {})

@@ -66,7 +66,8 @@ def options_of(kind: Any, default: Any = None, group: str = "") -> Iterator[Opti
             title = (hint.__doc__ or "").partition("\n")[0].rstrip(".")
             yield from options_of(hint, None if value is tyro.MISSING else value, group or title)
         else:
-            text = documented(kind).get(field.name, "")
+            helps = [mark.help for mark in marks if getattr(mark, "help", None)]  # of tyro.conf.arg
+            text = next(iter(helps), documented(kind).get(field.name, ""))
             yield Option(field.name, group or _OWN, _POSITIONAL in marks, hint, text, value)
 
 

@@ -59,7 +59,7 @@ class GenerateOptions:
     model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
     prompts: Path | None = None
-    """A JSONL file of prompts in place of PROMPT. "prompt", "messages" or "turns" in each line; .gz, too."""
+    """A file or folder of prompts in place of PROMPT. "prompt", "messages" or "turns" in each line."""
     out: Path | None = None
     """Write the answers to this file. One JSON object per line."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)

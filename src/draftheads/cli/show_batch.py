@@ -15,7 +15,7 @@ from rich.text import Text
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.train_options import ShowBatchOptions
 from draftheads.data.batches import choose_texts, plan_batches
-from draftheads.data.compute_features import load_texts
+from draftheads.data.texts import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import ChatReader, read_template
 from draftheads.models.pretrained import load_tokenizer

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from draftheads.cli.early_checks import check_names
+from draftheads.data.files import KINDS
 from draftheads.train.options import ChatOptions, ScheduleOptions, TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.utils.option_group import FRACTION, FROM_0, FROM_1, OptionGroup
@@ -41,8 +42,7 @@ def defaults(arguments: Sequence[str]) -> TrainOptions:
 class ShowBatchOptions(OptionGroup):
     """Show a batch of `draftheads train` with the learned tokens in colour, to check the chat template."""
 
-    data: tuple[Path, ...]
-    """Chat files (.jsonl, .jsonl.gz). One {"messages": [...]} a line."""
+    data: Annotated[tuple[Path, ...], tyro.conf.arg(help=f"Chats: files ({KINDS}), or folders of them.")]
     model: str = TrainOptions.model
     """The model: a name, a folder or a Hugging Face id. Its tokenizer and chat template are used."""
     chat_template: str | None = TrainOptions.chat_template

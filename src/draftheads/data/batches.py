@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from draftheads.data.features import Document, Documents
+from draftheads.data.features import Document, Documents, cut_into_parts
 from draftheads.errors import DataError
 
 NUM_MEASURED = 200  # held-out texts on which heads are measured; measuring on more takes long
@@ -140,7 +140,7 @@ def plan_batches(
         order = list(documents)
         rng.shuffle(order)
         batches: list[list[int]] = []
-        for window in _windows(order, lengths, _WINDOW_BATCHES * max_tokens):
+        for window in cut_into_parts(order, [lengths[i] for i in order], _WINDOW_BATCHES * max_tokens):
             groups = bucket_by_length([lengths[i] for i in window], max_tokens)
             batches += [[window[i] for i in group] for group in groups]
         rng.shuffle(batches)
@@ -208,16 +208,3 @@ def _without_prompt(document: Document) -> Document:
     """The part from the position before the first answer token."""
     first = max(0, int(document.loss_mask.int().argmax()) - 1)
     return Document(document.hidden[first:], document.token_ids[first:], document.loss_mask[first:])
-
-
-def _windows(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """``order``, cut into pieces of about ``max_tokens`` tokens."""
-    windows: list[list[int]] = []
-    size = max_tokens
-    for index in order:
-        if size >= max_tokens:
-            windows.append([])
-            size = 0
-        windows[-1].append(index)
-        size += lengths[index]
-    return windows

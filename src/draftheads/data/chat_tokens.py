@@ -79,16 +79,6 @@ def encode_answer(prompt_ids: Sequence[int], answer_ids: Sequence[int], *, max_l
     return EncodedChat(token_ids[:max_length], loss_mask[:max_length], is_cut=len(token_ids) > max_length)
 
 
-def check_known(texts: Sequence[EncodedChat], vocab_size: int) -> None:
-    """Raises :class:`DataError` if a text has a token of the tokenizer that the model does not have."""
-    for text in texts:
-        if (token := max(text.token_ids, default=0)) >= vocab_size:
-            raise DataError(
-                f"{text.source}: token {token} is one of the tokenizer, and the model has the tokens 0 … "
-                f"{vocab_size - 1}: leave this text out"
-            )
-
-
 def _encoded(reader: ChatReader, turns: Sequence["_Turn"], max_length: int) -> EncodedChat:
     """The text of turns that follow each other."""
     token_ids: list[int] = []

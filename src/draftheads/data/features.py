@@ -1,6 +1,7 @@
-"""Texts with the target's hidden states on disk, in shards that are not loaded as a whole.
+"""Texts with the target's hidden states: on disk, in shards that are not loaded as a whole, or computed on access.
 
-A store is a folder::
+The target reads every text once, and its hidden states are written to a store. Existing shards are kept, so a run that
+was stopped continues where it was. A store is a folder::
 
     meta.json                describes the complete store (StoreMeta)
     shard-00000.safetensors  hidden (T, (n+1)·D) bf16, token_ids (T,) int32, loss_mask (T,) bool, …
@@ -11,24 +12,32 @@ heads that read some of its layers. The texts of a shard follow each other along
 lengths, ``is_plain`` (texts,) bool which are plain text. A shard is written whole or not at all.
 """
 
+import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftheads.errors import CheckpointError, DataError
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.errors import CheckpointError, DataError, StorageError
+from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
+from draftheads.utils.progress import Progress
 from draftheads.utils.strict_json import read_dataclass, read_object
 
 FORMAT_VERSION = 2
+TOKENS_PER_SHARD = 4096  # a run that is stopped loses at most the work for about as many
+_MOST_SHARDS = 4096  # their files are open at the same time
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,10 +91,6 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"shard-{index:05d}.safetensors"
 
 
-def write_meta(folder: Path, meta: StoreMeta) -> None:
-    write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
-
-
 def read_meta(folder: Path) -> StoreMeta | None:
     """The store's ``meta.json``, or None where there is none."""
     path = folder / "meta.json"
@@ -108,20 +113,6 @@ def check_stored_layers(folder: Path, meta: StoreMeta, layers: Sequence[int]) ->
             f"{folder} holds hidden states {there}, but the head reads those {wanted}: name another folder with "
             "--features, or delete this one"
         )
-
-
-def write_shard(
-    folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str], is_plain: Sequence[bool]
-) -> None:
-    """Writes one shard whole or not at all; ``sources`` and ``is_plain`` as in a store."""
-    tensors = {
-        "hidden": torch.cat([document.hidden for document in documents]).to(torch.bfloat16),
-        "token_ids": torch.cat([document.token_ids for document in documents]).to(torch.int32),
-        "loss_mask": torch.cat([document.loss_mask for document in documents]),
-        "lengths": torch.tensor([len(document.token_ids) for document in documents], dtype=torch.int32),
-        "is_plain": torch.tensor(is_plain),
-    }
-    write_atomic(shard_path(folder, index), save(tensors, metadata={"sources": json.dumps(list(sources))}))
 
 
 def stored(folder: Path) -> tuple[int, int]:
@@ -191,3 +182,149 @@ class FeatureStore(Documents):
         self.loss_masks += loss_mask.split(lengths)
         self.sources += sources
         self.is_plain += is_plain
+
+
+def read_alone(target: TargetModel, token_ids: Tensor, layers: Sequence[int] = ()) -> Tensor:
+    """The hidden states of one text: (T,) -> (T, D) bf16, on the CPU; with n layers (T, (n+1)·D), h_t last.
+
+    Texts are never read in batches: their hidden states would depend on their neighbours, so stored ones and those
+    computed again would differ. On a CPU this is as fast, since nothing is padded.
+    """
+    return target.hidden_states(token_ids[None].to(target.device), layers)[0].to("cpu", torch.bfloat16)
+
+
+def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
+    """A digest of what hidden states depend on: texts, and the name, type and samples of the weights of the model."""
+    digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype), target.weights_fingerprint]).encode())
+    for text in texts:
+        digest.update(torch.tensor(text.token_ids, dtype=torch.int32).numpy().tobytes())
+        digest.update(torch.tensor([*text.loss_mask, text.is_plain]).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class LiveStore(Documents):
+    """The same as a feature store, but on access the model, as it is then, reads the document."""
+
+    def __init__(self, target: TargetModel, texts: Sequence[EncodedChat], layers: Sequence[int] = ()) -> None:
+        self.target, self.layers = target, layers
+        self.token_ids = [torch.tensor(text.token_ids) for text in texts]
+        self.loss_masks = [torch.tensor(text.loss_mask) for text in texts]
+        self.sources = [text.source for text in texts]
+        self.is_plain = [text.is_plain for text in texts]
+        self.fingerprint = fingerprint_of(target, texts)
+
+    def __getitem__(self, index: int) -> Document:
+        token_ids = self.token_ids[index]
+        return Document(read_alone(self.target, token_ids, self.layers), token_ids, self.loss_masks[index])
+
+
+def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequence[int] = ()) -> int:
+    """The size of the store of these texts on the disk, approximately."""
+    return _num_tokens(texts) * (2 * (len(layers) + 1) * target.hidden_size + 5)
+
+
+def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> None:
+    """Writes ``meta.json``, which describes the store of these texts, or checks the one that is there.
+
+    That one may have more layers.
+    """
+    there = read_meta(folder)
+    if there is not None:
+        check_stored_layers(folder, there, layers)
+        layers = there.layers
+    meta = StoreMeta(
+        model_id=target.model_id,
+        hidden_size=target.hidden_size,
+        num_documents=len(texts),
+        num_tokens=_num_tokens(texts),
+        num_shards=len(_parts(texts)),
+        fingerprint=fingerprint_of(target, texts),
+        layers=list(layers),
+    )
+    if there is None:
+        write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
+    elif there != meta:
+        raise DataError(
+            f"{folder} holds features of {counted(there.num_documents, 'text')} ({counted(there.num_tokens, 'token')}, "
+            f"{there.model_id}, fingerprint {there.fingerprint}) but the data and settings give "
+            f"{counted(meta.num_documents, 'text')} ({counted(meta.num_tokens, 'token')}, {meta.model_id}, fingerprint "
+            f"{meta.fingerprint}): name another folder or delete this one"
+        )
+
+
+def build_shards(
+    target: TargetModel,
+    texts: Sequence[EncodedChat],
+    folder: Path,
+    progress: Progress,
+    *,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Makes the missing shards of a claimed store of these texts; ``progress`` receives the tokens after every text.
+
+    ``share`` is as for :func:`missing_shards`.
+    """
+    meta = read_meta(folder)
+    assert meta is not None, "a store is claimed before it is built"
+    layers = meta.layers
+    missing = missing_shards(texts, folder, share)
+    total = sum(map(_num_tokens, _parts(texts)[share[0] :: share[1]]))
+    done = total - sum(map(_num_tokens, missing.values()))
+    needed = sum(needed_bytes(target, part, layers) for part in missing_shards(texts, folder).values())
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:  # before hours of work
+        raise StorageError(
+            f"{folder}: the hidden states need {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB left: name "
+            "another disk with --features, read less with --max-tokens, or store nothing with --features-budget 0"
+        )
+    progress.progress(done, total)
+    for index, part in missing.items():
+        hidden = []
+        for text in part:
+            hidden.append(read_alone(target, torch.tensor(text.token_ids), layers))
+            done += len(text.token_ids)
+            progress.progress(done, total)
+        tensors = {
+            "hidden": torch.cat(hidden),
+            "token_ids": torch.tensor([token for text in part for token in text.token_ids], dtype=torch.int32),
+            "loss_mask": torch.tensor([is_said for text in part for is_said in text.loss_mask]),
+            "lengths": torch.tensor([len(text.token_ids) for text in part], dtype=torch.int32),
+            "is_plain": torch.tensor([text.is_plain for text in part]),
+        }
+        sources = json.dumps([text.source for text in part])
+        write_atomic(shard_path(folder, index), save(tensors, metadata={"sources": sources}))
+
+
+def missing_shards(
+    texts: Sequence[EncodedChat], folder: Path, share: tuple[int, int] = (0, 1)
+) -> dict[int, Sequence[EncodedChat]]:
+    """The texts of each missing shard among shards r, r + n, r + 2n, … of ``share`` (r, n)."""
+    every = list(enumerate(_parts(texts)))[share[0] :: share[1]]
+    return {index: part for index, part in every if not shard_path(folder, index).exists()}
+
+
+def _parts(texts: Sequence[EncodedChat]) -> list[list[EncodedChat]]:
+    size = max(TOKENS_PER_SHARD, _num_tokens(texts) // _MOST_SHARDS)
+    return cut_into_parts(texts, [len(text.token_ids) for text in texts], size)
+
+
+def cut_into_parts(items: Sequence[T], sizes: Sequence[int], size: int) -> list[list[T]]:
+    """Items in a row, each part as soon as its sizes add up to ``size``.
+
+    >>> cut_into_parts("abcd", [3, 1, 5, 1], 4)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    parts: list[list[T]] = []
+    total = size
+    for item, own in zip(items, sizes, strict=True):
+        if total >= size:
+            parts.append([])
+            total = 0
+        parts[-1].append(item)
+        total += own
+    return parts
+
+
+def _num_tokens(texts: Sequence[EncodedChat]) -> int:
+    return sum(len(text.token_ids) for text in texts)

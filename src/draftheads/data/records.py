@@ -1,6 +1,6 @@
-"""The one reader of prompt and chat files, which :mod:`draftheads.data.json_lines` opens.
+"""The one reader of prompts and chats, in files that :mod:`draftheads.data.files` opens.
 
-A line is one JSON object with
+A line is an object with
 
 * ``"prompt"``: what a user says, or a list of messages,
 * ``"messages"``: a list of ``{"role": …, "content": …}``, of the assistant also ``"reasoning_content"`` and
@@ -13,21 +13,33 @@ each other without a chat template, or two lists of messages. Or it was recorded
 are functions that the model may call, as JSON schemas. Other keys, of records and of messages, are ignored. Every error
 names the file and the line.
 
-Published data sets with other fields are read, too: see :mod:`draftheads.data.forms`.
+Published data sets with other fields are read, too: see :mod:`draftheads.data.forms`. A suite of questions, for
+``draftheads bench``, is one of our own, files, or a data set of the Hugging Face Hub.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+from draftheads.data.files import KINDS, at_line, is_known, read_values
 from draftheads.data.forms import KNOWN_FORMS, json_value, messages_of, own_form
-from draftheads.data.json_lines import at_line, read_json_lines
-from draftheads.errors import DataError, UnlearnableChat, close_name
+from draftheads.errors import (
+    DataError,
+    InvalidSettings,
+    MissingDependency,
+    UnlearnableChat,
+    close_name,
+    first_line,
+    require_at_least,
+)
 from draftheads.utils.messages import Message, short
 
 OwnPrompts = Literal["calibration", "demo", "tasks"]
+SUITES: tuple[OwnPrompts, ...] = get_args(OwnPrompts)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
 TextPrompt = str | list[Message]  # a user's text, or a conversation
 _PROMPT_FORMS = ("prompt", "messages", "turns")  # the first one of them that is there counts
 _LABELS = ("id", "question_id", "category")  # kept beside the answer
@@ -94,15 +106,12 @@ class Record:
 
 
 def read_prompts(*paths: Path) -> Iterator[Record]:
-    """The records of all files in any of the known forms; empty lines are skipped."""
-    for path in paths:
-        for line_number, value in read_json_lines(path):
-            if record := prompt_of(value, path, line_number):
-                yield record
+    """The records of all files and folders in any of the known forms."""
+    return (record for path in paths for row in read_values(path) if (record := _prompt_of(*row)))
 
 
-def prompt_of(value: Any, path: Path, line_number: int) -> Record | None:
-    """What is asked in the JSON value of a line; errors as of :func:`read_prompts`.
+def _prompt_of(path: Path, line_number: int, value: Any) -> Record | None:
+    """What is asked in the value of a line.
 
     None where a line of another project has no question: published data sets contain such lines.
     """
@@ -121,26 +130,18 @@ def prompt_of(value: Any, path: Path, line_number: int) -> Record | None:
 
 
 def read_chats(*paths: Path) -> Iterator[Record]:
-    """What can be learned from in all files: chats with a message of the assistant, or prompts with completions.
+    """What can be learned from in all files and folders: chats with a message of the assistant, or completions.
 
-    ``"finished": false`` in a record says that its last assistant turn, or its completion, was cut off. Empty lines are
-    skipped. A folder stands for its files, where an incomplete last line is skipped, too: a server may be writing it.
-    A line without an answer, or with an image or null for a text, gives a record with its ``problem``.
+    ``"finished": false`` in a record says that its last assistant turn, or its completion, was cut off. A line without
+    an answer, or with an image or null for a text, gives a record with its ``problem``.
     """
-    for path in paths:
-        for file in files_in(path):
-            for line_number, value in read_json_lines(file, may_be_torn=path.is_dir()):
-                yield chat_of(value, file, line_number)
-
-
-def chat_of(value: Any, path: Path, line_number: int) -> Record:
-    """What can be learned from in the JSON value of a line; errors as of :func:`read_chats`."""
-    with at_line(path, line_number):
-        try:
-            record = _chat(value)
-        except UnlearnableChat as error:
-            record = Record((), problem=str(error))
-        return replace(record, path=path, line_number=line_number)
+    for file, line_number, value in (row for path in paths for row in read_values(path)):
+        with at_line(file, line_number):
+            try:
+                record = _chat(value)
+            except UnlearnableChat as error:
+                record = Record((), problem=str(error))
+            yield replace(record, path=file, line_number=line_number)
 
 
 def prompts_in(path: Path) -> list[TextPrompt]:
@@ -158,27 +159,58 @@ def own_prompts(name: OwnPrompts) -> Path:
     return Path(__file__).parent.parent / "assets" / "prompts" / f"{name}.jsonl"
 
 
-def files_in(path: Path) -> list[Path]:
-    """The chat files in a folder, by name; a file stands for itself."""
-    if not path.is_dir():
-        return [path]
-    if files := sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]):
-        return files
-    inside = sorted({file.parent.name for file in path.glob("*/*.jsonl*")})
-    fix = f"; give a folder in it: {', '.join(inside)}" if inside else ""
-    raise DataError(f"cannot be read: the folder has no .jsonl file{fix}", path=path)
+def read_suite(source: str) -> list[Record]:
+    """All questions of a suite, in their order.
+
+    Args:
+        source: ``tasks``, ``demo`` or ``calibration``, our own; a file or a folder of files; or a data set of the
+            Hugging Face Hub as ``OWNER/NAME``, ``OWNER/NAME:CONFIG`` or ``OWNER/NAME:CONFIG:SPLIT``
+            (``openai/gsm8k:main:test``). The default split is ``test``, or the first one.
+    """
+    path = own_prompts(source) if source in SUITES else Path(source)
+    rows: Iterable[tuple[Path, int, Any]]
+    if path.exists() or is_known(path):
+        rows = read_values(path)
+    elif _HUB_NAME.fullmatch(source):
+        rows = ((path, number, row) for number, row in enumerate(_hub_rows(source), 1))
+    else:
+        fix = f"give {', '.join(SUITES)}, a file ({KINDS}), a folder, or OWNER/NAME of a data set on the Hub"
+        raise DataError(f"no file, folder or suite has the name {source!r}: {fix}")
+    records = [record for row in rows if (record := _prompt_of(*row)) is not None]
+    if not records:
+        raise DataError("there is no question in it", path=source)
+    return records
 
 
-def check_readable(paths: Iterable[Path]) -> None:
-    """Opens all files, to fail before long work."""
-    for path in chain.from_iterable(map(files_in, paths)):
-        try:
-            with path.open("rb") as file:
-                is_empty = not file.read(1)
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}", path=path) from None
-        if is_empty:
-            raise DataError("the file is empty", path=path)
+def select(records: Sequence[Record], categories: Sequence[str] = (), limit: int | None = None) -> list[Record]:
+    """The records of some categories, or of all, in their order; the first ``limit`` of each category."""
+    require_at_least(1, limit=limit)
+    known = dict.fromkeys(record.category for record in records)
+    if unknown := [name for name in categories if name not in known]:
+        there = ", ".join(filter(None, known)) or "none: the questions have no category"
+        raise InvalidSettings(f"no question has the category {unknown[0]!r}; the categories are {there}")
+    counts = Counter[str]()
+    chosen = []
+    for record in records:
+        counts[record.category] += 1
+        if record.category in (categories or known) and counts[record.category] <= (limit or len(records)):
+            chosen.append(record)
+    return chosen
+
+
+def _hub_rows(source: str) -> Iterable[dict[str, Any]]:
+    try:
+        import datasets  # noqa: PLC0415 - an extra
+    except ImportError:
+        problem = f"there is no file {source}, and data sets of the Hugging Face Hub need datasets"
+        raise MissingDependency(problem, pip_install="'draftheads[bench]'") from None
+    name, config, split = (part or None for part in f"{source}::".split(":")[:3])
+    try:
+        found = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the package raises errors of half a dozen others
+        raise DataError(f"no file, and no data set that can be loaded: {first_line(error)}", path=source) from error
+    rows: Iterable[dict[str, Any]] = found if split else found["test" if "test" in found else next(iter(found))]
+    return rows
 
 
 def _chat(value: Any) -> Record:

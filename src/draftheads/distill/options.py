@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
+from draftheads.data.files import KINDS
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import BUILT_IN
 from draftheads.settings import Precision
@@ -11,6 +14,15 @@ from draftheads.speculation.drafting import Drafting
 from draftheads.utils.option_group import ABOVE_0, FROM_0, FROM_1, SHARE, OptionGroup, Range
 from draftheads.utils.template_variables import keep_variables
 
+_PROMPTS = (
+    f'Prompts: files ({KINDS}), or folders of them. "prompt", "messages" or "turns" in each line, or the fields of '
+    "ShareGPT, Alpaca, GSM8K and others; their answers are ignored. A model without a chat template continues them as "
+    "texts."
+)
+_DOCUMENTS = (
+    f'Texts that the model continues: files ({KINDS}), or folders of them. With "text" in each line. Each is continued '
+    "from its beginning, without a chat template. They come after the prompts."
+)
 _CHUNK_BATCHES = 8  # at the end of a chunk the batch is not full: this costs a tenth of the speed at this size
 _SAMPLED = Range(
     "must be above 0 and finite: greedy questions would all be the same", lambda value: 0 < value < float("inf")
@@ -38,12 +50,8 @@ class DistillOptions(OptionGroup):
     out: Path
     """The file to write. One {"messages": [...]} a line, of documents {"prompt": ..., "completion": ...}, as draftheads
     train --data reads them."""
-    prompts: tuple[Path, ...] = ()
-    """Prompt files (.jsonl, .json, also .gz). "prompt", "messages" or "turns" in each line, or the fields of ShareGPT,
-    Alpaca, GSM8K and others; their answers are ignored. A model without a chat template continues them as texts."""
-    documents: tuple[Path, ...] = ()
-    """Text files that the model continues. Each .txt is a text, or each line of a .jsonl with "text". Each is continued
-    from its beginning, without a chat template. They come after the prompts."""
+    prompts: Annotated[tuple[Path, ...], tyro.conf.arg(help=_PROMPTS)] = ()
+    documents: Annotated[tuple[Path, ...], tyro.conf.arg(help=_DOCUMENTS)] = ()
     document_tokens: Annotated[int, FROM_1] = 64
     """With --documents: how many tokens of each text the model reads. Shorter texts are read whole."""
     num_self_talk: Annotated[int, FROM_0] = 0

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftheads.data.json_lines import at_line
-from draftheads.data.plain_text import read_texts
+from draftheads.data.files import at_line
 from draftheads.data.records import Record, read_prompts
+from draftheads.data.texts import read_texts
 from draftheads.errors import DataError
 from draftheads.utils.messages import short
 

@@ -44,6 +44,6 @@ class TuneOptions:
     out: Path | None = None
     """Folder to write to. Default: the head's own folder; for an installed or downloaded head, the user's cache."""
     prompts: Path | None = None
-    """A JSONL file of prompts like those that you will use. Default: 64 built-in ones."""
+    """A file or folder of prompts like those that you will use. Default: 64 built-in ones."""
     settings: tyro.conf.OmitArgPrefixes[ReplaySettings] = field(default_factory=ReplaySettings)
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)

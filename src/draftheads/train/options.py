@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 import tyro
 
+from draftheads.data.files import KINDS
 from draftheads.errors import InvalidSettings
 from draftheads.heads import check_method, head_classes
 from draftheads.settings import LK_ETA, LmHeadKind, LossKind
@@ -22,6 +23,14 @@ from draftheads.utils.template_variables import keep_variables
 _TUNING, _ADAPTER = TuningOptions(), AdapterOptions()
 _SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
 _MANY = 1 << 20  # tokens
+_CHATS = (
+    f'Chats: files ({KINDS}), or folders of them. One {{"messages": [...]}} a line, or {{"prompt": ..., '
+    '"completion": ...}, or what `draftheads serve --record` wrote.'
+)
+_TEXTS = (
+    f'Plain text for a first stage, before the chats: files ({KINDS}), or folders of them. With {{"text": ...}} a '
+    "line. --max-tokens counts for it and for the chats, each."
+)
 _SIZE = Range("give 0 for the whole vocabulary", FROM_0.has)
 _WARMUP = Range(
     "give a part of the steps, at least 0 and below 1, or a whole number of steps",
@@ -84,9 +93,7 @@ class HeadOptions(OptionGroup):
 class ChatOptions(OptionGroup):
     """Chats to train on."""
 
-    data: tuple[Path, ...] = ()
-    """Chat files (.jsonl, .jsonl.gz), or folders of them. One {"messages": [...]} a line, or {"prompt": ...,
-    "completion": ...}, or what `draftheads serve --record` wrote."""
+    data: Annotated[tuple[Path, ...], tyro.conf.arg(help=_CHATS)] = ()
     max_length: Annotated[int, up_to(_MANY)] = 2048
     """Texts are cut after that many tokens, or where the model ends."""
     max_tokens: Annotated[int | None, FROM_1] = None
@@ -99,9 +106,7 @@ class ChatOptions(OptionGroup):
 class PlainTextOptions(OptionGroup):
     """A first stage on plain text."""
 
-    text: tuple[Path, ...] = ()
-    """Plain text files for a first stage, before the chats. .txt, or .jsonl with {"text": ...} a line. --max-tokens
-    counts for them and for the chats, each."""
+    text: Annotated[tuple[Path, ...], tyro.conf.arg(help=_TEXTS)] = ()
     text_length: Annotated[int | None, up_to(_MANY)] = None
     """Tokens in each block of plain text. Default: --max-length."""
     text_part: Annotated[float, FRACTION] = 0.714

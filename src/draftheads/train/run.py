@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.compute_features import LeftOut, left_out_lines
-from draftheads.data.features import FeatureStore, read_meta
-from draftheads.data.live_features import LiveStore
-from draftheads.data.plain_text import read_texts as plain_texts
-from draftheads.data.records import NO_ANSWER, check_readable, read_chats
+from draftheads.data.features import FeatureStore, LiveStore, read_meta
+from draftheads.data.files import check_readable
+from draftheads.data.records import NO_ANSWER, read_chats
+from draftheads.data.texts import LeftOut, left_out_lines
+from draftheads.data.texts import read_texts as plain_texts
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
-from draftheads.data.chat_tokens import EncodedChat, check_known
-from draftheads.data.compute_features import build_shards, claim, limited, load_texts, missing_shards, needed_bytes
-from draftheads.data.features import Documents, FeatureStore
-from draftheads.data.live_features import LiveStore, read_alone
-from draftheads.data.plain_text import load_blocks
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.features import (
+    Documents,
+    FeatureStore,
+    LiveStore,
+    build_shards,
+    claim,
+    missing_shards,
+    needed_bytes,
+    read_alone,
+)
+from draftheads.data.texts import check_known, limited, load_blocks, load_texts
 from draftheads.data.vllm_features import ExtractedStore
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel

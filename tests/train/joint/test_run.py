@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from draftheads.cli import merge as merge_command
 from draftheads.cli import train as command
 from draftheads.data.batches import split_held_out
-from draftheads.data.compute_features import load_texts
-from draftheads.data.live_features import LiveStore
+from draftheads.data.features import LiveStore
+from draftheads.data.texts import load_texts
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
 from draftheads.train.joint.options import MergeOptions

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.batches import PlannedTexts
-from draftheads.data.chat_tokens import check_known
-from draftheads.data.compute_features import load_texts
-from draftheads.data.live_features import LiveStore
+from draftheads.data.features import LiveStore
+from draftheads.data.texts import check_known, load_texts
 from draftheads.errors import BaseModelWarning
 from draftheads.heads.base import DraftHead
 from draftheads.models.adapter import FORMAT_VERSION, Adapter, is_tied, require_peft
