@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from draftheads.cpu import kernels
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear, Plain, pack, replace_linears
-from draftheads.cpu.native_library import VARIABLE, load_library
+from draftheads.cpu.native_library import load_library
 from families import needs_library
 
 
@@ -78,7 +78,7 @@ def test_portable_products_are_for_those_who_ask(
 ):
     used = load_library().draftheads_kernels(b"")
     load_library().draftheads_kernels(b"portable")
-    monkeypatch.setenv(VARIABLE, variable)
+    monkeypatch.setenv("DRAFTHEADS_KERNELS", variable)
     try:
         assert packed(PackedLinear(Plain(weight(), None)), portable=portable) == [kind]
     finally:

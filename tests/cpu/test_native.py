@@ -563,7 +563,7 @@ assert torch.equal(product(rows), before)
 @pytest.mark.parametrize(("value", "has_library"), [("off", False), ("portable", True)])
 def test_the_environment_names_the_instructions(value: str, has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     before = load_library().draftheads_kernels(b"")
-    monkeypatch.setenv(native_library.VARIABLE, value)
+    monkeypatch.setenv("DRAFTHEADS_KERNELS", value)
     try:
         found = load_library.__wrapped__()
         assert (found is not None) == has_library
@@ -573,7 +573,7 @@ def test_the_environment_names_the_instructions(value: str, has_library: bool, m
 
 
 def test_unknown_instructions_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_library.VARIABLE, "avx1024")
+    monkeypatch.setenv("DRAFTHEADS_KERNELS", "avx1024")
     with pytest.raises(native_library.InvalidSettings, match=r"avx1024.*portable"):
         load_library.__wrapped__()
 

@@ -18,7 +18,7 @@ from draftheads.cpu.attention import (
     grouped_attention,
 )
 from draftheads.cpu.kernels import PackedLinear, Plain
-from draftheads.cpu.native_library import VARIABLE, load_library
+from draftheads.cpu.native_library import load_library
 from draftheads.cpu.native_step import SequenceBatch
 from draftheads.cpu.optimise import RoundedEmbedding, kernels_of, speed_up
 from draftheads.errors import InvalidSettings
@@ -337,9 +337,9 @@ def test_int8_needs_the_native_library(monkeypatch: pytest.MonkeyPatch):
         return str(caught.value)
 
     monkeypatch.setattr("draftheads.cpu.optimise.load_library", lambda: None)
-    monkeypatch.setenv(VARIABLE, "off")
+    monkeypatch.setenv("DRAFTHEADS_KERNELS", "off")
     assert error() == "precision int8 needs the native library: unset DRAFTHEADS_KERNELS, which is off"
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv("DRAFTHEADS_KERNELS")
     assert error() == "precision int8 needs the native library: install a C++ compiler, and draftheads again"
 
 

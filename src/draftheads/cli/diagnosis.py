@@ -22,6 +22,7 @@ from draftheads.errors import DraftHeadsError, first_line
 from draftheads.models.gguf_models import SMOLLM2_135M, find_gguf, place_in_cache
 from draftheads.utils.cache import PARTS, cache_folder, contents_of
 from draftheads.utils.counts import byte_size, counted
+from draftheads.utils.environment import Environment
 from draftheads.utils.files import check_writable
 from draftheads.utils.machine import IDLE_CORES, OtherPrograms, find_cores, find_memory, has_nvidia_driver
 from draftheads.utils.provenance import installed_version, processor, provenance
@@ -202,7 +203,7 @@ def _gpus() -> list[Finding]:
     if torch.version.cuda is None:
         advice = "install it for CUDA: https://pytorch.org/get-started/locally"
         return [_finding("GPU", "an NVIDIA driver is here, but torch is a CPU build", advice)]
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = Environment().gpus
     if hidden in ("", "-1"):
         text = f"hidden by CUDA_VISIBLE_DEVICES={hidden!r}"
         return [_finding("GPU", text, "unset CUDA_VISIBLE_DEVICES to use it", "optional")]
@@ -220,7 +221,7 @@ def _gpu(device: Any) -> Finding:
 def _threads() -> Finding:
     import torch  # noqa: PLC0415
 
-    threads, usable, chosen = torch.get_num_threads(), find_cores().usable, os.environ.get("OMP_NUM_THREADS")
+    threads, usable, chosen = torch.get_num_threads(), find_cores().usable, Environment().num_threads
     if threads > usable:
         text = f"torch uses {threads} on {counted(usable, 'core')}, so they wait for each other"
         return _finding("threads", text, f"set OMP_NUM_THREADS={usable}", threads=threads)

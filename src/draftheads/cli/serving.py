@@ -15,6 +15,7 @@ from draftheads.errors import DeviceLost, InvalidSettings, MissingDependency
 from draftheads.models.chat_template import template_of
 from draftheads.serve.options import ServeOptions
 from draftheads.utils.counts import counted
+from draftheads.utils.environment import NAMES, Environment
 from draftheads.utils.files import user_path
 
 try:
@@ -31,7 +32,7 @@ except ModuleNotFoundError as error:
         raise
     raise MissingDependency("draftheads serve needs a web server", pip_install="'draftheads[serve]'") from None
 
-_KEY_VARIABLE, _ADMIN_VARIABLE = "DRAFTHEADS_API_KEY", "DRAFTHEADS_ADMIN_KEY"
+_KEY_VARIABLE = NAMES["api_key"]
 
 
 def http_limits(options: ServeOptions) -> HttpLimits:
@@ -51,7 +52,7 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
     keys = _api_keys(options)
     local = _is_local(options.host)
     hosts = frozenset(options.allow_host) | (LOCAL_NAMES | {options.host} if local else frozenset())
-    access = Access(keys, hosts or None, _keys(_ADMIN_VARIABLE, options.admin_key_file, "--admin-key-file"))
+    access = Access(keys, hosts or None, _keys(Environment().admin_key, options.admin_key_file, "--admin-key-file"))
     service = Service(
         http_limits(options),
         access,
@@ -147,13 +148,13 @@ def _recorder(options: ServeOptions) -> Recorder | None:
 
 
 def _api_keys(options: ServeOptions) -> tuple[str, ...]:
-    return _keys(_KEY_VARIABLE, options.api_key_file, "--api-key-file", *options.api_key)
+    return _keys(Environment().api_key, options.api_key_file, "--api-key-file", *options.api_key)
 
 
-def _keys(variable_name: str, path: Path | None, option: str, *given: str) -> tuple[str, ...]:
+def _keys(variable: str | None, path: Path | None, option: str, *given: str) -> tuple[str, ...]:
     """The given keys, those of a file, and that of an environment variable."""
     keys = [*given, *([] if path is None else read_key_file(path, option))]
-    if variable := os.environ.get(variable_name):
+    if variable:
         keys.append(variable)
     for key in keys:
         if not key.isascii() or not key.isprintable() or not key or " " in key:

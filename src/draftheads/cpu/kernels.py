@@ -5,7 +5,6 @@ native library sum every output in the same order, so the bits of a row do not d
 """
 
 import copy
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.cpu.native_library import BLOCK, INT4, KINDS, VARIABLE, Weight, load_library
+from draftheads.cpu.native_library import BLOCK, INT4, KINDS, Weight, load_library
 from draftheads.cpu.threads import native_threads
+from draftheads.utils.environment import Environment
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
 _PART_SIZE = 2**22  # numbers that are converted at a time
@@ -325,7 +325,7 @@ def pack(layers: Sequence[PackedLinear], *, bits: int | None = None, portable: b
         portable: also with portable instructions; they are asked for in the environment, too.
     """
     library = load_library()
-    is_asked = portable or os.environ.get(VARIABLE)
+    is_asked = portable or Environment().kernels
     if library is None or (library.draftheads_kernels(b"") == b"portable" and not is_asked):
         return
     for layer in layers:

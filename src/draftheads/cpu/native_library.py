@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from draftheads.errors import InvalidSettings
+from draftheads.utils.environment import Environment
 
-VARIABLE = "DRAFTHEADS_KERNELS"  # names the set of instructions to use, or is "off"
 SETS = ("amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")  # the fastest first
 FILE = Path(__file__).parent / "native" / "libdraftheads.so"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -191,7 +191,7 @@ class Growth(ctypes.Structure):
 @cache
 def load_library() -> Any:
     """The library, with the fastest instructions of this machine; None if it was not built or is switched off."""
-    wanted = os.environ.get(VARIABLE)
+    wanted = Environment().kernels
     if wanted == "off" or not FILE.exists():
         return None
     try:
@@ -226,7 +226,9 @@ def load_library() -> Any:
     )
     found.draftheads_pass.restype, found.draftheads_pass.argtypes = c_int32, (POINTER(Model), POINTER(Pass))
     if found.draftheads_kernels(wanted.encode() if wanted else None) is None:
-        raise InvalidSettings(f"{VARIABLE} is {wanted!r}; this machine has {', '.join(sets_here(found))}, and off")
+        raise InvalidSettings(
+            f"DRAFTHEADS_KERNELS is {wanted!r}; this machine has {', '.join(sets_here(found))}, and off"
+        )
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=found.draftheads_forked)
     return found
@@ -234,8 +236,8 @@ def load_library() -> Any:
 
 def how_to_get() -> str:
     """What to do where :func:`load_library` gives none."""
-    off = os.environ.get(VARIABLE) == "off"
-    return f"unset {VARIABLE}, which is off" if off else "install a C++ compiler, and draftheads again"
+    off = Environment().kernels == "off"
+    return "unset DRAFTHEADS_KERNELS, which is off" if off else "install a C++ compiler, and draftheads again"
 
 
 def sets_here(native: Any) -> list[str]:

@@ -3,7 +3,6 @@
 A process that was started without a launcher is the first and only one, and never waits.
 """
 
-import os
 from datetime import timedelta
 from functools import cache
 
@@ -12,6 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 
 from draftheads.models.model import TargetModel
+from draftheads.utils.environment import Environment
 
 _TIMEOUT = timedelta(hours=24)  # one process may read texts for hours; if it dies, the launcher ends the others
 
@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(hours=24)  # one process may read texts for hours; if it di
 @cache
 def _state() -> PartialState:
     """Joins the process group and makes the device of this process the current one."""
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    alone = Environment().num_processes == 1
     return PartialState(cpu=not torch.cuda.is_available(), **({} if alone else {"timeout": _TIMEOUT}))
 
 

@@ -4,7 +4,6 @@ A part has files of known names only. Whatever else is in the folder is never de
 """
 
 import contextlib
-import os
 import re
 import shutil
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from draftheads.errors import InvalidSettings, StorageError
+from draftheads.utils.environment import Environment
 from draftheads.utils.files import locked, user_path
 
 _DEFAULT_MODEL = "smollm2-135m"
@@ -22,7 +22,7 @@ _WRITING_SECONDS = 3600.0  # an incomplete file that is younger may be written a
 
 def cache_folder() -> Path:
     """``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache."""
-    chosen, shared = os.environ.get("DRAFTHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    chosen, shared = Environment().cache, Environment().shared_cache
     try:
         return user_path(chosen) if chosen else (Path(shared) if shared else user_path("~/.cache")) / "draftheads"
     except InvalidSettings as error:
