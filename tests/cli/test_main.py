@@ -110,11 +110,10 @@ for name in {list(COMMANDS)}:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_a_line_for_each_option(name: str, run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "100")
-    kind, defaults = options_of(name)
     out = run([name, "--help"]).out
     assert out.startswith(f"usage: draftheads {name} ")
     assert max(map(len, out.splitlines())) <= 100
-    for option in help_options(kind, defaults([]) if defaults else None):
+    for option in help_options(*options_of(name)):
         assert option.text, f"{option.name} is not explained"
         assert f"{option.flag} {option.line}" in " ".join(out.split())
     assert "None" not in out

@@ -12,10 +12,9 @@ CALL_OTHERS = {"export.py", "provenance.py"}  # files with options of other prog
 
 
 def test_every_option_that_is_named_exists():
-    names = OF_OTHERS | {"tyro-print-completion"}
+    names = OF_OTHERS | {"tyro-print-completion", "config", "print-config"}
     for command in COMMANDS:
-        kind, defaults = options_of(command)
-        every = options_in(kind, defaults([]) if defaults else None)
+        every = options_in(*options_of(command))
         found = {option.name.replace("_", "-") for option in every}
         names |= found | {f"no-{name}" for name in found}
     unknown = dict[str, str]()

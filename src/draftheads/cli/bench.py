@@ -14,6 +14,7 @@ from draftheads.bench.options import BenchOptions, QualityOptions
 from draftheads.bench.quality import Gsm8k, Measure, Rouge
 from draftheads.bench.table import ALL, Row, by_part, columns, markdown
 from draftheads.bench.verdict import remarks, verdict
+from draftheads.cli.config import keep_config
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
@@ -63,6 +64,7 @@ def run(options: BenchOptions) -> None:
     record = {**comparison.record, "prompts": _source(options)}
     if out is not None:
         write(console, out, replace(comparison, record=record))
+        keep_config(options, out / "config.yaml")
     write_json(options.json, record)
 
 

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from draftheads.cli.config import keep_config
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
 from draftheads.distill.conversation import Source
@@ -28,6 +29,7 @@ def run(options: DistillOptions) -> None:
     quiet_transformers()
     with ProgressDisplay(console) as progress:
         outcome = distill(options, lambda: _source(options, progress), progress)
+    keep_config(options, options.out.with_suffix(".yaml"))
     if outcome.was_complete:
         console.print(f"{options.out} was complete already; nothing was left to do", soft_wrap=True)
     console.print(_table(outcome))

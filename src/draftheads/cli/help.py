@@ -14,10 +14,16 @@ from typing import Any
 import docstring_parser
 import tyro
 
+from draftheads.cli.main import Command
+
 _POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
 _VALUES = {int: "N", float: "X", Path: "PATH", bool: ""}
 _WIDTH = 100  # of the text, where the terminal is wider
 _COLUMN = 28  # of the flags
+CONFIG_HELP = {
+    "--config PATH": "A YAML file of options, such as learning_rate: 0.001",
+    "--print-config": "Print all options as such a file, and end",
+}
 _OWN = "Options"  # heading of options without a group
 
 
@@ -78,19 +84,19 @@ def documented(kind: type) -> dict[str, str]:
     return {field.arg_name: " ".join((field.description or "").split()) for doc in parsed for field in doc.params}
 
 
-def print_help(command: str, kind: Any, default: Any = None, first: str = "") -> None:
-    """Usage, what the command does, and its options in groups. ``kind`` and ``default`` are those of options_of.
-
-    ``first`` names options that may come first, without their names.
-    """
+def print_help(name: str, command: Command, kind: Any, default: Any = None) -> None:
+    """Usage, what the command does, and its options in groups. ``kind`` and ``default`` are those of options_of."""
     groups: dict[str, dict[str, str]] = {"Arguments": {}, _OWN: {}}
     for option in options_of(kind, default):
         groups.setdefault("Arguments" if option.is_positional else option.group, {})[option.flag] = option.line
+    if command.config:
+        groups[_OWN] |= CONFIG_HELP
     groups[_OWN]["--help, --help-verbose"] = "This list; with all that is known about each option"
-    places = "".join(f"{word} " for word in (*groups["Arguments"], *(f"[{name.upper()}]" for name in first.split())))
+    first = [f"[{option.upper()}]" for option in command.first.split()]
+    places = "".join(f"{word} " for word in (*groups["Arguments"], *first))
     width = min(shutil.get_terminal_size().columns, _WIDTH)
     description = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0]
-    print(f"usage: draftheads {command} {places}[options]\n\n{textwrap.fill(description, width)}")
+    print(f"usage: draftheads {name} {places}[options]\n\n{textwrap.fill(description, width)}")
     for title, lines in groups.items():
         if lines:
             print(f"\n{title}")

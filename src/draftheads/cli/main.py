@@ -33,6 +33,7 @@ class Command(NamedTuple):
     continues: bool = False  # the same command continues what was interrupted
     module: str = ""  # PACKAGE.MODULE with ``run``, in another package; then ``options`` is a full path, too
     first: str = ""  # options that may come first, without their names
+    config: bool = False  # --config FILE and --print-config
 
 
 COMMANDS = {
@@ -42,6 +43,7 @@ COMMANDS = {
     "bench": Command(
         "compare draft heads, and drafters without a head",
         "bench.options.BenchOptions",
+        config=True,
         continues=True,
         first="model",
     ),
@@ -49,7 +51,9 @@ COMMANDS = {
     "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
     "chat": Command("chat with a model on the terminal", "cli.options.ChatOptions", first="model"),
     "demo": Command("answer prompts with and without draft heads, and compare", "bench.options.DemoOptions"),
-    "distill": Command("let a model answer prompts, to get training data", "distill.options.DistillOptions"),
+    "distill": Command(
+        "let a model answer prompts, to get training data", "distill.options.DistillOptions", config=True
+    ),
     "doctor": Command("show what was found on this machine, with advice", "cli.doctor.DoctorOptions", first="model"),
     "export": Command("write a head in the layout of other engines", "cli.options.ExportOptions", first="head"),
     "generate": Command("answer prompts", "cli.options.GenerateOptions"),
@@ -62,10 +66,15 @@ COMMANDS = {
         "rebuild a table or figure of a paper for your model", "bench.options.ReproduceOptions", continues=True
     ),
     "serve": Command(
-        "serve a model to many users, with OpenAI's HTTP interface", "serve.options.ServeOptions", first="model"
+        "serve a model to many users, with OpenAI's HTTP interface",
+        "serve.options.ServeOptions",
+        first="model",
+        config=True,
     ),
     "show-batch": Command("show which tokens of a batch are learned", "cli.train_options.ShowBatchOptions"),
-    "train": Command("train draft heads for a model, or together with it", "cli.train_options.TrainOptions"),
+    "train": Command(
+        "train draft heads for a model, or together with it", "cli.train_options.TrainOptions", config=True
+    ),
     "tune": Command(
         "measure a head's acceptance profile on your prompts",
         "search.settings.TuneOptions",
@@ -170,35 +179,44 @@ def _completion(arguments: Sequence[str]) -> str:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    given = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    command, given = commands_for(name)[name], list(takewhile(lambda word: word != "--", arguments))
     if {"-h", "--help"}.intersection(given):
         from draftheads.cli.help import print_help  # noqa: PLC0415
 
-        kind, defaults = options_of(name)
-        print_help(name, kind, None if defaults is None else defaults(arguments), commands_for(name)[name].first)
+        print_help(name, command, *options_of(name, arguments))
         return 0
     options = read_options(name, arguments)
+    if command.config and "--print-config" in given:
+        from draftheads.cli.config import as_yaml  # noqa: PLC0415
+
+        print(as_yaml(options), end="")
+        return 0
     from draftheads.cli.early_checks import check_names, flat  # noqa: PLC0415 - `--help` does not need it
 
     if name != "info":  # which loads nothing: a head may be of any model
         check_names(flat(options))
     _show_notes()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
-    return import_quickly(commands_for(name)[name].module or name).run(options) or 0
+    return import_quickly(command.module or name).run(options) or 0
 
 
 def read_options(name: str, arguments: Sequence[str]) -> Any:
     """The options of a command in these words. SystemExit: they are not valid."""
     import tyro  # noqa: PLC0415 - slow to import
 
-    kind, defaults = options_of(name)
-    # some commands have defaults that depend on other options, such as --recipe
-    default = {} if defaults is None else {"default": defaults(arguments)}
+    command = commands_for(name)[name]
+    places = command.first.split()
+    values = list(takewhile(lambda word: word[:1] != "-", arguments))[: len(places)]
+    named = [f"--{option}={value}" for option, value in zip(places, values, strict=False)]
+    words = [*named, *arguments[len(values) :]]
+    if command.config:
+        from draftheads.cli.config import with_config  # noqa: PLC0415
+
+        words = with_config(options_of(name)[0], words)
+    kind, default = options_of(name, words)
+    changed = {} if default is None else {"default": default}
     marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
-    first = commands_for(name)[name].first.split()
-    values = list(takewhile(lambda word: word[:1] != "-", arguments))[: len(first)]
-    words = [f"--{option}={value}" for option, value in zip(first, values, strict=False)] + [*arguments[len(values) :]]
-    return tyro.cli(kind, args=words, prog=f"draftheads {name}", config=marks, compact_help=True, **default)
+    return tyro.cli(kind, args=words, prog=f"draftheads {name}", config=marks, compact_help=True, **changed)
 
 
 def import_quickly(name: str) -> Any:
@@ -216,13 +234,13 @@ def import_quickly(name: str) -> Any:
         gc.enable()
 
 
-def options_of(name: str) -> tuple[type, Callable[[Sequence[str]], Any] | None]:
-    """The class of a command's options, and the function that gives their defaults, if it has one."""
+def options_of(name: str, arguments: Sequence[str] = ()) -> tuple[type, Any]:
+    """The class of a command's options, and an instance with their defaults, where these depend on other options."""
     command = commands_for(name)[name]
     module_name, _, class_name = command.options.rpartition(".")
     module: Any = importlib.import_module(module_name if command.module else f"draftheads.{module_name}")
     kind = getattr(module, class_name)
-    return kind, module.defaults if hasattr(kind, "of") else None
+    return kind, module.defaults(arguments) if hasattr(kind, "of") else None
 
 
 def _usage() -> str:

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from draftheads.cli.config import keep_config
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
@@ -33,6 +34,7 @@ def run(options: TrainOptions) -> None:
         console.print(movement_table(report.movement))
         merge = f"; `draftheads merge --model {options.model} --adapter {options.out} --out …` makes one model of it"
     console.print(f"saved in {options.out}{merge}", soft_wrap=True)
+    keep_config(options, options.out / "config.yaml")
     write_pages(console, options.out, "training")
 
 

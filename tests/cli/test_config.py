@@ -1,0 +1,82 @@
+"""``--config`` and ``--print-config``: a flag goes before the file, the file before the default."""
+
+from pathlib import Path
+
+import pytest
+
+from cli_world import Run
+from draftheads.cli.config import as_yaml, flat
+from draftheads.cli.main import main, read_options
+
+DATA = ["--data", __file__]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    lines = "method: hydra\nout: ~/heads\nepochs: 7\nlearning_rate: 1e-4\nbetas: [0.9, 0.95]\nresume: true\nhead: null"
+    path.write_text(lines, encoding="utf-8")
+    return path
+
+
+def test_flag_before_file_before_default(file: Path):
+    options = read_options("train", [f"--config={file}", "--epochs", "9", "--no-resume", *DATA])
+    assert (options.heads.method, options.out, options.schedule.learning_rate) == ("hydra", Path("~/heads"), 1e-4)
+    assert (options.optimizer.betas, options.schedule.epochs, options.resume) == ((0.9, 0.95), 9, False)
+    assert (
+        options.schedule.batch_tokens
+        == read_options("train", ["--method=hydra", "--out=x", *DATA]).schedule.batch_tokens
+    )
+
+
+def test_a_recipe_in_a_file_is_below_its_other_settings(file: Path):
+    file.write_text("recipe: medusa-1\nnum_heads: 2\nout: out", encoding="utf-8")
+    options = read_options("train", ["--config", str(file), *DATA])
+    assert (options.heads.method, options.heads.num_heads, options.heads.lm_head) == ("medusa", 2, "own")
+
+
+def test_the_model_may_come_first_or_be_in_the_file(tmp_path: Path):
+    (tmp_path / "s.yaml").write_text("model: there\nport: 9", encoding="utf-8")
+    words = ["--config", str(tmp_path / "s.yaml")]
+    assert read_options("serve", words).model == "there"
+    assert (read_options("serve", ["here", *words]).model, read_options("serve", words).port) == ("here", 9)
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("train", ["--recipe", "eagle3", "--out", "a b", *DATA, "--head-options", "layers=[2,15,27]"]),
+        ("distill", ["--prompts", "a.jsonl", "b.jsonl", "--out", "c.jsonl", "--temperature", "0", "1"]),
+        ("bench", ["model", "--heads", "--acceptance", "rejection", "--temperatures", "0.5", "--no-copy"][:-1]),
+        ("serve", ["model", "--head", "medusa", "--no-copy", "--kv-gib", "1.5"]),
+    ],
+)
+def test_what_is_printed_is_read_back(command: str, more: list[str], tmp_path: Path, run: Run):
+    (tmp_path / "c.yaml").write_text(run([command, *more, "--print-config"]).out, encoding="utf-8")
+    options = read_options(command, ["--config", str(tmp_path / "c.yaml")])
+    assert options == read_options(command, more)
+    assert (tmp_path / "c.yaml").read_text(encoding="utf-8") == as_yaml(options)
+    assert len(dict(flat(options))) > 15
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epohs: 3", "no option epohs; did you mean epochs?"),
+        ("qqqq: 3", "no option qqqq; choose among accumulate, "),
+        ("- 3", "must have lines such as learning_rate: 0.001"),
+        ("a: [", "cannot be read: while parsing"),
+        (None, "cannot be read: "),
+    ],
+)
+def test_what_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path, run: Run):
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    assert f"{tmp_path / 'c.yaml'}: {message}" in run(["train", "--config", str(tmp_path / "c.yaml")], code=1).err
+
+
+def test_a_value_of_another_type_is_named(file: Path, capsys: pytest.CaptureFixture[str]):
+    file.write_text("epochs: many", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(file), "--method", "hydra", "--out", "x", *DATA])
+    assert "--epochs" in capsys.readouterr().err
