@@ -102,9 +102,9 @@ def test_without_a_compiler_the_wheel_is_pure_python(
     assert "no native library, decoding is slower: " in capsys.readouterr().err
 
 
-def test_the_wheel_has_our_prompts_chat_templates_and_tables(wheel: Path) -> None:
+def test_the_wheel_has_our_prompts_and_chat_templates(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for kind, least in (("prompts/*.jsonl", 3), ("chat_templates/*.jinja", 4), ("tables/*.toml", 31)):
+    for kind, least in (("prompts/*.jsonl", 3), ("chat_templates/*.jinja", 4)):
         assets = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/draftheads/assets").glob(kind)}
         assert assets <= names
         assert len(assets) >= least

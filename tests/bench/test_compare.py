@@ -17,7 +17,7 @@ from draftheads.bench import compare, rounds, timing
 from draftheads.bench.compare import Comparison
 from draftheads.bench.contenders import Contender
 from draftheads.bench.conversations import Conversations
-from draftheads.bench.quality import Gsm8k, Item, Measure, Outcome
+from draftheads.bench.quality import Item, Measure, Outcome
 from draftheads.bench.rounds import Bench
 from draftheads.bench.settings import BenchSettings, Point
 from draftheads.bench.table import ALL, Row
@@ -375,22 +375,31 @@ def test_long_prompts_lose_their_middle(model: TargetModel, tmp_path: Path):
 TEXTS = ["a dog", "hello", "fog and ice"]
 
 
+class Length(Measure):
+    """Of the last answer, where there is a reference."""
+
+    name = "length"
+
+    def score(self, item: Item) -> Outcome:
+        return (float(len(item.answers[-1])),) if item.reference else "no reference"
+
+
 def test_quality_is_measured_for_each_way_and_part(world: Path, tmp_path: Path):
     model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
     each = [Contender("lookup", PromptLookup(), "1")]
-    one = bench(model, tmp_path, each, SETTINGS, QUESTIONS, measures=("agreement", Gsm8k()))
+    one = bench(model, tmp_path, each, SETTINGS, QUESTIONS, measures=("agreement", Length()))
     rows = one.run()
     by_part = {row.part: row.quality for row in rows if row.name == "lookup"}
     assert by_part[ALL]["agreement"] == 100.0
     assert by_part["turn 1"] == by_part["turn 2"] == {}, "whole conversations are measured"
     (overall,) = (row for row in rows if (row.name, row.part) == ("lookup", ALL))
-    assert overall.quality_counts == {"gsm8k": 1}
+    assert overall.quality_counts == {"length": 1}
     assert overall.quality_intervals.keys() == {"agreement", "common prefix"}, "of one question there is none"
-    assert by_part["maths"].keys() == {"agreement", "common prefix", "gsm8k"}
-    assert "gsm8k" not in by_part["chat"], "no references"
+    assert by_part["maths"].keys() == {"agreement", "common prefix", "length"}
+    assert "length" not in by_part["chat"], "no references"
     reasons = {(problem["question"], problem["problem"]) for problem in one.problems}
     assert {question for question, _ in reasons} == {"81", "83"}
-    assert all(reason.startswith("gsm8k: ") for _, reason in reasons)
+    assert all(reason.startswith("length: ") for _, reason in reasons)
 
 
 class Rater(Measure):

@@ -13,7 +13,6 @@ from draftheads.bench.settings import BenchSettings
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli import bench
 from draftheads.models.model import TargetModel
-from draftheads.utils import openai_client
 from draftheads.utils.machine import OtherPrograms
 
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill"]
@@ -26,16 +25,6 @@ def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
     (here / "one.jsonl").write_text(json.dumps({"prompt": "mom"}))
-
-
-def test_a_judge_that_cannot_be_reached_can_be_asked_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_client, "FIRST_WAIT_SECONDS", 0.001)
-    judge = ["--quality", "judge", "--judge", "http://127.0.0.1:9", "--out", "judged"]
-    shown = run([*BENCH, "--heads", "prompt-lookup", "--trees", "best", *judge]).out
-    assert "cannot reach http://127.0.0.1:9" in " ".join(shown.split())
-    assert "the same command measures what is missing" in " ".join(shown.split())
-    lines = Path("judged/bench.md").read_text().splitlines()
-    assert sum(line.startswith("* question") and "judge: cannot reach" in line for line in lines) == 3
 
 
 @pytest.mark.parametrize("disturbed", [True, False])
@@ -108,16 +97,6 @@ def test_quick_makes_small_what_is_not_given() -> None:
         ("./model --heads ./hydra --limit 0", "--limit is 0; it must be at least 1"),
         ("./model --heads ./hydra --prompts four.jsonl --limit 2", "2 prompts: give at least 3"),
         ("./model --heads ./hydra --category poetry", "no question has the category 'poetry'"),
-        ("./model --heads ./hydra --quality judge", "--quality judge needs an endpoint: --judge URL"),
-        (
-            "./model --judge http://x --quality rouge",
-            "'http://x', which only judge uses: add --quality judge",
-        ),
-        ("./model --judge-model big", "--judge-model is 'big', which only judge uses"),
-        ("./model --judge-prompts four.jsonl", "--judge-prompts is 'four.jsonl', which only judge uses"),
-        ("./model --api-key-env KEY", "--api-key-env is 'KEY', which only judge uses"),
-        ("./model --original-model ./model", "'./model', which only perplexity uses: add --quality perplexity"),
-        ("./model --quality judge --judge http://[::1", "--judge is 'http://[::1'; give an address such as"),
         ("./model --heads ./hydra --prompts one.jsonl", "1 prompt: give at least 3"),
         ("./model --heads ./hydra ./hydra", "each must have a name of its own"),
         ("./model --heads nowhere", "no head 'nowhere'"),

@@ -24,7 +24,6 @@ COMMANDS = {
     "merge": ["merge", "--model", "./damaged", "--adapter", "./lora", "--out", "out"],
     "serve": ["serve", "./damaged", "--port", "0"],
     "demo": ["demo", "--model", "./damaged", "--heads", "./hydra"],
-    "reproduce": ["reproduce", "medusa-figure-7", "--quick", "--heads", "./hydra", "--model", "./damaged"],
     "a draft model": ["generate", "mom", "--model", "./model", "--draft-model", "./damaged"],
 }
 

@@ -61,9 +61,6 @@ REFUSED = {
     "train --joint --model model --head ./hydar --data chats.jsonl --out out": "no head './hydar'",
     "generate a --model model --chat-template none.jinja": "chat template 'none.jinja' cannot be read",
     "bench --model ./modle --limt 3": "no option --limt; did you mean --limit?",
-    "reproduce medusa-tabel-1": "no table 'medusa-tabel-1'; did you mean medusa-table-1?",
-    "reproduce ./mine.toml": "no table './mine.toml'; `draftheads reproduce` lists them",
-    "reproduce --list": "no option --list",
     "generate a --model model --tree 0": "num_nodes is 0",
     "chat model --temperature -1": "temperature is -1.0",
 }

@@ -1,10 +1,8 @@
-"""Measures of answers: by references, by plain decoding, by a model. The judge is in ``judge.py``."""
+"""Measures of answers: by plain decoding, and by a model. Others, such as a judge, are classes of other packages."""
 
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,14 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from draftheads.bench.settings import MIN_PROMPTS
-from draftheads.errors import DraftHeadsError, MissingDependency, first_line
+from draftheads.errors import DraftHeadsError, first_line
 from draftheads.models.model import TargetModel
 from draftheads.utils.estimates import Estimate, bootstrap
 from draftheads.utils.progress import Progress, counted_stage
 
 Outcome = tuple[float, ...] | str  # the values of an item, or why it has none
-_NUMBER = re.compile(r"((?<![\w)])[-−][$€£]?)?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(\.\d+)?")
-_FINAL = re.compile(r"####|answer is", re.IGNORECASE)
 _CHUNK = 256  # tokens whose logits are computed at once: (256, V) floats
 
 
@@ -101,54 +97,6 @@ class Measure:
         except Exception as error:  # noqa: BLE001 - one item must not end a run of hours
             return f"{type(error).__name__}: {first_line(error)}"
         return outcome if isinstance(outcome, str) or np.isfinite(outcome).all() else f"not finite: {outcome}"
-
-
-class Rouge(Measure):
-    """F1 of a last answer against a summary in percent, words by their stems. MissingDependency without rouge-score."""
-
-    name = "rouge"
-    names = ("ROUGE-1", "ROUGE-2", "ROUGE-L")
-
-    def __init__(self) -> None:
-        try:
-            from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
-        except ImportError:
-            raise MissingDependency("ROUGE needs rouge-score", pip_install="'draftheads[bench]'") from None
-        self._scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-
-    def score(self, item: Item) -> Outcome:
-        if not isinstance(item.reference, str):
-            return "no reference text"
-        found = self._scorer.score(item.reference, item.answers[-1])
-        return tuple(100 * found[name].fmeasure for name in ("rouge1", "rouge2", "rougeL"))
-
-
-class Gsm8k(Measure):
-    """Whether the number of a last answer is that of the reference: 100 or 0, also without a number."""
-
-    name = "gsm8k"
-
-    def score(self, item: Item) -> Outcome:
-        expected = final_number(str(item.reference))
-        if expected is None:
-            return "no number in the reference"
-        return (100.0 * (final_number(item.answers[-1]) == expected),)
-
-
-def final_number(text: str) -> Decimal | None:
-    """The first number after the last "####" or "answer is", else the last number; None if there is none.
-
-    >>> final_number("He has 3 bags, so $1,234.50."), final_number("The answer is 42.0. 3 left"), final_number("none")
-    (Decimal('1234.50'), Decimal('42.0'), None)
-    """
-    *marked, tail = _FINAL.split(text)
-    numbers = _numbers(tail)
-    return numbers[0] if marked and numbers else next(reversed(_numbers(text)), None)
-
-
-def _numbers(text: str) -> list[Decimal]:
-    found = ((minus, whole.replace(",", "") + part) for minus, whole, part in _NUMBER.findall(text))
-    return [Decimal(f"-{digits}" if minus else digits) for minus, digits in found if digits]
 
 
 class Agreement(Measure):

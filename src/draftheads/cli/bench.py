@@ -4,14 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
 from draftheads.bench.compare import Comparison, compare_heads
-from draftheads.bench.judge import Judge
-from draftheads.bench.options import BenchOptions, QualityOptions
-from draftheads.bench.quality import Gsm8k, Measure, Rouge
+from draftheads.bench.options import BenchOptions
 from draftheads.bench.table import ALL, Row, by_part, columns, markdown
 from draftheads.bench.verdict import remarks, verdict
 from draftheads.cli.config import keep_config
@@ -39,7 +37,6 @@ def run(options: BenchOptions) -> None:
         raise InvalidSettings(f"--limit is {options.limit}; it must be at least 1")
     check_json_path(options.json)
     questions = questions_of(options)
-    measures = measures_of(options.quality)  # raises now what would fail after an hour
     out = None if options.out is None else check_writable(options.out / "bench.json").parent
     with ProgressDisplay(console) as progress:
         comparison = compare_heads(
@@ -48,8 +45,7 @@ def run(options: BenchOptions) -> None:
             questions,
             draft_model=options.draft_model,
             settings=options.settings,
-            quality=measures,
-            original_model=options.quality.original_model,
+            quality=options.quality,
             transformers=options.transformers,
             **options.load.given(),
             fresh=options.fresh,
@@ -57,8 +53,6 @@ def run(options: BenchOptions) -> None:
         )
     show(console, comparison.rows)
     _show_problems(console, comparison.record["problems"])
-    if comparison.record["unmeasured"]:
-        console.print("the answers stay saved: the same command measures what is missing", style="yellow")
     if comparison.record["disturbed"]:
         console.print("other programs used the processor: times are too long; × plain suffers less", style="yellow")
     record = {**comparison.record, "prompts": _source(options)}
@@ -88,26 +82,6 @@ def questions_of(options: BenchOptions) -> list[Record]:
     elif limit is None and options.prompts is None:
         limit = _FEW
     return select(questions, options.category, limit)
-
-
-def measures_of(options: QualityOptions) -> list[Measure | Literal["agreement", "perplexity"]]:
-    """The measures that the options name."""
-    kinds: dict[str, type[Measure]] = {"rouge": Rouge, "gsm8k": Gsm8k}
-    found: list[Any] = []
-    for option, value in vars(options).items():
-        measure = "perplexity" if option == "original_model" else "judge"
-        if option != "quality" and value is not None and measure not in options.quality:
-            flag = f"--{option.replace('_', '-')}"
-            raise InvalidSettings(f"{flag} is {str(value)!r}, which only {measure} uses: add --quality {measure}")
-    for name in options.quality:
-        if name == "judge" and options.judge is None:
-            raise InvalidSettings("--quality judge needs an endpoint: --judge URL")
-        if name == "judge":
-            prompts, key = options.judge_prompts, options.api_key_env
-            found.append(Judge(options.judge or "", options.judge_model, prompts, api_key_env=key))
-        else:
-            found.append(kinds[name]() if name in kinds else name)
-    return found
 
 
 def _source(options: BenchOptions) -> str | None:

@@ -5,7 +5,6 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from draftheads.bench.table_paths import table_path
 from draftheads.checkpoints.registry import check_head
 from draftheads.errors import DataError
 from draftheads.models.chat_template import read_template
@@ -14,9 +13,9 @@ from draftheads.models.model_names import check_model
 from draftheads.utils.files import user_path
 
 # options by their names, which mean the same in every command
-_MODELS = ("model", "draft_model", "original_model")
+_MODELS = ("model", "draft_model")
 _HEADS = ("head", "heads", "start_from")
-_INPUTS = ("prompts", "data", "text", "documents", "json_schema", "judge_prompts", "costs")
+_INPUTS = ("prompts", "data", "text", "documents", "json_schema", "costs")
 
 
 def check_names(given: Iterable[tuple[str, Any]]) -> None:
@@ -31,8 +30,6 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             check_model(value)
         elif name == "chat_template":
             read_template(value)
-        elif name == "table" and value is not None:
-            table_path(value)
     model = dict(pairs).get("model") or SMOLLM2_135M.name
     for name, value in [] if ("resume", True) in pairs else pairs:  # its head may be gone
         if name in _HEADS and value is not None:

@@ -62,9 +62,6 @@ COMMANDS = {
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.PushOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.ReportOptions"),
-    "reproduce": Command(
-        "rebuild a table or figure of a paper for your model", "bench.options.ReproduceOptions", continues=True
-    ),
     "serve": Command(
         "serve a model to many users, with OpenAI's HTTP interface",
         "serve.options.ServeOptions",

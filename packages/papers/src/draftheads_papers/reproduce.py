@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.bench.compare import Comparison, compare_heads
-from draftheads.bench.paper_tables import (
+from draftheads.bench.settings import MIN_PROMPTS, BenchSettings
+from draftheads.bench.table import Row, copies_note
+from draftheads.bench.timing import PLAIN
+from draftheads.data.records import Record, read_suite, select
+from draftheads.errors import InvalidSettings
+from draftheads.utils.counts import counted
+from draftheads.utils.progress import Progress
+from draftheads.utils.provenance import machine_in_words, provenance
+from draftheads_papers.measures import measures_of
+from draftheads_papers.paper_tables import (
     BASELINES,
     Block,
     Cells,
@@ -20,15 +29,7 @@ from draftheads.bench.paper_tables import (
     intervals_of,
     markdown_of,
 )
-from draftheads.bench.settings import MIN_PROMPTS, BenchSettings
-from draftheads.bench.studies import FEW_TOKENS, Budget, Variant, own_chats, own_text, train_variants
-from draftheads.bench.table import Row, copies_note
-from draftheads.bench.timing import PLAIN
-from draftheads.data.records import Record, read_suite, select
-from draftheads.errors import InvalidSettings
-from draftheads.utils.counts import counted
-from draftheads.utils.progress import Progress
-from draftheads.utils.provenance import machine_in_words, provenance
+from draftheads_papers.studies import FEW_TOKENS, Variant, own_chats, own_text, train_variants
 
 _ON_A_CPU = """\
 × plain is about tokens/step divided by overhead. A GPU verifies 64 nodes in nearly the time of one token: it waits for
@@ -65,16 +66,13 @@ def reproduce(
     heads: Sequence[str] = (),
     *,
     out: Path,
-    budget: Budget,
     progress: Progress,
+    data: Sequence[Path] = (),
+    train: Mapping[str, Any] | None = None,
     quick: bool = False,
     prompts: str | None = None,
-    categories: Sequence[str] = (),
     limit: int | None = None,
-    draft_model: str | None = None,
     quality: Sequence[Any] = (),
-    original_model: str | None = None,
-    **load_options: Any,
 ) -> Reproduction:
     """Rebuilds a table.
 
@@ -83,27 +81,23 @@ def reproduce(
         model: a name, a folder or a Hugging Face id.
         heads: in place of the table's. Variants of a table are trained instead.
         out: the folder of trained variants.
-        budget: on how much they are trained.
         progress: receives each stage.
+        data: chats on which variants are trained.
+        train: settings of training for all variants, such as ``max_tokens``, ``epochs`` and ``text``.
         quick: bounded work: few questions, short answers, few values of each setting, little training.
         prompts: questions in place of the table's.
-        categories: of these questions, by the names in their file; in place of the table's.
         limit: questions of each category.
-        draft_model: a smaller model, for tables that compare one.
-        quality: measures of the answers.
-        original_model: as for :func:`draftheads.compare_heads`.
-        load_options: as for :func:`draftheads.load`.
+        quality: names of measures in place of the table's.
     """
+    measures = measures_of(quality or table.quality, table.judge)  # raises what would fail after hours
     variants: list[Variant] = []
     if table.variants:
-        if not budget.data and quick:
-            chats = own_chats(model, out / "chats.jsonl", budget.max_tokens or FEW_TOKENS, progress, **load_options)
-            most, epochs = budget.max_tokens or FEW_TOKENS, budget.epochs or 1
-            text = budget.text or ((own_text(out / "text.jsonl"),) if table.has_text_stage else ())
-            budget = replace(budget, data=(chats,), text=text, max_tokens=most, epochs=epochs)
-        elif not budget.data:
+        if not data and not quick:
             raise InvalidSettings(f"{table.name} trains {', '.join(table.variants)}: give --data FILE…, or --quick")
-        variants = train_variants(table, model, out, budget, progress, **(quick_training(table) if quick else {}))
+        budget = {"data": tuple(data), **(train or {})}
+        if quick:
+            budget = quick_budget(table, model, out, budget, progress)
+        variants = train_variants(table, model, out, budget, progress)
     cells: Cells = {}
     intervals: Cells = {}
     finished: list[Comparison] = []
@@ -112,7 +106,7 @@ def reproduce(
         for one in variants:
             cells |= losses_of(one)
     else:
-        questions = questions_of(table, prompts, categories, limit=limit, quick=quick)
+        questions = questions_of(table, prompts, limit=limit, quick=quick)
         for run, task in _announced(table.runs, _tasks(model, heads or table.heads, variants), progress):
             settings = quick_settings(table.settings(run)) if quick else table.settings(run)
             compared = compare_heads(
@@ -120,13 +114,13 @@ def reproduce(
                 task.heads,
                 questions,
                 settings=settings,
-                draft_model=draft_model if table.draft_model else None,
+                draft_model=table.draft_model or None,
                 transformers=table.transformers,
-                quality=quality,
-                original_model=original_model or (model if task.tuned else None),
+                quality=measures,
+                original_model=model if task.tuned else None,
                 keep=True,
                 progress=progress,
-                **load_options,
+                **table.load,
             )
             finished.append(compared)
             record["runs"].setdefault(run, []).append(compared.record)
@@ -142,7 +136,8 @@ def reproduce(
         *_notes(table, finished, quick=quick, has_intervals=any(intervals.values())),
     ]
     for compared in finished:
-        compared.forget()
+        if not compared.record["unmeasured"]:  # else the same command measures what is missing
+            compared.forget()
     record = {
         "format_version": 1,
         "table": table.name,
@@ -170,6 +165,8 @@ def _notes(table: PaperTable, finished: Sequence[Comparison], *, quick: bool, ha
     )
     if has_intervals:
         yield "In square brackets: 95 % bootstrap intervals over the questions."
+    if any(record["unmeasured"] for record in records):
+        yield "Some answers were not judged. They stay saved: the same command asks the judge again."
     if table.measured != "rows":
         return
     yield copies_note(row for compared in finished for row in compared.rows)
@@ -180,12 +177,10 @@ def _notes(table: PaperTable, finished: Sequence[Comparison], *, quick: bool, ha
         yield _ON_A_CPU
 
 
-def questions_of(
-    table: PaperTable, prompts: str | None, categories: Sequence[str], *, limit: int | None, quick: bool
-) -> list[Record]:
+def questions_of(table: PaperTable, prompts: str | None, *, limit: int | None, quick: bool) -> list[Record]:
     """What is asked; in a quick run so many questions of each category that they fill the largest batch."""
     asked = read_suite(prompts or table.prompts)
-    categories = categories or (() if prompts else table.categories)
+    categories = () if prompts else table.categories
     if quick and limit is None:
         sizes = (size for run in table.runs for size in quick_settings(table.settings(run)).batch_sizes)
         limit = -(-max(MIN_PROMPTS, *sizes) // len(categories or {record.category for record in asked}))
@@ -257,9 +252,20 @@ def losses_of(variant: Variant) -> Cells:
     return {**lines, f"{variant.name}, held-out": by_head({"loss": variant.report.losses}, "head")}
 
 
-def quick_training(table: PaperTable) -> dict[str, Any]:
-    small = {"eval_steps": 0, "tree_nodes": 16, "log_steps": 1}
-    return {**small, "text_length": _QUICK_TEXT} if table.has_text_stage else small
+def quick_budget(
+    table: PaperTable, model: str, out: Path, given: Mapping[str, Any], progress: Progress
+) -> dict[str, Any]:
+    """The budget of a quick run: what is not given is small; without chats, those of the model itself."""
+    budget: dict[str, Any] = {"eval_steps": 0, "tree_nodes": 16, "log_steps": 1}
+    if table.has_text_stage:
+        budget["text_length"] = _QUICK_TEXT
+    if not given["data"]:
+        budget |= {"max_tokens": FEW_TOKENS, "epochs": 1}
+        most = given.get("max_tokens", FEW_TOKENS)
+        given = {**given, "data": (own_chats(model, out / "chats.jsonl", most, progress, **table.load),)}
+        if table.has_text_stage and "text" not in given:
+            budget["text"] = (own_text(out / "text.jsonl"),)
+    return {**budget, **given}
 
 
 def quick_settings(settings: BenchSettings) -> BenchSettings:

@@ -1,18 +1,23 @@
 """``draftheads reproduce``: the list of tables, and a table of one's own file."""
 
 import json
+import re
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from cli_world import Run
-from draftheads.bench.table_paths import table_names
+from draftheads_papers import REPRODUCE
+from draftheads_papers.options import table_names
 
 TABLE = """
 title = "Mine"
 source = "me, table 1"
 needs = "nothing"
 heads = ["./hydra"]
+load = { precision = "fp32" }
 columns = "part"
 values = ["speedup", "tokens_per_step", "tokens_per_second"]
 [runs.""]
@@ -25,6 +30,26 @@ hydra = { "all × plain" = 2.5 }
 """
 
 
+def test_its_entry_point_is_the_command() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["draftheads.commands"]["reproduce"].partition(":")
+    assert getattr(import_module(module), name) is REPRODUCE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("medusa-tabel-1", "no table 'medusa-tabel-1'; did you mean medusa-table-1?"),
+        ("./mine.toml", "no table './mine.toml'; `draftheads reproduce` lists them"),
+        ("medusa-figure-7 --train epochs", "--train is 'epochs'; give NAME=VALUE"),
+        ("hydra-figure-5", "hydra-figure-5 trains .*: give --data FILE…, or --quick"),
+    ],
+)
+def test_impossible_commands(run: Run, arguments: str, words: str, tmp_path: Path) -> None:
+    arguments += f" --out {tmp_path}"
+    assert re.search(words, run(["reproduce", *arguments.split()], code=1).err)
+
+
 def test_without_a_table_all_are_listed(run: Run) -> None:
     shown = run(["reproduce"]).out
     assert all(name in shown for name in table_names())
@@ -32,15 +57,11 @@ def test_without_a_table_all_are_listed(run: Run) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_a_table_is_written_and_shown_whole(
-    here: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, parts: int
-) -> None:
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_table_is_written_and_shown_whole(here: Path, run: Run, parts: int) -> None:
     (here / "mine.toml").write_text(TABLE)
     lines = [{"prompt": f"{'a dog' if n % 2 else 'fog'} {n}", "category": f"kind {n % parts}"} for n in range(4)]
     (here / "four.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    command = ["reproduce", "./mine.toml", "--model", "./model", "--prompts", "four.jsonl", "--precision", "fp32"]
+    command = ["reproduce", "./mine.toml", "--model", "./model", "--prompts", "four.jsonl"]
     shown = run([*command, "--out", "out"]).out
     text = (here / "out" / "table.md").read_text()
     assert "(2.50)" in text or "(2.5)" in text
@@ -58,6 +79,7 @@ title = "Candidates"
 source = "MLP Speculator, table 0"
 needs = "nothing"
 heads = ["./hydra"]
+load = { precision = "fp32" }
 rows = ["name", "num_nodes", "prompt_tokens"]
 columns = "batch_size"
 values = ["speedup", "tokens_per_second"]
@@ -74,14 +96,11 @@ num_calibration_prompts = 2
 """
 
 
-def test_each_row_is_over_the_plain_decoding_that_is_printed(
-    here: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+def test_each_row_is_over_the_plain_decoding_that_is_printed(here: Path, run: Run) -> None:
     (here / "candidates.toml").write_text(CANDIDATES)
     (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": f"a dog {n}"}) for n in range(4)))
     command = ["reproduce", "./candidates.toml", "--model", "./model", "--prompts", "four.jsonl", "--quick"]
-    shown = run([*command, "--out", "out", "--precision", "fp32"]).out
+    shown = run([*command, "--out", "out"]).out
     record = json.loads((here / "out" / "table.json").read_text())
     assert list(record["cells"]) == [
         f"{way}, prompt {n}" for n in (4, 6) for way in ("plain", "hydra, k = 1", "hydra, k = 3")

@@ -1,25 +1,22 @@
 """``draftheads reproduce``: a table or figure of a paper, for a model and its heads."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
-from draftheads.bench.options import ReproduceOptions
-from draftheads.bench.paper_tables import read_table
-from draftheads.bench.reproduce import reproduce
-from draftheads.bench.studies import Budget
-from draftheads.bench.table_paths import table_names
-from draftheads.cli.bench import measures_of
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.show_comparison import print_lines
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
+from draftheads_papers.options import ReproduceOptions, table_names
+from draftheads_papers.paper_tables import read_table
+from draftheads_papers.reproduce import reproduce
 
 
 def run(options: ReproduceOptions) -> None:
@@ -31,25 +28,19 @@ def run(options: ReproduceOptions) -> None:
     table = read_table(options.table)
     quiet_transformers()
     out = check_writable((options.out or Path(table.name)) / "table.json").parent
-    wanted = options.quality.quality or table.quality
-    measures = measures_of(replace(options.quality, quality=wanted))  # type: ignore[arg-type]
-    budget = options.budget
     with ProgressDisplay(console) as progress:
         found = reproduce(
             table,
             options.model,
             options.heads,
             out=out,
-            budget=Budget(budget.data, budget.text, budget.max_tokens, budget.epochs, _settings(budget.train)),
+            progress=progress,
+            data=options.data,
+            train=_settings(options.train),
             quick=options.quick,
             prompts=options.prompts,
-            categories=options.category,
             limit=options.limit,
-            draft_model=options.draft_model,
-            quality=measures,
-            original_model=options.quality.original_model,
-            progress=progress,
-            **options.load.given(),
+            quality=options.quality,
         )
     write_atomic(out / "table.md", "".join(line + "\n" for line in found.lines).encode())
     write_atomic(out / "table.json", json.dumps(found.record, indent=1, default=str).encode())
@@ -73,9 +64,9 @@ def show_tables(console: Console) -> None:
     console.print("\ndraftheads reproduce TABLE --quick: a short run on the embedded model")
 
 
-def _settings(given: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
+def _settings(given: tuple[str, ...]) -> dict[str, Any]:
     """NAME=VALUE as settings; values are JSON, or texts."""
-    settings = []
+    settings: dict[str, Any] = {}
     for each in given:
         name, equals, text = each.partition("=")
         if not equals:
@@ -84,5 +75,7 @@ def _settings(given: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
             value = json.loads(text)
         except ValueError:
             value = text
-        settings.append((name.replace("-", "_"), value))
-    return tuple(settings)
+        settings[name.replace("-", "_")] = value
+    if "text" in settings:
+        settings["text"] = (Path(settings["text"]),)
+    return settings

@@ -3,22 +3,33 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from string import Formatter
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from openai import (
+    APIConnectionError,
+    APIError,
+    AuthenticationError,
+    DefaultHttpxClient,
+    NotFoundError,
+    OpenAI,
+    OpenAIError,
+    PermissionDeniedError,
+)
 
 from draftheads.bench.quality import Item, Measure, Outcome, Scores
 from draftheads.data.files import at_line, read_values
-from draftheads.errors import DataError, EndpointError
+from draftheads.errors import DataError, EndpointError, InvalidSettings
 from draftheads.utils.files import user_path
 from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.messages import short
-from draftheads.utils.openai_client import CHAT, OPENAI, NoAnswer, OpenAIClient, api_key, origin, said_in
 from draftheads.utils.progress import Progress
 
-_OPENAI_VARIABLE = "OPENAI_API_KEY"
+_OPENAI = "https", "api.openai.com", 443  # the only address that has a key by default
 _RATINGS = re.compile(r"\[\[(\d+(?:\.\d+)?)\]\]"), re.compile(r"\[(\d+(?:\.\d+)?)\]")
 _SYSTEM = """You grade answers of an AI assistant. Consider whether the answer is correct, does what the user asked for,
 and is clear and complete. Give no points for length. Write one or two sentences about the strengths and errors of the
@@ -67,14 +78,13 @@ class Judge(Measure):
 
     Raises:
         DataError: on construction, as :func:`read_judge_prompts`.
-        InvalidSettings: the address is not one of HTTP.
-        MissingDependency: httpx2 is not installed.
+        InvalidSettings: the address is not one of HTTP, or there is no key.
     """
 
     url: str
     model: str | None = None  # its name there; None: the first one that the server lists
     prompts: str | PathLike[str] | None = None  # a file; None: our own prompts
-    api_key_env: str | None = None  # variable with the key; None: OPENAI_API_KEY, for that address alone
+    api_key_env: str | None = None  # variable with the key; None: OPENAI_API_KEY, for OpenAI's address alone
     parallel: int = 8
     name = "judge"
     unit = "of 10"
@@ -82,21 +92,21 @@ class Judge(Measure):
 
     def __post_init__(self) -> None:
         self._prompts = DEFAULT_PROMPTS if self.prompts is None else read_judge_prompts(self.prompts)
-        variable, at_openai = self.api_key_env, origin(self.url, "--judge") == OPENAI
-        if variable is None and at_openai and _OPENAI_VARIABLE in os.environ:
-            variable = _OPENAI_VARIABLE
-        self._client = OpenAIClient(self.url, "--judge", self.model or "", api_key(variable), retries=3)
+        self._client = OpenAI(
+            base_url=_with_root(self.url),
+            api_key=_key_for(self.url, self.api_key_env),
+            max_retries=3,
+            http_client=DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
+        )
 
     def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
         """If the server cannot be reached, all items without a rating have the same problem."""
-        self._down = ""  # why the server is not asked any more
-        with replace(self._client) as self._server:  # without the model of the last call
-            try:
-                if not self.model:
-                    self._server.connect()
-            except EndpointError as error:
-                self._down = str(error)
-            return super().__call__(items, progress)
+        self._down, self.made_by = "", self.model or ""
+        try:
+            self.made_by = self.made_by or self._client.models.list().data[0].id
+        except (OpenAIError, LookupError, TypeError, AttributeError) as error:
+            self._down = self._refusal(error)  # why the server is not asked any more
+        return super().__call__(items, progress)
 
     def score(self, item: Item) -> Outcome:
         try:
@@ -119,7 +129,6 @@ class Judge(Measure):
             raise DataError(f"the judge has no prompt for turn {turn + 1}, or the turn has no answer")
         prompt = max(fitting, key=lambda prompt: len(prompt.fields))  # with references, if there are any
         asked = {"system": prompt.system, "user": prompt.template.format(**known)}
-        self.made_by = self._server.model
         if self.folder is None or not self.made_by:  # it does not answer, and it is unknown whose ratings were saved
             return self._ask(asked)
         key = identity_digest([self.url, self.made_by, asked])
@@ -128,13 +137,45 @@ class Judge(Measure):
     def _ask(self, asked: Mapping[str, str]) -> float:
         if self._down:
             raise EndpointError(self._down)
-        messages = [{"role": role, "content": text} for role, text in asked.items()]
-        body: dict[str, Any] = {"model": self._server.model, "messages": messages, "max_tokens": 2048, "temperature": 0}
+        messages: Any = [{"role": role, "content": text} for role, text in asked.items()]
+        create = self._client.chat.completions.create
         try:
-            text = self._server.post(CHAT, body, lambda found, _: "".join(said_in(found["choices"][0])))
-        except NoAnswer as error:
+            answer = create(model=self.made_by, messages=messages, max_tokens=2048, temperature=0)
+            text = answer.choices[0].message.content or ""
+        except (APIConnectionError, AuthenticationError, PermissionDeniedError, NotFoundError) as error:
+            raise EndpointError(self._refusal(error)) from None
+        except APIError as error:
             raise DataError(f"the judge did not answer: {error}") from None
+        except (LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"the judge did not answer with a completion ({type(error).__name__}: {error})") from None
         return rating_of(text)
+
+    def _refusal(self, error: Exception) -> str:
+        cause = error.__cause__ or error
+        return f"the judge at {self.url} cannot be asked: {cause}; check its address, its model and api_key_env"
+
+
+def _with_root(url: str) -> str:
+    """The address that requests are made from: with /v1 where it has no path."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
+    except ValueError:
+        pass
+    raise InvalidSettings(f"the judge's url is {url!r}; give an address such as http://127.0.0.1:8000/v1")
+
+
+def _key_for(url: str, variable: str | None) -> str:
+    """The key for an address: of the variable that is named for it; by default only OpenAI has one."""
+    parts = urlsplit(url)
+    if variable is None and (parts.scheme, parts.hostname, parts.port or 443) == _OPENAI:
+        variable = "OPENAI_API_KEY"
+    if variable is None:
+        return "none"
+    if key := os.environ.get(variable):
+        return key
+    raise InvalidSettings(f"the judge's key is in {variable!r}, but this environment variable is not set: export it")
 
 
 def rating_of(text: str) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftheads.bench.paper_tables import PaperTable
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.loading import load
@@ -19,21 +18,11 @@ from draftheads.train.run import train
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
 from draftheads.utils.progress import Progress
+from draftheads_papers.paper_tables import PaperTable
 
 _TIMES = 3  # sampled answers to each prompt, besides the greedy one
 _ANSWER_TOKENS = 64
 FEW_TOKENS = 3000  # of text in a quick study
-
-
-@dataclass(frozen=True)
-class Budget:
-    """On how much each variant is trained."""
-
-    data: tuple[Path, ...] = ()
-    text: tuple[Path, ...] = ()
-    max_tokens: int | None = None
-    epochs: int | None = None
-    settings: tuple[tuple[str, Any], ...] = ()  # further settings of training
 
 
 @dataclass(frozen=True)
@@ -47,14 +36,14 @@ class Variant:
 
 
 def train_variants(
-    table: PaperTable, model: str, out: Path, budget: Budget, progress: Progress, **more: Any
+    table: PaperTable, model: str, out: Path, budget: Mapping[str, Any], progress: Progress
 ) -> list[Variant]:
-    """Trains all variants of a table; what was trained before is not trained again."""
+    """Trains all variants of a table on a budget, see :func:`options_of`; what was trained is not trained again."""
     found: list[Variant] = []
     for number, (name, changes) in enumerate(table.variants.items(), 1):
         progress.stage(f"variant {number} of {len(table.variants)}: {name}")
         folder = out / folder_name(name)
-        options = options_of({**table.shared, **changes}, model, folder, budget, **more)
+        options = options_of({**table.shared, **changes}, model, folder, budget)
         start = changes.get("after")  # the heads of another variant
         if start is not None:
             heads = next(variant.head for variant in found if variant.name == start)
@@ -66,22 +55,23 @@ def train_variants(
     return found
 
 
-def options_of(changes: Mapping[str, Any], model: str, out: Path, budget: Budget, **more: Any) -> TrainOptions:
+def options_of(changes: Mapping[str, Any], model: str, out: Path, budget: Mapping[str, Any]) -> TrainOptions:
     """The options of one variant: of its recipe, its own, and the budget's, which count most.
 
     ``changes`` are options of training, and may have ``joint`` (the model is tuned, too), ``after`` (another variant,
-    with whose heads it begins) and ``only_text`` (the budget's chats are left out).
+    with whose heads it begins) and ``only_text`` (the budget's chats are left out). ``budget`` has the options that all
+    variants share, such as ``data``, ``text`` and ``epochs``.
     """
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     settings.pop("after", None)
+    given = {"model": model, "out": out, "resume": True, **budget}
     only_text = settings.pop("only_text", False)
-    given = {"model": model, "out": out, "resume": True, "data": budget.data, **more}
-    if budget.text and not settings.get("joint"):
-        given["text"] = budget.text
-        given["data"] = () if only_text else budget.data
-    given |= {name: value for name in ("max_tokens", "epochs") if (value := getattr(budget, name)) is not None}
+    if settings.get("joint"):
+        given.pop("text", None)
+    elif only_text and given.get("text"):
+        given["data"] = ()
     recipe = defaults_from({**given, **settings})
-    return TrainOptions.of(**{**recipe, **settings, **given, **dict(budget.settings)})
+    return TrainOptions.of(**{**recipe, **settings, **given})
 
 
 def own_chats(model: str, path: Path, num_tokens: int, progress: Progress, **load_options: Any) -> Path:

@@ -9,24 +9,18 @@ import pytest
 
 from draftheads import heads
 from draftheads.bench.contenders import DRAFT_MODEL
-from draftheads.bench.paper_tables import (
-    Cells,
-    PaperTable,
-    blocks_of,
-    cells_of,
-    drafting_cells,
-    read_table,
-)
-from draftheads.bench.quality import Agreement, Perplexity, Rouge
-from draftheads.bench.reproduce import _MT_BENCH, _with_our_category
+from draftheads.bench.quality import Agreement, Perplexity
 from draftheads.bench.settings import MIN_PROMPTS, Point, Variant
-from draftheads.bench.studies import Budget, folder_name, options_of
 from draftheads.bench.table import ALL, NUMBERS, Row
-from draftheads.bench.table_paths import table_names
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.registry import zoo_heads
 from draftheads.data.records import Record, read_suite, select
 from draftheads.loading import UNTRAINED
+from draftheads_papers.measures import Rouge
+from draftheads_papers.options import table_names
+from draftheads_papers.paper_tables import Cells, PaperTable, blocks_of, cells_of, drafting_cells, read_table
+from draftheads_papers.reproduce import _MT_BENCH, _with_our_category
+from draftheads_papers.studies import folder_name, options_of
 
 EXPECTED = {
     *(f"medusa-{part}" for part in ("table-1", "table-2", "figure-4b", "figure-6", "figure-7")),
@@ -51,7 +45,8 @@ def test_all_tables_are_there():
 
 def heads_of(table: PaperTable) -> list[str]:
     """Names of rows besides plain decoding."""
-    return [*(table.variants or table.heads), *([DRAFT_MODEL] if table.draft_model else [])]
+    published = {name for rows in table.published.values() for name in rows}
+    return [*(table.variants or table.heads), *({DRAFT_MODEL} & published)]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -80,8 +75,8 @@ def test_variants_have_possible_settings(name: str, tmp_path: Path):
     seen: set[str] = set()
     settings: list[dict[str, Any]] = []
     for variant, changes in table.variants.items():
-        text = (Path("text.jsonl"),) if table.has_text_stage else ()
-        budget = Budget(data=(Path("chats.jsonl"),), text=text, max_tokens=1000)
+        budget: dict[str, Any] = {"data": (Path("chats.jsonl"),), "max_tokens": 1000}
+        budget |= {"text": (Path("text.jsonl"),)} if table.has_text_stage else {}
         options = options_of({**table.shared, **changes}, "smollm2-135m", tmp_path, budget)
         assert options.joint == changes.get("joint", False)
         if "after" in changes:
@@ -102,7 +97,7 @@ def test_variants_have_possible_settings(name: str, tmp_path: Path):
 def test_variants_of_an_ablation_are_trained_alike(name: str, shared: dict[str, Any], tmp_path: Path):
     table = read_table(name)
     for changes in table.variants.values():
-        budget = Budget(data=(Path("chats.jsonl"),))
+        budget = {"data": (Path("chats.jsonl"),)}
         settings = options_of({**table.shared, **changes}, "smollm2-135m", tmp_path, budget).flat()
         assert shared.items() <= settings.items()
 

@@ -1,6 +1,7 @@
 """Tables as data, of the papers and one of our own: what is trained and measured, and the published numbers beside it.
 
-A table is a TOML file in ``assets/tables``; its fields are those of :class:`PaperTable`. Adding one needs no code.
+A table is a TOML file in ``tables``; its fields are those of :class:`PaperTable`. Adding one needs no code. A file with
+``extends = "medusa-table-1"`` has all fields of that table but those that it names.
 """
 
 import re
@@ -13,11 +14,11 @@ from typing import Any, Literal, get_args
 from draftheads.bench.quality import Agreement
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import ALL, NUMBERS, Interval, Row, markdown_table, setting_in_words
-from draftheads.bench.table_paths import table_path
 from draftheads.bench.timing import PLAIN
 from draftheads.errors import DataError
 from draftheads.heads import head_methods
 from draftheads.train.recipes import RECIPES
+from draftheads_papers.options import table_path
 
 Measured = Literal["rows", "drafting", "accuracy", "losses"]
 Cells = dict[str, dict[str, Any]]  # numbers by row and column
@@ -40,9 +41,11 @@ class PaperTable:
     prompts: str = "tasks"
     categories: tuple[str, ...] = ()
     runs: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})  # settings of each comparison
-    draft_model: bool = False  # whether a smaller model is compared, too, if one is given
+    draft_model: str = ""  # a smaller model that is compared, too
     transformers: bool = False  # whether transformers is compared, too
     quality: tuple[str, ...] = ()
+    judge: Mapping[str, Any] = field(default_factory=dict)  # arguments of Judge
+    load: Mapping[str, Any] = field(default_factory=dict)  # of draftheads.load, such as precision
     measured: Measured = "rows"  # what the cells are from: a comparison, times of drafting, accuracy or losses by head
     rows: tuple[str, ...] = ("name",)  # what names a row: name, run, or settings such as tree
     columns: str = "values"  # what names a column: part, a setting such as epsilon, or values
@@ -85,6 +88,8 @@ def read_table(name: str) -> PaperTable:
     path = table_path(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
+        if "extends" in values:
+            values = {**tomllib.loads(table_path(values.pop("extends")).read_text(encoding="utf-8")), **values}
         known = {each.name: each.type for each in fields(PaperTable)}
         if unknown := next((key for key in values if key not in known), None):
             raise DataError(f"unknown field {unknown!r}; a table has {', '.join(known)}", path=path)

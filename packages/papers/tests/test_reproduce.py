@@ -10,24 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from draftheads.bench import reproduce as reproduce_module
-from draftheads.bench.paper_tables import (
-    PaperTable,
-    blocks_of,
-    cells_of,
-    intervals_of,
-    markdown_of,
-    read_table,
-)
-from draftheads.bench.reproduce import _top, _with_our_category, losses_of, questions_of, quick_settings, reproduce
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.studies import Budget, Variant, options_of
 from draftheads.bench.table import Row
-from draftheads.bench.table_paths import table_names
 from draftheads.data.records import Record
 from draftheads.data.texts import read_texts
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.utils.progress import NoProgress
+from draftheads_papers import reproduce as reproduce_module
+from draftheads_papers.options import table_names
+from draftheads_papers.paper_tables import PaperTable, blocks_of, cells_of, intervals_of, markdown_of, read_table
+from draftheads_papers.reproduce import _top, _with_our_category, losses_of, questions_of, quick_settings, reproduce
+from draftheads_papers.studies import Variant, options_of
 from fake_progress import FakeProgress
 from training_world import chat_model, counting_chats, write_chats
 
@@ -178,6 +171,12 @@ def test_a_bad_file_is_an_error_that_names_it(tmp_path: Path, text: str, error: 
         read_table(str(tmp_path / "bad.toml"))
 
 
+def test_a_table_of_ones_own_can_extend_another(tmp_path: Path):
+    (tmp_path / "mine.toml").write_text('extends = "medusa-figure-7"\nquality = ["judge"]\njudge = {url = "http://x"}')
+    mine, other = read_table(str(tmp_path / "mine.toml")), read_table("medusa-figure-7")
+    assert mine == replace(other, name="mine", quality=("judge",), judge={"url": "http://x"})
+
+
 def test_a_misspelt_table_is_an_error_with_a_hint():
     with pytest.raises(InvalidSettings, match="no table 'hydra-tabel-2'; did you mean hydra-table-2"):
         read_table("hydra-tabel-2")
@@ -204,6 +203,7 @@ STUDY = replace(
     TABLE,
     values=("speedup", "tokens_per_step", "agreement"),
     quality=("agreement",),
+    load={"precision": "fp32"},
     shared={"num_heads": 2, "draft_vocab_size": 0, "num_layers": 1},
     variants={
         "one": {"method": "medusa"},
@@ -214,15 +214,13 @@ STUDY = replace(
 
 
 def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
-    budget = Budget(data=(folder / "chats.jsonl",), max_tokens=600, epochs=1, settings=(("eval_steps", 0),))
-
+    train = {"max_tokens": 600, "epochs": 1, "eval_steps": 0}
     progress = FakeProgress()
 
     def run() -> Any:
         return reproduce(
-            STUDY, str(folder / "model"), out=tmp_path, budget=budget, progress=progress,
-            prompts=str(folder / "questions.jsonl"), quality=["agreement"], precision="fp32",
+            STUDY, str(folder / "model"), out=tmp_path, data=(folder / "chats.jsonl",), train=train,
+            progress=progress, prompts=str(folder / "questions.jsonl"),
         )  # fmt: skip
 
     originals: list[Any] = []
@@ -263,19 +261,18 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
     assert (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns == weights, "nothing is trained again"
 
 
-def test_losses_and_accuracy_have_a_column_for_each_head(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
-    more_settings = (("log_steps", 1), ("batch_tokens", 64))
-    budget = Budget(data=(folder / "chats.jsonl",), max_tokens=600, epochs=2, settings=more_settings)
+def test_losses_and_accuracy_have_a_column_for_each_head(folder: Path, tmp_path: Path):
+    train = {"max_tokens": 600, "epochs": 2, "log_steps": 1, "batch_tokens": 64}
     table = replace(STUDY, variants={"one": {"method": "medusa"}}, measured="losses")
-    more: dict[str, Any] = {"out": tmp_path, "budget": budget, "progress": NoProgress()}
+    more: dict[str, Any] = {"out": tmp_path, "data": (folder / "chats.jsonl",), "train": train}
+    more["progress"] = NoProgress()
     cells = reproduce(table, str(folder / "model"), **more).record["cells"]
     assert {name for row in cells.values() for name in row} == {"loss head 1", "loss head 2"}
     *during, last = cells
     assert last == "one, held-out"
     assert len(during) >= 3
     assert cells[during[0]]["loss head 1"] > cells[during[-1]]["loss head 1"]
-    more |= {"prompts": str(folder / "questions.jsonl"), "precision": "fp32"}
+    more["prompts"] = str(folder / "questions.jsonl")
     runs = {"": {**STUDY.runs[""], "trees": ["static"]}}
     cells = reproduce(replace(table, measured="accuracy", runs=runs), str(folder / "model"), **more).record["cells"]
     assert cells["one"].keys() == {f"top-{k} head {head}" for k in (1, 5) for head in (1, 2)}
@@ -284,33 +281,28 @@ def test_losses_and_accuracy_have_a_column_for_each_head(folder: Path, tmp_path:
     assert cells["one"].keys() == {"prefix", "head 1", "head 2"}
 
 
-def test_a_quick_run_trains_on_the_model_s_own_answers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+def test_a_quick_run_trains_on_the_model_s_own_answers(folder: Path, tmp_path: Path):
     table = replace(STUDY, variants={"one": {"method": "medusa"}})
     more: dict[str, Any] = {"out": tmp_path, "progress": NoProgress(), "prompts": str(folder / "questions.jsonl")}
     with pytest.raises(InvalidSettings, match="mine trains one: give --data FILE…, or --quick"):
-        reproduce(table, str(folder / "model"), budget=Budget(), **more)
-    found = reproduce(table, str(folder / "model"), budget=Budget(), quick=True, limit=2, precision="fp32", **more)
+        reproduce(table, str(folder / "model"), **more)
+    found = reproduce(table, str(folder / "model"), quick=True, limit=2, **more)
     assert (tmp_path / "chats.jsonl").is_file()
     assert found.record["cells"]["one"]["tokens/step"] >= 1
     assert found.record["quick"]
 
 
 def test_a_quick_run_in_two_stages_begins_with_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    given: list[Budget] = []
+    given: list[dict[str, Any]] = []
     chats = tmp_path / "chats.jsonl"
     chats.touch()
-    settings: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        reproduce_module, "train_variants", lambda *args, **more: (given.append(args[3]), settings.append(more), [])[2]
-    )
-    for name in ("ibm-figure-2", "hydra-figure-5", "ibm-figure-2"):
-        budget = Budget(text=(chats,)) if len(given) == 2 else Budget()
-        more: dict[str, Any] = {"out": tmp_path, "budget": budget, "progress": NoProgress(), "quick": True}
-        reproduce(replace(read_table(name), measured="losses"), "nowhere", **more)
+    monkeypatch.setattr(reproduce_module, "train_variants", lambda *args: (given.append(args[3]), [])[1])
+    for name, train in (("ibm-figure-2", {}), ("hydra-figure-5", {}), ("ibm-figure-2", {"text": (chats,)})):
+        table = replace(read_table(name), measured="losses")
+        reproduce(table, "nowhere", out=tmp_path, train=train, progress=NoProgress(), quick=True)
     own = tmp_path / "text.jsonl"
-    assert [each.text for each in given] == [(own,), (), (chats,)]
-    assert [each.get("text_length") for each in settings] == [256, None, 256], "a few blocks, some of them held out"
+    assert [each.get("text") for each in given] == [(own,), None, (chats,)]
+    assert [each.get("text_length") for each in given] == [256, None, 256], "a few blocks, some of them held out"
     texts = [text for text, _ in read_texts(own)]
     assert len(texts) > 100
     assert all(texts)
@@ -327,35 +319,34 @@ def test_spec_bench_s_categories_have_our_names_unless_the_table_has_theirs():
 
 
 def test_questions_of_some_categories():
-    def asked(table: PaperTable, *categories: str, **more: Any) -> list[str]:
-        found = questions_of(table, None, categories, **{"limit": 1, "quick": False, **more})
+    def asked(table: PaperTable, **more: Any) -> list[str]:
+        found = questions_of(table, **{"prompts": None, "limit": 1, "quick": False, **more})
         return [question.category for question in found]
 
     maths = replace(TABLE, categories=("maths",))
     assert asked(maths) == ["maths"]
-    assert sorted(asked(maths, "chat", "retrieval")) == ["chat", "retrieval"]
+    assert len(asked(maths, prompts="tasks")) == 6, "of other prompts, all"
     assert len(asked(maths, limit=None, quick=True)) == 3, "for an interval"
     batches = replace(maths, runs={"": {"batch_sizes": [1, 2, 8]}})
     assert len(asked(batches, limit=None, quick=True)) == 8, "they fill the largest batch"
 
 
 def test_a_model_without_bundled_heads_needs_heads(folder: Path, tmp_path: Path):
-    table, budget = replace(TABLE, heads=("medusa",)), Budget()
     with pytest.raises(ModelNotFound, match="no head 'medusa' for "):
-        reproduce(table, str(folder / "model"), out=tmp_path, budget=budget, progress=NoProgress())
+        reproduce(replace(TABLE, heads=("medusa",)), str(folder / "model"), out=tmp_path, progress=NoProgress())
 
 
 def test_options_of_a_variant_are_its_recipe_s_its_own_and_the_budget_s(tmp_path: Path):
-    budget = Budget(data=(Path("chats.jsonl"),), max_tokens=99, settings=(("batch_tokens", 512),))
+    budget: dict[str, Any] = {"data": (Path("chats.jsonl"),), "max_tokens": 99, "batch_tokens": 512}
     changes = {"recipe": "medusa-2", "joint": True, "heads_first": 0.0, "epochs": 7}
     options = options_of(changes, "smollm2-135m", tmp_path, budget)
     assert options.joint
     flat = options.flat()
     assert (flat["lora_alpha"], flat["heads_first"], flat["epochs"]) == (16, 0.0, 7)
     assert (flat["max_tokens"], flat["batch_tokens"], flat["resume"]) == (99, 512, True)
-    assert options_of(changes, "smollm2-135m", tmp_path, replace(budget, epochs=2)).flat()["epochs"] == 2
-    both = replace(budget, text=(Path("text.txt"),))
-    for only_text, data in ((True, ()), (False, budget.data)):
+    assert options_of(changes, "smollm2-135m", tmp_path, {**budget, "epochs": 2}).flat()["epochs"] == 2
+    both = {**budget, "text": (Path("text.txt"),)}
+    for only_text, data in ((True, ()), (False, budget["data"])):
         changes = {"recipe": "mlp-speculator", "only_text": only_text}
         flat = options_of(changes, "smollm2-135m", tmp_path, both).flat()
-        assert (flat["text"], flat["data"]) == (both.text, data)
+        assert (flat["text"], flat["data"]) == (both["text"], data)

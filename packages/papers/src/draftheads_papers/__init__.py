@@ -1,0 +1,11 @@
+"""Tables and figures of papers on draft heads, rebuilt for a model and its heads; the command ``reproduce``."""
+
+from draftheads.cli.main import Command
+
+REPRODUCE = Command(
+    "rebuild a table or figure of a paper for your model",
+    "draftheads_papers.options.ReproduceOptions",
+    continues=True,
+    module="draftheads_papers.command",
+    first="table",
+)

@@ -1,0 +1,60 @@
+"""Options of ``reproduce``, and where the tables are. The sentence under a field is its help."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftheads.errors import InvalidSettings, close_name
+from draftheads.utils.files import user_path
+
+MeasureName = Literal["agreement", "perplexity", "rouge", "gsm8k", "judge"]
+_FOLDER = Path(__file__).with_name("tables")
+
+
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """Rebuild a table or figure of a paper for a model and its heads, beside the published numbers.
+
+    Without a table, all of them are listed with what they need. An interrupted run continues with the same command. A
+    file of your own (.toml) can extend a table and change any of its fields.
+    """
+
+    table: str | None = None
+    """The table: a name, or your own file (.toml)."""
+    model: str = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    heads: tuple[str, ...] = ()
+    """Draft heads in place of the table's."""
+    quick: bool = False
+    """A short run. One question of each category, short answers, at most three values of each setting, and training on
+    3,000 tokens of the model's own answers if there is no --data."""
+    prompts: str | None = None
+    """Questions in place of our own, as for `bench`. The papers use MT-Bench and Spec-Bench."""
+    limit: int | None = None
+    """Use only the first LIMIT questions of each category."""
+    data: tuple[Path, ...] = ()
+    """Chats to train on, for tables that train heads."""
+    train: tuple[str, ...] = ()
+    """Settings of training for all heads. NAME=VALUE, such as max_tokens=100000, epochs=2 or text=FILE."""
+    quality: tuple[MeasureName, ...] = ()
+    """Measures of the answers in place of the table's."""
+    out: Path | None = None
+    """Folder for trained heads, table.md and table.json. Default: the name of the table."""
+
+    def __post_init__(self) -> None:
+        if self.table is not None:
+            table_path(self.table)  # raises before anything slow is imported
+
+
+def table_names() -> list[str]:
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def table_path(name: str) -> Path:
+    """The file of a table by its name, or one's own; InvalidSettings if there is none."""
+    path = _FOLDER / f"{name}.toml" if name in table_names() else user_path(name)
+    if not path.is_file():
+        close = close_name(name, table_names())
+        hint = f"did you mean {close}?" if close else "`draftheads reproduce` lists them"
+        raise InvalidSettings(f"no table {name!r}; {hint}")
+    return path
