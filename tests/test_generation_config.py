@@ -15,8 +15,6 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.token_rules import BatchRules
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import GenerationWarning, UnsupportedModel
-from draftheads.interop.audit.model import ModelReference
-from draftheads.interop.audit.settings import AuditSettings
 from draftheads.interop.transformers import custom_generate
 from draftheads.loading import load
 from draftheads.models import generation
@@ -24,7 +22,6 @@ from draftheads.models.model import TargetModel
 from draftheads.settings import Grammar, SamplingSettings
 from draftheads.speculation.shapes import BestFirst, Sampled
 from draftheads.speculation.tree import Tree
-from draftheads.utils.progress import NoProgress
 from families import TREES, VOCAB, IntegerTokenizer, PlantedDrafter, tiny_head, tiny_model
 from serve_world import NAME, running, tiny_engines
 from structured_world import EOS, json_tokenizer
@@ -263,19 +260,6 @@ def test_benchmarks_time_the_same_work() -> None:
     for sampling in (SamplingSettings(), SamplingSettings(ignore_eos=True)):
         [stock], [own] = stock_way(model, sampling)(PROMPTS, NEW), engine_way(Engine(model), sampling)(PROMPTS, NEW)
         assert stock.token_ids == own.token_ids
-
-
-def test_an_audit_reads_answers_under_the_configuration() -> None:
-    """The most likely tokens are those of the model with its rules: own answers have no margin."""
-    model = with_config("llama", **RULED, min_length=9)
-    settings = AuditSettings(max_new_tokens=NEW, route="completions")
-    reference = ModelReference(Engine(model), ["abc", "de"], settings)
-    answers = reference.answers(None, NoProgress())
-    for index, answer in enumerate(answers):
-        assert max(reference.margins(index, answer)) < 1e-4
-        assert answer.token_ids is not None
-        context = [*reference.prompt_ids[index], *answer.token_ids[:4]]
-        assert int(reference.next_scores(context).argmax()) == answer.token_ids[4]
 
 
 def test_a_server_answers_as_generate_does() -> None:

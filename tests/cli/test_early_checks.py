@@ -54,8 +54,6 @@ REFUSED = {
     "generate a --model model --head eagle": "Other sizes or another tokenizer than in its training",
     "distill --prompts none.jsonl --out o.jsonl": "none.jsonl: cannot be read",
     "distill --documents none.txt --out o.jsonl": "none.txt: cannot be read",
-    "audit http://127.0.0.1:9 --prompts none.jsonl --baseline http://127.0.0.1:9": "none.jsonl: cannot be read",
-    "audit http://127.0.0.1:9 --prompts chats.jsonl --model ./modle": "./modle",
     "tune model ./medusa --prompts none.jsonl": "none.jsonl: cannot be read",
     "train --method medusa --data chats.jsonl none.jsonl --out out": "none.jsonl: cannot be read",
     "train --joint --model model --head ./hydar --data chats.jsonl --out out": "no head './hydar'",

@@ -37,9 +37,6 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "audit": Command(
-        "check whether a server's speculative decoding is lossless", "interop.audit.settings.AuditOptions", error_code=2
-    ),
     "bench": Command(
         "compare draft heads, and drafters without a head",
         "bench.options.BenchOptions",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftheads.interop.audit.server import Answer, Outcome, Place
+from draftheads_audit.server import Answer, Outcome, Place
 
 _ROUNDING = 0.01  # nats, by which the log-probability of a server's chosen token may be off
 

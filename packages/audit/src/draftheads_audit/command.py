@@ -1,32 +1,29 @@
 """``draftheads audit``: checks a server, and prints what was found."""
 
-import json
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.cli.progress_display import ProgressDisplay, error_console
+from draftheads import load
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
 from draftheads.data.records import TextPrompt, prompts_in
 from draftheads.errors import DataError
-from draftheads.interop.audit.compare import Comparison, Kind
-from draftheads.interop.audit.model import ModelReference, text_of
-from draftheads.interop.audit.report import GreedyRow, Report, SampledSide, SeededRow
-from draftheads.interop.audit.run import Audit, json_problem
-from draftheads.interop.audit.server import Drafting, Server
-from draftheads.interop.audit.settings import DEFAULT_SCHEMA, AuditOptions, AuditSettings
-from draftheads.loading import load
-from draftheads.settings import Grammar
-from draftheads.utils.openai_client import OpenAIClient, api_key, origin
-from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import provenance
+from draftheads_audit.compare import Comparison, Kind
+from draftheads_audit.model import ModelReference
+from draftheads_audit.options import NUM_EXAMPLES, NUM_PARALLEL, AuditOptions
+from draftheads_audit.report import GreedyRow, Report, SampledSide, SeededRow
+from draftheads_audit.run import Audit
+from draftheads_audit.server import Drafting, Server, origin
 
 _BEFORE, _AFTER = 40, 60  # characters that are shown around a difference
 _EXIT_CODES = {"lossless": 0, "wrong": 1, "undecided": 2}
@@ -35,71 +32,55 @@ _EXIT_CODES = {"lossless": 0, "wrong": 1, "undecided": 2}
 def run(options: AuditOptions) -> int:
     """Audits and prints; returns the exit status of the verdict."""
     check_json_path(options.json)
-    prompts = _prompts(options)
+    prompts = _prompts(options.prompts)
     quiet_transformers()
-    with ProgressDisplay(error_console(), transient=True) as progress:
-        report = _audit(options, prompts, progress)
+    with (
+        ExitStack() as stack,
+        Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars,
+    ):
+        servers = [stack.enter_context(closing(server)) for server in _servers(options)]
+
+        def stage(what: str, total: int) -> Callable[[], object]:
+            return partial(bars.advance, bars.add_task(what, total=total))
+
+        load_model = None if options.model is None else partial(_model, options, options.model)
+        report = Audit(servers, load_model, prompts, options, stage).run()
     if options.json != "-":
-        _show(Console(highlight=False), report, prompts, num_examples=options.examples)
+        _show(Console(highlight=False), report, prompts)
     write_json(options.json, {**report.record(), "num_prompts": len(prompts), "provenance": provenance()})
     return _EXIT_CODES[report.conclusion()[0]]
 
 
-def _audit(options: AuditOptions, prompts: list[TextPrompt], progress: Progress) -> Report:
-    settings, schema, key = options.settings, _schema(options.json_schema), api_key(options.api_key_env)
-    asked = partial(OpenAIClient, timeout=settings.request_timeout, retries=settings.request_retries)
-    clients = [(asked(options.url, "URL", options.server_name or "", key), options.server_values)]
+def _servers(options: AuditOptions) -> list[Server]:
+    """The one with drafting, and the baseline. One at another address gets no key but its own."""
+    own, other = "AUDIT_API_KEY", "AUDIT_BASELINE_API_KEY"
+    most = options.max_new_tokens
+    servers = [Server(options.url, "URL", key_variable=own, fields=options.server_values, max_new_tokens=most)]
     if (url := options.baseline) is not None:
-        key_option = "--baseline-key-env"
-        if options.baseline_key_env is not None or origin(url, "--baseline") != origin(options.url):
-            key = api_key(options.baseline_key_env, key_option)  # the other key is for the other server
-        client = asked(url, "--baseline", options.baseline_name or "", key, key_option)
-        clients.append((client, options.baseline_values))
-    servers = [Server(client, settings, schema, fields) for client, fields in clients]
-    load_model = None if options.model is None else partial(_model, options, options.model, prompts)
-    with ExitStack() as stack:
-        for server in servers:
-            stack.enter_context(server.client)
-        audit = Audit(servers, load_model, prompts, settings, schema, progress)
-        return audit.run()
+        is_same = origin(url, "--baseline") == origin(options.url) and other not in os.environ
+        key, fields = own if is_same else other, options.baseline_values
+        servers.append(Server(url, "--baseline", key_variable=key, fields=fields, max_new_tokens=most))
+    return servers
 
 
-def _model(options: AuditOptions, name: str, prompts: list[TextPrompt], settings: AuditSettings) -> ModelReference:
-    given = options.load.given()
-    if options.baseline is not None:  # it only scores: in bf16, logits above 16 are multiples of 0.125
-        given = {"precision": "fp32", **given}
-    return ModelReference(load(name, max_batch_size=options.settings.parallel, **given), prompts, settings)
+def _model(options: AuditOptions, name: str, prompts: Sequence[TextPrompt], *, is_chat: bool) -> ModelReference:
+    # one that only scores is in fp32: in bf16, logits above 16 are multiples of 0.125
+    engine = load(name, max_batch_size=NUM_PARALLEL, precision="auto" if options.baseline is None else "fp32")
+    return ModelReference(engine, prompts, max_new_tokens=options.max_new_tokens, is_chat=is_chat)
 
 
-def _prompts(options: AuditOptions) -> list[TextPrompt]:
-    path = options.prompts
-    lines: Iterable[TextPrompt] = _text(path).splitlines() if path.suffix == ".txt" else prompts_in(path)
-    prompts = [line for line in lines if not isinstance(line, str) or line.strip()][: options.limit]
-    if not prompts:
-        raise DataError("holds no prompt", path=path)
-    return [text_of(prompt) for prompt in prompts] if options.settings.route == "completions" else prompts
-
-
-def _schema(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return DEFAULT_SCHEMA
-    text = _text(path)
-    Grammar.json_schema(text)  # raises where it is none
-    schema = json.loads(text)
-    if not isinstance(schema, dict):
-        raise DataError(f"a schema for servers is a JSON object, not {schema!r}", path=path)
-    json_problem("null", schema)  # raises where it is none
-    return schema
-
-
-def _text(path: Path) -> str:
+def _prompts(path: Path) -> list[TextPrompt]:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        lines = path.read_text(encoding="utf-8-sig").splitlines() if path.suffix == ".txt" else prompts_in(path)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read: {error}", path=path) from None
+    prompts = [line for line in lines if not isinstance(line, str) or line.strip()]
+    if not prompts:
+        raise DataError("holds no prompt", path=path)
+    return prompts
 
 
-def _show(console: Console, report: Report, prompts: list[TextPrompt], *, num_examples: int) -> None:
+def _show(console: Console, report: Report, prompts: Sequence[TextPrompt]) -> None:
     """The tables, examples of differences, and the verdict."""
     if report.rows:
         _show_texts(console, report.rows)
@@ -122,7 +103,7 @@ def _show(console: Console, report: Report, prompts: list[TextPrompt], *, num_ex
         headings = ("repeated equal", "baseline equal", "scored tokens", "excess surprise", "baseline surprise", "z")
         _show_table(console, headings, sampled)
     _show_table(console, ("tokens/s", "baseline tokens/s", "ratio", "tokens/ step", "accepted drafts"), speeds)
-    for greedy, comparison in report.examples(num_examples):
+    for greedy, comparison in report.examples(NUM_EXAMPLES):
         _show_example(console, greedy, comparison, prompts)
     for sentence in (*report.notes, *report.conclusion()[1]):
         console.print(sentence, markup=False, soft_wrap=True)
@@ -159,7 +140,7 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _show_example(console: Console, row: GreedyRow, one: Comparison, prompts: list[TextPrompt]) -> None:
+def _show_example(console: Console, row: GreedyRow, one: Comparison, prompts: Sequence[TextPrompt]) -> None:
     """One difference: where it is, and how both texts go on."""
     kind = {"wrong": "WRONG", "unscored": "not scored", "reference-wrong": "reference wrong"}.get(one.kind, one.kind)
     gap = "" if one.gap is None else f", gap {'at least ' * one.is_least}{one.gap:.3f} nats"

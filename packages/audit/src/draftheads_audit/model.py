@@ -1,6 +1,6 @@
 """A model in this process: the answers of plain decoding, and what it thinks of the tokens of servers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -11,14 +11,13 @@ from draftheads.data.records import TextPrompt
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.errors import InvalidSettings
-from draftheads.interop.audit.compare import Score, common_length, gap_by_logprobs
-from draftheads.interop.audit.server import Answer, Place
-from draftheads.interop.audit.settings import AuditSettings
 from draftheads.models.chat_template import special_ids
 from draftheads.models.prompt_text import TokenBytes, token_ids_of
 from draftheads.runners import runner_for
 from draftheads.settings import Grammar, SamplingSettings
-from draftheads.utils.progress import Progress
+from draftheads_audit.compare import Score, common_length, gap_by_logprobs
+from draftheads_audit.options import TEMPERATURE
+from draftheads_audit.server import Answer, Place
 
 # of a generation configuration: what servers may apply to samples where a request leaves it out
 _NEUTRAL: Mapping[str, Any] = {"top_k": 0, "min_p": 0.0}
@@ -41,30 +40,44 @@ class Surprise(NamedTuple):
 
 
 class ModelReference:
-    """Decodes all prompts of an audit plainly, and reads answers. Its engine must have no drafter.
+    """Decodes all prompts of an audit plainly, and reads answers.
+
+    Args:
+        engine: it must have no drafter.
+        prompts: of the audit.
+        max_new_tokens: of each answer.
+        temperature: at which sampled answers are read.
+        is_chat: whether the prompts are chats; else texts are continued.
 
     Raises:
         InvalidPrompt: a prompt is empty or too long for the model.
         InvalidSettings: messages are to be continued as texts.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[TextPrompt], settings: AuditSettings) -> None:
-        self.engine, self.settings = engine, settings
-        if settings.route == "chat":
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[TextPrompt],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = TEMPERATURE,
+        is_chat: bool = True,
+    ) -> None:
+        self.engine, self._max_new_tokens, self._temperature = engine, max_new_tokens, temperature
+        if is_chat:
             self.prompt_ids = [engine.encode(prompt) for prompt in prompts]
         else:
             self.prompt_ids = [engine.encode(token_ids_of(engine.model, text_of(prompt))) for prompt in prompts]
         tokenizer = engine.model.tokenizer
         self._token_bytes, self._special = TokenBytes(tokenizer), special_ids(tokenizer)
 
-    def answers(self, schema: Mapping[str, Any] | None, progress: Progress) -> list[Answer]:
+    def answers(self, schema: Mapping[str, Any] | None, advance: Callable[[], object]) -> list[Answer]:
         """Greedy answers to all prompts, several at the same time; in JSON if there is a schema."""
         grammar = None if schema is None else Grammar.json_schema(schema)
-        requests = self.engine.requests(self.prompt_ids, max_new_tokens=self.settings.max_new_tokens, grammar=grammar)
-        done = 0
+        requests = self.engine.requests(self.prompt_ids, max_new_tokens=self._max_new_tokens, grammar=grammar)
         for event in self.engine.run(requests):
-            done += event.finish_reason is not None
-            progress.progress(done, len(requests))
+            if event.finish_reason is not None:
+                advance()
         return [self._answer(request.result()) for request in requests]
 
     def _answer(self, result: GenerationResult) -> Answer:
@@ -91,7 +104,7 @@ class ModelReference:
         if (read := self._read(index, answer)) is None:
             return None
         logits, ids = read
-        scores = (logits / self.settings.temperature).log_softmax(-1)
+        scores = (logits / self._temperature).log_softmax(-1)
         probs = scores.exp()
         # a probability of 0 adds nothing, though its logarithm is infinite
         terms = torch.where(probs > 0, probs * scores, 0.0)
@@ -131,7 +144,7 @@ class ModelReference:
         if answer.is_cut and not ids:
             return None
         runner = runner_for(self.engine.model)
-        row = runner.open(len(prompt) + self.settings.max_new_tokens)
+        row = runner.open(len(prompt) + self._max_new_tokens)
         [(hidden, _)] = runner.read([row], [[*prompt, *(ids[:-1] if answer.is_cut else ids)]])
         logits = self.engine.model.logits(hidden[len(prompt) - 1 :]).float()
         for place in range(len(logits)):
@@ -143,7 +156,7 @@ class ModelReference:
 
     def _ruled(self, prompt: Sequence[int], context: Sequence[int], logits: Tensor) -> Tensor:
         """The logits (V,) after a prompt and more tokens as the model's generation configuration changes them."""
-        most, rules = self.settings.max_new_tokens, self.engine.generation
+        most, rules = self._max_new_tokens, self.engine.generation
         settings = rules.settings(SamplingSettings(max_new_tokens=most), len(prompt))
         processors: Any = rules.processors(prompt, len(prompt) + most, settings, whole=True)
         scores: Tensor = processors(torch.tensor([list(context)], device=logits.device), logits[None].clone())
@@ -157,7 +170,7 @@ class ModelReference:
         if read is not None and read != own:
             return (
                 f"the server read a prompt of {read} tokens, --model reads {own}: another chat template or tokenizer; "
-                "give the server's template by --chat-template, or use --route completions"
+                "give a folder of the model with the server's template"
             )
         return ""
 

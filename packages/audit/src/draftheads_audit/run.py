@@ -2,40 +2,48 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from draftheads.data.records import TextPrompt
-from draftheads.errors import InvalidSettings, MissingDependency, first_line
-from draftheads.interop.audit.compare import Score, Scorer, compare, gap_by_logprobs
-from draftheads.interop.audit.model import ModelReference, text_of
-from draftheads.interop.audit.report import GreedyRow, Pass, Report, SampledSide, SeededRow
-from draftheads.interop.audit.server import Answer, Outcome, Server, drafting_between, drafting_in, read_metrics
-from draftheads.interop.audit.settings import AuditSettings, CheckName, is_json, is_parallel, is_seeded
-from draftheads.utils.counts import counted
-from draftheads.utils.openai_client import at_once
-from draftheads.utils.progress import Progress, counted_stage
+import jsonschema_rs
 
+from draftheads.data.records import TextPrompt
+from draftheads.utils.counts import counted
+from draftheads_audit.compare import Score, Scorer, compare, gap_by_logprobs
+from draftheads_audit.model import ModelReference, text_of
+from draftheads_audit.options import NUM_PARALLEL, SCHEMA, AuditOptions, CheckName, is_json, is_parallel, is_seeded
+from draftheads_audit.report import GreedyRow, Pass, Report, SampledSide, SeededRow
+from draftheads_audit.server import Answer, Outcome, Server, drafting_between, drafting_in
+
+Stage = Callable[[str, int], Callable[[], object]]  # begins one of so many units; what it returns is called after each
 _OURS = "draftheads"  # the owner of a model that draftheads serves
 # share of a baseline's tokens that may be off the model's greedy ones; measured: 0.002, or 0.12 with a penalty
 _MOST_OFF = 0.02
 
 
-@dataclass
 class Audit:
-    """An audit of a server that drafts: a baseline without drafts, the model, or both give the references."""
+    """An audit of a server that drafts: a baseline without drafts, the model, or both give the references.
 
-    servers: Sequence[Server]  # the one with drafting, and perhaps the baseline without
-    load: Callable[[AuditSettings], ModelReference] | None  # of the model; without a baseline it gives the references
-    prompts: Sequence[TextPrompt]
-    settings: AuditSettings
-    schema: Mapping[str, Any]  # of answers in JSON checks
-    progress: Progress
+    Args:
+        servers: the one with drafting, and perhaps the baseline without.
+        load: loads the model; the argument says whether prompts are chats.
+        prompts: to answer.
+        options: of the audit.
+        stage: what shows the progress.
+    """
 
-    def __post_init__(self) -> None:
-        self._baseline = self.servers[1] if len(self.servers) > 1 else None
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        load: Callable[..., ModelReference] | None,
+        prompts: Sequence[TextPrompt],
+        options: AuditOptions,
+        stage: Stage,
+    ) -> None:
+        self.servers, self.prompts, self.options, self._load, self._stage = servers, prompts, options, load, stage
+        self._baseline = servers[1] if len(servers) > 1 else None
         self._model: ModelReference | None = None
         self._references: dict[bool, list[Outcome]] = {}  # with a JSON schema, and without
         # how much less likely than the model's best one each greedy token is
@@ -43,35 +51,32 @@ class Audit:
 
     def run(self) -> Report:
         """Asks and compares."""
-        self.progress.stage("connecting")
         for server in self.servers:
             server.connect()
         self._warm_up()
-        if self.load is not None:
-            self.progress.stage("loading the model")
-            self._model = self.load(self.settings)
+        if self._load is not None:
+            self._model = self._load(self.prompts, is_chat=self.servers[0].is_chat)
         rows, sampled = list[GreedyRow](), list[SeededRow]()
-        for check in self.settings.chosen:
+        for check in self.options.chosen:
             if is_seeded(check):
                 sampled.append(SeededRow(check, *(self._sampled(check, server) for server in self.servers)))
             else:
                 rows += self._greedy(check)
-        pairs = zip(("server", "baseline"), (server.client for server in self.servers), strict=False)
+        pairs = zip(("server", "baseline"), self.servers, strict=False)
         named: dict[str, Any] = {name: {"url": one.base, "model": one.model} for name, one in pairs}
         if self._model is not None:
             target = self._model.engine.model
             named["model"] = {"name": target.model_id, "precision": target.precision}
-        return Report(tuple(rows), tuple(sampled), self.settings.tolerance, tuple(self._notes(rows)), named)
+        return Report(tuple(rows), tuple(sampled), self.options.tolerance, tuple(self._notes(rows)), named)
 
     def _warm_up(self) -> None:
         """The first answer of a server is slower. If a model has no chat template, texts are continued."""
         first = [server.ask(self.prompts[0], 0, "greedy") for server in self.servers]
         has_none = any(isinstance(outcome, str) and "chat template" in outcome for outcome in first)
-        if self.settings.route == "chat" and has_none:
-            self.settings = replace(self.settings, route="completions")
+        if has_none and self.servers[0].is_chat:
             self.prompts = [text_of(prompt) for prompt in self.prompts]
             for server in self.servers:
-                server.settings = self.settings
+                server.is_chat = False
             self._warm_up()
 
     # --- greedy answers ---
@@ -91,13 +96,13 @@ class Audit:
     def _row(self, check: CheckName, own: list[Outcome], run: Pass, **more: Any) -> GreedyRow:
         reference, failures = self._reference(is_json(check)), [one for one in own if isinstance(one, str)]
         if reference is not None:
-            limits: Any = {"tolerance": self.settings.tolerance, "max_tokens": self.settings.max_new_tokens}
+            limits: Any = {"tolerance": self.options.tolerance, "max_tokens": self.options.max_new_tokens}
             scorer, pairs = self._scorer(check), enumerate(zip(own, reference, strict=True))
             more["comparisons"] = tuple(compare(i, *pair, scorer, **limits) for i, pair in pairs)
         if is_json(check):
             finished = [(i, one) for i, one in _answered(own) if not one.is_cut]
-            wrong = [(i, problem) for i, one in finished if (problem := json_problem(one.text, self.schema))]
-            valid = {i for i, one in _answered(reference or ()) if json_problem(one.text, self.schema) is None}
+            wrong = [(i, problem) for i, one in finished if (problem := json_problem(one.text))]
+            valid = {i for i, one in _answered(reference or ()) if json_problem(one.text) is None}
             broken = sum(i in valid for i, _ in wrong)
             more |= {"num_finished": len(finished), "json_problems": tuple(wrong), "num_broken_json": broken}
         failure = next(iter(failures), "")
@@ -111,8 +116,8 @@ class Audit:
                 self._keep_reference(in_json, outcomes)
             # other engines differ in where JSON may have spaces
             elif self._model is not None and (not in_json or self.servers[0].owner == _OURS):
-                self.progress.stage("answering with the model" + " in JSON" * in_json)
-                answers = self._model.answers(self.schema if in_json else None, self.progress)
+                advance = self._stage("answering with the model" + " in JSON" * in_json, len(self.prompts))
+                answers = self._model.answers(SCHEMA if in_json else None, advance)
                 self._references[in_json] = [*answers]
         return self._references.get(in_json)
 
@@ -127,7 +132,7 @@ class Audit:
                 self._margins[name] += self._model.margins(index, answer)
 
     def _num_off(self, name: str) -> int:
-        return sum(margin > self.settings.tolerance for margin in self._margins[name])
+        return sum(margin > self.options.tolerance for margin in self._margins[name])
 
     def _scorer(self, check: CheckName) -> Scorer:
         """What scores differences. The model can do so only if the baseline decodes greedily, and the same model."""
@@ -147,7 +152,7 @@ class Audit:
                 "'{\"repeat_penalty\": 1}')"
             )
             return lambda *_: Score(None, reason=reason)
-        return partial(smaller_gap, by_model, by_baseline, self.settings.tolerance)
+        return partial(smaller_gap, by_model, by_baseline, self.options.tolerance)
 
     def _by_logprobs(self, check: CheckName, index: int, answer: Answer, reference: Answer) -> Score:
         """By the log-probabilities of the baseline, which is asked again: its text is not drafted."""
@@ -187,20 +192,21 @@ class Audit:
         together, number = is_parallel(check), len(self.prompts) * len(servers)
         if together and len(servers) > 1:
             return [self._answers(check, server)[0] for server in servers]
-        most = self.settings.parallel if together else 1
+        most = NUM_PARALLEL if together else 1
         how = f"{counted(most, 'request')} at a time" if together else "one by one"
-        advance = counted_stage(self.progress, f"{check}, {how}", number)
-        before = [read_metrics(server.client.metrics()) for server in servers]
+        advance = self._stage(f"{check}, {how}", number)
+        before = [server.metrics() for server in servers]
         tasks = [(server, index) for index in range(len(self.prompts)) for server in servers]
 
         def ask(task: tuple[Server, int]) -> Outcome:
-            return task[0].ask(self.prompts[task[1]], task[1], check)
-
-        outcomes: list[Outcome] = [""] * number
-        begin = time.perf_counter()
-        for place, outcome in at_once(ask, tasks, most):
-            outcomes[place] = outcome
+            server, index = task
+            outcome = server.ask(self.prompts[index], index, check)
             advance()
+            return outcome
+
+        begin = time.perf_counter()
+        with ThreadPool(most) as pool:  # its threads are daemons: nobody waits for them after an error
+            outcomes = list(pool.imap(ask, tasks))
         seconds, found = time.perf_counter() - begin, []
         for place, server in enumerate(servers):
             own = outcomes[place :: len(servers)]
@@ -210,7 +216,7 @@ class Audit:
             counts = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
             speed = sum(counts) / seconds if counts and len(counts) == len(answers) and seconds > 0 else None
             drafting = drafting_in(answer.draft for answer in answers)
-            drafting = drafting or drafting_between(before[place], read_metrics(server.client.metrics()))
+            drafting = drafting or drafting_between(before[place], server.metrics())
             found.append((own, Pass(speed, drafting)))
         return found
 
@@ -218,18 +224,18 @@ class Audit:
 
     def _notes(self, rows: Sequence[GreedyRow]) -> list[str]:
         notes = []
-        if self.settings.route == "completions":
+        if not self.servers[0].is_chat:
             notes.append("Texts were continued by /v1/completions, without a chat template.")
         for server in self.servers:
             if server.others:
-                client, others = server.client, ", ".join(server.others[:4])
-                notes.append(f"{client.base} has several models; asked was {client.model}, not {others}.")
+                others = ", ".join(server.others[:4])
+                notes.append(f"{server.base} has several models; asked was {server.model}, not {others}.")
         if self._margins["baseline"]:
             sides = [
                 f"{self._num_off(name)} of {counted(len(margins), 'token')} of the {name}"
                 for name, margins in self._margins.items()
             ]
-            limit = f"{self.settings.tolerance:g} nats"
+            limit = f"{self.options.tolerance:g} nats"
             notes.append(f"Less likely than the model's best token by more than {limit}: {', '.join(sides)}.")
         rates = [row.baseline.drafting for row in rows if row.baseline is not None]
         if any(rate is not None and (rate.tokens_per_step or 1.0) > 1.0 for rate in rates):
@@ -257,29 +263,17 @@ def smaller_gap(by_model: Scorer, by_baseline: Scorer, tolerance: float, *asked:
     return min(first, second, key=lambda score: abs(score.gap or 0.0))
 
 
-def json_problem(text: str, schema: Mapping[str, Any]) -> str | None:
+def json_problem(text: str) -> str | None:
     """Why a text is not JSON of the schema; None if it is.
 
-    >>> schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    >>> json_problem('{"a": 1}', schema), json_problem('{"a": "1"}', schema)
-    (None, 'a: "1" is not of type "integer"')
-
-    Raises:
-        InvalidSettings: it is no schema.
+    >>> json_problem('{"topic": 1}')
+    'the text: "words" is a required property'
     """
-    try:
-        import jsonschema_rs  # noqa: PLC0415 - an extra
-    except ImportError:
-        raise MissingDependency("audit needs jsonschema-rs", pip_install="'draftheads[endpoint]'") from None
-    try:
-        validator = jsonschema_rs.validator_for(dict(schema))
-    except (ValueError, jsonschema_rs.ValidationError) as error:
-        raise InvalidSettings(f"the schema of the json checks is no JSON schema: {first_line(error)}") from None
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
-    problem = next(validator.iter_errors(value), None)
+    problem = next(jsonschema_rs.validator_for(SCHEMA).iter_errors(value), None)
     return None if problem is None else f"{'.'.join(map(str, problem.instance_path)) or 'the text'}: {problem.message}"
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from draftheads.interop.audit.compare import Comparison, Kind
-from draftheads.interop.audit.server import Drafting
-from draftheads.interop.audit.settings import CheckName
 from draftheads.utils.counts import counted
+from draftheads_audit.compare import Comparison, Kind
+from draftheads_audit.options import CheckName
+from draftheads_audit.server import Drafting
 
 Verdict = Literal["lossless", "wrong", "undecided"]
 _SURE = 4.5  # standard deviations; by chance 1 of 150,000 audits has more
