@@ -18,13 +18,13 @@ from transformers import AutoTokenizer, GenerationConfig
 import draftheads
 from byte_tokenizers import TOKENIZERS
 from cli_world import PROMPTS, TEMPLATE, write_model
-from draftheads.cli.main import main
+from draftheads.cli.main import COMMANDS, main
 from draftheads.decode import batch
 from draftheads.decode.engine import Engine
 from draftheads.models.model import TargetModel
 from draftheads.models.prompt_text import TokenBytes
 from draftheads.settings import Grammar
-from draftheads_audit import command, run
+from draftheads_audit import COMMAND, command, run
 from draftheads_audit import server as servers
 from draftheads_audit.compare import Score, Scorer, are_equal, compare, gap_by_logprobs
 from draftheads_audit.model import ModelReference
@@ -43,7 +43,6 @@ from draftheads_audit.server import (
 )
 from fake_openai import FakeServer, Fields, asked, completion
 from families import tiny_model
-from installed_package import installed
 from serve_world import Running, running
 from structured_world import json_model
 from target_rows import Target
@@ -112,14 +111,9 @@ def server(world: World) -> Iterator[Running]:
         yield one
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with installed(Path(__file__).parents[1], tmp_path_factory.mktemp("installed")):
-        yield
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "audit", COMMAND)  # also where the package is not installed
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
     monkeypatch.setattr(command, "load", lambda name, **given: draftheads.load(name, **{**given, "precision": "fp32"}))
     monkeypatch.setattr(command, "quiet_transformers", lambda: None)  # for the whole process, and later tests
