@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import draftheads
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.waiting import Lane
+from draftheads.decode.request import Lane
 from draftheads.models.model_names import resolve_model
 
 PROMPTS = ["Why is the sky blue?", "Write a short story about a dog.", "Name three rivers.", "What is a prime number?"]

@@ -249,7 +249,7 @@ def texts(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]
     for request in requests[2:]:
         core.add(request)
     while core.has_work:
-        graphs = core.lanes[0].batch.runner.graphs
+        graphs = next(iter(core.batches.values())).runner.graphs
         for _, event in core.step():
             if isinstance(event, Exception):
                 raise event
@@ -323,7 +323,7 @@ def speed(engine: Engine, subject: Subject, options: Options) -> Row:
         core.add(request)
     for _ in range(options.warm_steps):
         core.step()
-    batch = core.lanes[0].batch
+    batch = next(iter(core.batches.values()))
     before, start = num_tokens(requests), now(engine.model.device)
     for _ in range(options.steps):
         batch.step()

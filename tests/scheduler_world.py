@@ -120,5 +120,5 @@ def check_empty(scheduler: Scheduler) -> None:
     found = scheduler.snapshot()
     assert (found.waiting, found.reading, found.running, found.lanes, found.kv_bytes) == (0, 0, 0, 0, 0)
     assert not scheduler._live
-    assert not scheduler.core.lanes
+    assert not scheduler.core.batches
     assert not scheduler.core.reading

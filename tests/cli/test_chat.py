@@ -23,8 +23,8 @@ from draftheads.cli.chat import Chat
 from draftheads.cli.main import main
 from draftheads.cli.options import ChatOptions
 from draftheads.data.records import read_chats
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import RunningLane
 from draftheads.errors import InvalidSettings
 from draftheads.settings import SamplingOptions
 from serve_world import tiny_engines
@@ -98,8 +98,8 @@ def test_each_answer_follows_all_turns_before_it(typed: Typed, engine: Engine):
 
 def test_earlier_turns_are_not_read_again(typed: Typed, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     read: list[int] = []
-    passes = RunningLane.read
-    monkeypatch.setattr(RunningLane, "read", lambda lane, counts: read.extend(counts.values()) or passes(lane, counts))
+    passes = Batch.read
+    monkeypatch.setattr(Batch, "read", lambda batch, counts: read.extend(counts.values()) or passes(batch, counts))
     out, _ = typed("dead cab", "a dog", "/plain", "/retry", "/head ./hydra", "hello")
     in_chat = list(read)
     first, second, third = offline(engine, "dead cab", "a dog", "hello")

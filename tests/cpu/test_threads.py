@@ -9,7 +9,7 @@ import torch
 from draftheads.cpu.threads import native_threads, single_torch_thread
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.waiting import Lane
+from draftheads.decode.request import Lane
 from families import PROMPTS, tiny_model
 
 

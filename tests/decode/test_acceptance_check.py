@@ -16,7 +16,7 @@ from cli_world import PROMPTS, write_model
 from draftheads.cli.main import main
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.engine import Engine
-from draftheads.decode.waiting import Lane
+from draftheads.decode.request import Lane
 from draftheads.errors import BaseModelWarning
 from draftheads.serve.scheduler import Job, Limits, Scheduler
 from draftheads.speculation.acceptance_profile import AcceptanceProfile

@@ -8,9 +8,7 @@ import pytest
 
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import bytes_per_token
-from draftheads.decode.request import Request, StreamEvent
-from draftheads.decode.waiting import Lane
+from draftheads.decode.request import Lane, Request, StreamEvent
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.errors import TooLarge
@@ -95,7 +93,7 @@ def test_those_that_wait_cost_nothing_while_no_row_is_free(engine: Engine, waiti
     finally:
         sys.setprofile(None)
     assert len(calls) < 60
-    assert core.num_running == len(running)
+    assert len(core.running) == len(running)
 
 
 # --- fairness and memory ---
@@ -129,7 +127,7 @@ def engine() -> Engine:
 
 def test_a_long_answer_reserves_no_more_than_its_next_tokens(engine: Engine) -> None:
     """The memory is that of the longest answer alone, and yet fifteen others are decoded beside it."""
-    core = core_of(engine, kv_bytes=60_200 * bytes_per_token(engine))
+    core = core_of(engine, kv_bytes=60_200 * engine.bytes_per_token)
     add(core, engine, [3, 4], "one", max_new_tokens=59_000)
     core.step()
     others = [add(core, engine, [5, 6, n], f"client {n}", max_new_tokens=20) for n in range(3, 18)]
@@ -146,7 +144,7 @@ def test_interrupted_answers_are_plain_answers(drafter: str, settings: dict[str,
     model = tiny_model("llama")
     made = {"plain": NoDraft, "lookahead": Lookahead, "copying": lambda: Copying(tiny_head("hydra", model))}
     engine = Engine(model, made.get(drafter, lambda: tiny_head(drafter, model))())
-    core = core_of(engine, kv_bytes=128 * 5 * bytes_per_token(engine), headroom_tokens=4)
+    core = core_of(engine, kv_bytes=128 * 5 * engine.bytes_per_token, headroom_tokens=4)
     prompts = [[3 + n, 4, 5] for n in range(3)]
     requests = [add(core, engine, prompt, max_new_tokens=150, **settings) for prompt in prompts]
     run(core, *requests)
@@ -160,7 +158,7 @@ def test_a_request_that_fits_overtakes_one_that_does_not_but_not_for_ever(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftheads.decode.core._MOST_OVERTAKEN", 3)
-    core = core_of(engine, kv_bytes=640 * bytes_per_token(engine), max_rows=4)
+    core = core_of(engine, kv_bytes=640 * engine.bytes_per_token, max_rows=4)
     first = add(core, engine, [3, 4], max_new_tokens=40)
     core.step()
     large = add(core, engine, [5] * 400, max_new_tokens=2)
@@ -180,7 +178,7 @@ def test_a_request_that_fits_overtakes_one_that_does_not_but_not_for_ever(
 
 def test_an_answer_that_could_not_go_on_is_not_interrupted(engine: Engine) -> None:
     """While a text is read again it takes its memory twice, and that of a long one is all that there is."""
-    core = core_of(engine, kv_bytes=768 * bytes_per_token(engine), headroom_tokens=4)
+    core = core_of(engine, kv_bytes=768 * engine.bytes_per_token, headroom_tokens=4)
     long = add(core, engine, [3, 4], "one", max_new_tokens=600)
     while len(long.token_ids) < 350:
         core.step()
@@ -188,7 +186,7 @@ def test_an_answer_that_could_not_go_on_is_not_interrupted(engine: Engine) -> No
     for number, request in enumerate(others):
         core.add(request, Lane("", 0), client=f"client {number}")
         core.step()
-    assert core.num_running == 3
+    assert len(core.running) == 3
     run(core, long, *others, most=1000)
     assert core.interruptions > 0
     for request in (long, *others):
@@ -200,7 +198,7 @@ def test_a_request_that_fits_no_more_fails_instead_of_waiting_for_ever() -> None
     """Its engine was replaced by one that takes more memory."""
     model = tiny_model("llama")
     small, large = Engine(model), Engine(model, tiny_head("eagle", model))
-    core = core_of(small, kv_bytes=256 * bytes_per_token(small))
+    core = core_of(small, kv_bytes=256 * small.bytes_per_token)
     requests = [add(core, small, [3, 4, n], max_new_tokens=20) for n in (5, 6)]
     core.engines[""] = large
     events = core.step()
@@ -249,7 +247,7 @@ def test_no_row_is_given_up_for_a_client_that_has_as_many(engine: Engine) -> Non
 
 def test_an_interrupted_request_goes_on_however_little_memory_there_is(engine: Engine) -> None:
     """Its text is in memory twice while it is read again, more than when it was admitted first."""
-    limit = 1536 * bytes_per_token(engine)
+    limit = 1536 * engine.bytes_per_token
     core = core_of(engine, kv_bytes=limit, headroom_tokens=8)
     long = add(core, engine, [3, 4], "one", max_new_tokens=1000)
     while long.num_tokens < 800:
@@ -266,7 +264,7 @@ def test_a_request_that_is_interrupted_while_it_is_cancelled_is_not_decoded(engi
     core.step()
     tokens = list(request.token_ids)
     core.cancel(request)  # it runs, so the next step drops it, unless it waits by then
-    core._interrupt(core.lanes[0], core.lanes[0].requests[request])
+    core._interrupt(request)
     run(core, add(core, engine, [5, 6], max_new_tokens=3))
     assert request.token_ids == tokens
     assert not core.has_work

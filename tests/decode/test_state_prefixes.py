@@ -8,9 +8,7 @@ import torch
 
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import bytes_per_token, num_bytes
-from draftheads.decode.request import Request, StreamEvent
-from draftheads.decode.waiting import Lane
+from draftheads.decode.request import Lane, Request, StreamEvent
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.runners import bytes_of_states, num_slots, runner_for
 from draftheads.speculation.tree import Tree
@@ -127,7 +125,7 @@ def test_an_interrupted_request_reads_its_answer_again_and_not_its_prompt(engine
     while len(request.token_ids) < 5:
         core.step()
     count = request.num_tokens - 1
-    core._interrupt(core.lanes[0], core.lanes[0].requests[request])
+    core._interrupt(request)
     finish(core)
     assert core.tokens_read == 100 + count - 96
     assert request.num_cached == 0
@@ -136,7 +134,7 @@ def test_an_interrupted_request_reads_its_answer_again_and_not_its_prompt(engine
     core = core_of(engine, chunk_tokens=20)
     core.add(request := request_of(engine, LONG))
     core.step()
-    core._interrupt(core.lanes[0], core.lanes[0].requests[request])
+    core._interrupt(request)
     finish(core)
     assert core.tokens_read == 20 + 100
     check(engine, request)
@@ -149,9 +147,9 @@ def test_the_memory_of_states_counts_and_leaves_with_the_keys_and_values(engine:
     texts = [96, 100]  # up to the last block, and the whole prompt, of which an answer of one token is
     assert sorted(len(text.token_ids) for text, _ in core.prefixes._texts.values()) == texts
     # hidden states of answers are shared by nothing, and head and target read the same ones
-    assert core.prefixes.num_bytes == 196 * bytes_per_token(engine) + 2 * state > 2 * state > 0
+    assert core.prefixes.num_bytes == 196 * engine.bytes_per_token + 2 * state > 2 * state > 0
     core.prefixes.limit(core.prefixes.num_bytes - 1)
-    assert core.prefixes.num_bytes == 100 * bytes_per_token(engine) + state
+    assert core.prefixes.num_bytes == 100 * engine.bytes_per_token + state
     core.prefixes.limit(0)
     assert (core.prefixes.num_bytes, len(core.prefixes)) == (0, 0)
     assert not core.prefixes._with_block
@@ -164,7 +162,7 @@ def test_the_memory_of_states_counts_and_leaves_with_the_keys_and_values(engine:
 
 def test_texts_leave_where_memory_is_short(engine: Engine) -> None:
     """The longest one used ago first; what is running comes before."""
-    limit = num_bytes(engine, Lane(), [112]) + 120 * bytes_per_token(engine) + bytes_of_states(engine.model, 1)
+    limit = engine.num_bytes([112]) + 120 * engine.bytes_per_token + bytes_of_states(engine.model, 1)
     core = core_of(engine, kv_bytes=limit)
     others = [[5 + n, *LONG[1:]] for n in range(3)]
     for prompt in [LONG, *others, LONG]:
@@ -177,7 +175,7 @@ def test_texts_leave_where_memory_is_short(engine: Engine) -> None:
 def test_a_text_outside_of_requests_has_states_too(engine: Engine) -> None:
     core = core_of(engine, kv_bytes=1 << 24)
     core.hold(100, engine)
-    expected = num_slots(engine.model, [100]) * bytes_per_token(engine) + bytes_of_states(engine.model, 1)
-    assert core.held_bytes == expected > num_slots(engine.model, [100]) * bytes_per_token(engine)
+    expected = num_slots(engine.model, [100]) * engine.bytes_per_token + bytes_of_states(engine.model, 1)
+    assert core.held_bytes == expected > num_slots(engine.model, [100]) * engine.bytes_per_token
     core.hold(-100, engine)
     assert core.held_bytes == 0

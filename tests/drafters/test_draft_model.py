@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import num_bytes
 from draftheads.decode.request import GenerationResult
-from draftheads.decode.waiting import Lane
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
@@ -68,7 +66,7 @@ def test_the_states_of_a_recurrent_draft_model_are_in_the_memory_of_its_rows(mod
     held = runner.num_bytes - rows * slots * drafter.bytes_per_slot
     assert drafter.bytes_of_rows(3) == runner.state_bytes == held > 0
     engine, without = Engine(model, drafter), Engine(model)
-    reserved = num_bytes(engine, Lane("", 0), [20, 3, 9]) - num_bytes(without, Lane("", 0), [20, 3, 9])
+    reserved = engine.num_bytes([20, 3, 9], draft_nodes=0) - without.num_bytes([20, 3, 9], draft_nodes=0)
     assert reserved >= runner.num_bytes
     assert Copying(tiny_head("medusa", model)).bytes_of_rows(3) == 0
 

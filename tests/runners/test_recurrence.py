@@ -12,8 +12,6 @@ from torch import Tensor
 
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import bytes_per_token, num_bytes
-from draftheads.decode.waiting import Lane
 from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.models.model_layers import FAMILIES, recurrent_modules
@@ -222,7 +220,7 @@ def test_a_new_row_has_no_state_of_others_after_reading_that_failed(num_old: int
 def test_interrupted_answers_are_plain_answers(model: TargetModel, temperature: float) -> None:
     """Rows are read in chunks, interrupted and read again; what is kept of them is within the limit."""
     engine = Engine(model, tiny_head("hydra", model), shape=TREES["ragged"])
-    limit = num_bytes(engine, Lane(), [112, 112]) + bytes_per_token(engine)
+    limit = engine.num_bytes([112, 112]) + engine.bytes_per_token
     limits = CoreLimits(kv_bytes=limit, chunk_tokens=21, headroom_tokens=4)
     core = EngineCore({"": engine}, limits, keeps_answers=True)
     prompts = [[(3 * place + n) % 20 for place in range(112)] for n in range(3)]

@@ -9,7 +9,6 @@ import pytest
 
 from adapter_world import merged, saved_adapter
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import bytes_per_token
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -145,7 +144,7 @@ def test_answers_with_static_steps():
     model = tiny_model("llama")
     model.step_mode.graphs = True
     engines = engines_of(model, "hydra", "eagle")
-    least, most_per_slot = (bytes_per_token(engines[name]) for name in ("hydra", "eagle"))
+    least, most_per_slot = (engines[name].bytes_per_token for name in ("hydra", "eagle"))
     limit = (3 * 256 + 128) * most_per_slot
     scheduler = scheduler_of(engines, max_rows=4, chunk_tokens=9, kv_bytes=limit)
     prompts = family_of_prompts()

@@ -3,8 +3,6 @@
 import pytest
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import num_bytes
-from draftheads.decode.waiting import Lane
 from draftheads.serve import load_models
 from families import HAS_RECURRENT, tiny_model
 
@@ -15,6 +13,6 @@ def test_the_default_memory_is_enough_for_all_rows(family: str, monkeypatch: pyt
     monkeypatch.setattr(load_models, "_free_bytes", lambda _: 1 << 40)
     model = tiny_model(family)
     lengths = [model.max_positions or 4096] * 3
-    assert load_models.default_kv_bytes(model, 3) >= num_bytes(Engine(model), Lane("", 0), lengths)
+    assert load_models.default_kv_bytes(model, 3) >= Engine(model).num_bytes(lengths, draft_nodes=0)
     monkeypatch.setattr(load_models, "_free_bytes", lambda _: 100)
     assert load_models.default_kv_bytes(model, 3) == 50

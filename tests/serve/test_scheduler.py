@@ -12,7 +12,6 @@ import pytest
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import RunningLane, bytes_per_token
 from draftheads.decode.request import StreamEvent
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
@@ -40,7 +39,7 @@ ENGINES = {
     "plain": Engine(MODEL),
 }
 PLAIN = Lane("plain")
-PER_SLOT = bytes_per_token(ENGINES["m"])
+PER_SLOT = ENGINES["m"].bytes_per_token
 
 
 def plain(prompt: list[int], **settings: Any) -> tuple[int, ...]:
@@ -279,27 +278,27 @@ def test_a_callback_that_raises_is_logged_and_its_job_cancelled(caplog: pytest.L
 
 
 def test_a_token_takes_the_states_of_all_layers_that_a_head_reads():
-    of_one, of_two = (bytes_per_token(Engine(MODEL, tiny_head(method, MODEL))) for method in ("eagle", "eagle3"))
+    of_one, of_two = (Engine(MODEL, tiny_head(method, MODEL)).bytes_per_token for method in ("eagle", "eagle3"))
     assert of_two - of_one == MODEL.hidden_size * MODEL.dtype.itemsize
 
 
 @pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "amphista", "small-llama"])
 def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(method: str):
     engine = Engine(MODEL, Copying(tiny_head(method, MODEL)), shape=TREES["chain"])
-    limit = 6 * 128 * bytes_per_token(engine)
+    limit = 6 * 128 * engine.bytes_per_token
     scheduler = scheduler_of({"m": engine}, kv_bytes=limit, max_rows=8)
     for n, length in enumerate((20, 110, 20, 3, 40, 100, 7)):
         submit(scheduler, [3 + n] * length, max_new_tokens=60)
     most = 0
     for counts in snapshots(scheduler):
-        histories = sum(map(history_bytes, scheduler.core.lanes))
+        histories = sum(map(history_bytes, scheduler.core.batches.values()))
         assert counts.kv_bytes + counts.prefix_bytes + histories <= limit
         most = max(most, histories)
     assert most >= 2 * 128 * engine.drafter.bytes_per_slot > 0
 
 
-def history_bytes(lane: RunningLane) -> int:
-    session = lane.batch.session
+def history_bytes(batch: Batch) -> int:
+    session = batch.session
     assert isinstance(session, CopyingSession)
     assert isinstance(session.session, StatefulSession)
     kept = [layer for layer in session.session.history.layers if layer is not None]

@@ -8,7 +8,6 @@ import pytest
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import GrammarCompiler
-from draftheads.decode.lanes import bytes_per_token
 from draftheads.errors import InvalidSettings, TooLarge
 from draftheads.runners import num_slots
 from draftheads.serve.scheduler import JobFailed
@@ -80,7 +79,7 @@ def scored(scheduler: Any, engine: Engine, prompt: list[int]) -> Any:
 def test_scored_prompts_are_part_of_the_memory_budget():
     engine = Engine(tiny_model("llama", max_position_embeddings=4096))
     prompt = [3 + number % 20 for number in range(900)]
-    size = bytes_per_token(engine)
+    size = engine.bytes_per_token
     alone = num_slots(engine.model, [900]) * size
     free = scored(scheduler_of({"m": engine}, kv_bytes=1 << 28), engine, prompt)
     scheduler = scheduler_of({"m": engine}, kv_bytes=alone + 64 * size)

@@ -20,7 +20,6 @@ from hypothesis.stateful import (
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.lanes import bytes_per_token
 from draftheads.errors import QueueFull, ShuttingDown, TooLarge
 from draftheads.models.model import TargetModel
 from draftheads.runners import bytes_of_states, runner_for
@@ -115,7 +114,8 @@ class Schedules(RuleBasedStateMachine):
         self.clock = Clock()
         engines = engines_of(self.family)
         self.target = engines["m"].model
-        self.limit = SLOTS * max(map(bytes_per_token, engines.values())) + bytes_of_states(self.target, 2)
+        most = max(engine.bytes_per_token for engine in engines.values())
+        self.limit = SLOTS * most + bytes_of_states(self.target, 2)
         self.scheduler = scheduler_of(
             engines,
             clock=self.clock,
@@ -138,7 +138,7 @@ class Schedules(RuleBasedStateMachine):
     @property
     def waiting(self) -> list[Job]:
         """Also those that were interrupted."""
-        queued = {each.request for each in self.scheduler.core.waiting.in_turn({}, 99)}
+        queued = set(self.scheduler.core.waiting.in_turn({}, 99))
         return [job for job in self.open_jobs if job.request in queued]
 
     @initialize(wanted=st.lists(MUCH, min_size=2, max_size=3))
@@ -195,11 +195,10 @@ class Schedules(RuleBasedStateMachine):
         for what, is_seen in {
             "interruptions": core.interruptions > 0,
             "interruptions of a sampled answer": any(
-                queued.request.token_ids and queued.request.settings.temperature
-                for queued in core.waiting.in_turn({}, 99)
+                queued.token_ids and queued.settings.temperature for queued in core.waiting.in_turn({}, 99)
             ),
             "overtaking": max(overtaken, default=0) > 0,
-            "lanes side by side": len({lane.lane for lane in core.lanes}) > 1,
+            "lanes side by side": len({lane for _, lane in core.batches}) > 1,
             "cached beginnings": core.prefixes.hits > 0,
         }.items():
             if is_seen:
@@ -229,7 +228,11 @@ class Schedules(RuleBasedStateMachine):
                 raise RuntimeError("it broke")
             return old(self, *arguments)
 
-        lanes = {id(lane.batch): set(lane.requests) for lane in self.scheduler.core.lanes}
+        core = self.scheduler.core
+        lanes = {
+            id(batch): {*batch.requests, *(request for request in core.reading if request.place == place)}
+            for place, batch in core.batches.items()
+        }
         admitted = {job.request for job in self.waiting}
         with patch.object(owner, name, failing):
             before = {job for job, inbox in self.jobs.items() if inbox.ends}
@@ -268,11 +271,12 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def rows_belong_to_open_jobs(self) -> None:
         core = self.scheduler.core
-        assert core.num_running <= ROWS
-        rows = [request for lane in core.lanes for request in lane.batch.requests]
-        reading = [queued.request for _, queued in core.reading]
-        held = [request for lane in core.lanes for request in lane.requests]
+        assert len(core.running) <= ROWS
+        rows = [request for batch in core.batches.values() for request in batch.requests]
+        reading = core.reading
+        held = core.running
         assert sorted(map(id, rows + reading)) == sorted(map(id, held))
+        assert {request.place for request in held} == core.batches.keys()
         assert set(held) <= {job.request for job in (*self.open_jobs, *self.cancelled)}
         # each job waits or runs
         waiting = {job.request for job in self.waiting}

@@ -22,8 +22,8 @@ from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
+from draftheads.decode.request import Lane
 from draftheads.decode.text import TaggedText
-from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.loading import UNTRAINED, engine_on, name_of, resolve, template_of
 from draftheads.models.chat_template import effort_variables, thinking_tags

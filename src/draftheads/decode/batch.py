@@ -1,7 +1,7 @@
 """The decoding loop: rows that join, step together and leave. Plain and speculative decoding are the same loop."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -85,6 +85,34 @@ class Batch:
         self._stepped_rows = 0  # rows that the session has seen; they come first
         # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
         self._hidden: list[list[Tensor]] = []
+
+    @torch.inference_mode()
+    def read(self, counts: Mapping[Request, int]) -> dict[Request, Tensor]:
+        """Reads so many next tokens of some prompts. Of those that are read whole, h_t (D,) of the last token."""
+        rows = [request.begun_row for request in counts]
+        chunks = [request.read_ids[row.length :][:n] for row, (request, n) in zip(rows, counts.items(), strict=True)]
+        ended = {}
+        for request, (states, hidden) in zip(counts, self.runner.read(rows, chunks), strict=True):
+            request.hidden.append(hidden)
+            if request.begun_row.length == len(request.read_ids):
+                ended[request] = states[-1]
+        return ended
+
+    def read_part(self, request: Request) -> ReadText:
+        """What was read of a prompt."""
+        row = request.begun_row
+        request.hidden = [torch.cat(request.hidden)]
+        parts = self.runner.entries(row, row.length), request.hidden[0], self.runner.states(row)
+        return ReadText(request.read_ids[: row.length], *parts)
+
+    @torch.inference_mode()
+    def join_read(self, ended: Mapping[Request, Tensor]) -> list[StreamEvent]:
+        """Prompts that :meth:`read` has read whole become rows."""
+        logits = self.runner.model.logits(torch.stack(list(ended.values())))
+        hidden = [torch.cat(request.hidden) for request in ended]
+        for request in ended:
+            request.hidden = []
+        return self.join(list(ended), [request.begun_row for request in ended], logits, hidden)
 
     @torch.inference_mode()
     def join(

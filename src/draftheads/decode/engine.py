@@ -19,6 +19,7 @@ from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong, no_
 from draftheads.models.lora_layers import with_lora
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
+from draftheads.runners import bytes_of_states, bytes_per_slot, num_slots
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.speculation.drafter import Drafter, NoDraft
@@ -187,12 +188,12 @@ class Engine:
             core.add(request)
         return self.events(core)
 
-    def core(self, *, on_phase: Callable[[str], object] = str) -> "EngineCore[Engine]":
+    def core(self, *, on_phase: Callable[[str], object] = str) -> EngineCore:
         """A core without requests, for this engine alone. ``on_phase`` is called as by :class:`Batch`."""
         limits = CoreLimits(max_rows=self.max_batch_size, chunk_tokens=_CHUNK_TOKENS)
         return EngineCore({"": self}, limits, on_phase=on_phase)
 
-    def events(self, core: "EngineCore[Engine]") -> Iterator[StreamEvent]:
+    def events(self, core: EngineCore) -> Iterator[StreamEvent]:
         """What a core decodes, until it has no work. The caller may add requests between events.
 
         Raises:
@@ -275,6 +276,19 @@ class Engine:
             return self.profile.most_nodes + self.drafter.extra_nodes
         shape = self.shape or self.drafter.default_shape
         return self.drafter.most_nodes if shape is None else most_nodes_of(shape)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one token: keys, values and hidden states, and what the drafter keeps of it."""
+        model = self.model
+        states = max(1, len(self.drafter.hidden_layers)) * model.hidden_size * model.dtype.itemsize
+        return bytes_per_slot(model) + states + self.drafter.bytes_per_slot
+
+    def num_bytes(self, lengths: Sequence[int], *, draft_nodes: int | None = None) -> int:
+        """Memory of the requests of a :meth:`batch`, whose texts have so many tokens."""
+        slots = num_slots(self.model, lengths, self.most_nodes(draft_nodes))
+        states = bytes_of_states(self.model, len(lengths)) + self.drafter.bytes_of_rows(len(lengths))
+        return slots * self.bytes_per_token + states
 
     def encode(self, prompt: Prompt, variables: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.

@@ -1,24 +1,54 @@
 """One request: its text so far, its settings, its stop rules and its counts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, partial
 from html import escape
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from draftheads.decode.grammar import GrammarState
+from draftheads.decode.prefix_cache import BLOCK_TOKENS
 from draftheads.decode.text import StopText, TextStream, pieces_of
 from draftheads.models.generation import GenerationRules
+from draftheads.runners.runner import Row
 from draftheads.settings import SamplingSettings
 from draftheads.utils.counts import counted
+
+if TYPE_CHECKING:
+    from draftheads.decode.engine import Engine
 
 FinishReason = Literal["stop", "length"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability) of the most likely tokens, best first
 _DRAFTED_STYLE = "background: rgba(46, 160, 67, 0.25)"  # readable on light and dark pages
 _STREAMS = {"rejection": 0x9E3779B97F4A7C15, "drafts": 0xBF58476D1CE4E5B9}  # far from each other and from 0
+
+
+TREE_SIZES = (0, 8, 16, 32, 64, 128)  # few, as each one that is asked for takes a pass of the model in every step
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Requests that are decoded in one batch: they have the same drafter, adapter and rule for trees."""
+
+    model: str = ""
+    """The name of the engine."""
+    draft_nodes: int | None = None
+    """0 decodes plainly; n drafts on growing trees of n nodes; None leaves it to the engine."""
+
+    def rounded(self) -> "Lane":
+        """With the nearest of ``TREE_SIZES``, the larger one of two.
+
+        >>> [Lane("m", nodes).rounded().draft_nodes for nodes in (3, 4, 11, 12, 90, None)]
+        [0, 8, 8, 16, 64, None]
+        """
+        nodes = self.draft_nodes
+        if nodes is None:
+            return self
+        return replace(self, draft_nodes=min(TREE_SIZES, key=lambda size: (abs(size - nodes), -size)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +128,16 @@ class GenerationResult:
 
 
 class Request:
-    """A request while it is decoded."""
+    """A request while it waits, is read and is decoded."""
+
+    place: "tuple[Engine, Lane]"  # of the batch that reads or decodes it; the core sets it and what follows
+    lane = Lane()
+    client = ""
+    cache_salt = ""
+    num_overtaken = 0  # requests that were admitted before it, out of turn, because it did not fit
+    admission = 0  # its number in the order of admissions
+    row: Row | None = None  # from its first chunk on: another prompt may have left a common beginning
+    stop = 0  # of what is read: where a chunk ends, so that states of recurrent layers are kept there; 0: nowhere
 
     def __init__(
         self,
@@ -149,6 +188,10 @@ class Request:
             self._generator.manual_seed(settings.seed)
         self._uniforms: list[float] = []
         self._streams: dict[str, torch.Generator] = {}
+        # while its prompt is read:
+        self.read_ids: list[int] = []  # of a request that was interrupted, with its answer so far
+        self.digests: list[Hashable] = []
+        self.hidden: list[Tensor] = []  # parts (t, D or n·D)
 
     @property
     def tokens_left(self) -> int:
@@ -169,6 +212,21 @@ class Request:
     def most_tokens(self) -> int:
         """Tokens of the prompt and of the longest possible answer."""
         return len(self.prompt_ids) + self.most_new_tokens
+
+    @property
+    def begun_row(self) -> Row:
+        """Its row, once reading has begun."""
+        assert self.row is not None
+        return self.row
+
+    @property
+    def findable(self) -> list[Hashable]:
+        """The digests of what need not be read: the last token is read in any case, for its logits."""
+        return self.digests[: (len(self.read_ids) - 1) // BLOCK_TOKENS]
+
+    def expected_tokens(self, headroom: int) -> int:
+        """Of its text, after so many further tokens of its answer."""
+        return min(self.most_tokens, self.num_tokens + headroom)
 
     def is_stop_id(self, token_id: int) -> bool:
         """Does this token end the answer, without being part of its text?"""
@@ -233,39 +291,40 @@ class Request:
         self.top_logprobs += top_logprobs[: len(kept)]
         self._count_depths(drafted_by_depth, kept_drafted)
         return StreamEvent(
-            self.index,
-            text,
-            tuple(kept),
-            kept_drafted,
-            self.finish_reason,
-            kept_copied,
-            *self._asked(logprobs[: len(kept)], top_logprobs[: len(kept)]),
-            tuple(drafted_by_depth),
+            index=self.index,
+            text=text,
+            token_ids=tuple(kept),
+            num_drafted=kept_drafted,
+            finish_reason=self.finish_reason,
+            num_copied=kept_copied,
+            drafted_by_depth=tuple(drafted_by_depth),
+            **self._asked(logprobs[: len(kept)], top_logprobs[: len(kept)]),
         )
 
     def result(self) -> GenerationResult:
         """The finished answer."""
         assert self.finish_reason is not None, "the answer is not finished"
         return GenerationResult(
-            self.text,
-            tuple(self.token_ids),
-            len(self.prompt_ids),
-            self.num_steps,
-            self.finish_reason,
-            self.num_copied,
-            tuple(self.drafted),
-            *self._asked(self.logprobs, self.top_logprobs),
-            tuple(self.drafted_by_depth),
-            tuple(self.accepted_by_depth),
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            num_prompt_tokens=len(self.prompt_ids),
+            num_steps=self.num_steps,
+            finish_reason=self.finish_reason,
+            num_copied=self.num_copied,
+            drafted=tuple(self.drafted),
+            drafted_by_depth=tuple(self.drafted_by_depth),
+            accepted_by_depth=tuple(self.accepted_by_depth),
             new_stream=self.new_stream,
+            **self._asked(self.logprobs, self.top_logprobs),
         )
 
-    def _asked(
-        self, logprobs: Sequence[float], top_logprobs: Sequence[TopLogprobs]
-    ) -> tuple[tuple[float, ...] | None, tuple[TopLogprobs, ...] | None]:
-        """None in place of what the settings do not ask for."""
+    def _asked(self, logprobs: Sequence[float], top_logprobs: Sequence[TopLogprobs]) -> dict[str, Any]:
+        """What the settings ask for."""
         asked = self.settings.logprobs
-        return (None if asked is None else tuple(logprobs)), (tuple(top_logprobs) if asked else None)
+        return {
+            "logprobs": None if asked is None else tuple(logprobs),
+            "top_logprobs": tuple(top_logprobs) if asked else None,
+        }
 
     def _count_depths(self, drafted: Sequence[int], num_accepted: int) -> None:
         new_depths = [0] * (len(drafted) - len(self.drafted_by_depth))

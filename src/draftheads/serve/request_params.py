@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request
-from draftheads.decode.waiting import Lane
+from draftheads.decode.request import Lane, Request
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.fields import UNSUPPORTED, WITHOUT_EFFECT, Fields, check_schema, text_or_list, wrong

@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeVar
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request, StreamEvent
-from draftheads.decode.waiting import Lane
+from draftheads.decode.request import Lane, Request, StreamEvent
 from draftheads.errors import DeviceLost, InvalidSettings, QueueFull, ShuttingDown, first_line
 from draftheads.utils.counts import counted
 from draftheads.utils.transfer import device_works
@@ -312,8 +311,8 @@ class Scheduler:
             self._counts = replace(
                 self._counts,
                 reading=len(core.reading),
-                running=core.num_running - len(core.reading),
-                lanes=len(core.lanes),
+                running=len(core.running) - len(core.reading),
+                lanes=len(core.batches),
                 kv_bytes=core.kv_bytes,
                 prefix_bytes=core.prefixes.num_bytes,
                 prefix_entries=len(core.prefixes),
