@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import peft
 import torch
 import tyro
-from machine import machine
+from harness import machine
 from transformers import AutoModelForCausalLM
 
 import draftheads

@@ -14,19 +14,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import step
 import torch
 import tyro
-from big_tables import Bounds, Row, tables
-from machine import machine
+from harness import ENVIRONMENTS, Ids, ProgramFailed, WorkerProcess, machine, python_of, say, shown
 from random_model import CONFIGS, write_gguf, write_model
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from worker_process import Ids, WorkerFailed, WorkerProcess
+from rich.table import Table
 
 from draftheads.cli.show import quiet_transformers
 from draftheads.cpu.kernels import PackedLinear
@@ -41,7 +41,6 @@ from draftheads.speculation.draft import Draft
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 
-HERE = Path(__file__).parent
 _DEPTH, _DRAFT_VOCABULARY = 4, 8192  # of the untrained head: the defaults of `draftheads train`
 _PROMPTS, _PROMPT_TOKENS = 16, 12  # whose next tokens are compared
 _PAUSE_SECONDS = 0.25  # threads of the one before spin for up to 0.2 s after their work (OpenMP)
@@ -73,7 +72,7 @@ class Options:
     """Milliseconds of drafting a tree; measured with an untrained Hydra head where left out."""
     threads: int = torch.get_num_threads()
     """Threads of each program."""
-    environments: Path = HERE / ".peers"
+    environments: Path = ENVIRONMENTS
     """Folder that environments.sh filled."""
     folder: Path = Path(tempfile.gettempdir())
     """Where the model is written: 8 GB for 1.1b, 20 GB for 3b."""
@@ -90,6 +89,56 @@ class Options:
     def all_nodes(self) -> tuple[int, ...]:
         """The tokens of all passes that are measured."""
         return (1, *(count for count in self.nodes if count > 1))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of our engine: the least milliseconds of a pass, and what a step with a head has besides its pass."""
+
+    reading: float  # all weights once
+    computing: float  # of one node
+    drafting: tuple[float, ...]  # of a tree of each number of nodes
+
+
+@dataclass
+class Row:
+    """What is known of a program."""
+
+    name: str
+    megabytes: float  # of weights
+    next_tokens: list[int]  # the best ones behind a few prompts
+    nodes: tuple[int, ...]  # of each pass; the first is 1
+    speeds: list[float] = field(default_factory=list)  # plain tokens per second of each round
+    passes: list[list[float]] = field(default_factory=list)  # milliseconds of each round, by number of nodes
+    bounds: Bounds | None = None  # of ours
+
+    @property
+    def speed(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.speeds)
+
+    def pass_ms(self, place: int) -> float:
+        """The median of the rounds, for one number of nodes."""
+        return statistics.median(passes[place] for passes in self.passes)
+
+    @property
+    def loop_ms(self) -> float:
+        """Of a step of plain decoding, what is not its pass."""
+        return max(0.0, 1e3 / self.speed - self.pass_ms(0))
+
+    def predicted(self, place: int, tokens_per_step: float) -> float:
+        """Tokens per second with a draft head of which so many tokens come out of a step.
+
+        >>> row = Row("ours", 100.0, [], (1, 8), [10.0], [[90.0, 120.0]], Bounds(80.0, 5.0, (0.0, 20.0)))
+        >>> row.loop_ms, row.predicted(1, 3.0)  # 120 ms of the pass, 20 of drafting and 10 of the loop
+        (10.0, 20.0)
+        """
+        assert self.bounds is not None
+        return 1e3 * tokens_per_step / (self.pass_ms(place) + self.bounds.drafting[place] + self.loop_ms)
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return vars(self) | {"bounds": None if self.bounds is None else vars(self.bounds)}
 
 
 class Program(Protocol):
@@ -139,21 +188,14 @@ class LlamaCpp:
 
     def __init__(self, options: Options, source: Path, kind: str) -> None:
         self.options = options
-        python = options.environments.absolute() / "llama-cpp" / "bin" / "python"
-        if not python.exists():
-            raise WorkerFailed("no environment; run benchmarks/environments.sh llama-cpp")
         path = source.with_name(f"{kind}.gguf")
         given = {"source": str(source), "gguf": str(path), "kind": kind, "threads": options.threads, "lookup": False}
         longest = options.length + max(options.max_new_tokens, *options.all_nodes) + 8
         given |= {"max_length": longest, "max_batch_size": 1, "nodes": options.all_nodes, "repeats": options.repeats}
-        self.process = WorkerProcess(
-            python,
-            "llama_cpp_worker.py",
-            given,
-            num_threads=options.threads,
-            log=options.environments / "logs" / f"big-{kind}.log",
-            timeout=options.timeout,
-        )
+        log = options.environments / "logs" / f"big-{kind}.log"
+        python = python_of("llama-cpp", options.environments)
+        limits = {"threads": options.threads, "log": log, "timeout": options.timeout}
+        self.process = WorkerProcess(python, "llama_cpp_worker.py", given, **limits)
         try:
             self.versions = self.process.versions()
         except BaseException:
@@ -165,7 +207,7 @@ class LlamaCpp:
         """As :class:`Program`."""
         reply = self.process.ask([text], self.options.max_new_tokens)
         assert reply.decode_seconds is not None
-        return (reply.num_tokens[0] - 1) / reply.decode_seconds, [1e3 * seconds for seconds in reply.batch_seconds]
+        return (reply.num_tokens - 1) / reply.decode_seconds, [1e3 * seconds for seconds in reply.batch_seconds]
 
     def next_tokens(self, prompts: Sequence[Ids]) -> Ids:
         """As :class:`Program`."""
@@ -202,7 +244,7 @@ def start(options: Options, folder: Path, programs: dict[str, Program]) -> dict[
         say(f"loading {name}")
         try:
             programs[name] = make()
-        except (DraftHeadsError, WorkerFailed) as error:
+        except (DraftHeadsError, ProgramFailed) as error:
             failed[name] = str(error)
     return failed
 
@@ -256,9 +298,40 @@ def bounds_of(target: TargetModel, options: Options, bandwidth: float) -> Bounds
     return Bounds(1e3 * step.weight_bytes(target) / bandwidth, 2e3 * numbers / rate, drafting)
 
 
-def say(text: str) -> None:
-    """For the one who waits."""
-    print(text, file=sys.stderr, flush=True)
+def tables(rows: Sequence[Row], tokens_per_step: Sequence[float]) -> Iterator[Table]:
+    """Plain decoding, passes, and what a head would bring; medians of the rounds, quartiles in brackets."""
+    plain = _table("", "weights, MB", "plain tokens/s", f"next tokens as {rows[0].name}")
+    passes = _table("", "nodes", "pass, ms", "reading, ms", "computing, ms", "× the larger bound")
+    heads = _table(
+        "with a head", "nodes", "drafting, ms", "loop, ms", *(f"{one:g} tokens/step" for one in tokens_per_step)
+    )
+    fastest = max((row.speed for row in rows if row.bounds is None), default=None)
+    for row in rows:
+        same = [a == b for a, b in zip(row.next_tokens, rows[0].next_tokens, strict=True)]
+        plain.add_row(row.name, f"{row.megabytes:.0f}", shown(row.speeds), f"{sum(same)} of {len(same)}")
+        for place, count in enumerate(row.nodes):
+            times = [passes[place] for passes in row.passes]
+            passes.add_row(row.name, str(count), shown(times), *_beside_bounds(row.bounds, count, row.pass_ms(place)))
+            if row.bounds is None or count == 1:
+                continue
+            cells = [f"{row.bounds.drafting[place]:.1f}", f"{row.loop_ms:.1f}"]
+            for accepted in tokens_per_step:
+                speed = row.predicted(place, accepted)
+                ratios = [speed / base for base in (row.speed, fastest) if base is not None]
+                cells.append(f"{speed:.1f} ({', '.join(f'{ratio:.2f}×' for ratio in ratios)})")
+            heads.add_row(row.name, str(count), *cells)
+    yield from (plain, passes, heads)
+
+
+def _beside_bounds(bounds: Bounds | None, nodes: int, milliseconds: float) -> list[str]:
+    if bounds is None:
+        return []
+    both = (bounds.reading, bounds.computing * nodes)
+    return [*(f"{one:.1f}" for one in both), f"{milliseconds / max(both):.2f}"]
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=SIMPLE_HEAD, show_edge=False)
 
 
 def write(options: Options, facts: dict[str, object], rows: list[Row]) -> None:
@@ -271,7 +344,7 @@ def write(options: Options, facts: dict[str, object], rows: list[Row]) -> None:
     if options.plot is not None:
         points: list[dict[str, object]] = [
             {"precision": row.name, "rows": 1, "length": options.length, "nodes": count}
-            | {"step_ms": row.pass_ms(place)[1], "read_ms": row.bounds.reading, "sums_ms": row.bounds.computing * count}
+            | {"step_ms": row.pass_ms(place), "read_ms": row.bounds.reading, "sums_ms": row.bounds.computing * count}
             for row in rows
             if row.bounds is not None
             for place, count in enumerate(row.nodes)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from machine import machine
+from harness import machine
 from random_model import CONFIGS, write_model
 from rich.console import Console
 from rich.table import Table

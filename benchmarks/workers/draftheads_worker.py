@@ -16,7 +16,7 @@ def load(settings: dict[str, Any]) -> Generate:
         head=settings["head"],
         precision=settings["precision"],
         max_batch_size=settings["max_batch_size"],
-        tree=draftheads.Tree.chain(chain) if chain else None,
+        tree=draftheads.Tree.chain(chain) if chain else "auto",
         copy=not chain,
     )
 

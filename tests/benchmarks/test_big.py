@@ -15,7 +15,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import big  # noqa: E402 - the scripts are found by the line above
-import big_tables  # noqa: E402
 import random_model  # noqa: E402
 
 GEMMA = Gemma3TextConfig(
@@ -39,7 +38,7 @@ def test_what_can_be_measured_is_and_the_rest_has_its_reason(tmp_path: Path, cap
     big.main(options(tmp_path, precisions=("fp32", "nonsense"), kinds=("Q8_0",), json=out))
     text = capsys.readouterr().out
     assert "nonsense: precision is 'nonsense'" in text
-    assert "Q8_0: no environment; run benchmarks/environments.sh llama-cpp" in text
+    assert "Q8_0: skipped: no environment; run benchmarks/environments.sh llama-cpp" in text
     (row,) = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert (row["name"], row["nodes"]) == ("draftheads fp32", [1, 4])
     assert [len(passes) for passes in row["passes"]] == [2, 2]
@@ -84,4 +83,4 @@ def test_neighbours_in_a_gguf_file_are_turned_together():
 
 
 def test_the_examples_in_docstrings_hold():
-    assert doctest.testmod(big_tables).failed == 0
+    assert doctest.testmod(big).failed == 0

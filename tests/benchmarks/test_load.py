@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import load
 import load_client
-from load_client import Messages, RequestFailed, Sample, closed_loop, parsed, poisson, throughput
-from load_joining import joining
-from load_rows import Load, LoadRow, summary
+from load_client import Messages, RequestFailed, Sample, closed_loop, joining, parsed, poisson, throughput
+from load_tables import Load, LoadRow, summary
 
 
 def prompts(count: int) -> list[Messages]:
@@ -131,7 +130,7 @@ def test_rows_are_compared_round_by_round():
 
 
 def test_the_longest_wait_is_that_of_the_time_in_which_the_long_prompt_was_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("load_joining._SECONDS_BEFORE", 0.0)
+    monkeypatch.setattr("load_client._SECONDS_BEFORE", 0.0)
     lengths: list[int] = []
 
     async def long(messages: Messages) -> Sample:
@@ -150,7 +149,7 @@ def test_the_longest_wait_is_that_of_the_time_in_which_the_long_prompt_was_read(
 
 
 def test_streams_that_end_before_the_long_prompt_comes_are_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("load_joining._SECONDS_BEFORE", 0.0)
+    monkeypatch.setattr("load_client._SECONDS_BEFORE", 0.0)
 
     async def long(messages: Messages) -> Sample:
         return Sample((0.8,), 0.9, 2, 900, None, None, "", sent=10.0)

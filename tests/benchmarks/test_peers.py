@@ -1,62 +1,35 @@
-"""The comparison with other programs: a peer that fails is a row, and turns are fair."""
+"""The comparison with other programs: failures are rows, turns are fair, and the smallest run is a real one."""
 
 import doctest
+import json
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import machine  # noqa: E402 - the scripts are found by the line above
+import harness  # noqa: E402 - the scripts are found by the line above
 import peers  # noqa: E402
-import rounds  # noqa: E402
-import worker_process  # noqa: E402
-from worker_process import Reply, WorkerFailed  # noqa: E402
+from harness import ProgramFailed, Reply  # noqa: E402
 
-FACTS = {"cpu": "a CPU", "cpu_flags": ["avx2"], "threads": 1}
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8]]
-GOOD = """
-from worker import Answers, serve
-def load(settings):
-    return lambda prompts, count: Answers([[9] * min(count, 5) for _ in prompts], 2 * len(prompts))
-serve(load, ("pytest",))
-"""
-NO_BATCHES = """
-from worker import Answers, serve
-def load(settings):
-    def generate(prompts, count):
-        if len(prompts) > 1:
-            raise ValueError("one at a time\\nplease")
-        print("what a library prints is no answer")
-        return Answers([[9] * count])
-    return generate
-serve(load, ())
-"""
-DIES = """
-import os, sys
-from worker import Answers, serve
-def load(settings):
-    def generate(prompts, count):
-        print("out of luck", file=sys.stderr, flush=True)
-        os._exit(3)
-    return generate
-serve(load, ())
-"""
-
-
-class Recorder:
-    """A peer that notes who was asked."""
-
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name, self.notes = name, notes
-
-    def ask(self, prompts: list[list[int]], max_new_tokens: int) -> Reply:
-        if max_new_tokens > 1:
-            self.notes.append(self.name)
-        return Reply(0.5, (max_new_tokens,) * len(prompts), None)
+LOAD = (
+    "from worker import Answers, serve\nimport os, sys, time\ndef load(settings):\n    def generate(prompts, count):\n"
+)
+PROGRAMS = {  # what generate does; the packages whose version is told
+    "good": ("return Answers([[9] * min(count, 5) for _ in prompts], 2 * len(prompts))", ("pytest",)),
+    "no_batches": (
+        (
+            "if prompts[1:]: raise ValueError('one at a time\\nplease')\n        print('no answer')\n        "
+            "return Answers([[9] * count])"
+        ),
+        (),
+    ),
+    "dies": ("print('out of luck', file=sys.stderr, flush=True); os._exit(3)", ()),
+}
 
 
 @pytest.fixture
@@ -64,69 +37,66 @@ def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> peers.Compari
     (tmp_path / "workers").mkdir()
     shared = (BENCHMARKS / "workers" / "worker.py").read_text(encoding="utf-8")
     (tmp_path / "workers" / "worker.py").write_text(shared, encoding="utf-8")
-    for name, code in {"good": GOOD, "no_batches": NO_BATCHES, "dies": DIES}.items():
-        (tmp_path / "workers" / f"{name}_worker.py").write_text(code, encoding="utf-8")
+    for name, (code, packages) in PROGRAMS.items():
+        script = f"{LOAD}        {code}\n    return generate\nserve(load, {packages})\n"
+        (tmp_path / "workers" / f"{name}_worker.py").write_text(script, encoding="utf-8")
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
-    monkeypatch.setattr(worker_process, "_WORKERS", tmp_path / "workers")
-    monkeypatch.setattr(rounds, "_PAUSE_SECONDS", 0)
-    options = peers.Options(
-        environments=tmp_path, rounds=3, batch_sizes=(1, 2), threads=1, timeout=600, json=tmp_path / "out.json"
-    )
-    ways = [peers.DecodingMethod(name, name, {}) for name in ("good", "no_batches", "dies", "absent")]
-    return peers.Comparison(options, ways, PROMPTS, FACTS)
+    monkeypatch.setattr(harness, "_WORKERS", tmp_path / "workers")
+    monkeypatch.setattr(peers, "_PAUSE_SECONDS", 0)
+    out = tmp_path / "out.json"
+    options = peers.Measured(environments=tmp_path, rounds=3, batch_sizes=(1, 2), threads=1, timeout=600, json=out)
+    ways = [peers.DecodingMethod(name, name, {}) for name in (*PROGRAMS, "absent")]
+    return peers.Comparison(options, ways, PROMPTS)
 
 
-def test_a_peer_that_fails_becomes_a_row_with_its_error(comparison: peers.Comparison):
+def test_a_peer_that_fails_is_a_row_and_the_others_are_counted(
+    comparison: peers.Comparison, capsys: pytest.CaptureFixture[str]
+):
     comparison.run()
     errors = {key: row.error for key, row in comparison.rows.items()}
-    assert errors["good", 1] is None
-    assert errors["good", 2] is None
-    assert errors["no_batches", 1] is None
+    assert [errors[key] for key in (("good", 1), ("good", 2), ("no_batches", 1))] == [None] * 3
     assert errors["no_batches", 2] == "ValueError: one at a time"
     assert errors["dies", 1] == errors["dies", 2] == "ended with status 3: out of luck"
     assert "benchmarks/environments.sh absent" in errors["absent", 1]
-
-
-def test_tokens_and_steps_are_counted_in_every_round(comparison: peers.Comparison):
-    comparison.run()
     row = comparison.rows["good", 2]
-    assert [tally.num_tokens for tally in row.rounds] == [20, 20, 20]
+    assert [sum(reply.num_tokens for reply in each) for each in row.rounds] == [20, 20, 20]
     assert row.tokens_per_step == 2.0  # four of five tokens come from steps, two steps each
     assert comparison.rows["no_batches", 1].tokens_per_step is None
-
-
-def test_the_json_file_has_every_row_and_nothing_of_where_it_ran(comparison: peers.Comparison):
-    comparison.run()
+    assert len(comparison.rows["good", 1].first_token_milliseconds) == 3
     text = comparison.options.json.read_text(encoding="utf-8")
     assert text.count('"batch_size"') == 8
-    assert str(comparison.options.environments) not in text
+    assert str(comparison.options.environments) not in text, "nothing of where it ran"
+    comparison.show(["tokens"], lambda row: [str(len(row.texts()))])
+    assert "absent: skipped: no environment" in capsys.readouterr().out
 
 
-def test_every_peer_begins_once_and_a_block_is_answered_by_all_in_turn(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rounds, "_PAUSE_SECONDS", 0)
+def test_every_peer_begins_once_and_a_block_is_answered_by_all_in_turn(comparison: peers.Comparison):
     notes: list[str] = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, prompts: list[list[int]], max_new_tokens: int) -> Reply:
+            notes.append(self.name)
+            return Reply(0.5, ((9,) * max_new_tokens,) * len(prompts))
+
     names = ["a", "b", "c"]
-    rows = {(name, 2): rounds.Row(name, 2) for name in names}
+    comparison.peers = {name: Recorder(name) for name in names}
+    comparison.rows = {(name, 2): peers.Row(name, 2) for name in names}
+    comparison.prompts = PROMPTS[:2]
     for turn in range(3):
-        found = {name: Recorder(name, notes) for name in names}
-        rounds.run_round(found, rows, PROMPTS[:2], 4, turn=turn, failed=lambda row, error: None)
+        comparison.round(2, turn)
     assert notes == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
-    assert rows["a", 2].speeds == [16.0, 16.0, 16.0]
+    assert comparison.rows["a", 2].speeds == [2 * 128 / 0.5] * 3
 
 
-def test_a_peer_that_does_not_answer_is_ended(comparison: peers.Comparison):
-    slow = "import time\ntime.sleep(60)"
-    (worker_process._WORKERS / "good_worker.py").write_text(slow, encoding="utf-8")
-    process = worker_process.WorkerProcess(
-        Path(sys.executable),
-        "good_worker.py",
-        {},
-        num_threads=1,
-        log=comparison.options.environments / "log",
-        timeout=1,
-    )
-    with pytest.raises(WorkerFailed, match="no answer within 1 s"):
+def test_a_peer_that_does_not_answer_is_ended(comparison: peers.Comparison, tmp_path: Path):
+    (tmp_path / "workers" / "good_worker.py").write_text("import time\ntime.sleep(600)", encoding="utf-8")
+    limits = {"threads": 1, "log": tmp_path / "log", "timeout": 1}
+    process = harness.WorkerProcess(Path(sys.executable), "good_worker.py", {}, **limits)
+    with pytest.raises(ProgramFailed, match="no answer within 1 s"):
         process.versions()
     process.stop()
     assert not process.is_alive
@@ -137,8 +107,41 @@ def test_an_unknown_peer_is_refused():
         peers.chosen([peers.DecodingMethod("good", "good", {})], ["nonsense"])
 
 
-@pytest.mark.parametrize("module", [machine, peers])
-def test_the_examples_in_docstrings_hold(module: ModuleType):
-    result = doctest.testmod(module)
+@pytest.mark.real
+def test_the_smallest_run_of_draftheads_and_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """One prompt, one round, the real model: every row has tokens, and drafts save steps."""
+    python = tmp_path / "transformers" / "bin" / "python"  # an environment: this one
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    few = {"limit": 1, "rounds": 1, "max_new_tokens": 12, "batch_sizes": (1,), "threads": 1}
+    out = tmp_path / "out.json"
+    chosen = ("draftheads fp32", "draftheads fp32 hydra", "transformers fp32")
+    peers.main(peers.Options(peers=chosen, precision="fp32", environments=tmp_path, json=out, **few))
+    rows = {row["name"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
+    assert [rows[name]["num_tokens"] for name in chosen] == [12] * 3
+    assert [rows[name]["tokens_per_step"] for name in (chosen[0], chosen[2])] == [1.0, None]
+    assert "draftheads fp32 hydra" in capsys.readouterr().out
+
+
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+
+
+def test_every_script_explains_itself():
+    """All in one process; each imports what it needs."""
+    code = (
+        "import contextlib, runpy, sys; sys.path.insert(0, sys.argv[1])\n"
+        "for name in sys.argv[2:]:\n    sys.argv = [name, '--help']\n    print('#', name)\n"
+        "    with contextlib.suppress(SystemExit): runpy.run_path(f'{sys.path[0]}/{name}', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, str(BENCHMARKS), *(name for name in SCRIPTS if name != "copying.py")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for part in found.split("# ")[1:]:
+        assert "usage: " in part, part
+        assert "--" in part, part
+
+
+def test_the_examples_in_docstrings_hold():
+    result = doctest.testmod(harness)
     assert result.attempted
     assert not result.failed

@@ -5,7 +5,6 @@ JSON object.
 """
 
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,10 @@ from dataclasses import dataclass
 from itertools import cycle, islice, product
 from typing import Any
 
+import jsonschema_rs
 import torch
 import tyro
-from machine import machine
+from harness import machine
 from rich.console import Console
 from rich.table import Table
 
@@ -164,33 +164,12 @@ class Stopwatch:
         return timed
 
 
-def is_valid(value: Any, schema: dict[str, Any]) -> bool:  # noqa: PLR0911 - one for each kind
-    """Whether a value has the schema; knows the keywords of the schemas above."""
-    if "anyOf" in schema:
-        return any(is_valid(value, one) for one in schema["anyOf"])
-    if "enum" in schema or "const" in schema:
-        return value in schema.get("enum", [schema.get("const")])
-    if schema["type"] == "object":
-        properties = schema["properties"]
-        is_record = isinstance(value, dict) and list(value) == list(properties)
-        return is_record and all(is_valid(value[name], one) for name, one in properties.items())
-    if schema["type"] == "array":
-        fits = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
-        return fits and all(is_valid(one, schema["items"]) for one in value)
-    if schema["type"] == "integer":
-        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
-    if schema["type"] == "boolean":
-        return isinstance(value, bool)
-    is_text = isinstance(value, str) and len(value) <= schema.get("maxLength", 10)
-    return is_text and re.search(schema.get("pattern", ""), value) is not None
-
-
 def num_valid(asked: Sequence[Question], answers: Sequence[GenerationResult]) -> int:
     """How many answers are JSON of their schema."""
     count = 0
     for question, answer in zip(asked, answers, strict=True):
         try:
-            count += is_valid(json.loads(answer.text), SCHEMAS[question.kind])
+            count += jsonschema_rs.is_valid(SCHEMAS[question.kind], json.loads(answer.text))
         except json.JSONDecodeError:
             continue
     return count

@@ -1,0 +1,275 @@
+"""What the scripts share: the machine, the real model and its prompts, and other programs as processes.
+
+A *worker* is one program of ``workers/`` in an environment of its own, which answers prompts line by line (the protocol
+is in ``workers/worker.py``); a *server* has OpenAI's HTTP interface. Imports no optional package.
+"""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import torch
+
+from draftheads.data.records import TextPrompt, own_prompts
+from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
+from draftheads.models.pretrained import default_dtype
+from draftheads.utils.estimates import quartiles
+from draftheads.utils.provenance import provenance
+
+Ids = list[int]
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE / ".peers"  # that environments.sh fills
+TASKS = own_prompts("tasks")
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+CPU_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16")  # of interest for products
+_WORKERS = HERE / "workers"
+_STOP_SECONDS = 20.0
+
+
+def say(text: str) -> None:
+    """What is going on, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def cpu_model_and_flags(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
+    r"""Name and interesting flags of the first CPU in the text of ``/proc/cpuinfo``.
+
+    >>> cpu_model_and_flags("model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f\n")
+    ('Some CPU', ('avx2', 'avx512f'))
+    """
+    lines = dict(reversed([line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line]))
+    fields = {key.strip(): value.strip() for key, value in lines.items()}
+    present = fields.get("flags", "").split()
+    return fields.get("model name", "unknown CPU"), tuple(flag for flag in CPU_FLAGS if flag in present)
+
+
+def machine(num_threads: int) -> dict[str, Any]:
+    """Kind of CPU, threads, commit and versions; plain JSON values."""
+    path = Path("/proc/cpuinfo")
+    model, flags = cpu_model_and_flags(path.read_text(encoding="utf-8") if path.is_file() else "")
+    facts: dict[str, Any] = {**provenance(), "cpu": model, "cpu_flags": list(flags), "threads": num_threads}
+    del facts["command"]  # its arguments are the machine's folders
+    return facts
+
+
+def exact_precision(name: str) -> str:
+    """bf16 or fp32 for ``auto``: bf16 on CPUs that have it."""
+    return ("bf16" if default_dtype("cpu") == torch.bfloat16 else "fp32") if name == "auto" else name
+
+
+def real_model() -> Path:
+    """The folder of smollm2-135m; exits where it is not installed."""
+    folder = converted_folder(SMOLLM2_135M)
+    if folder is None:
+        sys.exit(f"error: {SMOLLM2_135M.name} is not installed: {SMOLLM2_135M.pip_install}")
+    return folder
+
+
+def encoded(prompts: Iterable[TextPrompt], model: Path) -> list[Ids]:
+    """Token ids with the model's chat template: all programs get the same."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    messages = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
+    texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in messages]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def spread(prompts: Sequence[TextPrompt], limit: int) -> list[TextPrompt]:
+    """At most ``limit`` prompts, evenly from the whole list.
+
+    >>> spread(["a", "b", "c", "d"], 2)
+    ['a', 'c']
+    """
+    count = min(limit, len(prompts))
+    return [prompts[index * len(prompts) // count] for index in range(count)]
+
+
+def shown(values: Sequence[float], digits: int = 1) -> str:
+    """The median, with quartiles in brackets."""
+    lower, middle, upper = quartiles(values)
+    return f"{middle:.{digits}f} ({lower:.{digits}f}–{upper:.{digits}f})"
+
+
+class ProgramFailed(Exception):
+    """A program could not be started, or did not answer; the message is for the table."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A worker's answers to a few prompts."""
+
+    seconds: float
+    token_ids: tuple[tuple[int, ...], ...]
+    num_steps: int | None = None  # passes behind the prompts', all answers together, where they are counted
+    accepted_by_depth: tuple[int, ...] = ()  # accepted draft tokens at depth 1, 2, …, where they are counted
+    decode_seconds: float | None = None  # of the tokens after the first one, where it is measured
+    batch_seconds: tuple[float, ...] = ()  # of passes of several tokens, where the settings ask for them
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers."""
+        return sum(map(len, self.token_ids))
+
+
+class Program:
+    """Another program: started, and stopped at the end.
+
+    Args:
+        command: the program and its arguments.
+        threads: that it may use.
+        log: gets what it prints.
+        timeout: seconds until it is ready, or has answered.
+        options: for ``subprocess.Popen``.
+
+    Raises:
+        ProgramFailed: it is not there.
+    """
+
+    def __init__(
+        self, command: Sequence[str | Path], *, threads: int, log: Path, timeout: float, **options: Any
+    ) -> None:
+        self.log, self.timeout = log, timeout
+        program = Path(command[0])
+        if not program.exists():
+            name = program.parent.parent.name
+            raise ProgramFailed(f"skipped: no environment; run benchmarks/environments.sh {name}")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w", encoding="utf-8") as file:
+            options = {"stdin": subprocess.DEVNULL, "stdout": file, **options}
+            variables = environment(program, threads, cache=log.parent / "cache")
+            self.process = subprocess.Popen(list(map(str, command)), stderr=file, env=variables, **options)  # noqa: S603
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        return self.process.poll() is None
+
+    def last_line(self) -> str:
+        """Of what it printed."""
+        lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip() if lines else "nothing printed"
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process.stdin is None:
+            self.process.terminate()
+        try:
+            self.process.communicate(timeout=_STOP_SECONDS)  # closes its pipes: a worker without requests ends
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+
+
+class WorkerProcess(Program):
+    """A worker that loads its program at once and answers until it is stopped; ``settings`` are JSON values."""
+
+    def __init__(self, python: Path, script: str, settings: dict[str, Any], **limits: Any) -> None:
+        command = [python, _WORKERS / script, json.dumps(settings)]
+        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **limits)
+
+    def versions(self) -> dict[str, str]:
+        """Of the program's packages, as soon as it is loaded. ProgramFailed: it could not be loaded."""
+        versions: dict[str, str] = self._read()["versions"]
+        return versions
+
+    def ask(self, prompts: list[Ids], max_new_tokens: int) -> Reply:
+        """Answers to all prompts together. ProgramFailed: there is no answer."""
+        assert self.process.stdin is not None
+        request = json.dumps({"prompts": prompts, "max_new_tokens": max_new_tokens})
+        try:
+            self.process.stdin.write(request.encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise ProgramFailed(self._last_words()) from None
+        line = self._read()
+        tuples = {name: tuple(line.pop(name)) for name in ("accepted_by_depth", "batch_seconds")}
+        return Reply(token_ids=tuple(map(tuple, line.pop("token_ids"))), **tuples, **line)
+
+    def _read(self) -> dict[str, Any]:
+        """The next line. A reply is one line, so nothing stays in the buffer that select() cannot see."""
+        out = self.process.stdout
+        assert out is not None
+        if not select.select([out], [], [], self.timeout)[0]:
+            self.process.kill()
+            raise ProgramFailed(f"no answer within {self.timeout:.0f} s")
+        text = out.readline()
+        if not text:
+            raise ProgramFailed(self._last_words())
+        line: dict[str, Any] = json.loads(text)
+        if "error" in line:
+            raise ProgramFailed(line["error"])
+        return line
+
+    def _last_words(self) -> str:
+        return f"ended with status {self.process.wait()}: {self.last_line()}"
+
+
+class ServerProcess(Program):
+    """A server on the loopback address, ready when it is made; ``url`` has no path, ``models`` are those it lists."""
+
+    def __init__(self, command: Sequence[str | Path], **limits: Any) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__([*command, "--host", "127.0.0.1", "--port", str(port)], **limits)
+        try:
+            self.models = self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self) -> list[dict[str, Any]]:
+        end = time.monotonic() + self.timeout
+        while time.monotonic() < end:
+            if not self.is_alive:
+                raise ProgramFailed(f"ended with status {self.process.returncode}: {self.last_line()}")
+            try:
+                with urlopen(f"{self.url}/v1/models", timeout=5) as response:  # noqa: S310 - of this machine
+                    models: list[dict[str, Any]] = json.load(response)["data"]
+                    return models
+            except OSError:
+                time.sleep(0.5)
+        raise ProgramFailed(f"not ready after {self.timeout:.0f} s: {self.last_line()}")
+
+
+def free_port() -> int:
+    """A port of the loopback address that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def environment(program: Path, num_threads: int, *, cache: Path) -> dict[str, str]:
+    """The environment variables of a program: its own threads and packages, and no downloads."""
+    cores = sorted(os.sched_getaffinity(0))[:num_threads]
+    inherited = dict(os.environ)
+    if program != Path(sys.executable):
+        inherited.pop("PYTHONPATH", None)  # it is for this environment's packages
+    return {
+        **inherited,
+        "PATH": f"{program.parent}{os.pathsep}{os.environ.get('PATH', '')}",  # inductor's compiler asks for ninja
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def python_of(name: str, environments: Path = ENVIRONMENTS) -> Path:
+    """The Python of another program's environment; of this one for ``draftheads``."""
+    return Path(sys.executable) if name == "draftheads" else environments.absolute() / name / "bin" / "python"
