@@ -237,8 +237,9 @@ def engine_on(
         return Engine(target, whole, shape=calibrated(shape, acceptance.temperatures), max_batch_size=max_batch_size)
     costs = costs_of(target, drafter, keep=keep_cost)
     return_freed_memory()
-    is_greedy = acceptance.num_tokens and not acceptance.temperature  # measured on greedy answers
-    check = AcceptanceCheck(drafts.method, drafts.name, drafts.model) if is_greedy else None
+    check = None
+    if not acceptance.temperature:  # greedy answers are compared with greedy ones
+        check = AcceptanceCheck(drafts.method, drafts.name, drafts.model, is_assumed=not acceptance.num_tokens)
     return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, costs=costs, check=check)
 
 

@@ -23,10 +23,10 @@ from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane
-from draftheads.decode.text import TaggedText
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.loading import UNTRAINED, engine_on, name_of, resolve, template_of
 from draftheads.models.chat_template import effort_variables, thinking_tags
+from draftheads.serve.tagged_text import TaggedText
 from draftheads.settings import SamplingSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic

@@ -229,7 +229,7 @@ class Engine:
             shape=self.shape,
             profile=self.profile,
             costs=self.costs,
-            check=None if self.check is None else AcceptanceCheck(self.check.method, self.check.head, model.model_id),
+            check=None if self.check is None else replace(self.check, model=model.model_id),
         )
         adapted._lock = self._lock
         return adapted

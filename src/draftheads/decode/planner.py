@@ -108,7 +108,7 @@ class Planner:
     Args:
         profile: tokens per step by tree.
         costs: milliseconds by tokens and levels.
-        check: receives the accepted draft tokens of each text, and those that the profile expects.
+        check: receives the accepted draft tokens of each step, and those that the profile expects.
         extra_nodes: that copies from the text may add to a tree.
         follows: whether costs follow the time of steps: for models whose texts do not depend on what is drafted.
     """
@@ -201,7 +201,6 @@ class _RowRecord:
 
     own: _Record
     copies: _Record  # tokens that only copies brought
-    text: tuple[int, int, float] = (0, 0, 0.0)  # steps, accepted and expected draft tokens, for the check
 
 
 class Plan:
@@ -283,10 +282,8 @@ class Plan:
         ):
             row.own.note(accepted - copied, own)
             row.copies.note(copied, of_copies)
-            if is_free and self._gain:
-                steps, before, promised = row.text
-                expected = self._profile_gain(draft)
-                row.text = steps + 1, before + accepted - copied, promised + expected
+            if is_free and self._gain and self.planner.check is not None:
+                self.planner.check.note(accepted - copied, self._profile_gain(draft))
         correction, batch = self.planner.correction, len(num_accepted)
         if correction is None or not self._follows:
             return
@@ -303,10 +300,7 @@ class Plan:
         return min(self._gain, tokens[min(draft.num_nodes, len(tokens)) - 1] - 1.0)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """The other rows leave; their texts have ended."""
-        if self.planner.check is not None:
-            for row in set(range(len(self._rows))).difference(rows):
-                self.planner.check.note(*self._rows[row].text)
+        """The other rows leave."""
         self._rows = [self._rows[row] for row in rows]
 
 

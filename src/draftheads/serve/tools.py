@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
 
 from draftheads.decode.grammar import ONE_LINE
-from draftheads.decode.text import TaggedText, TrimmedText
 from draftheads.models.chat_template import CALL_TAGS, render
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.fields import Fields, check_schema, wrong
+from draftheads.serve.tagged_text import TaggedText, TrimmedText
 from draftheads.settings import Grammar
 from draftheads.utils.messages import short
 
