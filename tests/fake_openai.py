@@ -52,7 +52,6 @@ class FakeServer:
                 content = (body if isinstance(body, str) else json.dumps(body)).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
-                self.send_header("content-type", "text/plain" if isinstance(body, str) else "application/json")
                 if 300 <= status < 400:
                     self.send_header("location", str(body))
                 self.end_headers()

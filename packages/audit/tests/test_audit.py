@@ -1050,9 +1050,9 @@ def test_requests_that_failed_for_now_are_repeated(world: World, audit: Audit):
 @pytest.mark.parametrize(
     ("response", "words"),
     [
-        ((400, {"error": {"message": "too long"}}), "too long"),
-        ((500, {"detail": "broken"}), "status 500: "),
-        ((200, "<html>"), "not a valid completion (TypeError"),
+        ((400, {"error": {"message": "too long"}}), "status 400: too long"),
+        ((500, {"detail": "broken"}), "status 500: {'detail': 'broken'}"),
+        ((200, "<html>"), "not a valid completion (JSONDecodeError"),
         ((200, {"choices": []}), "not a valid completion (IndexError"),
     ],
 )
@@ -1087,7 +1087,7 @@ def test_a_slow_answer_is_a_failure(world: World, audit: Audit, monkeypatch: pyt
 def test_an_unknown_model_or_route_ends_the_audit(world: World, audit: Audit):
     with FakeServer(lambda _: (404, {"error": {"message": "no such model"}})) as fake:
         record = audit(fake.url, *of_model(world), code=2)
-    assert "was not found: status 404: " in record["errors"]
+    assert "was not found: status 404: no such model" in record["errors"]
 
 
 # --- options ---

@@ -1,72 +1,102 @@
 """Answers by a server with OpenAI's chat API."""
 
+import contextlib
 import json
-from collections.abc import Sequence
-from contextlib import closing
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.pool import ThreadPool
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from draftheads.data.forms import messages_of
 from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
-from draftheads.errors import EndpointError, InvalidPrompt
+from draftheads.errors import DataError, EndpointError, InvalidPrompt, InvalidSettings, MissingDependency
 from draftheads.utils.messages import short
-from draftheads.utils.openai_client import CHAT, NoAnswer, OpenAIClient, api_key, at_once
+
+if TYPE_CHECKING:
+    from openai import APIStatusError
 
 _REFUSED_STATUSES = frozenset({400, 413, 422, 451})  # the server does not answer this prompt; it may answer others
 _FINISHED = ("stop", "tool_calls", "function_call")
 _TOO_LONG_WORDS = ("context_length_exceeded", "context length", "context window", "too long", "max_model_len")
+_INSTALL = "'draftheads[endpoint]'"
 
 
 class EndpointSource:
     """Continues conversations with a server; ``batch_size`` is the number of requests at the same time.
 
     Raises:
-        MissingDependency: on construction, if httpx2 is not installed.
+        MissingDependency: on construction, if openai is not installed.
         InvalidSettings: the key's environment variable is not set, or the address is not one of HTTP.
     """
 
     def __init__(self, options: DistillOptions) -> None:
+        try:
+            from openai import DefaultHttpxClient, OpenAI  # noqa: PLC0415 - an extra
+        except ImportError:
+            raise MissingDependency("asking a server needs openai", pip_install=_INSTALL) from None
         assert options.endpoint is not None
         assert options.endpoint_model is not None
+        _check_address(options.endpoint)
         self.options = options
         self.identity = {"model": options.endpoint_model, "answered_by": "endpoint"}  # the address may change
-        self._client = OpenAIClient(
-            *(options.endpoint, "--endpoint", options.endpoint_model, api_key(options.api_key_env)),
+        self._make_client: Callable[[], Any] = lambda: OpenAI(
+            base_url=options.endpoint,
+            api_key=_api_key(options.api_key_env),
             timeout=options.request_timeout,
-            retries=options.request_retries,
-            repeats_timeouts=True,  # or one request would end a run of hours
-            root="",
+            max_retries=options.request_retries,
+            http_client=DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
         )
 
     def converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
         """Continues all to their end."""
-        try:
-            with self._client, closing(at_once(self._continue, dialogues, self.options.batch_size)) as ended:
-                for place, _ in ended:
-                    on_progress(dialogues[place].num_tokens, 1)
-        except EndpointError as error:
-            fix = "see --endpoint and --endpoint-model; the same command continues"
-            raise EndpointError(f"{error}; {fix}") from None
 
-    def _continue(self, dialogue: Dialogue) -> None:
-        while not dialogue.is_over:
-            dialogue.ask_next()
-            try:
-                message, num_tokens, is_finished = self._client.post(CHAT, self._request(dialogue), _answer_in)
-            except InvalidPrompt as error:
-                dialogue.refusal = str(error)
-                dialogue.stop("refused")
-            except NoAnswer as error:
-                if error.status not in _REFUSED_STATUSES:
-                    raise EndpointError(f"{self._client.base}{CHAT} failed: {error}") from None
-                if any(words in error.text.lower() for words in _TOO_LONG_WORDS):
-                    dialogue.stop("too_long")
-                else:
-                    dialogue.refusal = str(error)
-                    dialogue.stop("refused")
+        def converse_one(dialogue: Dialogue) -> Dialogue:
+            while not dialogue.is_over:
+                self._continue(client, dialogue)
+            return dialogue
+
+        # its threads are daemons: after an error nobody waits for them, and a closed client sends no further request
+        with self._make_client() as client, ThreadPool(self.options.batch_size) as pool:
+            for dialogue in pool.imap_unordered(converse_one, dialogues):
+                on_progress(dialogue.num_tokens, 1)
+
+    def _continue(self, client: Any, dialogue: Dialogue) -> None:
+        """Asks for one answer."""
+        import openai  # noqa: PLC0415 - an extra
+
+        dialogue.ask_next()
+        try:
+            text = client.post("/chat/completions", body=self._request(dialogue), cast_to=str)
+            message, num_tokens, is_finished = _answer_in(json.loads(text))
+        except InvalidPrompt as error:
+            dialogue.refusal = str(error)
+            dialogue.stop("refused")
+        except openai.APIStatusError as error:
+            said = _message_of(error)
+            if error.status_code not in _REFUSED_STATUSES:
+                raise self._failed(said) from None
+            if any(words in f"{error.body} {said}".lower() for words in _TOO_LONG_WORDS):
+                dialogue.stop("too_long")
             else:
-                dialogue.count(num_tokens)
-                dialogue.answer(**message, is_finished=is_finished)
+                dialogue.refusal = said
+                dialogue.stop("refused")
+        except openai.APIConnectionError as error:
+            raise self._failed(f"{error.__cause__ or error}; is the server running?") from None
+        except (DataError, LookupError, TypeError, ValueError, AttributeError) as error:
+            said = f"not a valid completion ({type(error).__name__}: {error}): {short(text)}"
+            raise self._failed(said) from None
+        else:
+            dialogue.count(num_tokens)
+            dialogue.answer(**message, is_finished=is_finished)
+
+    def _failed(self, why: str) -> EndpointError:
+        url, model = str(self.options.endpoint), self.options.endpoint_model
+        return EndpointError(
+            f"{url.rstrip('/')}/chat/completions failed: {why}; see --endpoint {url}, --endpoint-model {model!r} and "
+            "--api-key-env; the same command continues"
+        )
 
     def _request(self, dialogue: Dialogue) -> dict[str, Any]:
         request: dict[str, Any] = {
@@ -84,7 +114,29 @@ class EndpointSource:
         return request if self.options.top_k is None else {**request, "top_k": self.options.top_k}
 
 
-def _answer_in(body: Any, _: float) -> tuple[dict[str, Any], int, bool]:
+def _check_address(url: str) -> None:
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    raise InvalidSettings(f"--endpoint is {url!r}; give an address such as http://127.0.0.1:8000/v1")
+
+
+def _api_key(variable: str | None) -> str:
+    """The key in an environment variable; never the one that is meant for OpenAI's own server."""
+    if variable is None:
+        return "EMPTY"
+    if key := os.environ.get(variable):
+        return key
+    raise InvalidSettings(f"--api-key-env is {variable!r}, but this environment variable is not set: export it")
+
+
+def _message_of(error: "APIStatusError") -> str:
+    said = error.body.get("message", error.body) if isinstance(error.body, Mapping) else error.body
+    return f"status {error.status_code}: {' '.join(str(said or 'no message').split())[:300]}"
+
+
+def _answer_in(body: Any) -> tuple[dict[str, Any], int, bool]:
     """Content, thought and calls; the number of tokens (0 if it is not counted); whether it is finished."""
     # lone surrogates cannot be written
     body = json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))

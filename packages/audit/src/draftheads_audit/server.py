@@ -5,6 +5,7 @@ vLLM (counters) and SGLang (a gauge), where other clients' requests are counted,
 """
 
 import contextlib
+import json
 import os
 import re
 import time
@@ -122,15 +123,14 @@ class Server:
         Raises:
             EndpointError: the server is down, lists no models, or has no model of this name.
         """
-        found: Any = None
+        models: list[dict[str, Any]] = []
         problem = ""
         try:
-            found = self._sent(self._client.get, "/models")
+            models = [model for model in json.loads(self._sent(self._client.get, "/models"))["data"] if model["id"]]
         except NoAnswer as error:
             problem = f": {error}"
-        models: list[dict[str, Any]] = []
-        with contextlib.suppress(LookupError, TypeError):
-            models = [model for model in found["data"] if model["id"]]
+        except (LookupError, TypeError, ValueError):
+            problem = ", but another text"
         names = [str(model["id"]) for model in models]
         if not names and not self.model:
             raise EndpointError(
@@ -155,8 +155,8 @@ class Server:
         for form in list(self._forms) if is_json(check) else [{}]:
             start = time.perf_counter()
             try:
-                body = self._posted(prompt, index, check, form)
-                answer = _answer_in(body, time.perf_counter() - start)
+                text = self._posted(prompt, index, check, form)
+                answer = _answer_in(json.loads(text), time.perf_counter() - start)
             except NoAnswer as error:
                 if error.status == 404:
                     raise EndpointError(
@@ -165,7 +165,7 @@ class Server:
                     ) from None
                 problems.append(str(error))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                problems.append(f"not a valid completion ({type(error).__name__}: {error}): {str(body)[:60]}")
+                problems.append(f"not a valid completion ({type(error).__name__}: {error}): {text[:60]}")
             else:
                 self._forms = [form] if problems else self._forms
                 return answer
@@ -176,7 +176,7 @@ class Server:
         asked = {"logprobs": True, "top_logprobs": _NUM_TOPS} if self.is_chat else {"logprobs": _NUM_TOPS}
         form = self._forms[0] if is_json(check) else {}
         try:
-            body = self._posted(prompt, index, check, {**form, **asked})
+            body = json.loads(self._posted(prompt, index, check, {**form, **asked}))
             return places_of(body["choices"][0]["logprobs"])
         except (NoAnswer, LookupError, TypeError, ValueError, AttributeError):
             return None
@@ -193,8 +193,8 @@ class Server:
     def _route(self) -> str:
         return "/chat/completions" if self.is_chat else "/completions"
 
-    def _posted(self, prompt: TextPrompt, index: int, check: CheckName, more: Mapping[str, Any]) -> Any:
-        """The JSON of the response to one request."""
+    def _posted(self, prompt: TextPrompt, index: int, check: CheckName, more: Mapping[str, Any]) -> str:
+        """The text of the response to one request."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": self._max_tokens, "temperature": 0}
         if not self.is_chat:
             body["prompt"] = prompt
@@ -204,11 +204,11 @@ class Server:
             body |= {"temperature": TEMPERATURE, "top_p": 1.0, "seed": index}
         return self._sent(self._client.post, self._route, body={**body, **more, **self._fields})
 
-    def _sent(self, send: Callable[..., Any], route: str, **more: Any) -> Any:
+    def _sent(self, send: Callable[..., str], route: str, **more: Any) -> str:
         import openai  # noqa: PLC0415 - slow to import
 
         try:
-            return send(route, cast_to=object, **more)
+            return send(route, cast_to=str, **more)
         except openai.APITimeoutError:
             raise NoAnswer(f"no answer in {_TIMEOUT_SECONDS:g} s") from None
         except openai.APIConnectionError as error:
@@ -221,7 +221,9 @@ class Server:
                 raise EndpointError(
                     f"{self.base} refuses the key ({error.status_code}): it is in the variable {self.key_variable}"
                 ) from None
-            raise NoAnswer(f"status {error.status_code}: {error.message[:300]}", error.status_code) from None
+            body: Any = error.body
+            said = body.get("message", body) if isinstance(body, Mapping) else body
+            raise NoAnswer(f"status {error.status_code}: {str(said)[:300]}", error.status_code) from None
 
 
 def origin(url: str, option: str = "URL") -> tuple[str, str, int]:
