@@ -164,8 +164,8 @@ _SEED = Rule(_integer, lambda n: -(2**63) <= n < 2**64, "an integer of at least 
 class SamplingOptions:
     """Sampling, and where an answer ends.
 
-    The settings of a request that are options of a command, too. Values are checked and converted: one string for
-    ``stop``, lists, and the numbers of NumPy are valid, too.
+    The settings of a request that are options of ``draftheads chat``, too. Values are checked and converted: one string
+    for ``stop``, lists, and the numbers of NumPy are valid, too.
 
     Raises:
         InvalidSettings: a value of another type or out of its range, or more tokens at least than at most.
@@ -182,52 +182,10 @@ class SamplingOptions:
         ),
     ] = 0.0
     """0 takes the most likely token (greedy); above 0 samples."""
-    top_k: Annotated[int | None, _integers(1, also=", or None for all tokens")] = None
-    """Sample among the k most likely tokens only."""
     top_p: Annotated[float, _SHARE] = 1.0
     """Sample among the top tokens up to this probability. They are the fewest tokens that together reach it."""
-    min_p: Annotated[float, Rule(_number, lambda p: 0.0 <= p <= 1.0, "a number from 0 to 1")] = 0.0
-    """Leave out tokens below this share of the best probability. After temperature; 0 leaves none out."""
-    repetition_penalty: Annotated[float | None, _POSITIVE] = None
-    """Above 1 makes tokens already in the text less likely. The prompt counts, too. Default: that of the model's
-    generation configuration, else 1."""
-    frequency_penalty: Annotated[float, _PENALTY] = 0.0
-    """Lowers a token's logit by this for each time in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
-    count."""
-    presence_penalty: Annotated[float, _PENALTY] = 0.0
-    """Lowers a token's logit by this if it is in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
-    count."""
     seed: Annotated[int | None, _SEED] = None
     """Makes sampling repeatable; drawn at random if left out."""
-    stop: Annotated[tuple[str, ...], Rule(_strings, all, "a string or a list of strings, none of them empty")] = ()
-    """Strings that end the answer. They are not part of it. With a grammar, they end it only where the grammar may."""
-    stop_token_ids: Annotated[
-        tuple[int, ...],
-        Rule(partial(_several, _integer), lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"),
-    ] = ()
-    """Token ids that end the answer. The model's own end of text ends it, too."""
-    ignore_eos: Annotated[bool, _FLAG] = False
-    """Go on after the model's own end of text."""
-    min_new_tokens: Annotated[int | None, _integers(0, also=", or None")] = None
-    """The answer has at least this many tokens before it can end. Until then no token ends it, and stop strings are not
-    looked for. Default: that of the model's generation configuration, else 0."""
-    logprobs: Annotated[int | None, _integers(0, MOST_LOGPROBS, ", or None for no log-probabilities")] = None
-    """Log-probabilities of the answer's and the k top tokens. 0 gives those of the answer's tokens only; k, at most 20,
-    also those of the k most likely tokens at each place. They are the log-softmax of the model's logits in float32,
-    before logit biases, penalties, temperature, top-k, top-p and min-p."""
-    acceptance: Annotated[
-        AcceptanceRule,
-        Rule(_name, lambda rule: rule in _ACCEPTANCE, " or ".join(map(repr, _ACCEPTANCE))),
-    ] = "exact"
-    """Acceptance. exact keeps the model's distribution (greedy: its text). So do rejection and block
-    (chains only), which are for drafts of sampled tokens. typical is faster but changes the distribution: it
-    accepts draft tokens that are likely enough, and the token after them is the most likely one, whatever the seed."""
-    typical_epsilon: Annotated[float, _SHARE] = 0.09
-    """ε of typical acceptance. A draft token above this probability is always typical."""
-    typical_delta: Annotated[float | None, Rule(_number, lambda delta: delta > 0.0, "a positive number, or None")] = (
-        None
-    )
-    """δ of typical acceptance; √ε if left out."""
 
     def __post_init__(self) -> None:
         for name, annotated in ((field.name, field.type) for field in fields(self)):
@@ -243,14 +201,30 @@ class SamplingOptions:
                 shown = " ".join(short_repr(value).split())  # one line
                 raise InvalidSettings(f"{name} is {shown}; it must be {rule.words}")
             object.__setattr__(self, name, converted)
-        if (self.min_new_tokens or 0) > self.max_new_tokens:
-            raise InvalidSettings(
-                f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {self.max_new_tokens}"
-            )
 
 
 @dataclass(frozen=True)
-class SamplingSettings(SamplingOptions):
+class GenerateSampling(SamplingOptions):
+    """Sampling, and where an answer ends: further settings that are options of ``draftheads generate``."""
+
+    top_k: Annotated[int | None, _integers(1, also=", or None for all tokens")] = None
+    """Sample among the k most likely tokens only."""
+    repetition_penalty: Annotated[float | None, _POSITIVE] = None
+    """Above 1 makes tokens already in the text less likely. The prompt counts, too. Default: that of the model's
+    generation configuration, else 1."""
+    stop: Annotated[tuple[str, ...], Rule(_strings, all, "a string or a list of strings, none of them empty")] = ()
+    """Strings that end the answer. They are not part of it. With a grammar, they end it only where the grammar may."""
+    acceptance: Annotated[
+        AcceptanceRule,
+        Rule(_name, lambda rule: rule in _ACCEPTANCE, " or ".join(map(repr, _ACCEPTANCE))),
+    ] = "exact"
+    """Acceptance. exact keeps the model's distribution (greedy: its text). So do rejection and block
+    (chains only), which are for drafts of sampled tokens. typical is faster but changes the distribution: it
+    accepts draft tokens that are likely enough, and the token after them is the most likely one, whatever the seed."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings(GenerateSampling):
     """How one request is decoded.
 
     Values are checked and converted: one string for ``stop``, lists, a dictionary for ``logit_bias`` or as the JSON
@@ -260,6 +234,34 @@ class SamplingSettings(SamplingOptions):
         InvalidSettings: as the options, or a grammar with ``ignore_eos`` or ``min_new_tokens``.
     """
 
+    min_p: Annotated[float, Rule(_number, lambda p: 0.0 <= p <= 1.0, "a number from 0 to 1")] = 0.0
+    """Leave out tokens below this share of the best probability. After temperature; 0 leaves none out."""
+    frequency_penalty: Annotated[float, _PENALTY] = 0.0
+    """Lowers a token's logit by this for each time in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
+    count."""
+    presence_penalty: Annotated[float, _PENALTY] = 0.0
+    """Lowers a token's logit by this if it is in the answer. From -2 to 2, as in OpenAI's API. The prompt does not
+    count."""
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Rule(partial(_several, _integer), lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"),
+    ] = ()
+    """Token ids that end the answer. The model's own end of text ends it, too."""
+    ignore_eos: Annotated[bool, _FLAG] = False
+    """Go on after the model's own end of text."""
+    min_new_tokens: Annotated[int | None, _integers(0, also=", or None")] = None
+    """The answer has at least this many tokens before it can end. Until then no token ends it, and stop strings are not
+    looked for. Default: that of the model's generation configuration, else 0."""
+    logprobs: Annotated[int | None, _integers(0, MOST_LOGPROBS, ", or None for no log-probabilities")] = None
+    """Log-probabilities of the answer's and the k top tokens. 0 gives those of the answer's tokens only; k, at most 20,
+    also those of the k most likely tokens at each place. They are the log-softmax of the model's logits in float32,
+    before logit biases, penalties, temperature, top-k, top-p and min-p."""
+    typical_epsilon: Annotated[float, _SHARE] = 0.09
+    """ε of typical acceptance. A draft token above this probability is always typical."""
+    typical_delta: Annotated[float | None, Rule(_number, lambda delta: delta > 0.0, "a positive number, or None")] = (
+        None
+    )
+    """δ of typical acceptance; √ε if left out."""
     grammar: Annotated[
         Grammar | None, Rule(_grammar, lambda _: True, "a Grammar, a dictionary with a JSON schema, or None")
     ] = None
@@ -281,6 +283,10 @@ class SamplingSettings(SamplingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.min_new_tokens or 0) > self.max_new_tokens:
+            raise InvalidSettings(
+                f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {self.max_new_tokens}"
+            )
         if self.grammar is not None and self.ignore_eos:
             raise InvalidSettings("ignore_eos is True, but an answer with a grammar ends where the grammar ends")
         if self.grammar is not None and self.min_new_tokens:
@@ -296,29 +302,25 @@ class LoadSettings:
 
     chat_template: str | None = None
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
-    template_variables: tuple[str, ...] = ()
-    """Values of variables of the chat template, NAME=VALUE. Such as enable_thinking=false. A head keeps them."""
     precision: Precision = "auto"
     """Number format. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a CPU. int8
     and int4 are for CPUs: they are faster and change the model, int8 a little and int4 more."""
     device: str | None = None
     """Where the model runs: cpu, cuda or cuda:1. Default: CUDA if there is one."""
-    four_bit: bool = False
-    """Hold the linear layers in 4 bits (needs bitsandbytes). Less memory; it changes the model a little."""
-    fast: bool = True
-    """Use faster kernels (packed weights). Off: the stock model of transformers."""
-    cuda_graphs: bool = False
-    """Capture steps as CUDA graphs. This was not yet run on a GPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that you trust."""
-    attn_implementation: Literal["sdpa", "eager"] | None = None
-    """Attention of the model. Default: the choice of transformers."""
-    max_length: int | None = None
-    """Most tokens of prompt and answer together. Default: what the model's configuration says."""
-
-    def __post_init__(self) -> None:
-        keep_variables(self)
 
     def given(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as arguments of :func:`draftheads.load`."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+
+
+@dataclass(frozen=True)
+class TemplateSettings(LoadSettings):
+    """How the model is loaded, and its chat template's variables."""
+
+    template_variables: tuple[str, ...] = ()
+    """Values of variables of the chat template, NAME=VALUE. Such as enable_thinking=false. A head keeps them."""
+
+    def __post_init__(self) -> None:
+        keep_variables(self)

@@ -158,21 +158,21 @@ def _old_driver() -> int:
 
 
 @pytest.mark.parametrize(
-    ("driver", "build", "count", "text", "advice"),
+    ("has", "count", "text", "advice"),
     [
-        (False, None, lambda: 0, "none", ""),
-        (True, None, lambda: 0, "an NVIDIA driver is here, but torch is a CPU build", "install torch for CUDA"),
-        (True, "12.8", _old_driver, "torch finds no GPU: the NVIDIA driver on your system is too old", "CUDA 12.8"),
-        (True, "12.8", lambda: 1, "NVIDIA H100, 85.0 GB, 9.0", ""),
+        ((False, None), lambda: 0, "none", ""),
+        ((True, None), lambda: 0, "an NVIDIA driver is here, but torch is a CPU build", "install torch for CUDA"),
+        ((True, "12.8"), _old_driver, "torch finds no GPU: the NVIDIA driver on your system is too old", "CUDA 12.8"),
+        ((True, "12.8"), lambda: 1, "NVIDIA H100, 85.0 GB, 9.0", ""),
     ],
 )
 def test_gpus(
-    monkeypatch: pytest.MonkeyPatch, driver: bool, build: str | None, count: Callable[[], int], text: str, advice: str
+    monkeypatch: pytest.MonkeyPatch, has: tuple[bool, str | None], count: Callable[[], int], text: str, advice: str
 ) -> None:
     device = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, major=9, minor=0)
-    monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: has[0])
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.version, "cuda", has[1])
     monkeypatch.setattr(torch.cuda, "device_count", count)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "H100" in text)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)

@@ -11,7 +11,6 @@ from draftheads.errors import InvalidSettings, LengthWarning, PromptTooLong
 from draftheads.loading import load
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import long_rope_start, max_positions_of, rope_kinds
-from draftheads.settings import LoadSettings
 from families import IntegerTokenizer, tiny_model
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 6.0, 10.0]}
@@ -130,7 +129,3 @@ def test_dynamic_positions_end_at_the_original_length_and_a_warning_says_why() -
         torch.tensor([prompt]), max_length=64, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     assert result.token_ids == tuple(whole[0, 30:].tolist())
-
-
-def test_the_option_of_all_commands() -> None:
-    assert LoadSettings(max_length=512).given() == {"max_length": 512}

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from draftheads.cli.options import ChatOptions, GenerateOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
-from draftheads.cli.show import drafted_text, print_logprobs, quiet_transformers, show_stream, speed_words
+from draftheads.cli.show import drafted_text, quiet_transformers, show_stream, speed_words
 from draftheads.data.records import read_prompts
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt
@@ -44,9 +45,8 @@ def run(options: GenerateOptions) -> None:
     start = time.perf_counter()
     if len(questions) == 1 and options.out is None:
         (request,) = requests
-        show_stream(engine.run(requests), request, engine.model.tokenizer, console, colour=not options.plain_text)
+        show_stream(engine.run(requests), request, engine.model.tokenizer, console)
         results = [request.result()]
-        print_logprobs(results[0], engine.model.tokenizer, console)
     else:
         with ProgressDisplay(error_console(), transient=True) as progress:
             progress.stage("answering")
@@ -55,7 +55,7 @@ def run(options: GenerateOptions) -> None:
                 done += event.finish_reason is not None
                 progress.progress(done, len(requests))
         results = [request.result() for request in requests]
-        _give(engine, questions, results, options, console)
+        _give(questions, results, options.out, console)
     _print_count(results, time.perf_counter() - start)
     if sys.stderr.isatty() and (sentence := no_draft_sentence(engine, options)):
         print(sentence, file=sys.stderr)
@@ -84,26 +84,21 @@ def _questions(options: GenerateOptions) -> list[_Question]:
 
 
 def _give(
-    engine: Engine,
-    questions: Sequence[_Question],
-    results: Sequence[GenerationResult],
-    options: GenerateOptions,
-    console: Console,
+    questions: Sequence[_Question], results: Sequence[GenerationResult], out: Path | None, console: Console
 ) -> None:
     """Answers to read on a terminal; JSON lines in a pipe or file."""
     pairs = list(zip(questions, results, strict=True))
-    if options.out is None and console.is_terminal:
+    if out is None and console.is_terminal:
         for question, result in pairs:
             console.print(Rule(Text(_heading(question), style="bold"), align="left", style="dim"))
-            console.print(drafted_text(result, colour=not options.plain_text), soft_wrap=True)
+            console.print(drafted_text(result), soft_wrap=True)
             console.print()
-            print_logprobs(result, engine.model.tokenizer, console)
         return
     lines = "".join(json.dumps(_record(question, result), ensure_ascii=False) + "\n" for question, result in pairs)
-    if options.out is None:
+    if out is None:
         print(lines, end="")
     else:
-        write_atomic(options.out, lines.encode())
+        write_atomic(out, lines.encode())
 
 
 def _heading(question: _Question) -> str:
@@ -114,7 +109,7 @@ def _heading(question: _Question) -> str:
 
 
 def _record(question: _Question, result: GenerationResult) -> dict[str, Any]:
-    record = {
+    return {
         **question.labels,
         "prompt": question.prompt,
         "text": result.text,
@@ -124,9 +119,6 @@ def _record(question: _Question, result: GenerationResult) -> dict[str, Any]:
         "num_copied": result.num_copied,
         "finish_reason": result.finish_reason,
     }
-    if result.logprobs is not None:
-        record |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
-    return record
 
 
 def _print_count(results: Sequence[GenerationResult], seconds: float) -> None:

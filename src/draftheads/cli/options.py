@@ -11,7 +11,15 @@ from typing import Annotated
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.settings import Effort, Grammar, LoadSettings, SamplingOptions, SamplingSettings
+from draftheads.settings import (
+    Effort,
+    GenerateSampling,
+    Grammar,
+    LoadSettings,
+    SamplingOptions,
+    SamplingSettings,
+    TemplateSettings,
+)
 from draftheads.speculation.drafting import Drafting
 from draftheads.utils.files import user_path
 
@@ -62,14 +70,12 @@ class GenerateOptions:
     """A file or folder of prompts in place of PROMPT. "prompt", "messages" or "turns" in each line."""
     out: Path | None = None
     """Write the answers to this file. One JSON object per line."""
-    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
-    grammar: tyro.conf.OmitArgPrefixes[GrammarOptions] = field(default_factory=GrammarOptions)
-    drafting: tyro.conf.OmitArgPrefixes[Drafting] = field(default_factory=Drafting)
-    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     batch_size: int = 16
     """Prompts that are decoded together."""
-    plain_text: bool = False
-    """Do not colour draft tokens."""
+    sampling: tyro.conf.OmitArgPrefixes[GenerateSampling] = field(default_factory=GenerateSampling)
+    grammar: tyro.conf.OmitArgPrefixes[GrammarOptions] = field(default_factory=GrammarOptions)
+    drafting: tyro.conf.OmitArgPrefixes[Drafting] = field(default_factory=Drafting)
+    load: tyro.conf.OmitArgPrefixes[TemplateSettings] = field(default_factory=TemplateSettings)
 
     def __post_init__(self) -> None:
         if self.prompts is not None and self.prompt:
@@ -90,18 +96,11 @@ class ChatOptions:
     """System prompt: what the model is told before the conversation."""
     reasoning_effort: Effort | None = None
     """How much the model thinks before it answers, as far as its chat template knows it. none: not at all."""
-    settings: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(
+    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(
         default_factory=lambda: SamplingOptions(max_new_tokens=512)
     )
     drafting: tyro.conf.OmitArgPrefixes[Drafting] = field(default_factory=Drafting)
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
-    plain_text: bool = False
-    """Do not colour draft tokens."""
-
-    def __post_init__(self) -> None:
-        if self.settings.logprobs is not None:
-            raise InvalidSettings(f"--logprobs {self.settings.logprobs}: a chat shows none; use `draftheads generate`")
-        _ = SamplingSettings(**vars(self.settings))  # raises what is impossible
 
 
 @dataclass(frozen=True)

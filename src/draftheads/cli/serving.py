@@ -73,7 +73,7 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         loaded.append((served, scheduler_limits))
         scheduler = Scheduler(served.engines, scheduler_limits)
         folder = None if options.head_folder is None else user_path(options.head_folder)
-        service.heads = HeadExchange(scheduler, options.model, folder, options.copy, options.load.fast)
+        service.heads = HeadExchange(scheduler, options.model, folder, options.copy)
         return served.models, scheduler
 
     def on_ready() -> None:

@@ -5,10 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from draftheads.decode.text import TextStream
@@ -23,16 +21,14 @@ _FIRST_IDEOGRAPH = "\u2e80"  # from here on, scripts are written without spaces
 _PARTS = re.compile(f"\\s+|[^\\s{_FIRST_IDEOGRAPH}-\U0010ffff]+|[{_FIRST_IDEOGRAPH}-\U0010ffff]")
 
 
-def show_stream(
-    events: "Iterable[StreamEvent]", request: "Request", tokenizer: Any, console: Console, *, colour: bool = True
-) -> None:
+def show_stream(events: "Iterable[StreamEvent]", request: "Request", tokenizer: Any, console: Console) -> None:
     """Prints the text of one request as it grows; on a terminal words are not cut, and accepted draft tokens are green.
 
     Elsewhere the text is written unchanged.
     """
     lines = _Lines(console)
     # a stop string cuts the text, not the tokens: then letters cannot be assigned to draft tokens
-    if colour and console.color_system is not None and not request.settings.stop:
+    if console.color_system is not None and not request.settings.stop:
         pieces = TextStream(tokenizer)
         for event in events:
             _write_coloured(lines, event, pieces)
@@ -43,10 +39,8 @@ def show_stream(
     console.print()
 
 
-def drafted_text(result: "GenerationResult", *, colour: bool = True) -> Text:
+def drafted_text(result: "GenerationResult") -> Text:
     """A finished answer; accepted draft tokens are green."""
-    if not colour:
-        return Text(result.text)
     pairs = zip(result.pieces, result.drafted, strict=True)
     return Text.assemble(*((piece, DRAFTED if drafted else "") for piece, drafted in pairs))
 
@@ -62,18 +56,6 @@ def speed_words(answer: "GenerationResult | Request", seconds: float) -> str:
         f"{counted(tokens, 'token')} in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s, "
         f"{per_step:.2f} tokens/step{copied}, {end}"
     )
-
-
-def print_logprobs(result: "GenerationResult", tokenizer: Any, console: Console) -> None:
-    """A line for each token with its log-probability and the most likely tokens there, if they were asked for."""
-    if result.logprobs is None:
-        return
-    most = result.top_logprobs or ((),) * len(result.logprobs)
-    table = Table("token", "log-probability", *(["most likely there"] if result.top_logprobs else []), box=SIMPLE_HEAD)
-    for token, value, likely in zip(result.token_ids, result.logprobs, most, strict=True):
-        others = ", ".join(f"{tokenizer.decode([other])!r} {number:.2f}" for other, number in likely)
-        table.add_row(*map(Text, (repr(tokenizer.decode([token])), f"{value:.3f}", others)[: len(table.columns)]))
-    console.print(table)
 
 
 def _write_coloured(lines: "_Lines", event: "StreamEvent", pieces: TextStream) -> None:

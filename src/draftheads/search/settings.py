@@ -45,5 +45,16 @@ class TuneOptions:
     """Folder to write to. Default: the head's own folder; for an installed or downloaded head, the user's cache."""
     prompts: Path | None = None
     """A file or folder of prompts like those that you will use. Default: 64 built-in ones."""
-    settings: tyro.conf.OmitArgPrefixes[ReplaySettings] = field(default_factory=ReplaySettings)
+    num_prompts: Annotated[int, at_least(2)] = ReplaySettings.num_prompts
+    """Prompts that the model answers."""
+    temperature: float = ReplaySettings.temperature
+    """Temperature of the answers. Above 0 the model's probabilities of draft tokens count, not only its choice."""
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+
+    def __post_init__(self) -> None:
+        _ = self.settings  # raises what is impossible
+
+    @property
+    def settings(self) -> ReplaySettings:
+        """The settings of the measurement."""
+        return ReplaySettings(num_prompts=self.num_prompts, temperature=self.temperature)

@@ -58,8 +58,8 @@ def load_served(
     heads = [drafting.head for drafting in draftings]
     resolved = [None if head is None else resolve(head, name_of(model)) for head in heads]
     template = template_of(load.chat_template, *resolved)
-    given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
-    target = load_target(model, chat_template=template, fast=load.fast, **given)
+    given = {key: value for key, value in load.given().items() if key != "chat_template"}
+    target = load_target(model, chat_template=template, **given)
     preparing = Thread(target=_prepare_grammars, args=(target,))
     preparing.start()
     base = name or _short_name(model)
@@ -69,7 +69,7 @@ def load_served(
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
-        engines[served] = engine_on(target, drafts, drafting, max_batch_size=max_rows, fast=load.fast)
+        engines[served] = engine_on(target, drafts, drafting, max_batch_size=max_rows)
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():
         if adapter in engines:

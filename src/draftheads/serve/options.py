@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.settings import LoadSettings
+from draftheads.settings import TemplateSettings
 from draftheads.speculation.drafting import Drafting
 from draftheads.utils.files import user_path
 from draftheads.utils.option_group import ABOVE_0, FROM_1, OptionGroup, Range
@@ -77,7 +77,7 @@ class ServeOptions(OptionGroup):
     admin_key_file: Path | None = None
     """A file with the key for POST /admin/head. DRAFTHEADS_ADMIN_KEY can have it, too. Without a key nobody may use
     it."""
-    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+    load: tyro.conf.OmitArgPrefixes[TemplateSettings] = field(default_factory=TemplateSettings)
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
     tree: str = "auto"
