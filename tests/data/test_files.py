@@ -92,7 +92,7 @@ def test_of_a_folder_all_files_are_read_by_name_and_of_each_what_is_whole(tmp_pa
         list(read_values(tmp_path / "b.jsonl"))
 
 
-CUT = gzip.compress(json_lines([{"a": "x y" * 1000}]).encode())
+CUT = gzip.compress(json_lines([{"a": "x y" * 1000}]).encode(), mtime=0)
 
 
 @pytest.mark.parametrize(
