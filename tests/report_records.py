@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.bench.table import Row
+from draftheads.reports.page import Plot, Point
 
 METRICS: dict[str, Any] = {
     "method": "hydra",
@@ -158,3 +159,14 @@ def write_training_run(folder: Path) -> Path:
     for name, records in (("log.jsonl", LOG), ("validation.jsonl", VALIDATION)):
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
+
+
+def curves_of(plot: Plot) -> dict[str, dict[str, list[tuple[Any, ...]]]]:
+    """The points of a plot by panel and curve, without bounds that are unknown."""
+
+    def known(point: Point) -> tuple[Any, ...]:
+        return tuple(point[: 2 if point.bounds is None else 3 if point.x_bounds is None else 4])
+
+    return {
+        panel: {name: [*map(known, points)] for name, points in each.items()} for panel, each in plot.panels.items()
+    }

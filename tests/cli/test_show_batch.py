@@ -18,8 +18,7 @@ from draftheads.data.texts import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_tokenizer
-from draftheads.reports.batch_page import PlannedBatch
-from draftheads.reports.spans import Span, spans
+from draftheads.reports.batch_page import PlannedBatch, Span, spans
 from html_pages import check_page
 from training_world import (
     EOS,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
 from draftheads.data.chat_tokens import EncodedChat, encode_chat
 from draftheads.models.pretrained import ModelTokenizer, load_tokenizer
-from draftheads.reports.spans import Span, spans
+from draftheads.reports.batch_page import Span, spans
 from training_world import EOS, chat, chat_tokenizer
 
 BROKEN = "\ufffd"

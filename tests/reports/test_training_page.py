@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftheads.reports.plots import COLOURS
 from draftheads.reports.training_page import training_page
 from draftheads.train.summary import verdict_of
-from report_records import METRICS, MOVEMENT, VALIDATION, write_training_run
+from report_records import METRICS, MOVEMENT, VALIDATION, curves_of, write_training_run
 
 
 def test_the_verdict_is_that_of_the_tokens_per_step_with_the_tree(tmp_path: Path):
@@ -51,19 +50,18 @@ def losses_of(folder: Path, losses: Sequence[float]) -> Any:
 
 def test_plots_have_the_numbers_of_the_logs(tmp_path: Path):
     tokens, losses, accuracy = training_page(METRICS, write_training_run(tmp_path)).plots
-    assert tokens.panels == {"tokens per step": {"tree": [(0, 1.75), (30, 31.75)], "chain": [(0, 1.5), (30, 1.5)]}}
+    assert curves_of(tokens) == {"tokens per step": {"tree": [(0, 1.75), (30, 31.75)], "chain": [(0, 1.5), (30, 1.5)]}}
     assert tokens.guide == [(0, 1), (30, 1)]
     assert losses.caption == "Lower is better."
-    assert losses.panels["loss"] == {
+    assert curves_of(losses)["loss"] == {
         "head 1": [(10, 4), (20, 3), (30, 2)],
         "head 1, held-out": [(0, 4), (30, 1)],
         "head 2": [(10, 5), (20, 4), (30, 3)],
         "head 2, held-out": [(0, 5), (30, 5)],
     }
     assert losses.top is None
-    looks = [(style.colour, style.is_dashed) for style in losses.styles.values()]
-    assert looks == [(colour, is_dashed) for colour in COLOURS[:2] for is_dashed in (False, True)]
-    assert accuracy.panels == {
+    assert list(losses.styles.values()) == [(head, is_dashed) for head in (0, 1) for is_dashed in (False, True)]
+    assert curves_of(accuracy) == {
         "top-1 accuracy, %": {"head 1": [(0, 12.5), (30, 42.5)], "head 2": [(0, 6.25), (30, 6.25)]}
     }
     assert accuracy.top == 1.05 * 42.5
@@ -77,7 +75,7 @@ def test_noise_of_small_accuracies_is_not_magnified(tmp_path: Path):
 
 def test_losses_are_smoothed_over_a_twentieth_of_the_log(tmp_path: Path):
     plot = losses_of(tmp_path, [0.0, 1.0] * 20)
-    assert plot.panels["loss"]["head 1"][:3] == [(0, 0.0), (1, 0.5), (2, 0.5)]
+    assert curves_of(plot)["loss"]["head 1"][:3] == [(0, 0.0), (1, 0.5), (2, 0.5)]
     assert plot.caption == "Lower is better. Training: the mean of the last 2 lines of the log."
 
 
@@ -91,4 +89,4 @@ def test_an_early_spike_of_the_loss_does_not_flatten_the_rest(tmp_path: Path):
 
 def test_a_run_that_logged_nothing_has_a_page(tmp_path: Path):
     (plot,) = training_page(METRICS, tmp_path).plots
-    assert plot.panels == {"loss": {}}
+    assert curves_of(plot) == {"loss": {}}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftheads.reports.tune_page import tune_page
-from report_records import TUNE
+from report_records import TUNE, curves_of
 
 
 def test_the_verdict_is_the_fastest_tree_for_the_smallest_number_of_requests():
@@ -56,17 +56,17 @@ def test_accuracies_of_the_heads_are_sums_over_ranks_from_1():
 
 def test_plots_show_speeds_both_kinds_of_trees_and_the_mean_calibration_error():
     speeds, trees, calibration = tune_page(TUNE).plots
-    assert speeds.panels == {
+    assert curves_of(speeds) == {
         "× plain decoding": {"1 request": [(1, 1.0), (2, 1.4), (3, 1.6)], "8 requests": [(1, 1.0)]}
     }
     assert speeds.caption.endswith("Fastest: 1 request 1.60 with 3 nodes, 8 requests 1.00 with 1 node.")
     static = [(1, 1.0, (1.0, 1.0)), (2, 1.5, (1.375, 1.625)), (3, 1.75, (1.5, 2.0))]
     growing = [*static[:2], (3, 1.875, (1.375, 2.375))]
-    assert trees.panels == {"tokens per step": {"static tree": static, "growing tree": growing}}
+    assert curves_of(trees) == {"tokens per step": {"static tree": static, "growing tree": growing}}
     assert speeds.guide == trees.guide == [(1, 1), (3, 1)]
     assert "15.6 points before calibration, 3.1 points after calibration" in calibration.caption
-    assert calibration.panels["draft tokens"]["before calibration"] == [(25, 300), (75, 100)]
-    low, (confidence, accepted, bounds) = calibration.panels["accepted, %"]["before calibration"]
+    assert curves_of(calibration)["draft tokens"]["before calibration"] == [(25, 300), (75, 100)]
+    low, (confidence, accepted, bounds) = curves_of(calibration)["accepted, %"]["before calibration"]
     assert low[:2] == (25, 12.5)
     assert (confidence, accepted, bounds) == (75, 50, pytest.approx((45, 55))), "one standard error"
     assert "no dot" not in calibration.caption
@@ -77,7 +77,7 @@ def test_bins_with_few_draft_tokens_have_no_dot():
     record["confidence"]["after"] += [[0.95, 1.0, 29.0], [0.96, 1.0, 30.0]]
     plot = tune_page(record).plots[2]
     assert "fewer than 30 draft tokens have no dot" in plot.caption
-    dots, counts = (curves["after calibration"] for curves in plot.panels.values())
+    dots, counts = (curves["after calibration"] for curves in curves_of(plot).values())
     assert [x for x, *_ in dots] == [25, 75, 96]
     assert counts[-2:] == [(95, 29), (96, 30)]
 

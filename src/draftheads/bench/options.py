@@ -1,4 +1,4 @@
-"""Options of ``bench``, ``bench diff`` and ``demo``; the sentence under a field is its help."""
+"""Options of ``bench`` and ``demo``; the sentence under a field is its help."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,21 +51,6 @@ class BenchOptions:
     fresh: bool = False
     """Ignore what an earlier comparison saved. Needed after a change of the code: saved trees and answers of a stopped
     comparison are found again by model, drafter, settings, machine and versions only."""
-
-
-@dataclass(frozen=True)
-class DiffOptions:
-    """Compare two results of `draftheads bench`: tokens per step, speed over plain decoding, and tokens per second.
-
-    Where both have the same questions in answers.jsonl, the ratio has a 95 % bootstrap interval, question by question.
-    """
-
-    a: tyro.conf.Positional[Path]
-    """The first result: an output folder of `bench`, or its bench.json."""
-    b: tyro.conf.Positional[Path]
-    """The second result."""
-    json: str | None = None
-    """Write all numbers as JSON to this file. - writes them to standard output."""
 
 
 @dataclass(frozen=True)

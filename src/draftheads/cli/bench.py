@@ -14,8 +14,7 @@ from draftheads.bench.table import ALL, Row, by_part, columns, markdown
 from draftheads.bench.verdict import remarks, verdict
 from draftheads.cli.config import keep_config
 from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.report import write_pages
-from draftheads.cli.show import check_json_path, quiet_transformers, write_json
+from draftheads.cli.show import check_json_path, quiet_transformers, write_json, write_page
 from draftheads.cli.show_comparison import print_lines, print_table
 from draftheads.data.records import Record, read_suite, select
 from draftheads.errors import InvalidSettings
@@ -105,7 +104,7 @@ def write(console: Console, out: Path, comparison: Comparison) -> None:
     answers = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in comparison.answers)
     write_atomic(out / "answers.jsonl", answers.encode())
     console.print(f"wrote {out / 'bench.md'}", soft_wrap=True)
-    write_pages(console, out, "bench")
+    write_page(console, out, "bench")
 
 
 def show(console: Console, rows: Sequence[Row]) -> None:

@@ -21,7 +21,7 @@ from draftheads.errors import DraftHeadsError, DraftHeadsWarning, close_name
 class Command(NamedTuple):
     """A command: draftheads.cli.NAME has its function ``run(options)``, which is imported only when it is called.
 
-    NAME is the last word of the command. The function may return the process's exit code; None is 0.
+    The function may return the process's exit code; None is 0.
 
     Another package adds a command by an entry point of the group ``draftheads.commands`` that points to a Command with
     ``module``. Its name is that of the command.
@@ -44,7 +44,6 @@ COMMANDS = {
         continues=True,
         first="model",
     ),
-    "bench diff": Command("compare two results of bench", "bench.options.DiffOptions"),
     "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
     "chat": Command("chat with a model on the terminal", "cli.options.ChatOptions", first="model"),
     "demo": Command("answer prompts with and without draft heads, and compare", "bench.options.DemoOptions"),
@@ -58,7 +57,6 @@ COMMANDS = {
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions", first="head"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
     "push": Command("upload a head to the Hugging Face Hub", "cli.options.PushOptions"),
-    "report": Command("write the pages of a train, tune or bench folder again", "cli.options.ReportOptions"),
     "serve": Command(
         "serve a model to many users, with OpenAI's HTTP interface",
         "serve.options.ServeOptions",
@@ -149,8 +147,6 @@ def _command(arguments: list[str]) -> int:
     if arguments[0] == "--tyro-print-completion":
         print(_completion(arguments))
         return 0
-    if " ".join(arguments[:2]) in COMMANDS:
-        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     commands = commands_for(arguments[0])
     if arguments[0] not in commands:
         close = close_name(arguments[0], commands)
@@ -219,8 +215,7 @@ def import_quickly(name: str) -> Any:
 
     gc.disable()
     try:
-        word = name.rpartition(" ")[2]  # diff for bench diff
-        module = word.replace("-", "_") + "_" * keyword.iskeyword(word)  # import_ for import
+        module = name.replace("-", "_") + "_" * keyword.iskeyword(name)  # import_ for import
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status("starting"):
             return importlib.import_module(module if "." in module else f"draftheads.cli.{module}")
     finally:

@@ -143,13 +143,3 @@ class PushOptions:
     """Write the files to this folder in place of the Hub. The folder is made."""
     model: str = "smollm2-135m"
     """The model of a head that is given by its name."""
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Write the pages of a folder again: report.html of a training run, tune.html of `tune`, bench.html of `bench`."""
-
-    folder: tyro.conf.Positional[Path]
-    """The output folder."""
-    figures: bool = False
-    """Also write each plot to figures/ there. As PNG (200 dpi) and SVG, black on white."""

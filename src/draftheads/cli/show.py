@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from draftheads.decode.text import TextStream
+from draftheads.errors import MissingDependency
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, user_path, write_atomic
 
@@ -119,3 +121,13 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def write_page(console: Console, folder: Path, kind: Literal["training", "tune", "bench"]) -> None:
+    """Writes the page of work that has just finished; without matplotlib or jinja2, one line says so instead."""
+    from draftheads.reports import write  # noqa: PLC0415 - most commands write none
+
+    try:
+        console.print(f"wrote {write.write_page(folder, kind)}", soft_wrap=True, markup=False)
+    except MissingDependency as error:
+        console.print(f"no page: {error}", soft_wrap=True, markup=False)

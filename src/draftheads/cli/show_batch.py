@@ -19,9 +19,8 @@ from draftheads.data.texts import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import ChatReader, read_template
 from draftheads.models.pretrained import load_tokenizer
-from draftheads.reports.batch_page import PlannedBatch, batch_page
+from draftheads.reports.batch_page import KINDS, PlannedBatch, Span, batch_page, spans
 from draftheads.reports.page import render
-from draftheads.reports.spans import KINDS, Span, spans
 from draftheads.utils.files import write_atomic
 from draftheads.utils.provenance import provenance
 

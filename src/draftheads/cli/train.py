@@ -5,8 +5,7 @@ from rich.table import Table
 
 from draftheads.cli.config import keep_config
 from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.report import write_pages
-from draftheads.cli.show import quiet_transformers
+from draftheads.cli.show import quiet_transformers, write_page
 from draftheads.train import processes
 from draftheads.train.joint.run import JointReport
 from draftheads.train.joint.tuned_model import Movement
@@ -35,7 +34,7 @@ def run(options: TrainOptions) -> None:
         merge = f"; `draftheads merge --model {options.model} --adapter {options.out} --out …` makes one model of it"
     console.print(f"saved in {options.out}{merge}", soft_wrap=True)
     keep_config(options, options.out / "config.yaml")
-    write_pages(console, options.out, "training")
+    write_page(console, options.out, "training")
 
 
 def movement_table(movement: Movement) -> Table:

@@ -11,8 +11,7 @@ from draftheads.bench.timing import over_plain
 from draftheads.bench.verdict import speed_sentence
 from draftheads.checkpoints.registry import find_head
 from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.report import write_pages
-from draftheads.cli.show import quiet_transformers
+from draftheads.cli.show import quiet_transformers, write_page
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.search.replay import encoded
 from draftheads.search.settings import TuneOptions
@@ -51,7 +50,7 @@ def run(options: TuneOptions) -> None:
     _show(console, tuning.profile, record["batches"])
     hint = "" if options.out is None else f"; to use it: `--head {options.head} --tree {tuning.folder}`"
     console.print(f"wrote {tuning.folder / PROFILE_FILE}{hint}", soft_wrap=True)
-    write_pages(console, tuning.folder, "tune")
+    write_page(console, tuning.folder, "tune")
 
 
 def _show(console: Console, profile: AcceptanceProfile, batches: list[dict[str, Any]]) -> None:

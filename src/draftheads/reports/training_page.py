@@ -1,17 +1,14 @@
 """The page of a training run, of heads alone or of heads with their model."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from draftheads.reports.page import Page
-from draftheads.reports.plots import Curves, Plot, Points, Style, Table
+from draftheads.reports.page import Page, Plot, Point, Style, Table
 from draftheads.train.summary import verdict_of
 from draftheads.utils.counts import counted
-from draftheads.utils.provenance import machine_in_words
 
 _MOST_SMOOTHING = 20  # log lines in a moving mean
 
@@ -25,7 +22,6 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
     return Page(
         title=f"{metrics['method']} heads for {metrics['model_id']}",
         verdict=verdict_of(metrics),
-        where=f"{metrics['method']} for {metrics['model_id']}, {machine_in_words(metrics['provenance'])}",
         note=(
             f"Measured on {held_out} with a tree of {counted(len(metrics['tree']) + 1, 'node')}. The last run took "
             f"{metrics.get('reading_seconds', 0):,.0f} seconds for hidden states and "
@@ -52,52 +48,48 @@ def _plots(log: Lines, validation: Lines) -> Iterator[Plot]:
     if not validation:  # --eval-steps 0 measures nothing during training
         yield _losses(log, validation)
         return
-    steps = [line["step"] for line in validation]
-    kinds = {kind: [line[f"tokens_per_step_{kind}"] for line in validation] for kind in ("tree", "chain")}
-    panels = {"tokens per step": {kind: list(zip(steps, values, strict=True)) for kind, values in kinds.items()}}
+
+    def curve(value: Callable[[dict[str, Any]], float]) -> list[Point]:
+        return [Point(line["step"], value(line)) for line in validation]
+
+    kinds = {kind: curve(lambda line, kind=kind: line[f"tokens_per_step_{kind}"]) for kind in ("tree", "chain")}  # type: ignore[misc]
     caption = "Expected during training, on a part of the held-out texts. Dotted: plain decoding."
-    guide = [(steps[0], 1), (steps[-1], 1)]
-    yield Curves("tokens", "Tokens per step on held-out text", "step", caption, panels=panels, guide=guide)
+    guide = [(validation[0]["step"], 1), (validation[-1]["step"], 1)]
+    yield Plot("tokens", "Tokens per step on held-out text", "step", caption, {"tokens per step": kinds}, guide=guide)
     yield _losses(log, validation)
-    heads = [[100 * share for share in shares] for shares in zip(*(line["top1"] for line in validation), strict=True)]
-    curves = {f"head {number}": list(zip(steps, own, strict=True)) for number, own in enumerate(heads, 1)}
-    yield Curves(
-        "accuracy",
-        "Top-1 accuracy on held-out text",
-        "step",
-        "How often the best draft token of a head is the token that follows.",
-        panels={"top-1 accuracy, %": curves},
-        top=max(10.0, *(1.05 * share for own in heads for share in own)),  # a range of 1 % would magnify noise
-    )
+    heads = range(len(validation[0]["top1"]))
+    accuracy = {f"head {head + 1}": curve(lambda line, head=head: 100 * line["top1"][head]) for head in heads}  # type: ignore[misc]
+    caption = "How often the best draft token of a head is the token that follows."
+    top = max(10.0, *(1.05 * point.y for points in accuracy.values() for point in points))  # 1 % would magnify noise
+    panels = {"top-1 accuracy, %": accuracy}
+    yield Plot("accuracy", "Top-1 accuracy on held-out text", "step", caption, panels, top=top)
 
 
 def _losses(log: Lines, validation: Lines) -> Plot:
     """Of each head the moving mean of training, and that of held-out text."""
     window = max(1, min(_MOST_SMOOTHING, len(log) // 20))
-    curves: dict[str, Points] = {}
+    curves: dict[str, list[Point]] = {}
     styles = {}
     for number in range(len(log[0]["head_losses"]) if log else 0):
         head, held_out = f"head {number + 1}", f"head {number + 1}, held-out"
         losses = [line["head_losses"][number] for line in log]
         means = [fmean(losses[max(0, end - window) : end]) for end in range(1, len(log) + 1)]
-        curves[head] = [(line["step"], mean) for line, mean in zip(log, means, strict=True)]
-        styles[head] = replace(Style.of(number), marker="")
+        curves[head] = [Point(line["step"], mean) for line, mean in zip(log, means, strict=True)]
+        styles[head] = Style(number)
         if validation:
-            curves[held_out] = [(entry["step"], entry["losses"][number]) for entry in validation]
-            styles[held_out] = replace(Style.of(number), is_dashed=True)
+            curves[held_out] = [Point(entry["step"], entry["losses"][number]) for entry in validation]
+            styles[held_out] = Style(number, is_dashed=True)
     points = [point for curve in curves.values() for point in curve]
     caption = "Lower is better."
     if window > 1:
         caption += f" Training: the mean of the last {window} lines of the log."
     # an early spike is cut off, so that it does not flatten the rest
-    last = max((step for step, _ in points), default=0)
-    late = [loss for step, loss in points if step > last / 10]
-    limit = 2 * max(late, default=0.0)
-    if is_cut := bool(late) and any(loss > limit for _, loss in points):
+    last = max((point.x for point in points), default=0)
+    limit = 2 * max((point.y for point in points if point.x > last / 10), default=0.0)
+    top = limit if limit and max(point.y for point in points) > limit else None
+    if top:
         caption += f" Early losses above {limit:.3g} are cut off."
-    return Curves(
-        "losses", "Loss", "step", caption, panels={"loss": curves}, styles=styles, top=limit if is_cut else None
-    )
+    return Plot("losses", "Loss", "step", caption, {"loss": curves}, styles=styles, top=top)
 
 
 def _tables(metrics: dict[str, Any], where: str) -> Iterator[Table]:

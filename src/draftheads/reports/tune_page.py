@@ -5,12 +5,9 @@ from itertools import accumulate
 from typing import Any
 
 from draftheads.bench.verdict import speed_sentence
-from draftheads.reports.page import Page
-from draftheads.reports.plots import Curves, Panels, Plot, Table
+from draftheads.reports.page import Page, Plot, Point, Table
 from draftheads.utils.counts import counted
-from draftheads.utils.provenance import machine_in_words
 
-_FORMAT_VERSION = 2
 _SETTINGS = ("method", "model_id", "head", "dtype", "temperature", "num_texts", "num_tokens", "format_version")
 _KINDS = {"static": "static tree", "dynamic": "growing tree", "none": "plain decoding"}
 _MIN_COUNT = 30  # draft tokens; with fewer, the error of a share can be more than 9 points
@@ -21,8 +18,6 @@ Record = dict[str, Any]
 
 def tune_page(record: Record) -> Page:
     """The page of a record."""
-    if record["format_version"] != _FORMAT_VERSION:
-        raise ValueError(f"its format version is {record['format_version']}; this release reads {_FORMAT_VERSION}")
     winners = sorted(record["batches"], key=lambda winner: int(winner["batch_size"]))  # the fastest ways
     first, measured = winners[0], record.get("defaults")  # `tune_head` does not time the defaults
     plain = [winner["batch_size"] for winner in winners if winner["kind"] == "none"]
@@ -47,7 +42,6 @@ def tune_page(record: Record) -> Page:
     return Page(
         title=f"Trees for {record['head']} on {record['model_id']}",
         verdict=sentences[0],
-        where=f"{record['head']} on {record['model_id']}, {machine_in_words(record['provenance'])}",
         note=" ".join(sentences[1:]),
         numbers=[*numbers, (f"{record['accuracy'][0][0]:.0%}", "top-1 accuracy of head 1")],
         plots=list(_plots(record, winners)),
@@ -66,7 +60,8 @@ def _verdict(first: Record) -> str:
 
 
 def _plots(record: Record, winners: list[Record]) -> Iterator[Plot]:
-    speeds, fastest = {}, []
+    speeds: dict[str, list[Point]] = {}
+    fastest = []
     for winner in winners:
         best = {1: 1.0}  # by the number of nodes
         for rate in record["rates"]:
@@ -74,42 +69,38 @@ def _plots(record: Record, winners: list[Record]) -> Iterator[Plot]:
                 for nodes, speed in zip(rate["num_nodes"], rate["tokens_per_second"], strict=True):
                     best[nodes] = max(best.get(nodes, 0.0), speed / winner["plain_tokens_per_second"])
         name = counted(winner["batch_size"], "request")
-        speeds[name] = sorted(best.items())
+        speeds[name] = [Point(*each) for each in sorted(best.items())]
         fastest.append(f"{name} {winner['speedup']:.2f} with {counted(winner['num_nodes'], 'node')}")
-    last = max(nodes for points in speeds.values() for nodes, _ in points)
-    panels: Panels = {"× plain decoding": speeds}
     caption = f"More nodes gain tokens, but verifying them takes time. {_DOTTED} Fastest: {', '.join(fastest)}."
-    guide = [(1, 1), (last, 1)]
-    yield Curves("speedups", "Predicted speed by tree size", _NODES, caption, panels=panels, guide=guide)
+    guide = [(1, 1), (max(points[-1].x for points in speeds.values()), 1)]
+    panels = {"× plain decoding": speeds}
+    yield Plot("speedups", "Predicted speed by tree size", _NODES, caption, panels, guide=guide)
     trees = {}
     for kind in ("static", "dynamic"):
         tokens = enumerate(zip(record[kind]["expected"], record[kind]["error"], strict=True), 1)
-        trees[_KINDS[kind]] = [(nodes, value, (value - error, value + error)) for nodes, (value, error) in tokens]
+        trees[_KINDS[kind]] = [Point(nodes, value, (value - error, value + error)) for nodes, (value, error) in tokens]
     caption = f"Measured on the model's answers. Thin lines: one standard error. {_DOTTED}"
     guide = [(1, 1), (max(map(len, trees.values())), 1)]
-    panels = {"tokens per step": trees}
-    yield Curves("sizes", "Tokens per step by tree size", _NODES, caption, panels=panels, guide=guide)
+    yield Plot("sizes", "Tokens per step by tree size", _NODES, caption, {"tokens per step": trees}, guide=guide)
     shares, counts, gaps = {}, {}, []
     for label, bins in ((f"{name} calibration", record["confidence"][name]) for name in ("before", "after")):
-        counts[label] = [(100 * confidence, int(count)) for confidence, _, count in bins if count]
+        counts[label] = [Point(100 * confidence, int(count)) for confidence, _, count in bins if count]
         shares[label] = [_share(*values) for values in bins if values[2] >= _MIN_COUNT]
         gap = sum(abs(confidence - accepted) * count for confidence, accepted, count in bins)
         gaps.append(f"{100 * gap / max(1, sum(count for *_, count in bins)):.1f} points {label}")
-    num_small = sum(len(counts[label]) - len(shares[label]) for label in counts)
     caption = "On the dotted line, the head's confidence is right. Thin lines: one standard error. Mean difference: "
     caption += f"{', '.join(gaps)}."
-    if num_small:
+    if any(len(counts[label]) > len(shares[label]) for label in counts):
         caption += f" Shares of fewer than {_MIN_COUNT} draft tokens have no dot."
     panels = {"accepted, %": shares, "draft tokens": counts}
-    guide = [(0, 0), (100, 100)]
-    title = "Confidence against acceptance"
-    yield Curves("calibration", title, "confidence, %", caption, panels=panels, guide=guide)
+    title, guide = "Confidence against acceptance", [(0, 0), (100, 100)]
+    yield Plot("calibration", title, "confidence, %", caption, panels, guide=guide)
 
 
-def _share(confidence: float, accepted: float, count: float) -> tuple[float, float, tuple[float, float]]:
+def _share(confidence: float, accepted: float, count: float) -> Point:
     """In percent: the confidence, the accepted share, and one standard error around it."""
     error = (accepted * (1 - accepted) / count) ** 0.5
-    return 100 * confidence, 100 * accepted, (100 * (accepted - error), 100 * (accepted + error))
+    return Point(100 * confidence, 100 * accepted, (100 * (accepted - error), 100 * (accepted + error)))
 
 
 def _tables(record: Record, winners: list[Record]) -> Iterator[Table]:
