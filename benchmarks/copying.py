@@ -15,9 +15,9 @@ from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, votes_of
 from draftheads.drafters.copy_tree import Voter, copy_tree
 from draftheads.drafters.copying import MOST_PLACES, NUM_TOKENS
 from draftheads.drafters.text_index import RowTexts
-from draftheads.speculation.candidates import Candidates, best_nodes
+from draftheads.speculation.candidates import Candidates, merged, selected
 from draftheads.speculation.draft import Context
-from draftheads.speculation.merging import merged
+from draftheads.speculation.shapes import BestFirst
 
 NUM_NODES = 10
 TEXT_LENGTH = 8_000
@@ -66,14 +66,14 @@ def costs(rows: int) -> Iterator[tuple[str, float]]:
 
     yield "look up", milliseconds(look_up)
     found = candidates(rows)
-    yield "choose nodes", milliseconds(lambda: best_nodes(found, found.path_log_probs, NUM_NODES, 2))
-    draft, _ = best_nodes(found, found.path_log_probs, NUM_NODES, 2)
+    yield "choose nodes", milliseconds(lambda: selected(found, BestFirst(NUM_NODES), 2))
+    draft, _ = selected(found, BestFirst(NUM_NODES), 2)
     chain = Candidates(
         torch.randint(0, 9, (rows, 1 + NUM_TOKENS)),
         torch.tensor([[0, *range(NUM_TOKENS)]]).expand(rows, -1),
         -0.3 * torch.arange(1.0 + NUM_TOKENS).expand(rows, -1),
     )
-    yield "merge", milliseconds(lambda: merged(draft, chain, NUM_NODES))
+    yield "merge", milliseconds(lambda: merged(draft, chain, BestFirst(NUM_NODES)))
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
-from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
+from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
 
 needs_library = pytest.mark.skipif(
@@ -258,11 +258,10 @@ TREES = {
 }
 
 # rules by which each row's tree grows at each step
-GROWING: dict[str, BestFirst | BestPaths] = {
+GROWING: dict[str, BestFirst] = {
     "best first": BestFirst(24, top_k=6, beam=4),
     "sure ones": BestFirst(40, top_k=VOCAB, beam=6, threshold=0.03),
     "fewer nodes than depths": BestFirst(3, top_k=2),
-    "best paths": BestPaths((6, 3, 2), 5),
 }
 
 

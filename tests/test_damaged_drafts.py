@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from distribution import ODDS, SAMPLED, joint_distribution, p_value
@@ -17,10 +16,9 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.heads.base import DraftHead
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.draft import Context
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape
-from families import GROWING, PROMPTS, TREES, propose, tiny_head, tiny_model
+from draftheads.speculation.shapes import BestFirst, Sampled, Shape
+from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
 from structured_world import GRAMMARS, json_model
 from thorough import some
 
@@ -122,20 +120,6 @@ def test_grammars_and_biases(kind: str, shape: str) -> None:
     head.predict = lambda state, depth: predict(head, state, depth)
     for drafter in (head, Copying(head)):
         assert ids(Engine(model, drafter, shape=SHAPES[shape]).generate([[40, 41, 42]] * 3, own)) == expected
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_the_best_paths_of_a_damaged_row_are_none(kind: str) -> None:
-    """Not all paths of the full tree, which are equally unlikely."""
-    shape = BestPaths((6, 3, 2), 5)
-    hidden = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(0))
-    context = Context(hidden, torch.tensor([[3], [4]]), torch.ones(2, dtype=torch.long), torch.tensor([5, 6]))
-    draft = propose(damaged_head("hydra", kind), context, shape)
-    assert draft.num_nodes <= shape.most_nodes
-    assert draft.token_ids[:, 0].tolist() == [5, 6]
-    if kind not in ("largest", "first node"):
-        assert not draft.depths[0].any()
-    assert draft.depths[1].any()
 
 
 @pytest.mark.few(2)

@@ -18,7 +18,7 @@ from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.sampling import RowSettings, choose
-from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
+from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from families import GROWING, PROMPTS, RECURRENT_FAMILIES, TREES, tiny_head, tiny_model
 from thorough import some
@@ -47,7 +47,6 @@ def exact(model: TargetModel) -> dict[Answer, float]:
         ("hydra", WIDE, 20_000),
         ("medusa", BestFirst(16, top_k=6), 30_000),
         ("hydra", BestFirst(16, top_k=6, beam=3, threshold=0.03), 40_000),
-        ("hydra", BestPaths((5, 3), 5), 50_000),
     ],
 )
 def test_answers_have_the_models_distribution(
@@ -123,7 +122,7 @@ def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, m
 
 
 @pytest.mark.parametrize("num_heads", some([3, 6], 6))
-@pytest.mark.parametrize("rule", some(GROWING, "fewer nodes than depths", "best paths"))
+@pytest.mark.parametrize("rule", some(GROWING, "fewer nodes than depths"))
 @pytest.mark.parametrize("method", some(HEADS, "hydra", "mlp-speculator", "eagle"))
 def test_where_everything_is_typical_the_deepest_path_is_the_answer(
     model: TargetModel, method: str, rule: str, num_heads: int, monkeypatch: pytest.MonkeyPatch
@@ -131,8 +130,6 @@ def test_where_everything_is_typical_the_deepest_path_is_the_answer(
     """On grown trees, of which some have fewer nodes than there are heads."""
     head = tiny_head(method, model, num_heads=num_heads)
     shape = GROWING[rule]
-    if isinstance(shape, BestPaths) and method == "mlp-speculator":  # which needs a width for each stage
-        shape = BestPaths((*shape.widths, *(1,) * (num_heads - len(shape.widths))), shape.num_paths)
     drafts: list[Draft] = []
     verify = TransformersRunner.verify
     monkeypatch.setattr(TransformersRunner, "verify", lambda *args: drafts.append(args[-1]) or verify(*args))

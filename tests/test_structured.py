@@ -23,7 +23,7 @@ from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import Grammar, SamplingSettings
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.shapes import BestFirst, Sampled, Shape
 from draftheads.speculation.tree import Tree
 from families import tiny_head
 from structured_world import EOS, GRAMMARS, VOCAB, SlowGrammar, json_model, slow_answer
@@ -37,7 +37,6 @@ SHAPES: dict[str, Shape] = {
     "ragged": RAGGED,
     "best first": BestFirst(12, top_k=4, beam=4),
     "threshold": BestFirst(24, top_k=8, beam=6, max_depth=3, threshold=0.02, temperatures=(0.7, 0.8, 0.9)),
-    "best paths": BestPaths((4, 2, 2), 4),
     "sampled": Sampled(Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])),
 }
 

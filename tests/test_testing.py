@@ -17,6 +17,7 @@ from draftheads.heads.stateful import StatefulSession
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import Shape
 from draftheads.testing import check_head
+from families import needs_library
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,20 @@ class Roots(HydraHead):
         return OtherRoot(self)
 
 
+class WrongLayers(HydraHead):
+    """What it names as its layers computes something else."""
+
+    def layers_of_depths(self) -> Any:
+        return [[(linear, linear) for linear, _ in layers] for layers in super().layers_of_depths()]
+
+
+class Halved(HydraHead):
+    """A right one, which does not compute what its parent class does."""
+
+    def logits(self, features: Tensor, head_index: int) -> Tensor:
+        return 0.5 * super().logits(features, head_index)
+
+
 class Shared(HydraHead):
     """It changes the model's own text: what it drafts is written over."""
 
@@ -153,7 +168,7 @@ def check(monkeypatch: pytest.MonkeyPatch, head: type[DraftHead]) -> None:
     check_head("mine")
 
 
-@pytest.mark.parametrize("head", [HydraHead, SmallLlamaHead])
+@pytest.mark.parametrize("head", [HydraHead, SmallLlamaHead, Halved])
 def test_a_right_head_passes(monkeypatch: pytest.MonkeyPatch, head: type[DraftHead]) -> None:
     check(monkeypatch, type("Mine", (head,), {}))
 
@@ -174,6 +189,7 @@ def test_a_right_head_passes(monkeypatch: pytest.MonkeyPatch, head: type[DraftHe
         (Steps, "step 4: a session that has read the text in steps drafts otherwise"),
         (Shared, "predict gives other logits"),
         (Roots, "is not that of plain decoding"),
+        pytest.param(WrongLayers, "after speed_up() (", marks=needs_library),
     ],
 )
 def test_a_wrong_head_is_told_what_is_wrong(

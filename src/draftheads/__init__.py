@@ -25,14 +25,13 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.settings import Grammar, SamplingSettings
     from draftheads.speculation.acceptance_profile import AcceptanceProfile
     from draftheads.speculation.drafter import Drafter
-    from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
+    from draftheads.speculation.shapes import BestFirst, Sampled
     from draftheads.speculation.tree import Tree
     from draftheads.train.run import train_head
 
 __all__ = [
     "AcceptanceProfile",
     "BestFirst",
-    "BestPaths",
     "DraftHead",
     "DraftHeadsError",
     "Drafter",
@@ -60,7 +59,6 @@ __all__ = [
 _HOMES = {
     "AcceptanceProfile": "draftheads.speculation.acceptance_profile",
     "BestFirst": "draftheads.speculation.shapes",
-    "BestPaths": "draftheads.speculation.shapes",
     "DraftHead": "draftheads.heads.base",
     "DraftHeadsError": "draftheads.errors",
     "Drafter": "draftheads.speculation.drafter",

@@ -108,8 +108,8 @@ def load(
             ``draftheads tune`` measured, else the head's own) and from the costs on this machine, which are measured
             in about a second the first time that model, head and machine are used together, and cached. ``plain``:
             nothing. A number of nodes: growing trees. ``static:24``: the profile's best tree of so many nodes.
-            ``paths:5``: the best paths. ``drawn:3``: a chain of sampled tokens. Or a list of rank paths, its JSON text
-            or a file of it; a :class:`Tree`, :class:`BestFirst`, :class:`BestPaths` or :class:`Sampled`; or an
+            ``drawn:3``: a chain of sampled tokens. Or a list of rank paths, its JSON text
+            or a file of it; a :class:`Tree`, :class:`BestFirst` or :class:`Sampled`; or an
             ``acceptance.json`` or a folder with one: as ``auto``, by this profile.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         precision: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``int4``; ``auto`` is bf16 where the machine computes

@@ -21,6 +21,7 @@ from draftheads.speculation.tree import Tree
 
 _SIZE, _VOCAB, _LENGTH = 32, 24, 30  # of the target's states and vocabulary; tokens of a text
 _PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19], [3]]
+_ROUNDED = 0.15  # of log-probabilities, by products of 8 bits
 _close = partial(assert_close, rtol=1e-3, atol=1e-4)
 
 
@@ -33,6 +34,7 @@ def check_head(method: str, *, num_heads: int = 3, **options: Any) -> None:
     * each node of a tree is predicted from the path to it as training would predict it from a text,
     * a session that reads a text in steps, whose rows join and leave, drafts as one that reads it at once,
     * the configuration and weights that are saved are all that the head is,
+    * its faster modules and products draft tokens of the same probabilities,
     * text of a batch equals that of plain decoding, with a chain, a tree and a growing tree.
 
     Args:
@@ -53,6 +55,8 @@ def check_head(method: str, *, num_heads: int = 3, **options: Any) -> None:
         _check_steps(head)
         _check_saved(head, target)
     _check_text(head, target)
+    with torch.inference_mode():
+        _check_fast(head)
 
 
 def _tiny_target() -> TargetModel:
@@ -190,6 +194,30 @@ def _check_saved(head: DraftHead, target: TargetModel) -> None:
     hidden, tokens = _random_text(head, 1)
     taught, read = (one.logits(one.eval()(hidden, tokens)[0], 0) for one in (head, other))
     _close(read, taught, msg="a head of the saved options and weights gives other logits")
+
+
+def _check_fast(head: DraftHead) -> None:
+    """What ``speed_up`` rounds changes log-probabilities by a few hundredths."""
+    every = BestFirst(1 + _VOCAB + _VOCAB**2, top_k=_VOCAB, beam=_VOCAB, max_depth=min(2, head.config.num_heads))
+    (hidden, tokens), ends = _random_text(head, 2), [_LENGTH - 8, 5]
+
+    def drafted(shape: BestFirst) -> list[dict[tuple[int, ...], float]]:
+        draft = head.start().propose(_context(hidden, tokens, [0, 0], ends), shape)
+        assert draft.path_log_probs is not None
+        found: list[dict[tuple[int, ...], float]] = []
+        for ids, parents, values in zip(draft.token_ids, draft.parents, draft.path_log_probs, strict=True):
+            paths: list[tuple[int, ...]] = [()]
+            for token, parent in zip(ids[1:].tolist(), parents[1:].tolist(), strict=True):
+                paths.append((*paths[parent], token))
+            found.append(dict(zip(paths, values.tolist(), strict=True)))
+        return found
+
+    slow = drafted(every)
+    head.speed_up()
+    for before, after in zip(slow, drafted(BestFirst(9, top_k=3, beam=3, max_depth=every.max_depth)), strict=True):
+        for path, value in after.items():
+            fits = abs(value - before[path]) < _ROUNDED
+            assert fits, f"after speed_up() {path} has the log-probability {value:.2f}, and {before[path]:.2f} before"
 
 
 def _check_text(head: DraftHead, target: TargetModel) -> None:

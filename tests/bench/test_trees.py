@@ -13,7 +13,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
 from draftheads.search.replay import Replay
-from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
+from draftheads.speculation.shapes import BestFirst, Sampled
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import NoProgress
 from families import tiny_head, tiny_model
@@ -80,6 +80,13 @@ def test_the_product_of_accuracies_gives_another_tree(
     assert chosen.shape == Tree.from_paths([(0,), (0, 0), (1,), (1, 0)])
 
 
+@pytest.mark.parametrize(("num_paths", "nodes"), [(1, 4), (5, 16)])
+def test_trees_in_place_of_paths_are_as_large(num_paths: int, nodes: int, model: TargetModel, tmp_path: Path):
+    found = finder(model, tmp_path).find(contender(model, "mlp-speculator"), Variant("paths", num_paths))
+    assert found is not None
+    assert found.words == f"static, {nodes}"
+
+
 def test_other_kinds_need_no_search(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Replay, "run", None)
     one, head = finder(model, tmp_path), contender(model, "mlp-speculator", num_heads=4)
@@ -91,8 +98,6 @@ def test_other_kinds_need_no_search(model: TargetModel, tmp_path: Path, monkeypa
 
     assert shape(head, "chain", 3) == Tree.chain(2)
     assert shape(head, "chain", 9) == Tree.chain(4)
-    assert shape(head, "paths", 5) == BestPaths((6, 3, 2, 1), 5)
-    assert shape(head, "paths", 1) == BestPaths((6, 3, 2, 1), 1)
     assert shape(head, "paths", 37) is None, "there are 36"
     assert shape(contender(model, num_heads=2), "paths", 3) is None, "too few heads"
     assert shape(head, "dense", 12) == dense_tree(12, depth=4)

@@ -232,7 +232,7 @@ ERRORS = {
     f"generate abc {ON_MODEL} --head medusa --tree 0": "num_nodes is 0",
     f"generate abc {ON_MODEL} --head medusa --tree static:0": "static is 0",
     f"generate abc {ON_MODEL} --head medusa --tree drawn": "drawn cannot be read",
-    f"generate abc {ON_MODEL} --head medusa --tree paths:99": "num_paths is 99 but widths [6, 3, 2] have 36 paths",
+    f"generate abc {ON_MODEL} --head medusa --tree paths:99": "tree paths:99 cannot be read",
     f"generate abc {ON_MODEL} --head lookahead --tree drawn:3": "lookahead fills no tree; give a draft head by head=",
     f"generate abc {ON_MODEL} --head lookahead --tree static:3": "lookahead fills no tree; give a draft head by head=",
     f"generate abc {ON_MODEL} --tree medusa": "tree medusa is a head's profile: give a draft head by head=",

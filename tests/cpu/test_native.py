@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import Structure
 from threading import Thread
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.cpu import native_library
+from draftheads.cpu.drafts import largest
 from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, smoothing
 from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.cpu.native_step import NativeStep, SequenceBatch
 from draftheads.cpu.threads import native_threads, single_torch_thread
-from draftheads.cpu.top import largest
 from draftheads.decode.engine import Engine
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
@@ -596,11 +597,22 @@ def test_rows_of_another_type_or_size_are_an_error() -> None:
             product(rows)
 
 
-def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Longer(native_library.Pass):
-        _fields_ = (("more", native_library.c_int64),)
+def changed(structure: type[Structure], change: str) -> type[Structure]:
+    fields = list(structure._fields_)
+    names = [name for name, *_ in fields]
+    if change == "exchanged":
+        at, other = names.index("tokens"), names.index("texts")
+        fields[at], fields[other] = fields[other], fields[at]
+    else:
+        fields.append(("more", native_library.c_int64)) if change == "longer" else fields.pop()
+    return type(structure.__name__, (Structure,), {"_fields_": fields})
 
-    monkeypatch.setattr(native_library, "Pass", Longer)
+
+@pytest.mark.parametrize("change", ["exchanged", "longer", "shorter"])
+def test_a_library_of_another_version_is_not_used(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where two fields of one size were exchanged."""
+    others = [changed(each, change) if each is native_library.Pass else each for each in native_library.STRUCTURES]
+    monkeypatch.setattr(native_library, "STRUCTURES", others)
     assert load_library.__wrapped__() is None
 
 

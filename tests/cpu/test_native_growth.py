@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from draftheads.cpu.drafts import best_tree
 from draftheads.cpu.kernels import pack
-from draftheads.cpu.native_growth import best_tree
 from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.heads.base import DraftHead
-from draftheads.speculation.candidates import _best_tree
+from draftheads.speculation.candidates import Candidates, _best_tree
 from draftheads.speculation.draft import Context, Draft
-from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
+from draftheads.speculation.shapes import BestFirst, Shape
 from families import tiny_head, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,6 @@ SHAPES: dict[str, Shape] = {
     "likely only": BestFirst(20, min_level_probability=0.5),
     "every level": BestFirst(20, min_level_probability=None),
     "temperatures": BestFirst(12, temperatures=(0.5, 1.5, 2.0)),
-    "paths": BestPaths((3, 2, 2), 4),
     "one": BestFirst(2),
 }
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,5 +148,6 @@ def test_the_best_candidates_become_a_tree(count: int) -> None:
         priority[:, node] = priority.gather(1, parents[:, node : node + 1])[:, 0] - step
     found = best_tree(priority, parents, count)
     assert found is not None
-    for part, expected in zip(found, _best_tree(priority, parents, count, count - 1), strict=True):
+    candidates = Candidates(parents, parents, priority)
+    for part, expected in zip(found, _best_tree(candidates, count, count - 1), strict=True):
         assert torch.equal(part, expected)

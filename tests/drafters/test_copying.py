@@ -19,7 +19,7 @@ from draftheads.heads import HEADS
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Sampled, Shape
 from draftheads.speculation.tree import Tree
 from families import TREES, IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
 from thorough import some_rows
@@ -132,7 +132,7 @@ class Varied(Copying):
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "amphista"])
 def test_shapes_that_change_from_step_to_step(method: str) -> None:
-    shapes = [Tree.chain(0), BestPaths((3, 2), 3), *SHAPES.values()]
+    shapes = [Tree.chain(0), Sampled(Tree.chain(2)), *SHAPES.values()]
     head = tiny_head(method, some_model("mixtral"))
     found = decode("mixtral", Varied(head, lambda number, _: (shapes[number % 6], number % 3)))
     assert ids(found) == plain("mixtral")
@@ -186,8 +186,8 @@ def test_without_a_head_only_copies_are_drafted() -> None:
     assert propose(Copying(head), context_of(TEXTS), ROOT_ONLY).num_nodes == 1
 
 
-@pytest.mark.parametrize("shape", [Sampled(Tree.chain(2)), BestPaths((3, 2), 3)])
-def test_drawn_trees_and_best_paths_are_left_as_they_are(shape: Shape) -> None:
+def test_drawn_trees_are_left_as_they_are() -> None:
+    shape = Sampled(Tree.chain(2))
     head = tiny_head("hydra", some_model("llama"))
     options: dict[str, Any] = {"shape": shape, "temperature": 0.7, "seed": 5, "acceptance": "rejection"}
     found = decode("llama", Copying(head), **options)

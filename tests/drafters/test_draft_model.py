@@ -14,7 +14,7 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
-from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, IntegerTokenizer, tiny_head, tiny_model
 from thorough import some
@@ -34,7 +34,6 @@ SHAPES: dict[str, Shape] = {
     "chain": TREES["chain"],
     "ragged": TREES["ragged"],
     "best first": BestFirst(12, top_k=4, beam=3, max_depth=4),
-    "best paths": BestPaths((4, 2, 1), 4),
 }
 
 
@@ -154,7 +153,6 @@ def test_a_draft_model_needs_the_same_tokenizer(
     [
         (BestFirst(8, top_k=1), 2),
         (BestFirst(12, top_k=1, beam=1, max_depth=8), 8),
-        (BestPaths((1,) * 8, 1), 8),
     ],
 )
 def test_a_draft_model_drafts_as_deep_as_the_shape_or_max_depth_says(
@@ -166,11 +164,10 @@ def test_a_draft_model_drafts_as_deep_as_the_shape_or_max_depth_says(
     assert result.num_steps == 18 / (1 + depth)
 
 
-@pytest.mark.parametrize("shape", [Tree.from_paths([(VOCAB,)]), BestPaths((2, VOCAB + 1), 2)])
-def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Shape, model: TargetModel) -> None:
+def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(model: TargetModel) -> None:
     drafter = DraftModel(tiny_model("llama", seed=5), model)
     with pytest.raises(InvalidTree, match=f"rank {VOCAB} "):
-        Engine(model, drafter, shape=shape).generate([[3, 4]])
+        Engine(model, drafter, shape=Tree.from_paths([(VOCAB,)])).generate([[3, 4]])
     drafter.check_shape(BestFirst(8, top_k=VOCAB + 4))
 
 

@@ -19,9 +19,9 @@ from draftheads.errors import InvalidSettings
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Sampled, Shape
 from draftheads.speculation.tree import Tree
-from families import PROMPTS, tiny_head, tiny_model
+from families import PROMPTS, tiny_model
 
 
 def after(token: int) -> int:
@@ -181,17 +181,13 @@ def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
     assert found[0].tokens_per_step == 4.0
 
 
-PATHS = BestPaths((3, 2, 2), 3)
-
-
 @pytest.mark.parametrize(
     ("drafter", "shape"),
     [
         (PromptLookup(num_tokens=4), None),
         (Lookahead(window=3, ngram=3, guesses=2), None),
-        (tiny_head("mlp-speculator", tiny_model("llama")), PATHS),
     ],
-    ids=["lookup", "lookahead", "paths"],
+    ids=["lookup", "lookahead"],
 )
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "acceptance": "typical"}], ids=["greedy", "typical"])
 def test_neighbours_with_more_draft_tokens_change_no_step(

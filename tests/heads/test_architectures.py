@@ -23,7 +23,7 @@ from draftheads.models.model_config import layer_sizes
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context
 from draftheads.speculation.sampling import RowSettings
-from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
+from draftheads.speculation.shapes import BestFirst, Sampled
 from draftheads.speculation.tree import Tree
 from draftheads.testing import check_head
 from draftheads.train.options import HeadOptions
@@ -354,7 +354,7 @@ def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
     before = values_of(head)
     session = head.start()
     session.observe(whole(hidden, tokens, [5, 8]))
-    for shape in (head.default_shape, BestFirst(12, top_k=4, beam=3), BestPaths((2, 1, 1), 2)):
+    for shape in (head.default_shape, BestFirst(12, top_k=4, beam=3)):
         session.propose(Context(hidden[:, :1], tokens[:, :1], torch.tensor([1, 1]), tokens[:, 9]), shape)
     session.keep(torch.tensor([1]))
     after = values_of(head)
@@ -673,14 +673,6 @@ def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -
 
 
 # --- what cannot be ---
-
-
-def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
-    head = tiny_head("mlp-speculator", model, num_heads=4)
-    with pytest.raises(InvalidTree, match="2 widths for 4 stages: give one for each, such as 4 2 1 1"):
-        head.check_shape(BestPaths((4, 2), 3))
-    head.check_shape(BestPaths((4, 2, 1, 1), 3))
-    tiny_head("hydra", model, num_heads=4).check_shape(BestPaths((4, 2), 3))
 
 
 @pytest.mark.parametrize(

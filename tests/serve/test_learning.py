@@ -25,7 +25,7 @@ from draftheads.serve.load_models import load_served
 from draftheads.serve.options import ServeOptions
 from draftheads.settings import LoadSettings
 from draftheads.speculation.drafting import Drafting
-from draftheads.speculation.shapes import BestPaths
+from draftheads.speculation.shapes import BestFirst
 from families import tiny_head
 from serve_process import ServerProcess, wait_until
 from training_world import chat_model
@@ -217,16 +217,14 @@ def test_after_a_kill_the_next_server_records_on(server: ServerProcess, world: P
     assert "w7 w8 w9" in json.dumps(records(world, "model")[-1])
 
 
-def test_a_number_of_paths_replaces_the_rule_for_trees(world: Path) -> None:
+def test_a_shape_replaces_the_rule_for_trees(world: Path) -> None:
     def load(tree: str) -> Engine:
         drafting = Drafting(str(world / "heads" / "medusa"), tree=tree)
         (engine,) = load_served(str(world / "model"), [drafting], FP32).engines.values()
         return engine
 
-    engine = load("paths:3")
-    assert isinstance(engine.shape, BestPaths)
-    assert (engine.shape.num_paths, engine.shape.widths) == (3, BestPaths().widths)
-    assert engine.profile is None
+    engine = load("3")
+    assert (engine.shape, engine.profile) == (BestFirst(3), None)
     assert load("auto").shape is None
     with pytest.raises(InvalidSettings, match="nothing is there to fill it"):
         ServeOptions(tree="8")

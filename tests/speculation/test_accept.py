@@ -17,7 +17,7 @@ from draftheads.speculation.accept import accept
 from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.growing import fill
 from draftheads.speculation.sampling import RowSettings, SeenTokens, choose
-from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
+from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
 
 CPU = torch.device("cpu")
@@ -179,7 +179,6 @@ def answers(toy: Toy, own: SamplingSettings, points: Tensor) -> tuple[list[tuple
 SHAPES = {
     "static": RAGGED,
     "best first": BestFirst(5, top_k=3, beam=2),
-    "best paths": BestPaths((3, 2), 2),
     "fewer nodes than depths": BestFirst(2),
 }
 EXACT = {

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from draft_paths import Tokens, paths_of
 from draftheads.errors import InvalidTree
+from draftheads.speculation.candidates import Candidates
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.growing import fill
-from draftheads.speculation.shapes import BestFirst, BestPaths
+from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from families import propose
 from slow_heads import DRAFT_VOCAB, METHODS, random_context, random_head
@@ -78,7 +79,7 @@ class World:
     def depth_of(self, shape: BestFirst) -> int:
         return min(shape.max_depth or self.depth, self.depth)
 
-    def grow(self, shape: BestFirst | BestPaths) -> Draft:
+    def grow(self, shape: BestFirst) -> Draft:
         shape = replace(shape, temperatures=tuple(self.head.temperatures))
         self.head.stepped.clear()
         begin = partial(self.head.begin, self.context)
@@ -119,14 +120,6 @@ def slow_beam(world: World, row: int, shape: BestFirst) -> list[Node]:
     return sorted(found, key=lambda node: -node.log_prob)[: shape.num_nodes]
 
 
-def slow_paths(world: World, row: int, shape: BestPaths) -> list[list[Node]]:
-    """Every whole path, best first."""
-    paths = [[ROOT]]
-    for width in shape.widths:
-        paths = [[*path, child] for path in paths for child in world.children(row, path[-1], width)]
-    return sorted(paths, key=lambda path: -path[-1].log_prob)
-
-
 def nodes_of(draft: Draft, row: int) -> list[Node]:
     """A row's nodes in order, without those that fill it up."""
     paths = paths_of(draft, row)
@@ -163,13 +156,6 @@ best_first_rules = st.builds(
 )
 
 
-def best_paths_rules(world: World) -> st.SearchStrategy[BestPaths]:
-    """As deep as there are depths, as wide as there are tokens, at most."""
-    width = st.integers(1, world.head.table.shape[1])
-    widths = st.lists(width, min_size=1, max_size=world.depth).map(tuple)
-    return widths.flatmap(lambda found: st.builds(BestPaths, st.just(found), st.integers(1, math.prod(found))))
-
-
 # --- against slow searches ---
 
 
@@ -189,25 +175,9 @@ def test_trees_grow_by_best_first_search_or_from_a_beam(world: World, shape: Bes
 
 
 @settings(deadline=None)
-@given(worlds(ties=False), st.data())
-def test_the_best_paths_are_those_of_the_full_tree(world: World, data: st.DataObject) -> None:
-    """Rows whose paths share more nodes have fewer of them."""
-    shape = data.draw(best_paths_rules(world))
+@given(worlds(ties=True), best_first_rules)
+def test_trees_of_equal_guesses_hang_together(world: World, shape: BestFirst) -> None:
     draft = world.grow(shape)
-    assert draft.max_depth == len(shape.widths)
-    best = []
-    for row in range(world.num_rows):
-        paths = slow_paths(world, row, shape)[: shape.num_paths]
-        best.append(list(dict.fromkeys(node for path in paths for node in path)))
-        assert_equal(nodes_of(draft, row), best[-1])
-    assert draft.num_nodes == max(map(len, best))
-
-
-@settings(deadline=None)
-@given(worlds(ties=True), best_first_rules, st.data())
-def test_trees_of_equal_guesses_hang_together(world: World, shape: BestFirst, data: st.DataObject) -> None:
-    paths = data.draw(best_paths_rules(world))
-    draft, of_paths = world.grow(shape), world.grow(paths)
     assert draft.num_nodes <= shape.num_nodes
     for row in range(world.num_rows):
         nodes = nodes_of(draft, row)
@@ -219,8 +189,6 @@ def test_trees_of_equal_guesses_hang_together(world: World, shape: BestFirst, da
         assert totals[0] == 0.0
         assert totals == sorted(totals, reverse=True)
         assert max(len(node.tokens) for node in nodes) <= world.depth_of(shape)
-        whole = [node for node in nodes_of(of_paths, row) if len(node.tokens) == len(paths.widths)]
-        assert len(whole) >= paths.num_paths
 
 
 @settings(deadline=None)
@@ -245,6 +213,23 @@ def test_logits_in_half_precision_are_normed_in_single_precision() -> None:
     table = world.head.table.bfloat16()
     draft = replace(world, head=replace(world.head, table=table)).grow(BestFirst(4))
     assert draft.path_log_probs[0, 1:].tolist() == pytest.approx(table[0].float().log_softmax(-1).flip(0).tolist())
+
+
+def test_a_rule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for candidates that the native library finds, and for copies: all trees are selected in one place."""
+
+    def at_most_two_deep(candidates: Candidates, shape: BestFirst) -> Tensor:
+        return (candidates.depths <= 2) & (candidates.path_log_probs >= math.log(0.3))
+
+    head, context = random_head("hydra"), random_context(2)
+    head.speed_up()
+    shape = BestFirst(24, temperatures=(0.05,) * 3)
+    usual = propose(head, context, shape)
+    monkeypatch.setattr("draftheads.speculation.candidates.GROWTH_RULES", [at_most_two_deep])
+    found = propose(head, context, shape)
+    likely = (usual.path_log_probs >= math.log(0.3)) & (usual.depths <= 2)
+    assert found.num_nodes == int(likely.sum(1).max()) < usual.num_nodes
+    assert torch.equal(found.token_ids, usual.first(found.num_nodes).token_ids)
 
 
 # --- levels that are left out ---
@@ -317,50 +302,30 @@ def test_draft_tokens_that_are_certain_impossible_or_equal(reads_path: bool) -> 
     assert [math.isfinite(total) for total in totals] == [True] * 7 + [False] * 6
     equal = world_of([[0.5] * 3], reads_path=reads_path)
     assert [len(path) for path in paths_of(equal.grow(BestFirst(13)), 0)] == [0] + [1] * 3 + [2] * 9
-    every = equal.grow(BestPaths((2, 2, 2), 5)).num_nodes
-    assert every == Tree.cartesian([2, 2, 2]).num_nodes, "all paths are among the best"
 
 
 # --- shapes that cannot be ---
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "named"),
+    ("name", "value"),
     [
-        *(
-            (BestFirst, {"num_nodes": 4, name: value}, f"{name} is {value}")
-            for name, values in (
-                ("num_nodes", (0, -3)),
-                ("top_k", (0,)),
-                ("beam", (0,)),
-                ("max_depth", (0,)),
-                ("threshold", (1.0, -0.1, math.nan)),
-                ("min_level_probability", (-0.1, math.inf)),
-            )
-            for value in values
-        ),
-        (BestPaths, {"num_paths": 0}, "num_paths is 0"),
-        (BestPaths, {"widths": ()}, "widths []"),
-        (BestPaths, {"widths": (3, 0)}, "widths [3, 0]"),
-        (BestPaths, {"widths": (3, 2), "num_paths": 7}, "num_paths is 7"),
+        *(("num_nodes", 0), ("num_nodes", -3), ("top_k", 0), ("beam", 0), ("max_depth", 0)),
+        *(("threshold", 1.0), ("threshold", -0.1), ("threshold", math.nan)),
+        *(("min_level_probability", -0.1), ("min_level_probability", math.inf)),
     ],
 )
-def test_an_impossible_rule_is_named_with_its_numbers(
-    kind: Callable[..., object], options: dict[str, Any], named: str
-) -> None:
+def test_an_impossible_rule_is_named_with_its_numbers(name: str, value: Any) -> None:
     with pytest.raises(InvalidTree) as caught:
-        kind(**options)
-    assert named in str(caught.value)
+        BestFirst(**{"num_nodes": 4, name: value})
+    assert f"{name} is {value}" in str(caught.value)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_shapes_that_the_head_cannot_fill(method: str) -> None:
     head, context = random_head(method, draft_vocab_size=len(DRAFT_VOCAB)), random_context(2)
-    for deep in (BestFirst(9, max_depth=4), BestPaths((2, 2, 2, 2))):
-        with pytest.raises(InvalidTree, match=r"4 deep .* 3 heads"):
-            propose(head, context, deep)
-    for wide in (BestPaths((9, 2)), BestPaths((2, 2, 9))):
-        with pytest.raises(InvalidTree, match=r"rank 8 .* 8"):
-            propose(head, context, wide)
-    assert propose(head, context, BestPaths((8, 1, 8), 64)).num_nodes == 1 + 8 + 8 + 64
+    with pytest.raises(InvalidTree, match=r"4 deep .* 3 heads"):
+        propose(head, context, BestFirst(9, max_depth=4))
+    with pytest.raises(InvalidTree, match=r"rank 8 .* 8"):
+        propose(head, context, Tree.from_paths([(8,)]))
     assert propose(head, context, BestFirst(600, top_k=9, beam=64)).num_nodes == 1 + 8 + 64 + 512

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from draft_paths import paths_of
 from draftheads.speculation.candidates import ancestors_of
-from draftheads.speculation.draft import Draft
-from draftheads.speculation.masking import with_nodes
+from draftheads.speculation.draft import Draft, with_nodes
 
 
 @st.composite

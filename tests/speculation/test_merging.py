@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draft_paths import Tokens, paths_of
-from draftheads.speculation.candidates import Candidates, ancestors_of, best_nodes
+from draftheads.speculation.candidates import Candidates, ancestors_of, merged, selected
 from draftheads.speculation.draft import Draft
-from draftheads.speculation.merging import merged
+from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 
 Row = dict[Tokens, float]  # a tree by the tokens of its paths, with the log-probability of each
@@ -100,7 +100,7 @@ def test_merging_equals_merging_dictionaries(equal: bool, data: st.DataObject) -
     num_nodes = data.draw(st.integers(1, 16))
     trees = [data.draw(rows(size, equal=equal)) for _ in range(batch)]
     copies = [data.draw(copied_rows(most, equal=equal)) for _ in range(batch)]
-    found = merged(draft_of(trees), copies_of(copies, most), num_nodes)
+    found = merged(draft_of(trees), copies_of(copies, most), BestFirst(num_nodes))
     assert found.num_nodes == min(num_nodes, size + most)
     for row, (tree, own) in enumerate(zip(trees, copies, strict=True)):
         expected = slow_merged(tree, own, num_nodes)
@@ -121,7 +121,7 @@ def test_a_static_tree_of_all_rows_becomes_one_of_each_row() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0)])
     draft = Draft.on_tree(tree, torch.tensor([[9, 1, 2, 3], [9, 2, 1, 3]]))
     draft = replace(draft, path_log_probs=torch.tensor([[0.0, -1.0, -3.0, -2.0]]).expand(2, -1))
-    found = merged(draft, copies_of([{(): 0.0, (2,): -0.5, (2, 5): -0.6}] * 2, 2), 4)
+    found = merged(draft, copies_of([{(): 0.0, (2,): -0.5, (2, 5): -0.6}] * 2, 2), BestFirst(4))
     assert [paths_of(found, row) for row in range(2)] == [[(), (2,), (2, 5), (1,)], [(), (2,), (2, 5), (2, 3)]]
 
 
@@ -139,6 +139,6 @@ def test_ancestors_by_squaring(data: st.DataObject) -> None:
 def test_of_equals_the_parent_stands_before_its_child() -> None:
     zeros: Tensor = torch.zeros(1, 4)
     found = Candidates(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[0, 0, 1, 2]]), zeros)
-    draft, order = best_nodes(found, zeros, 3, 3)
+    draft, order = selected(found, BestFirst(3), 3)
     assert order.tolist() == [[0, 1, 2]]
     assert paths_of(draft, 0) == [(), (1,), (1, 2)]

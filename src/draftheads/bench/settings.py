@@ -42,9 +42,9 @@ class BenchSettings(OptionGroup):
     trees: tuple[str, ...] = ("best", "defaults")
     """Kinds of trees: best, defaults, static, growing, product, dense, chain, paths, adaptive. best: a head's better
     one of static (of the most frequent paths) and growing (by confidence); product: Medusa's static tree, by
-    independent accuracies of the heads; dense: a full tree of random widths; chain; paths: the n most probable paths
-    (MLP Speculator, n in place of nodes); defaults: as `draftheads.load` drafts, which decides on the size by itself
-    and also copies from the text; adaptive: the same without copies."""
+    independent accuracies of the heads; dense: a full tree of random widths; chain; paths: static, as large as n paths
+    of the MLP Speculator (n in place of nodes); defaults: as `draftheads.load` drafts, which decides on the size by
+    itself and also copies from the text; adaptive: the same without copies."""
     num_nodes: tuple[int, ...] = (24,)
     """Nodes of every head's tree, root included."""
     batch_sizes: tuple[int, ...] = (1,)

@@ -14,7 +14,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.replay import Replay, own_answers
 from draftheads.search.tree_search import product_order
-from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape, in_words
+from draftheads.speculation.shapes import BestFirst, Sampled, Shape, in_words
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.speculation.tree import Tree
 from draftheads.utils.identity import saved_json
@@ -87,12 +87,12 @@ class TreeFinder:
         return _chosen(Sampled(numbered(self._static(contender, nodes))))
 
     def _paths(self, contender: Contender, num_paths: int) -> Chosen | None:
-        """The most probable paths, as of the MLP Speculator: the first depths branch, the others do not."""
-        widths = BestPaths().widths
-        depth = contender.drafter.max_depth
-        if depth < len(widths) or num_paths > math.prod(widths):
+        """A static tree with as many nodes as the most probable of 6 · 3 · 2 paths may have (MLP Speculator)."""
+        widths, depth = (6, 3, 2), contender.drafter.max_depth
+        if contender.head is None or depth < len(widths) or num_paths > math.prod(widths):
             return None
-        return _chosen(BestPaths((*widths, *(1,) * (depth - len(widths))), num_paths))
+        nodes = 1 + sum(min(math.prod(widths[: level + 1]), num_paths) for level in range(depth))
+        return _chosen(self._static(contender, nodes))
 
     def _searched(self, contender: Contender, kind: str, nodes: int) -> Chosen | None:
         """Trees by the accuracy of a head; other drafters only grow."""

@@ -7,7 +7,7 @@ int4 works, more slowly. It has a plain C interface, so one build serves all ver
 import ctypes
 import os
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +23,42 @@ INT4 = 4  # the same, of 4 bits
 BLOCK = 32  # outputs that are stored side by side
 
 
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
+_ints, _floats, _pointers = (partial(_fields, kind) for kind in (c_int32, c_float, c_void_p))
+
+
 class Weight(ctypes.Structure):
     """``draftheads::Weight`` in ``kernels.h``."""
 
     _fields_ = (
-        ("kind", c_int32),
-        ("inputs", c_int32),
-        ("out", c_int32),
-        ("in_", c_int32),
-        ("packed", c_void_p),
-        ("bias", c_void_p),
-        ("smooth", c_void_p),
-        ("low_a", c_void_p),
-        ("low_b", c_void_p),
-        ("rank", c_int32),
-        ("low_kind", c_int32),
+        *_ints("kind", "inputs", "out", "in_"),
+        *_pointers("packed", "bias", "smooth", "low_a", "low_b"),
+        *_ints("rank", "low_kind"),
     )
 
 
 class Norm(ctypes.Structure):
     """``draftheads::Norm`` in ``kernels.h``."""
 
-    _fields_ = (("scale", c_void_p), ("shift", c_void_p), ("epsilon", c_float), ("is_centred", c_int32))
+    _fields_ = (*_pointers("scale", "shift"), *_floats("epsilon"), *_ints("is_centred"))
+
+
+class Gate(ctypes.Structure):
+    """``draftheads::Gate`` in ``kernels.h``."""
+
+    _fields_ = (*_ints("act"), *_floats("alpha", "limit"))
 
 
 class Experts(ctypes.Structure):
     """``draftheads::Experts`` in ``step.cpp``."""
 
     _fields_ = (
-        ("weights", POINTER(Weight)),
-        ("router", c_void_p),
-        ("router_bias", c_void_p),
-        ("count", c_int32),
-        ("chosen", c_int32),
-        ("share_of_all", c_int32),
-        ("unused", c_int32),
+        *_fields(POINTER(Weight), "weights"),
+        *_pointers("router", "router_bias"),
+        *_ints("count", "chosen", "share_of_all", "unused"),
     )
 
 
@@ -65,16 +66,11 @@ class Layer(ctypes.Structure):
     """``draftheads::Layer`` in ``step.cpp``."""
 
     _fields_ = (
-        ("qkv", Weight * 3),
-        ("out", Weight),
-        ("gate_up", Weight * 2),
-        ("down", Weight),
-        ("norms", Norm * 4),
-        ("head_norms", Norm * 2),
-        ("sinks", c_void_p),
-        ("experts", POINTER(Experts)),
-        ("window", c_int32),
-        ("turns", c_int32),
+        *(("qkv", Weight * 3), ("out", Weight), ("gate_up", Weight * 2), ("down", Weight)),
+        *_fields(Norm, "norm", "after_attention", "middle", "after_mlp", "query_norm", "key_norm"),
+        *_pointers("sinks"),
+        *_fields(POINTER(Experts), "experts"),
+        *_ints("window", "turns"),
     )
 
 
@@ -82,37 +78,13 @@ class Model(ctypes.Structure):
     """``draftheads::Model`` in ``step.cpp``."""
 
     _fields_ = (
-        ("size", c_int32),
-        ("heads", c_int32),
-        ("groups", c_int32),
-        ("head_size", c_int32),
-        ("turned", c_int32),
-        ("key_first", c_int32),
-        ("value_first", c_int32),
-        ("query_step", c_int32),
-        ("key_step", c_int32),
-        ("layers", c_int32),
-        ("cache_kind", c_int32),
-        ("state_kind", c_int32),
-        ("embedding_kind", c_int32),
-        ("vocab", c_int32),
-        ("is_parallel", c_int32),
-        ("turns_neighbours", c_int32),
-        ("norms_whole", c_int32),
-        ("scaling", c_float),
-        ("cap", c_float),
-        ("embedding_scale", c_float),
-        ("residual_scale", c_float),
-        ("gate", c_int32),
-        ("gate_alpha", c_float),
-        ("gate_limit", c_float),
-        ("final", Norm),
-        ("of_layers", POINTER(Layer)),
-        ("embedding", c_void_p),
-        ("embedding_smooth", c_void_p),
-        ("positions", c_void_p),
-        ("num_positions", c_int32),
-        ("unused", c_int32),
+        *_ints("size", "heads", "groups", "head_size", "turned", "key_first", "value_first", "query_step", "key_step"),
+        *_ints("layers", "cache_kind", "state_kind", "embedding_kind", "vocab"),
+        *_ints("is_parallel", "turns_neighbours", "norms_whole"),
+        *_floats("scaling", "cap", "embedding_scale", "residual_scale"),
+        *(("gate", Gate), ("final", Norm), ("of_layers", POINTER(Layer))),
+        *_pointers("embedding", "embedding_smooth", "positions"),
+        *_ints("num_positions", "unused"),
     )
 
 
@@ -120,44 +92,26 @@ class Pass(ctypes.Structure):
     """``draftheads::Pass`` in ``step.cpp``."""
 
     _fields_ = (
-        ("tokens", c_int32),
-        ("texts", c_int32),
-        ("words", c_int32),
-        ("kept", c_int32),
-        ("ids", c_void_p),
-        ("memory", c_void_p),
-        ("slots", c_void_p),
-        ("lengths", c_void_p),
-        ("counts", c_void_p),
-        ("depths", c_void_p),
-        ("ancestors", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("num_turns", c_int32),
-        ("of_tokens", c_int32),
-        ("last_position", c_int32),
-        ("unused", c_int32),
-        ("kept_layers", c_void_p),
-        ("kept_states", c_void_p),
-        ("states", c_void_p),
+        *_ints("tokens", "texts", "words", "kept"),
+        *_pointers("ids", "memory", "slots", "lengths", "counts", "depths", "ancestors", "cos", "sin"),
+        *_ints("num_turns", "of_tokens", "last_position", "unused"),
+        *_pointers("kept_layers", "kept_states", "states"),
     )
 
 
 class HeadLayer(ctypes.Structure):
     """``draftheads::HeadLayer`` in ``step.cpp``."""
 
-    _fields_ = (("weight", Weight), ("base", Weight), ("has_base", c_int32))
+    _fields_ = (("weight", Weight), ("base", Weight), *_ints("has_base"))
 
 
 class Depth(ctypes.Structure):
     """``draftheads::Depth`` in ``step.cpp``."""
 
     _fields_ = (
-        ("first_layer", c_int32),
-        ("layers", c_int32),
-        ("divisor", c_float),
-        ("width", c_int32),
-        ("beam", c_int32),
+        *_ints("first_layer", "layers"),
+        *_floats("divisor"),
+        *_ints("width", "beam"),
         ("lm_head", Weight),
     )
 
@@ -166,26 +120,21 @@ class Growth(ctypes.Structure):
     """``draftheads::Growth`` in ``step.cpp``."""
 
     _fields_ = (
-        ("rows", c_int32),
-        ("size", c_int32),
-        ("num_depths", c_int32),
-        ("reads_path", c_int32),
-        ("embedding_kind", c_int32),
-        ("nodes", c_int32),
-        ("likely", c_float),
-        ("embedding_scale", c_float),
-        ("embedding", c_void_p),
-        ("embedding_smooth", c_void_p),
-        ("target_ids", c_void_p),
-        ("roots", c_void_p),
-        ("states", c_void_p),
-        ("tokens", c_void_p),
-        ("parents", c_void_p),
-        ("log_probs", c_void_p),
-        ("capacity", c_int32),
-        ("head_layers", POINTER(HeadLayer)),
-        ("depths", POINTER(Depth)),
+        *_ints("rows", "size", "num_depths", "reads_path", "embedding_kind", "nodes"),
+        *_floats("likely", "embedding_scale"),
+        *_pointers("embedding", "embedding_smooth", "target_ids", "roots", "states", "tokens", "parents", "log_probs"),
+        *_ints("capacity"),
+        *(("head_layers", POINTER(HeadLayer)), ("depths", POINTER(Depth))),
     )
+
+
+STRUCTURES = (Weight, Norm, Gate, Experts, Layer, Model, Pass, HeadLayer, Depth, Growth)
+
+
+def _layout() -> str:
+    """Name, offset and size of each field, a line each, as the library tells them."""
+    fields = ((each, name, getattr(each, name)) for each in STRUCTURES for name, *_ in each._fields_)
+    return "".join(f"{each.__name__}.{name.rstrip('_')} {at.offset} {at.size}\n" for each, name, at in fields)
 
 
 @cache
@@ -196,9 +145,8 @@ def load_library() -> Any:
         return None
     try:
         found = ctypes.CDLL(str(FILE))
-        found.draftheads_size.restype, found.draftheads_size.argtypes = c_int32, (c_int32,)
-        structures = (Weight, Norm, Experts, Layer, Model, Pass, HeadLayer, Depth, Growth)
-        if [found.draftheads_size(number) for number in range(len(structures))] != [*map(ctypes.sizeof, structures)]:
+        found.draftheads_layout.restype = c_char_p
+        if found.draftheads_layout().decode() != _layout():
             return None  # of another version: `make native`
     except (AttributeError, OSError):  # the same, or built for another machine
         return None

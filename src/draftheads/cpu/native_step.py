@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from draftheads.cpu.experts import PackedExperts
 from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, PackedLinear, table_of
 from draftheads.cpu.layer_parts import LayerParts, Outputs, Sizes, norm_numbers, parts_of
-from draftheads.cpu.native_library import KINDS, Experts, Layer, Model, Norm, Pass, Weight, load_library
+from draftheads.cpu.native_library import KINDS, Experts, Gate, Layer, Model, Norm, Pass, Weight, load_library
 from draftheads.cpu.optimise import HalfEmbedding, RoundedEmbedding
 from draftheads.cpu.threads import native_threads
 
@@ -196,13 +196,8 @@ class NativeStep:
             *(self.size, heads, groups, size, self._turns.size, *places, len(self._layers)),
             *(KINDS[self.cache_dtype], KINDS[self.dtype], table_kind, vocab),
             *(sizes.is_parallel, self._turns.are_neighbours, sizes.norms_whole),
-            *(
-                sizes.scaling,
-                sizes.cap,
-                float(getattr(embedding, "embed_scale", 1.0)),
-                sizes.residual_scale,
-                *sizes.gate,
-            ),
+            *(sizes.scaling, sizes.cap, float(getattr(embedding, "embed_scale", 1.0)), sizes.residual_scale),
+            Gate(*sizes.gate),
             self._norm(final, self.size),
             self._layers,
             *table,
@@ -226,8 +221,8 @@ class NativeStep:
             out,
             (Weight * 2)(*inner),
             down,
-            (Norm * 4)(*norms),
-            (Norm * 2)(*head_norms),
+            *norms,
+            *head_norms,
             None if parts.sinks is None else self._numbers(parts.sinks),
             None if parts.experts is None else self._experts(parts.experts, parts.router),
             window,

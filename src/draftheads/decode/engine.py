@@ -23,7 +23,7 @@ from draftheads.runners import bytes_of_states, bytes_per_slot, num_slots
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.speculation.drafter import Drafter, NoDraft
-from draftheads.speculation.shapes import BestFirst, ByProfile, Shape, as_shape, calibrated, in_words, most_nodes_of
+from draftheads.speculation.shapes import BestFirst, ByProfile, Shape, as_shape, calibrated, in_words
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress, counted_stage, shown
 
@@ -275,7 +275,7 @@ class Engine:
         if self.profile is not None:
             return self.profile.most_nodes + self.drafter.extra_nodes
         shape = self.shape or self.drafter.default_shape
-        return self.drafter.most_nodes if shape is None else most_nodes_of(shape)
+        return self.drafter.most_nodes if shape is None else shape.num_nodes
 
     @property
     def bytes_per_token(self) -> int:

@@ -14,8 +14,7 @@ from torch import Tensor
 from draftheads.decode.grammar import GrammarState
 from draftheads.decode.request import Request
 from draftheads.speculation.accept import Processed
-from draftheads.speculation.draft import FORBIDDEN, Draft, Places
-from draftheads.speculation.masking import with_nodes
+from draftheads.speculation.draft import FORBIDDEN, Draft, Places, with_nodes
 from draftheads.utils.transfer import to_device
 
 _LOWEST = -1e30

@@ -14,11 +14,9 @@ from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
 from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
-from draftheads.speculation.candidates import Candidates
+from draftheads.speculation.candidates import Candidates, merged
 from draftheads.speculation.draft import Context, Draft, TokenRules
 from draftheads.speculation.drafter import Drafter, DraftSession
-from draftheads.speculation.growing import likely_enough
-from draftheads.speculation.merging import merged
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Path, Tree
 from draftheads.utils.transfer import to_device
@@ -128,10 +126,8 @@ class CopyingSession(DraftSession):
             return draft
         candidates = self._candidates(copies, context.root_ids)
         if isinstance(shape, Tree):
-            return merged(self._valued(draft, shape), candidates, num_nodes)
-        draft = merged(draft, candidates, num_nodes)
-        assert draft.path_log_probs is not None
-        return draft.first(likely_enough(draft.path_log_probs, num_nodes, shape.threshold))
+            return merged(self._valued(draft, shape), candidates, BestFirst(num_nodes))
+        return merged(draft, candidates, replace(shape, num_nodes=num_nodes))
 
     def observe(self, context: Context) -> None:
         self._texts.read(context)

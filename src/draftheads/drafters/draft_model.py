@@ -17,8 +17,8 @@ from draftheads.runners.runner import Row
 from draftheads.speculation.candidates import ancestors_of
 from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
-from draftheads.speculation.growing import fill
-from draftheads.speculation.shapes import Shape, check_ranks, depth_of
+from draftheads.speculation.growing import Predictor, fill
+from draftheads.speculation.shapes import Shape, check_ranks
 from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
 
@@ -94,10 +94,8 @@ def _first_difference(ours: Any, theirs: Any) -> str:
     return "they have the same tokens and split texts in different ways"
 
 
-class DraftModelSession(DraftSession):
+class DraftModelSession(DraftSession, Predictor):
     """The small model's cache of one batch."""
-
-    reads_path = True
 
     def __init__(self, drafter: DraftModel) -> None:
         self.drafter = drafter
@@ -107,7 +105,7 @@ class DraftModelSession(DraftSession):
     def propose(self, context: Context, shape: Shape) -> Draft:
         """Draft tokens for every row."""
         self.drafter.check_shape(shape)
-        max_depth = depth_of(shape) or self.drafter.max_depth
+        max_depth = shape.max_depth or self.drafter.max_depth
         return fill(self, shape, context, begin=partial(self.begin, context), max_depth=max_depth)
 
     def observe(self, context: Context) -> None:
@@ -147,9 +145,6 @@ class DraftModelSession(DraftSession):
         logits, _ = self._runner.verify(self._rows, tree)
         at = new.expand(batch, -1)
         return _State(tree.token_ids, parents, tree.depths[0], at, logits[:, old:])
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Tokens as the small model can read them: of those that it does not have, the last one that it has."""

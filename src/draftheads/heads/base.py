@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from draftheads.cpu.drafts import HeadLayers, NativeGrowth
 from draftheads.cpu.kernels import NativeInt8, pack, replace_linears
-from draftheads.cpu.native_growth import HeadLayers, NativeGrowth
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
 from draftheads.heads.kv_cache import HeadKVCache
@@ -24,8 +24,8 @@ from draftheads.settings import LmHeadKind
 from draftheads.speculation.candidates import Candidates
 from draftheads.speculation.draft import Context, Draft, TargetWeights
 from draftheads.speculation.drafter import Drafter, DraftSession
-from draftheads.speculation.growing import Expand, fill
-from draftheads.speculation.shapes import BestFirst, BestPaths, Shape, check_ranks, depth_of
+from draftheads.speculation.growing import Expand, Predictor, fill
+from draftheads.speculation.shapes import BestFirst, Shape, check_ranks
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 
@@ -131,7 +131,7 @@ class Root:
     history: HeadKVCache | None = None  # of a stateful head
 
 
-class DraftHead(nn.Module, Drafter):
+class DraftHead(nn.Module, Drafter, Predictor):
     """A set of K heads on the target's last hidden state.
 
     Build it from a config, ``bind`` it to the target's weights (also after loading), then train with ``forward`` and
@@ -140,7 +140,6 @@ class DraftHead(nn.Module, Drafter):
 
     predicts_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs are predicted hidden states
     reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
-    reads_path: bool = True  # whether a prediction depends on the draft tokens above it
     is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
     reads_places: ClassVar[bool] = False  # whether forward takes the positions (B, A) that are to be computed
     shares_layers: ClassVar[bool] = False  # whether all K heads are the same layers; for lm_heads see depth_limit
@@ -203,17 +202,6 @@ class DraftHead(nn.Module, Drafter):
     def predict(self, state: Any, depth: int) -> Tensor:
         """Logits of head ``depth``, (B, W, V'), for children of the W nodes at hand; W = 1 unless it reads the path."""
 
-    def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
-        """The state at some of the children that were predicted at ``depth``.
-
-        Args:
-            state: at their parents.
-            depth: of their parents.
-            parents: (B, W') int64, places among the W nodes at hand.
-            token_ids: (B, W') the children's tokens, as target ids.
-        """
-        return state
-
     def start(self) -> "HeadSession":
         """A session for one batch."""
         return HeadSession(self)
@@ -227,12 +215,16 @@ class DraftHead(nn.Module, Drafter):
             self.growth = self._native_growth()
 
     def layers_of_depths(self) -> Sequence[Sequence[tuple[Any, Any]]] | None:
-        """The layers on the state of each depth, if that is all: see :class:`HeadLayers`. None: there is more."""
+        """The layers on the state of each depth, if that is all: see :class:`HeadLayers`. None: there is more.
+
+        It is used only where the class itself defines it: what a parent class computes is not what this one does.
+        """
         return None
 
     def _native_growth(self) -> NativeGrowth | None:
-        layers = self.layers_of_depths()
-        if layers is None or self.config.lm_head == "low_rank" or load_library() is None:
+        is_own = "layers_of_depths" in vars(type(self))
+        layers = self.layers_of_depths() if is_own and load_library() is not None else None
+        if layers is None or self.config.lm_head == "low_rank":
             return None
         lm_heads = [self.lm_heads.layer(i if self.config.num_lm_heads > 1 else 0) for i in range(len(layers))]
         try:
@@ -251,7 +243,7 @@ class DraftHead(nn.Module, Drafter):
         """What finds all candidates in one call, if this head has it."""
         if (growth := self.growth) is None:
             return None
-        return lambda levels, **options: Candidates(*growth.expand(root.token_ids, root.states, levels, **options))
+        return lambda beams, **options: Candidates(*growth.expand(root.token_ids, root.states, beams, **options))
 
     @property
     def depth_limit(self) -> int | None:
@@ -261,8 +253,8 @@ class DraftHead(nn.Module, Drafter):
 
     def depth_for(self, shape: Shape) -> int:
         """How deep a shape without a depth grows: K, or as deep as its temperatures was measured within the limit."""
-        measured = len(shape.temperatures) if isinstance(shape, BestFirst | BestPaths) else 0
-        return self.depth_limit or max(self.config.num_heads, depth_of(shape) or measured)
+        measured = len(shape.temperatures) if isinstance(shape, BestFirst) else 0
+        return self.depth_limit or max(self.config.num_heads, shape.max_depth or measured)
 
     def with_depth(self, depth: int) -> Self:
         """A head of the same weights, whose K is ``depth``; of heads without a limit. It is no copy of the weights."""
@@ -273,12 +265,12 @@ class DraftHead(nn.Module, Drafter):
 
     def check_shape(self, shape: Shape) -> None:
         """Raises :class:`InvalidTree` if it is deeper than :attr:`depth_limit`, or wider than the draft vocabulary."""
-        depth, heads, limit = depth_of(shape), self.config.num_heads, self.depth_limit
+        depth, heads, limit = shape.max_depth, self.config.num_heads, self.depth_limit
         if depth is not None and limit is not None and depth > limit:
             raise InvalidTree(
                 f"the tree is {depth} deep but the head has {counted(heads, 'head')}: cut the tree or train more heads"
             )
-        if isinstance(shape, BestFirst | BestPaths) and 0 < len(shape.temperatures) < (depth or heads):
+        if isinstance(shape, BestFirst) and 0 < len(shape.temperatures) < (depth or heads):
             numbers = counted(len(shape.temperatures), "number")
             needs = f"the head has {counted(heads, 'head')}" if (depth or 0) <= heads else f"the tree is {depth} deep"
             raise InvalidTree(f"temperatures has {numbers} but {needs}")
@@ -387,15 +379,9 @@ class HeadSession(DraftSession):
         if shape is not self._checked:
             self.head.check_shape(shape)
             self._checked = shape
-        root = self.root(context)
-        return fill(
-            self.head,
-            shape,
-            context,
-            begin=partial(self.head.begin, root),
-            max_depth=self.head.depth_for(shape),
-            expand=self.head.expander(root),
-        )
+        head, root = self.head, self.root(context)
+        begin, max_depth = partial(head.begin, root), head.depth_for(shape)
+        return fill(head, shape, context, begin=begin, max_depth=max_depth, expand=head.expander(root))
 
     def root(self, context: Context) -> Root:
         """What drafting begins with."""

@@ -31,6 +31,8 @@ class HydraPlusPlusHead(StatefulHead, HydraHead):
     brought to that size.
     """
 
+    layers_of_depths = HydraHead.layers_of_depths  # on s_t
+
     def __init__(self, config: HydraPlusPlusConfig) -> None:
         super().__init__(config, num_layers=1)
         self.prefix = TransformerLayer(config)

@@ -66,9 +66,6 @@ class MarkovBias(DraftHead):
     def lm_head_inputs(self, features: Tensor) -> Tensor:
         return features[..., : self.config.hidden_size]
 
-    def layers_of_depths(self) -> None:
-        """The part that reads the path is no layer on the state."""
-
     def with_gates(self, logits: Tensor, features: list[Tensor], token_ids: Tensor) -> MarkovState:
         """At the roots (B,): logits (depth, B, V') without a bias, and each depth's features (B, D)."""
         gates = [self.gate(depth, part).expand(len(part), -1) for depth, part in enumerate(features)]

@@ -78,6 +78,43 @@ class Draft:
         return cls(token_ids, shape.parents, shape.depths, shape.ancestors, tree.max_depth, log_probs)
 
 
+def with_nodes(draft: Draft, nodes: Sequence[Sequence[int]], *, max_depth: int) -> Draft:
+    """The draft with some of its nodes only. Rows that keep fewer nodes than others are filled up.
+
+    Args:
+        draft: of B rows.
+        nodes: of each row those that remain, ascending: the root first, and no node without its parent.
+        max_depth: of the deepest of them.
+    """
+    device = draft.token_ids.device
+    width = max(map(len, nodes))
+    order = to_device([[*row, *[0] * (width - len(row))] for row in nodes], device)  # (B, n)
+    numbers = torch.arange(width, device=device)
+    filling = numbers >= to_device([[len(row)] for row in nodes], device)  # (B, n)
+    batch = torch.arange(len(nodes), device=device)[:, None]
+    new = torch.zeros(len(nodes), draft.num_nodes + 1, dtype=torch.long, device=device)  # the number of each node
+    new.scatter_(1, order.masked_fill(filling, draft.num_nodes), numbers.expand_as(order))
+
+    def of(values: Tensor) -> Tensor:
+        return values.expand(len(nodes), *values.shape[1:])[batch, order]
+
+    def log_probs(values: Tensor | None) -> Tensor | None:
+        return None if values is None else of(values).masked_fill(filling, -torch.inf)
+
+    return replace(
+        draft,
+        token_ids=of(draft.token_ids),
+        parents=new.gather(1, of(draft.parents)),
+        depths=of(draft.depths),
+        ancestors=of(draft.ancestors).take_along_dim(order[:, None], 2) & ~filling[:, None],
+        max_depth=max_depth,
+        log_probs=log_probs(draft.log_probs),
+        path_log_probs=log_probs(draft.path_log_probs),
+        probs=None if draft.probs is None else of(draft.probs),
+        copied=None if draft.copied is None else of(draft.copied),
+    ).filled_up(filling)
+
+
 @dataclass(frozen=True)
 class TreeTensors:
     """A static tree as tensors on one device; leading dimension 1."""

@@ -32,9 +32,9 @@ class Drafting:
     """A smaller model drafts in place of a head. With the same tokenizer: a folder or a Hugging Face id."""
     tree: str = "auto"
     """What is drafted. auto: as many nodes as pay, by the head's acceptance profile and the costs here; plain: nothing;
-    24: growing trees of so many nodes; static:24: the head's best fixed tree; paths:5: the best paths of a full tree;
-    drawn:3: chains of sampled tokens, for --acceptance rejection or block; JSON such as '[[0],[1],[0,0]]' or a file of
-    it: this tree; or an acceptance.json, as auto."""
+    24: growing trees of so many nodes; static:24: the head's best fixed tree; drawn:3: chains of sampled tokens, for
+    --acceptance rejection or block; JSON such as '[[0],[1],[0,0]]' or a file of it: this tree; or an acceptance.json,
+    as auto."""
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
 

@@ -1,30 +1,80 @@
 """Fills a shape with draft tokens: a static tree rank by rank, a sampled tree, or one that grows by probability.
 
-Knows draft heads and draft models by three calls: ``begin`` gives the state at the roots, ``predict`` gives logits for
-the children of the W nodes at hand, ``descend`` steps down to some of those children. Where the logits do not depend on
-the path, ``predict`` gives one set of logits (W = 1) for all nodes of a depth.
+Knows draft heads and draft models as a :class:`Predictor`. Which nodes of a growing tree get children, and which become
+its nodes, is decided in :mod:`draftheads.speculation.candidates`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftheads.cpu.top import largest
-from draftheads.speculation.candidates import Candidates, best_nodes
-from draftheads.speculation.draft import Context, Draft, tree_tensors
-from draftheads.speculation.masking import MaskedPredictor, Predictor
+from draftheads.cpu.drafts import largest
+from draftheads.speculation.candidates import Candidates, selected, with_children
+from draftheads.speculation.draft import Context, Draft, Places, TokenRules, tree_tensors
 from draftheads.speculation.sampling import RowSettings, draw, probabilities
-from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.shapes import Sampled, Shape
 from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
 
 Begin = Callable[[int], Any]  # the state at the roots, for a tree of that depth
-Levels = Sequence[tuple[int, int | None]]  # for each depth the width and the beam, see _expand
-Expand = Callable[..., Candidates]  # finds all candidates in one call: the levels, then ``divisors`` and ``limit``
+Expand = Callable[..., Candidates]  # finds all candidates in one call: beams, then ``top_k``, ``divisors``, ``limit``
+
+
+class Predictor:
+    """What filling a tree needs of a draft head or draft model."""
+
+    reads_path: bool = True
+    """Whether the logits at a node depend on the draft tokens above it."""
+
+    def predict(self, state: Any, depth: int) -> Tensor:
+        """Logits (B, W, V') of the children, at depth+1, of the W nodes at hand; W = 1 unless it reads the path."""
+        raise NotImplementedError
+
+    def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
+        """The state at some of the children that were predicted at ``depth``.
+
+        Args:
+            state: at their parents.
+            depth: of their parents.
+            parents: (B, W') int64, places among the W nodes at hand.
+            token_ids: (B, W') the children's tokens, as target ids.
+        """
+        return state
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft vocabulary indices as the target's token ids."""
+        return draft_ids
+
+
+class _MaskedState(NamedTuple):
+    """Of the predictor, and the places of the nodes at hand."""
+
+    inner: Any
+    places: Places
+
+
+class _MaskedPredictor(Predictor):
+    """A predictor whose logits of forbidden tokens are minus infinity. They depend on the path, as the rules do."""
+
+    def __init__(self, predictor: Predictor, rules: TokenRules) -> None:
+        self.predictor, self.rules = predictor, rules
+        self.to_target_ids = predictor.to_target_ids  # type: ignore[method-assign]
+
+    def predict(self, state: _MaskedState, depth: int) -> Tensor:
+        logits = self.predictor.predict(state.inner, depth)
+        draft_ids = torch.arange(logits.shape[-1], device=logits.device)
+        target_ids = self.predictor.to_target_ids(draft_ids)
+        return self.rules.drafted(logits, state.places, None if target_ids is draft_ids else target_ids)
+
+    def descend(self, state: _MaskedState, depth: int, parents: Tensor, token_ids: Tensor) -> _MaskedState:
+        inner = state.inner
+        if self.predictor.reads_path:
+            inner = self.predictor.descend(inner, depth, parents, token_ids)
+        return _MaskedState(inner, self.rules.below(state.places, parents, token_ids))
 
 
 @dataclass(frozen=True)
@@ -83,18 +133,25 @@ def fill(
         max_depth: of trees whose shape gives no depth; no tree that grows is deeper.
         expand: used for trees that grow in place of ``begin`` and the head, unless tokens are forbidden.
     """
-    if context.rules is not None:
-        masked, unmasked = MaskedPredictor(head, context.rules), begin
-        head, begin, expand = masked, lambda depth: masked.state(unmasked(depth)), None
+    if (rules := context.rules) is not None:
+        head, unmasked, expand = _MaskedPredictor(head, rules), begin, None
+        begin = lambda depth: _MaskedState(unmasked(depth), rules.roots())  # noqa: E731
     if isinstance(shape, Tree):
         return _fill_static(head, shape, context, begin)
     if isinstance(shape, Sampled):
         return _sample(head, shape, context, begin)
-
-    def step_by_step(levels: Levels, **options: Any) -> Candidates:
-        return _expand(head, begin(len(levels)), context.root_ids, levels, **options)
-
-    return _grow(head, shape, context, expand or step_by_step, max_depth)
+    depth = min(shape.max_depth or max_depth, max_depth, shape.num_nodes - 1)
+    # A child at depth d+1 brings its d+1 ancestors along, and all nodes of its parent's depth that are likelier than
+    # its parent. So of depth d only the N - d - 1 likeliest need children: the tree is the same, a small one is cheap.
+    # Where the path does not matter nothing is computed for a node, and that is the only limit.
+    beams = [min(shape.num_nodes - d - 1, shape.beam if head.reads_path else shape.num_nodes) for d in range(depth)]
+    stops_early = head.reads_path and shape.min_level_probability is not None and context.root_ids.device.type == "cpu"
+    limit = (shape.num_nodes, shape.min_level_probability or 0.0) if stops_early else None
+    step_by_step = partial(_expand, head, begin, context.root_ids)
+    candidates = ((expand if beams else None) or step_by_step)(
+        beams, top_k=shape.top_k, divisors=[shape.divisor(d) for d in range(depth)], limit=limit
+    )
+    return selected(candidates, shape, depth)[0]
 
 
 def _fill_static(head: Predictor, tree: Tree, context: Context, begin: Begin) -> Draft:
@@ -196,156 +253,64 @@ def _without_replacement(probs: Tensor, count: int, uniforms: Tensor) -> tuple[T
     return torch.stack(ids, 1).view(shape), torch.stack(log_probs, 1).view(shape).float()
 
 
-def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, expand: Expand, max_depth: int) -> Draft:
-    """Draft tokens on trees of each row's own, most probable first: the first n nodes are the tree of n nodes."""
-    depth = min(shape.depth or max_depth, max_depth)
-    if isinstance(shape, BestPaths):
-        widths = shape.widths[:depth]
-        whole = [(width, None) for width in widths]
-        candidates = expand(whole, divisors=shape.temperatures, limit=None)
-        priority = _best_path_through(candidates.path_log_probs, widths)
-        counts = _nodes_on_paths(priority, shape, depth)
-        is_cpu = counts.device.type == "cpu"  # elsewhere the host would wait for the number
-        most = int(counts.max()) if is_cpu else min(shape.most_nodes, priority.shape[1])
-        draft, _ = best_nodes(candidates, priority, most, depth)
-        return draft.filled_up(torch.arange(draft.num_nodes, device=counts.device) >= counts[:, None])
-    beams = _beams(shape, depth, reads_path=head.reads_path)
-    depth = min(depth, len(beams))
-    levels = [(shape.top_k, beam) for beam in beams]
-    stops_early = head.reads_path and shape.min_level_probability is not None and context.root_ids.device.type == "cpu"
-    limit = (shape.num_nodes, shape.min_level_probability or 0.0) if stops_early else None
-    candidates = expand(levels, divisors=shape.temperatures, limit=limit)
-    priority = candidates.path_log_probs
-    count = likely_enough(priority, shape.num_nodes, shape.threshold)
-    return best_nodes(candidates, priority, min(count, priority.shape[1]), depth)[0]
-
-
-def _beams(shape: BestFirst, depth: int, *, reads_path: bool) -> list[int]:
-    """How many nodes of depth 0, 1, … get children, as deep as any child can be among the likeliest.
-
-    A child at depth d+1 brings its d+1 ancestors along, and every node of its parent's depth that is likelier than its
-    parent. So of depth d only the N - d - 1 likeliest need children: the tree is the same, and a small one is cheap.
-    Where the path does not matter nothing is computed for a node, and that is the only limit.
-    """
-    limits = [shape.num_nodes - d - 1 for d in range(depth)]
-    return [min(limit, shape.beam) if reads_path else limit for limit in limits if limit > 0]
-
-
 def _expand(
     head: Predictor,
-    state: Any,
+    begin: Begin,
     root_ids: Tensor,
-    levels: Levels,
+    beams: Sequence[int],
     *,
+    top_k: int,
     divisors: Sequence[float],
-    limit: tuple[int, float] | None = None,
+    limit: tuple[int, float] | None,
 ) -> Candidates:
-    """All candidates.
+    """All candidates of growing trees.
 
     Args:
         head: what predicts.
-        state: at the roots.
+        begin: gives the state at the roots.
         root_ids: (B,).
-        levels: for each depth d the width and the beam: that many children of each of the most probable nodes of depth
-            d, as many as the beam; of all nodes where it is None.
-        divisors: of the logits of each depth; depths beyond the last one get that one, and none when empty.
-        limit: size and ``min_level_probability`` of the tree (:class:`BestFirst`): nodes whose children it cannot hold
-            get none, and levels that are not likely enough are left out. None: nothing is left out.
+        beams: for each depth how many of its most probable nodes get children.
+        top_k: so many children each.
+        divisors: of the logits of each depth.
+        limit: as for :func:`draftheads.speculation.candidates.with_children`.
     """
-    widths = [width for width, _ in levels]
     root = root_ids[:, None]  # (B, 1)
-    score = torch.zeros_like(root, dtype=torch.float32)  # of the nodes at hand: their paths' log-probability
-    node = torch.zeros_like(root)  # and their places in the list
-    tokens, parents, total, counts = [root], [node], [score], [1]
+    node = torch.zeros_like(root)  # the places in the list of the nodes at hand
+    score = total = torch.zeros_like(
+        root, dtype=torch.float32
+    )  # log-probabilities of their paths, and of all in the list
+    tokens, parents, state, num_children = [root], [node], begin(len(beams)), 1
     # heads that do not read the path are asked all at once
-    ready = (
-        None if head.reads_path or not widths else _likeliest(head, state, range(len(widths)), max(widths), divisors)
-    )
-    for depth, width in enumerate(widths):
-        log_probs, ids = ready or _likeliest(head, state, (depth,), width, divisors)
-        log_probs, ids = (part[depth if ready else 0, :, :, :width] for part in (log_probs, ids))  # (B, W or 1, R)
-        paths = score[:, :, None] + log_probs  # (B, W, R)
-        ids = ids.expand(paths.shape)
-        offset, count = sum(counts), paths[0].numel()
-        tokens.append(ids.flatten(1))
-        parents.append(node[:, :, None].expand(paths.shape).flatten(1))
-        total.append(paths.flatten(1))
-        counts.append(count)
-        if depth + 1 < len(widths):
-            beam = levels[depth + 1][1]
-            if limit is None and (beam is None or beam >= count):
-                score, place = total[-1], torch.arange(count, device=root.device).expand(len(root), -1)
-            else:
-                score, place = total[-1].topk(count if beam is None else min(beam, count), dim=1)
-            if limit is not None:
-                useful = _with_children(score, total, *limit)
-                if not useful:
-                    break
-                score, place = score[:, :useful], place[:, :useful]
-            node = offset + place
+    ready = None if head.reads_path or not beams else _likeliest(head, state, range(len(beams)), top_k, divisors)
+    for depth, beam in enumerate(beams):
+        if depth:
+            first = total.shape[1] - tokens[-1].shape[1]
+            score, place = with_children(total, first, beam, limit)
+            if not score.shape[1]:
+                break
+            node = first + place
             if head.reads_path:
-                above = place // paths.shape[2]
-                state = head.descend(state, depth, above, tokens[-1].gather(1, place))
-    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(total, 1))
-
-
-def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_level_probability: float) -> int:
-    """How many of the nodes at hand get children; 0 where they are not likely enough.
-
-    A child is never likelier than its parent. So it can be among the N likeliest candidates only if its parent is
-    likelier than the last of the N likeliest so far.
-
-    Args:
-        score: (B, W) of the nodes at hand, the likeliest first.
-        total: (B, …) of the candidates of each depth so far.
-        num_nodes: N.
-        min_level_probability: the least total probability of the nodes that get children.
-    """
-    if sum(part.shape[1] for part in total) >= num_nodes:
-        last = torch.cat(list(total), 1).topk(num_nodes, dim=1).values[:, -1:]
-        useful = score > last  # (B, W)
-    else:
-        useful = torch.ones_like(score, dtype=torch.bool)
-    reach = float(score.detach().exp().mul(useful).sum())
-    return int(useful.sum(1).max()) if reach >= min_level_probability else 0
+                state = head.descend(state, depth - 1, place // num_children, tokens[-1].gather(1, place))
+        found = ready or _likeliest(head, state, (depth,), top_k, divisors)
+        log_probs, ids = (part[depth if ready else 0] for part in found)  # (B, W or 1, R)
+        paths = score[:, :, None] + log_probs  # (B, W, R)
+        num_children = paths.shape[2]
+        tokens.append(ids.expand(paths.shape).flatten(1))
+        parents.append(node[:, :, None].expand(paths.shape).flatten(1))
+        total = torch.cat([total, paths.flatten(1)], 1)
+    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), total)
 
 
 def _likeliest(
-    head: Predictor, state: Any, depths: Sequence[int], top_k: int, divisors: Sequence[float]
+    head: Predictor, state: Any, depths: Sequence[int], count: int, divisors: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and target ids of the most probable tokens at some depths, each (depths, B, W, R)."""
+    """Log-probabilities and target ids of the most probable children at some depths, each (depths, B, W, R)."""
     log_probs, ids = [], []
     for depth in depths:
-        divisor = divisors[min(depth, len(divisors) - 1)] if divisors else 1.0
-        values, places, total = largest(head.predict(state, depth), top_k, divisor)
+        values, places, total = largest(head.predict(state, depth), count, divisors[depth])
         # rounding must not make a child likelier than its parent; where no token is allowed, all have probability 0
         log_probs.append((values - total.clamp_min(torch.finfo(total.dtype).min)).clamp_max(0.0))
         ids.append(places)
     # a damaged or overflowing head: nothing is drafted where the probabilities are not numbers
     whole = torch.stack(log_probs).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     return whole, head.to_target_ids(torch.stack(ids))
-
-
-def likely_enough(path_log_probs: Tensor, num_nodes: int, threshold: float) -> int:
-    """The budget, or what the row with most draft tokens above the threshold needs of it, if the host need not wait."""
-    if threshold == 0.0 or path_log_probs.device.type != "cpu":
-        return num_nodes
-    return min(num_nodes, int((path_log_probs.exp() >= threshold).sum(1).max()))
-
-
-def _best_path_through(path_log_probs: Tensor, widths: Sequence[int]) -> Tensor:
-    """(B, M) for each node of a full tree: the log-probability of the best whole path on which it lies."""
-    last = torch.Size(widths).numel()
-    leaves = path_log_probs[:, -last:]  # (B, Π widths)
-    levels, size = [], 1
-    for width in (1, *widths):
-        size *= width
-        levels.append(leaves.unflatten(1, (size, last // size)).amax(2))
-    return torch.cat(levels, 1)
-
-
-def _nodes_on_paths(priority: Tensor, shape: BestPaths, depth: int) -> Tensor:
-    """(B,) how many nodes the best paths have together. Paths of probability 0 are left out."""
-    last = torch.Size(shape.widths[:depth]).numel()
-    worst = priority[:, -last:].topk(min(shape.num_paths, last), dim=1).values[:, -1:]
-    return (priority >= worst.clamp_min(torch.finfo(worst.dtype).min)).sum(1).clamp_min(1)

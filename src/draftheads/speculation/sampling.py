@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from draftheads.cpu.top import first_largest
+from draftheads.cpu.drafts import first_largest
 from draftheads.settings import SamplingSettings
 from draftheads.utils.transfer import to_device
 

@@ -3,9 +3,11 @@
 #include <atomic>
 #include <climits>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <functional>
 #include <mutex>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -1169,11 +1171,48 @@ using namespace draftheads;
 
 extern "C" {
 
-// The sizes of the structures: a library of another version is not used.
-int draftheads_size(int number) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Norm), sizeof(Experts), sizeof(Layer), sizeof(Model), sizeof(Pass),
-                            sizeof(HeadLayer), sizeof(Depth), sizeof(Growth)};
-    return number < int(sizeof sizes / sizeof *sizes) ? int(sizes[number]) : 0;
+// Name, offset and size of each field of the structures: a library of another version is not used.
+const char *draftheads_layout() {
+#define FIELD(structure, name) {#structure "." #name, offsetof(structure, name), sizeof(structure::name)}
+    static const struct {
+        const char *name;
+        size_t offset, size;
+    } fields[] = {
+        FIELD(Weight, kind), FIELD(Weight, inputs), FIELD(Weight, out), FIELD(Weight, in), FIELD(Weight, packed),
+        FIELD(Weight, bias), FIELD(Weight, smooth), FIELD(Weight, low_a), FIELD(Weight, low_b), FIELD(Weight, rank),
+        FIELD(Weight, low_kind), FIELD(Norm, scale), FIELD(Norm, shift), FIELD(Norm, epsilon), FIELD(Norm, is_centred),
+        FIELD(Gate, act), FIELD(Gate, alpha), FIELD(Gate, limit), FIELD(Experts, weights), FIELD(Experts, router),
+        FIELD(Experts, router_bias), FIELD(Experts, count), FIELD(Experts, chosen), FIELD(Experts, share_of_all),
+        FIELD(Experts, unused), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up), FIELD(Layer, down),
+        FIELD(Layer, norm), FIELD(Layer, after_attention), FIELD(Layer, middle), FIELD(Layer, after_mlp),
+        FIELD(Layer, query_norm), FIELD(Layer, key_norm), FIELD(Layer, sinks), FIELD(Layer, experts), FIELD(Layer, window),
+        FIELD(Layer, turns), FIELD(Model, size), FIELD(Model, heads), FIELD(Model, groups), FIELD(Model, head_size),
+        FIELD(Model, turned), FIELD(Model, key_first), FIELD(Model, value_first), FIELD(Model, query_step),
+        FIELD(Model, key_step), FIELD(Model, layers), FIELD(Model, cache_kind), FIELD(Model, state_kind),
+        FIELD(Model, embedding_kind), FIELD(Model, vocab), FIELD(Model, is_parallel), FIELD(Model, turns_neighbours),
+        FIELD(Model, norms_whole), FIELD(Model, scaling), FIELD(Model, cap), FIELD(Model, embedding_scale),
+        FIELD(Model, residual_scale), FIELD(Model, gate), FIELD(Model, final), FIELD(Model, of_layers), FIELD(Model, embedding),
+        FIELD(Model, embedding_smooth), FIELD(Model, positions), FIELD(Model, num_positions), FIELD(Model, unused),
+        FIELD(Pass, tokens), FIELD(Pass, texts), FIELD(Pass, words), FIELD(Pass, kept), FIELD(Pass, ids), FIELD(Pass, memory),
+        FIELD(Pass, slots), FIELD(Pass, lengths), FIELD(Pass, counts), FIELD(Pass, depths), FIELD(Pass, ancestors),
+        FIELD(Pass, cos), FIELD(Pass, sin), FIELD(Pass, num_turns), FIELD(Pass, of_tokens), FIELD(Pass, last_position),
+        FIELD(Pass, unused), FIELD(Pass, kept_layers), FIELD(Pass, kept_states), FIELD(Pass, states),
+        FIELD(HeadLayer, weight), FIELD(HeadLayer, base), FIELD(HeadLayer, has_base), FIELD(Depth, first_layer),
+        FIELD(Depth, layers), FIELD(Depth, divisor), FIELD(Depth, width), FIELD(Depth, beam), FIELD(Depth, lm_head),
+        FIELD(Growth, rows), FIELD(Growth, size), FIELD(Growth, num_depths), FIELD(Growth, reads_path),
+        FIELD(Growth, embedding_kind), FIELD(Growth, nodes), FIELD(Growth, likely), FIELD(Growth, embedding_scale),
+        FIELD(Growth, embedding), FIELD(Growth, embedding_smooth), FIELD(Growth, target_ids), FIELD(Growth, roots),
+        FIELD(Growth, states), FIELD(Growth, tokens), FIELD(Growth, parents), FIELD(Growth, log_probs),
+        FIELD(Growth, capacity), FIELD(Growth, head_layers), FIELD(Growth, depths),
+    };
+#undef FIELD
+    static const std::string text = [] {
+        std::string all;
+        for (const auto &field : fields)
+            all += std::string(field.name) + " " + std::to_string(field.offset) + " " + std::to_string(field.size) + "\n";
+        return all;
+    }();
+    return text.c_str();
 }
 
 // Makes a set of kernels the one in use, the fastest if none is named, and returns its name; null if this machine does

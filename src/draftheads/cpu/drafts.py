@@ -1,17 +1,63 @@
-"""Candidates of a whole tree in one call of the native library, for heads that are layers on one state.
+"""Parts of drafting on a CPU, natively: the largest of many logits, a head's candidates, the tree of the best ones.
 
-B rows, M candidates, D hidden size, K depths.
+B rows, W nodes of a depth, R children of each, M candidates, N nodes of a tree.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear, table_of
-from draftheads.cpu.native_library import Depth, Growth, HeadLayer, Weight, load_library
+from draftheads.cpu.native_library import KINDS, Depth, Growth, HeadLayer, Weight, load_library
 from draftheads.cpu.threads import native_threads
+
+
+def first_largest(logits: Tensor) -> Tensor | None:
+    """The first of the largest logits of each row, (…, V) -> (…) int64; None where there is no library for it."""
+    if (library := _library_for(logits)) is None:
+        return None
+    logits = logits.contiguous()
+    values, places = (torch.empty(logits.shape[:-1], dtype=dtype) for dtype in (torch.float32, torch.int64))
+    given = (KINDS[logits.dtype], logits.data_ptr(), places.numel(), logits.shape[-1], 1, 1.0)
+    library.draftheads_top(*given, values.data_ptr(), places.data_ptr(), None)
+    return places
+
+
+def largest(logits: Tensor, count: int, divisor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest logits of each row, as log-probabilities need them.
+
+    Args:
+        logits: (…, V).
+        count: k, at most V are returned.
+        divisor: of the logits.
+
+    Returns:
+        The k largest quotients, the largest first, (…, k) float32; their places (…, k) int64; and the logarithm of
+        the sum of all quotients' exponentials (…, 1) float32.
+    """
+    count = min(count, logits.shape[-1])
+    if (library := _library_for(logits)) is None:
+        scaled = logits.float() if divisor == 1.0 else logits.float() / divisor
+        top = scaled.topk(count, dim=-1)
+        return top.values, top.indices, scaled.logsumexp(-1, keepdim=True)
+    shape, logits = logits.shape[:-1], logits.contiguous()
+    values = torch.empty(*shape, count, dtype=torch.float32)
+    places = torch.empty(*shape, count, dtype=torch.int64)
+    totals = torch.empty(*shape, 1, dtype=torch.float32)
+    given = (KINDS[logits.dtype], logits.data_ptr(), totals.numel(), logits.shape[-1], count, divisor)
+    library.draftheads_top(*given, values.data_ptr(), places.data_ptr(), totals.data_ptr())
+    return values, places, totals
+
+
+def _library_for(logits: Tensor) -> Any:
+    """The library, with the threads of this moment; None where it does not take such logits."""
+    library = load_library() if logits.device.type == "cpu" and logits.dtype in KINDS else None
+    if library is not None:
+        library.draftheads_threads(native_threads())
+    return library
+
 
 _MOST_DEPTHS, _MOST_LAYERS = 16, 64
 
@@ -72,8 +118,9 @@ class NativeGrowth:
         self,
         root_ids: Tensor,
         states: Tensor,
-        levels: Sequence[tuple[int, int | None]],
+        beams: Sequence[int],
         *,
+        top_k: int,
         divisors: Sequence[float],
         limit: tuple[int, float] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,23 +129,20 @@ class NativeGrowth:
         Args:
             root_ids: (B,).
             states: h_t (B, D).
-            levels: width and beam of each depth.
+            beams: for each depth how many of its nodes get children.
+            top_k: so many children each.
             divisors: of the logits of each depth.
             limit: size of the tree, and least probability of the nodes that get children.
 
         Returns:
             Tokens, parents and the paths' log-probabilities, each (B, M).
         """
-        rows, capacity, count = len(root_ids), 1, 1
-        depths = (Depth * len(levels))()
-        for i, (most, beam) in enumerate(levels):
+        rows, capacity, count, width = len(root_ids), 1, 1, min(top_k, self.num_tokens)
+        depths = (Depth * len(beams))()
+        for i, (beam, divisor) in enumerate(zip(beams, divisors, strict=True)):
             first, layers, lm_head = self._depths[i]
-            width = min(most, self.num_tokens)
-            divisor = divisors[min(i, len(divisors) - 1)] if divisors else 1.0
-            depths[i] = Depth(first, layers, divisor / self._logit_scale, width, beam or 0, lm_head)
-            if i:  # nodes that get children
-                count = min(count, beam or count)
-            count *= width
+            depths[i] = Depth(first, layers, divisor / self._logit_scale, width, beam, lm_head)
+            count = width * min(count, beam)
             capacity += count
         target_ids, (kind, table, smooth) = self._held[2], self._table
         states, root_ids = states.float().contiguous(), root_ids.contiguous()
@@ -109,7 +153,7 @@ class NativeGrowth:
             Growth(
                 rows=rows,
                 size=states.shape[1],
-                num_depths=len(levels),
+                num_depths=len(beams),
                 reads_path=self._reads_path,
                 embedding_kind=kind,
                 nodes=0 if limit is None else limit[0],
