@@ -21,7 +21,7 @@ from draftheads.speculation.tree import Tree
 
 _SIZE, _VOCAB, _LENGTH = 32, 24, 30  # of the target's states and vocabulary; tokens of a text
 _PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19], [3]]
-_ROUNDED = 0.15  # of log-probabilities, by products of 8 bits
+_ROUNDED = 0.4  # of log-probabilities, by products of 8 bits
 _close = partial(assert_close, rtol=1e-3, atol=1e-4)
 
 

@@ -82,9 +82,8 @@ def test_the_product_of_accuracies_gives_another_tree(
 
 @pytest.mark.parametrize(("num_paths", "nodes"), [(1, 4), (5, 16)])
 def test_trees_in_place_of_paths_are_as_large(num_paths: int, nodes: int, model: TargetModel, tmp_path: Path):
-    found = finder(model, tmp_path).find(contender(model, "mlp-speculator"), Variant("paths", num_paths))
-    assert found is not None
-    assert found.words == f"static, {nodes}"
+    one, head = finder(model, tmp_path), contender(model, "mlp-speculator")
+    assert one.find(head, Variant("paths", num_paths)) == one.find(head, Variant("static", nodes))
 
 
 def test_other_kinds_need_no_search(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
