@@ -3,37 +3,46 @@
 import hashlib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from os import PathLike
+from os import PathLike, fspath
 from threading import Lock
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.checkpoints.registry import head_name
 from draftheads.decode.engine import Engine
-from draftheads.errors import GenerationWarning, InvalidSettings, PromptTooLong, require_bool
-from draftheads.interop.drafted_rows import DraftedRows
-from draftheads.interop.generate_arguments import (
-    check_supported,
-    custom_generate_of,
-    left_out_by,
-    looks_at_one_row,
-    prompts_of,
-)
-from draftheads.interop.generate_texts import GenerateRules, Texts
+from draftheads.errors import GenerationWarning, InvalidPrompt, InvalidSettings, PromptTooLong, require_bool
+from draftheads.interop.generate_loop import DraftedRows, GenerateRules, Texts
 from draftheads.loading import Loadable, load
 from draftheads.settings import Precision
 from draftheads.speculation.drafting import Drafting, TreeChoice
 from draftheads.speculation.shapes import Sampled
 
 _SAMPLED_WEIGHTS = 16  # numbers of each weight by which a change of the model is found
+# transformers' own rules that look at each text alone and keep no state
+_OF_ONE_ROW = {
+    *("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria"),
+    *("EpsilonLogitsWarper", "EtaLogitsWarper", "MinPLogitsWarper", "TemperatureLogitsWarper", "TopHLogitsWarper"),
+    *("TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+    *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
+    *("InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor"),
+    *("MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+    *("RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
+    *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
+}
+# arguments of a pass of the model that generate makes itself, and that change nothing here
+_MADE_BY_GENERATE = {"attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache"}
+_CACHES = ("cache", "past_key_values", "cache_params")
+_LEAVE_OUT = "leave it out, or leave custom_generate out"
 
 
 @dataclass
@@ -129,14 +138,27 @@ class CustomGenerate:
         """
         left_out, config = left_out or {}, generation_config
         further = {"synced_gpus": synced_gpus or left_out.get("synced_gpus"), **model_kwargs}
-        check_supported(model, config, further, assistant_model=left_out.get("assistant_model"))
-        prompts = prompts_of(input_ids, model_kwargs)
+        _check_supported(model, config, further, assistant_model=left_out.get("assistant_model"))
+        prompts = _prompts_of(input_ids, model_kwargs)
         engine = self.engine(model, tokenizer)
         limit = engine.model.max_positions
         if limit is not None and (longest := max(map(len, prompts))) >= limit:
             raise PromptTooLong(f"a prompt has {longest:,} tokens; {engine.model.model_id} takes at most {limit - 1:,}")
         streamer = left_out.get("streamer") if streamer is None else streamer
-        texts = Texts(input_ids, self._rules(logits_processor, stopping_criteria, config, streamer))
+        together, pad = self.rows_together, getattr(config, "_pad_token_tensor", None)  # which generate prepares
+        if together is None:
+            together = not all(map(_looks_at_one_row, [*logits_processor, *stopping_criteria]))
+        rules = GenerateRules(
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            samples=bool(config.do_sample),
+            pad_id=0 if pad is None else int(pad),
+            streamer=streamer,
+            keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
+            keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
+            together=together,
+        )
+        texts = Texts(input_ids, rules)
         rows = DraftedRows(engine, texts, prompts, most_tokens=stopping_criteria.max_length)
         rows.run()
         if streamer is not None:
@@ -145,24 +167,6 @@ class CustomGenerate:
             return texts.token_ids
         kept: dict[str, Any] = {"sequences": texts.token_ids, "scores": texts.scores, "logits": texts.logits}
         return DraftedOutput(**kept, num_steps=rows.num_steps)
-
-    def _rules(
-        self, processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: Any, streamer: Any
-    ) -> GenerateRules:
-        together = self.rows_together
-        if together is None:
-            together = not all(map(looks_at_one_row, [*processors, *criteria]))
-        pad = getattr(config, "_pad_token_tensor", None)  # what generate prepares of pad_token_id
-        return GenerateRules(
-            processors=processors,
-            criteria=criteria,
-            samples=bool(config.do_sample),
-            pad_id=0 if pad is None else int(pad),
-            streamer=streamer,
-            keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
-            keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
-            together=together,
-        )
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -173,7 +177,7 @@ class CustomGenerate:
         refuses ``stop_strings``, and without its end a streamer's reader waits for ever. So they are put back here,
         among the arguments of this loop.
         """
-        arguments = left_out_by(inspect.currentframe())
+        arguments = _left_out_by(inspect.currentframe())
         if arguments is not None:
             given, kwargs = arguments
             kwargs["left_out"] = given
@@ -209,14 +213,11 @@ def generate_from_repository(model: Any, head: str, **arguments: Any) -> Any:
         head: the repository. If ``generate`` was given another name or a folder, that is taken.
         **arguments: of ``generate``.
     """
-    named = custom_generate_of(inspect.currentframe())
+    named = _custom_generate_of(inspect.currentframe())
     return model.generate(**arguments, custom_generate=_of_head(named or head))
 
 
-@lru_cache(maxsize=8)
-def _of_head(head: str) -> CustomGenerate:
-    """One for each head, so that the model is prepared once."""
-    return custom_generate(head)
+_of_head = lru_cache(maxsize=8)(custom_generate)  # one for each head, so that the model is prepared once
 
 
 @torch.no_grad()
@@ -234,3 +235,101 @@ def _state_of(model: Any) -> bytes:
     if numbers:
         digest.update(torch.cat([part.to(numbers[0].device) for part in numbers]).cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _check_supported(model: Any, config: Any, arguments: Mapping[str, Any], *, assistant_model: Any = None) -> None:
+    """Whether drafts can do what is asked.
+
+    Args:
+        model: of ``generate``.
+        config: its generation configuration.
+        arguments: further ones, of the model or of the loop.
+        assistant_model: as given to ``generate``.
+    """
+    if assistant_model is not None:
+        fix = "give it as custom_generate(draft_model=…), or leave custom_generate out"
+        raise InvalidSettings(f"draft heads cannot decode with assistant_model: {fix}")
+    if model.config.is_encoder_decoder:
+        kind = type(model).__name__
+        raise InvalidSettings(f"draft heads cannot decode with {kind}, an encoder with a decoder: {_LEAVE_OUT}")
+    for what in (*_unsupported(config), *_foreign(arguments)):
+        raise InvalidSettings(f"draft heads cannot decode with {what}: {_LEAVE_OUT}")
+
+
+def _unsupported(config: Any) -> Iterator[str]:
+    """What a generation configuration asks for and drafts cannot do."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        beams = f" (num_beams={config.num_beams})" if (config.num_beams or 1) > 1 else ""
+        yield f"{mode.value.replace('_', ' ')}{beams}"
+    if config.return_dict_in_generate:
+        yield from (name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, None))
+    if config.cache_implementation not in (None, "dynamic", "hybrid"):
+        yield f"cache_implementation={config.cache_implementation!r}"
+
+
+def _foreign(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments of a pass that change it."""
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        if name in _CACHES:
+            kind = type(value).__name__
+            if kind != "DynamicCache" or any(map(_was_used, value.layers)):
+                yield f"{name} ({'a text that was read before' if kind == 'DynamicCache' else kind})"
+        elif name not in _MADE_BY_GENERATE:
+            yield name
+
+
+def _was_used(layer: Any) -> bool:
+    """Whether a layer of a cache has tokens, or where it is recurrent a state."""
+    has_state = getattr(layer, "has_previous_state", None)
+    return any(has_state.values()) if isinstance(has_state, dict) else layer.get_seq_length() > 0
+
+
+def _prompts_of(input_ids: Tensor, arguments: Mapping[str, Any]) -> list[list[int]]:
+    """The prompts of the rows without their padding."""
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    is_text = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device) > 0
+    if is_text.shape != input_ids.shape:
+        raise InvalidPrompt(f"attention_mask is {tuple(is_text.shape)}; it must be {tuple(input_ids.shape)}")
+    if not input_ids.shape[1] or not is_text[:, -1].all() or (is_text[:, :-1] & ~is_text[:, 1:]).any():
+        raise InvalidPrompt(
+            "attention_mask has a row without tokens at its end: with draft heads prompts are padded on the left "
+            "(tokenizer.padding_side = 'left')"
+        )
+    if positions is not None:
+        usual = is_text.long().cumsum(1) - 1
+        given = positions.to(input_ids.device)
+        if given.shape[-2:] != usual.shape[-2:] or not torch.where(is_text, given == usual, True).all():  # noqa: FBT003
+            raise InvalidSettings("draft heads cannot decode with position_ids of your own: leave them out")
+    return [ids[there].tolist() for ids, there in zip(input_ids, is_text, strict=True)]
+
+
+def _looks_at_one_row(rule: object) -> bool:
+    """Whether it is a rule of transformers that does not depend on the other rows, and keeps no state."""
+    kind = type(rule)
+    return kind.__name__ in _OF_ONE_ROW and kind.__module__.startswith("transformers.generation.")
+
+
+def _custom_generate_of(frame: FrameType | None) -> str | None:
+    """The name that the calling ``generate`` was given as ``custom_generate``."""
+    while frame is not None:
+        name = frame.f_locals.get("custom_generate")
+        if frame.f_code.co_name == "generate" and isinstance(name, str | PathLike):
+            return fspath(name)
+        frame = frame.f_back
+    return None
+
+
+def _left_out_by(frame: FrameType | None) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """What ``generate`` is about to drop, and the dictionary of arguments from which a loop gets its own.
+
+    None where the caller is not ``generate``.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "_extract_generation_mode_kwargs":
+            given, kwargs = (frame.f_locals.get(name) for name in ("generation_mode_kwargs", "kwargs"))
+            return (given, kwargs) if isinstance(given, dict) and isinstance(kwargs, dict) else None
+        frame = frame.f_back
+    return None
