@@ -272,6 +272,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"device": "cuda"}, r"device is 'cuda', and PyTorch .* finds no CUDA devices: leave device out"),
     ({"precision": "fp8"}, "precision is 'fp8'; choose among auto, fp32"),
     ({"precision": ["fp32"]}, r"precision is \['fp32'\]; choose among"),
+    ({"batch_invariant": True}, "with the native library plain and drafted texts are equal to the bit"),
     ({"copy": "yes"}, "copy is 'yes'; it must be True or False"),
     ({"fast": None}, "fast is None; it must be True or False"),
     ({"trust_remote_code": "no"}, "trust_remote_code is 'no'; it must be"),

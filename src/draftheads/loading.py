@@ -322,9 +322,9 @@ def load_target(
     """The model alone; arguments and errors as for :func:`load`, but ``chat_template`` is a template's text."""
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise InvalidSettings(f"precision is {precision!r}; choose among {', '.join(PRECISIONS)}")
-    bits = ROUNDED_BITS.get(precision)
-    _check_whole(precision, "four_bit=True" if options.get("four_bit") else options.get("quantization_config"))
-    place = device_named(device)
+    bits, place = ROUNDED_BITS.get(precision), device_named(device)
+    quantised = "four_bit=True" if options.get("four_bit") else options.get("quantization_config")
+    _check_rounded(precision, quantised=quantised)
     if cuda_graphs and place.type != "cuda":
         raise InvalidSettings(f"cuda_graphs is for CUDA; the model is on {place}")
     tokenizer = tokenizer_of(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
@@ -335,8 +335,7 @@ def load_target(
             target = TargetModel.of(model, tokenizer, **ours)
             _check_as_loaded(target, precision, None if device is None else place, options)
         else:
-            if bits and options.get("device_map") is None:
-                _check_rounded(precision, place)
+            _check_rounded(precision, None if options.get("device_map") else place)
             target = TargetModel.load(
                 model, tokenizer=tokenizer, dtype=PRECISIONS[precision], device=device, **ours, **options
             )
@@ -349,11 +348,8 @@ def load_target(
         return target
 
     target = read()
-    if bits:
-        _check_rounded(precision, target.device)
-    if bits and not fast:
-        raise InvalidSettings(f"precision {precision} needs fast=True: it is one of the faster kernels")
-    _check_whole(precision, f"{target.model_id}, whose weights are quantised" if target.is_quantised else None)
+    quantised = f"{target.model_id}, whose weights are quantised" if target.is_quantised else None
+    _check_rounded(precision, target.device, fast=fast, quantised=quantised)
     target = checked(target, read, fast=fast, bits=bits)
     return_freed_memory()
     if unread := unread_variables(target):
@@ -390,19 +386,21 @@ def _check_as_loaded(
         )
 
 
-def _check_whole(precision: str, quantised: object) -> None:
-    """Quantised layers have kernels of their own."""
-    if quantised is not None and precision in ROUNDED_BITS:
-        raise InvalidSettings(
-            f"precision {precision} and {short(str(quantised))}: give one of them; it needs nn.Linear layers"
-        )
-
-
-def _check_rounded(precision: str, place: torch.device) -> None:
-    if place.type != "cpu":
+def _check_rounded(
+    precision: str, place: torch.device | None = None, *, fast: bool = True, quantised: object = None
+) -> None:
+    """int8 and int4 are kernels for CPUs, and quantised layers have kernels of their own."""
+    if precision not in ROUNDED_BITS:
+        return
+    if place is not None and place.type != "cpu":
         raise InvalidSettings(
             f"precision {precision} is for CPUs; the model is on {place}: give device='cpu' or four_bit=True"
         )
+    if not fast:
+        raise InvalidSettings(f"precision {precision} needs fast=True: it is one of the faster kernels")
+    if quantised is not None:
+        what = short(str(quantised))
+        raise InvalidSettings(f"precision {precision} and {what}: give one of them; it needs nn.Linear layers")
 
 
 def _check_paths(**values: object) -> None:

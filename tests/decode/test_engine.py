@@ -23,12 +23,9 @@ from draftheads.errors import (
     DraftHeadsError,
     InvalidPrompt,
     InvalidSettings,
-    InvalidTree,
     ModelNotFound,
     UnsupportedModel,
 )
-from draftheads.models.model import StepMode
-from draftheads.runners import structure
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst, Shape
@@ -374,11 +371,6 @@ BAD_INPUTS: list[tuple[str, Callable[[Engine], object], type[DraftHeadsError], s
         for name, prompts, words in BAD_PROMPTS
     ),
     *(
-        (f"{name} in a stream", lambda engine, prompt=prompts[-1]: engine.stream(prompt), InvalidPrompt, words)
-        for name, prompts, words in BAD_PROMPTS
-        if isinstance(prompts, list)
-    ),
-    *(
         (
             f"settings: {name}",
             lambda engine, own=own, more=more: engine.generate([[5], [6]], own, **more),
@@ -387,6 +379,7 @@ BAD_INPUTS: list[tuple[str, Callable[[Engine], object], type[DraftHeadsError], s
         )
         for name, own, more, words in BAD_SETTINGS
     ),
+    ("a stream's prompt", lambda engine: engine.stream([5, VOCAB]), InvalidPrompt, OUTSIDE),
     ("a stream's settings", lambda engine: engine.stream([5], {"seed": 1}), InvalidSettings, "not dict"),
     ("a stream's other name", lambda engine: engine.stream([5], max_tokens=1), InvalidSettings, "max_new_tokens"),
     ("several settings of a stream", lambda engine: engine.stream([5], [SETTINGS] * 2), InvalidSettings, "2 settings"),
@@ -534,39 +527,6 @@ def head_folder(model: TargetModel, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: Path, plain: list[tuple[int, ...]]):
-    for head in (None, head_folder, str(head_folder)):
-        engine = draftheads.load("tiny", head, max_batch_size=2)
-        assert ids(engine.generate(MANY, max_new_tokens=30, **ON)) == plain
-        assert engine.max_batch_size == 2
-    assert engine.profile == tiny_profile(TREES["chain"])
-    engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), precision="bf16", device="cpu")
-    assert engine.shape == Tree.chain(2)
-    assert engine.model.dtype == torch.bfloat16
-    assert {"dtype": None, "device": None, "chat_template": None}.items() <= tiny_by_name[0].items()
-    assert {"dtype": torch.bfloat16, "device": "cpu", "chat_template": None}.items() <= tiny_by_name[-1].items()
-
-
-def test_a_tree_needs_a_head(tiny_by_name: list[dict[str, Any]]):
-    with pytest.raises(InvalidSettings, match=r"nodes: nothing is there to fill it; give a draft head by head="):
-        draftheads.load("tiny", tree=Tree.chain(1))
-    assert not tiny_by_name, "the model was loaded first"
-
-
-@pytest.mark.usefixtures("tiny_by_name")
-def test_a_tree_deeper_than_the_heads(head_folder: Path):
-    with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
-        draftheads.load("tiny", head_folder, tree=Tree.chain(4))
-
-
-@pytest.mark.usefixtures("tiny_by_name")
-def test_unknown_names():
-    with pytest.raises(ModelNotFound, match="no head 'medusaa'"):
-        draftheads.load("tiny", "medusaa")
-    with pytest.raises(ModelNotFound, match="nowhere is no folder"):
-        draftheads.load("nowhere")
-
-
 @pytest.mark.usefixtures("tiny_by_name")
 def test_kernels_of_a_loaded_model():
     def layers(**options: Any) -> set[type]:
@@ -576,22 +536,6 @@ def test_kernels_of_a_loaded_model():
 
     assert layers(fast=False) == {torch.nn.Linear}
     assert layers() == layers(precision="bf16") == {PackedLinear}
-
-
-def test_batch_invariant_is_refused_with_the_reason():
-    with pytest.raises(InvalidSettings, match="with the native library plain and drafted texts are equal to the bit"):
-        draftheads.load("tiny", batch_invariant=True)
-
-
-def test_int8_is_for_cpus(monkeypatch: pytest.MonkeyPatch):
-    elsewhere = TargetModel.__new__(TargetModel)
-    elsewhere.__dict__["step_mode"] = StepMode()
-    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: elsewhere)
-    monkeypatch.setattr(TargetModel, "device", torch.device("meta"))
-    monkeypatch.setattr(TargetModel, "dtype", torch.float32)
-    monkeypatch.setattr(structure, "check_trees", lambda _: None)
-    with pytest.raises(InvalidSettings, match="precision int8 is for CPUs; the model is on meta: give device="):
-        draftheads.load("tiny", precision="int8", device_map="auto")
 
 
 def test_a_model_that_cannot_read_trees_is_refused_on_loading(monkeypatch: pytest.MonkeyPatch):

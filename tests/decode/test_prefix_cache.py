@@ -54,24 +54,6 @@ def test_the_longest_common_beginning_is_found_in_whole_blocks():
     assert (cache.hits, cache.tokens_reused) == (3, 24 + 16 + 8)
 
 
-def test_equal_blocks_after_other_beginnings_are_not_found():
-    cache = PrefixCache(1 << 20)
-    add(cache, "a", [*[1] * 8, *[2] * 8])
-    assert found(cache, "a", [*[3] * 8, *[2] * 8]) == []
-    assert found(cache, "a", [2] * 8) == []
-
-
-def test_a_text_replaces_those_that_it_extends():
-    cache = PrefixCache(1 << 20)
-    add(cache, "a", numbers(16))
-    add(cache, "b", numbers(16))
-    add(cache, "a", numbers(24))
-    assert (len(cache), cache.num_bytes) == (2, 40 * TOKEN)
-    add(cache, "a", numbers(16))
-    assert (len(cache), cache.num_bytes) == (2, 40 * TOKEN)
-    assert found(cache, "a", numbers(24)) == numbers(24)
-
-
 def test_those_used_longest_ago_leave_first():
     cache = PrefixCache(30 * TOKEN)
     for start in (100, 200, 300):

@@ -142,18 +142,6 @@ def test_an_answer_ends_where_the_model_does() -> None:
     assert short.result().token_ids == (8,)
 
 
-def test_events_count_accepted_draft_tokens() -> None:
-    request = request_of(max_new_tokens=9, stop_token_ids=(20,))
-    first = request.append([7], num_drafted=0)
-    assert (first.index, first.token_ids, first.num_drafted) == (3, (7,), 0)
-    # three guesses and the token after them
-    run = request.append([8, 9, 10, 11], num_drafted=3)
-    assert (run.token_ids, run.num_drafted) == ((8, 9, 10, 11), 3)
-    # the second guess ends the answer: what is left of the run was all guessed
-    last = request.append([12, 20, 13], num_drafted=2)
-    assert (last.token_ids, last.num_drafted, last.finish_reason) == ((12, 20), 2, "stop")
-
-
 def test_a_result_has_text_counts_and_reason() -> None:
     request = request_of(prompt=[5, 6, 7], max_new_tokens=6)
     request.append([7], num_drafted=0)  # from reading the prompt, which is no step
@@ -163,13 +151,6 @@ def test_a_result_has_text_counts_and_reason() -> None:
     short = request_of(max_new_tokens=1)
     short.append([7], num_drafted=0)
     assert (short.result().num_steps, short.result().tokens_per_step) == (0, 1.0)
-
-
-def test_an_unfinished_answer_has_no_result() -> None:
-    request = request_of()
-    request.append([7], num_drafted=0)
-    with pytest.raises(AssertionError, match="not finished"):
-        request.result()
 
 
 # --- random numbers ---
@@ -281,14 +262,6 @@ def test_pieces_are_the_text(name: str, typed: str, width: int, cut: int) -> Non
     stopped = result_of(tokenizer, tokens, stop=typed[3:6] or ".")
     assert "".join(stopped.pieces) == stopped.text
     assert len(stopped.pieces) == len(stopped.token_ids)
-
-
-def test_a_character_of_three_tokens_belongs_to_the_last_of_them() -> None:
-    tokenizer = TOKENIZERS["byte fallback"]
-    tokens = tokenizer("t漢e", add_special_tokens=False)["input_ids"]
-    result = result_of(tokenizer, *[[token] for token in tokens])
-    assert len(tokens) == 5
-    assert result.pieces == ("t", "", "", "漢", "e")
 
 
 def test_the_page_of_a_result_colours_accepted_draft_tokens() -> None:

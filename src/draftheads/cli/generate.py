@@ -94,7 +94,8 @@ def _give(
             console.print(drafted_text(result), soft_wrap=True)
             console.print()
         return
-    lines = "".join(json.dumps(_record(question, result), ensure_ascii=False) + "\n" for question, result in pairs)
+    records = ({**question.labels, "prompt": question.prompt, **result.record()} for question, result in pairs)
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     if out is None:
         print(lines, end="")
     else:
@@ -106,19 +107,6 @@ def _heading(question: _Question) -> str:
     text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # type: ignore[index]
     name = question.labels.get("question_id", question.labels.get("id"))
     return " ".join((f"{name}  " * (name is not None) + text).split())
-
-
-def _record(question: _Question, result: GenerationResult) -> dict[str, Any]:
-    return {
-        **question.labels,
-        "prompt": question.prompt,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "num_steps": result.num_steps,
-        "tokens_per_step": result.tokens_per_step,
-        "num_copied": result.num_copied,
-        "finish_reason": result.finish_reason,
-    }
 
 
 def _print_count(results: Sequence[GenerationResult], seconds: float) -> None:

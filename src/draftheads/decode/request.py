@@ -102,6 +102,12 @@ class GenerationResult:
             return (self.text, *[""] * (len(self.token_ids) - 1))
         return pieces_of(self.text, self.token_ids, new_stream())
 
+    def record(self) -> dict[str, Any]:
+        """What ``draftheads generate`` writes: the text, its counts, and log-probabilities if they were asked for."""
+        names = ["text", "token_ids", "num_steps", "tokens_per_step", "num_copied", "finish_reason"]
+        names += [] if self.logprobs is None else ["logprobs", "top_logprobs"]
+        return {name: getattr(self, name) for name in names}
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "pieces": self.pieces, "new_stream": None}
 

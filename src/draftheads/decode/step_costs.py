@@ -46,10 +46,7 @@ _VERSION = 12
 _PASSES = ((1, 1), (1, 2), (1, 4), (4, 2), (1, 12), (4, 6), (4, 16))  # (rows, nodes), each another number of tokens
 _DRAFTS = ((1, 1), (1, 4), (4, 1), (4, 4))  # (rows, levels)
 _SWEEPS, _MOST_SECONDS = 6, 3.0  # how often all is timed, and when that stops; the least counts
-_FEW_TOKENS, _REPEATS = (
-    4,
-    3,
-)  # passes of so few tokens are timed so often in a sweep: they decide whether to draft
+_FEW_TOKENS, _REPEATS = 4, 3  # passes of so few tokens are timed so often in a sweep: they decide whether to draft
 _SAME = 1.15  # stored costs hold while a pass of several tokens takes up to so many times as many plain passes as then
 TEXT_TOKENS = 256  # of each row, about as many as a short answer and its prompt have
 STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
@@ -267,23 +264,15 @@ def machine_of(target: TargetModel) -> dict[str, str | int]:
 
 def _key(target: TargetModel, drafter: DraftHead) -> str:
     """A digest of what costs depend on; not of weights."""
-    products = [
-        sorted(
-            {
-                f"{layer.out_features}x{layer.in_features} {layer.product.name}"
-                for layer in module.modules()
-                if isinstance(layer, PackedLinear)
-            }
-        )
-        for module in (target.model, drafter)
-    ]
+    packed = ([each for each in of.modules() if isinstance(each, PackedLinear)] for of in (target.model, drafter))
+    names = ({f"{each.out_features}x{each.in_features} {each.product.name}" for each in layers} for layers in packed)
     whole = {
         "version": _VERSION,
         "machine": machine_of(target),
         "model": [target.config.model_type, target.hidden_size, target.vocab_size, target.layer_kinds],
         "layers": [target.layer_sizes, getattr(target.config, "num_local_experts", None)],
         "head": {"method": drafter.config.method, **drafter.config.options()},
-        "products": products,
+        "products": list(map(sorted, names)),
     }
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
 
