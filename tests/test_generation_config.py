@@ -85,6 +85,7 @@ def random_config(seed: int) -> dict[str, Any]:
     return {name: RANDOM_VALUES[name](rng) for name in names}
 
 
+@pytest.mark.few(37)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(30))
 def test_texts_are_those_of_generate(family: str, seed: int) -> None:

@@ -76,33 +76,25 @@ def test_a_long_value_is_shortened():
         SamplingSettings(top_p=torch.ones(9, 9))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_new_tokens", 1),
-        ("temperature", 0.0),
-        ("temperature", 1e-6),
-        ("top_k", 1),
-        ("top_p", 1.0),
-        ("top_p", 1e-9),
-        ("repetition_penalty", 0.1),
-        ("min_p", 0.0),
-        ("min_p", 1.0),
-        ("frequency_penalty", -2.0),
-        ("presence_penalty", 2.0),
-        ("min_new_tokens", 256),
-        ("acceptance", "typical"),
-        ("typical_epsilon", 1.0),
-        ("typical_delta", 1e-9),
-        ("stop", ("a",)),
-        ("seed", -1),
-        ("seed", -(2**63)),
-        ("seed", 2**64 - 1),
-        ("logprobs", 0),
-        ("logprobs", 20),
-        ("logit_bias", ((0, -100.0), (7, 100.0))),
-    ],
-)
+EDGES: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": (1,),
+    "temperature": (0.0, 1e-6),
+    "top_k": (1,),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.1,),
+    "frequency_penalty": (-2.0,),
+    "presence_penalty": (2.0,),
+    "min_new_tokens": (256,),
+    "typical_epsilon": (1.0,),
+    "typical_delta": (1e-9,),
+    "seed": (-1, -(2**63), 2**64 - 1),
+    "logprobs": (0, 20),
+    "logit_bias": (((0, -100.0), (7, 100.0)),),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in EDGES.items() for value in values])
 def test_the_edges_of_what_is_allowed(name: str, value: Any):
     assert getattr(SamplingSettings(**{name: value}), name) == value
 
