@@ -681,7 +681,7 @@ def test_a_text_as_long_as_the_model_allows(world: World) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tree": Sampled(Tree.chain(2))}, "a Sampled tree needs an acceptance rule"),
+        ({"head": "hydra", "tree": Sampled(Tree.chain(2))}, "a Sampled tree needs an acceptance rule"),
         ({"rows_together": "yes"}, "rows_together is 'yes'; it must be True or False"),
         ({"copy": 1}, "copy is 1; it must be True or False"),
         ({"tree": [[1, 2]]}, r"path \[1, 2\] has no parent"),
