@@ -53,14 +53,14 @@ def save_adapter(options: Options, folder: str) -> None:
 
 def tokens_per_second(engines: dict[str, Engine], lanes: list[str], tokens: int) -> float:
     """Of one answer for each name."""
-    core: EngineCore[Engine] = EngineCore(engines, CoreLimits())
+    core, requests = EngineCore(engines, CoreLimits()), []
     for prompt, name in zip(PROMPTS, lanes, strict=False):
-        [request] = engines[name].requests([prompt], max_new_tokens=tokens, ignore_eos=True)
-        core.add(request, Lane(name))
-    start, count = time.perf_counter(), 0
+        requests += engines[name].requests([prompt], max_new_tokens=tokens, ignore_eos=True)
+        core.add(requests[-1], Lane(name))
+    start = time.perf_counter()
     while core.has_work:
-        count += sum(len(event.token_ids) for _, event in core.step())  # type: ignore[union-attr]
-    return count / (time.perf_counter() - start)
+        core.step()
+    return sum(len(request.token_ids) for request in requests) / (time.perf_counter() - start)
 
 
 def main(options: Options) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import step
 import torch
 import tyro
-from harness import ENVIRONMENTS, Ids, ProgramFailed, WorkerProcess, machine, python_of, say, shown
+from harness import ENVIRONMENTS, Ids, ProgramFailed, WorkerProcess, machine, median_ms, python_of, say, shown
 from random_model import CONFIGS, write_gguf, write_model
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -175,7 +175,7 @@ class DraftHeads:
         with self.target.computing():
             for count in self.options.all_nodes:
                 draft = Draft.on_tree(Tree.chain(count - 1), torch.tensor([text[:count]]))
-                passes.append(step.median_ms(partial(runner.verify, rows, draft), self.options.repeats))
+                passes.append(median_ms(partial(runner.verify, rows, draft), self.options.repeats))
         return speed, passes
 
     def next_tokens(self, prompts: Sequence[Ids]) -> Ids:
@@ -279,7 +279,7 @@ def bounds_of(target: TargetModel, options: Options, bandwidth: float) -> Bounds
     numbers = sum(layer.in_features * layer.out_features for layer in layers)
     drafting = (options.draft_ms or 0.0,) * len(options.all_nodes)
     if options.draft_ms is None:
-        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        sizes: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         head = HydraHead(
             HydraConfig(**sizes, num_heads=_DEPTH, draft_vocab_size=min(_DRAFT_VOCABULARY, target.vocab_size))
         )

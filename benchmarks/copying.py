@@ -1,15 +1,17 @@
 """What copying from the text so far costs a step: looking up, choosing nodes, merging.
 
-Prints a table, and as the last line one JSON object. Run it with ``OMP_NUM_THREADS=1 python benchmarks/copying.py``.
+The last line is one JSON object. Run it with ``OMP_NUM_THREADS=1 python benchmarks/copying.py``.
 """
 
 import json
 import random
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+import tyro
+from harness import median_ms
 
 from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, votes_of
 from draftheads.drafters.copy_tree import Voter, copy_tree
@@ -19,19 +21,17 @@ from draftheads.speculation.candidates import Candidates, merged, selected
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import BestFirst
 
-NUM_NODES = 10
-TEXT_LENGTH = 8_000
-ROUNDS = 500
 
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
 
-def milliseconds(action: Callable[[], object]) -> float:
-    """The median of many calls."""
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times[ROUNDS // 5 :])
+    num_nodes: int = 10
+    """Nodes that are chosen."""
+    text_length: int = 8_000
+    """Tokens of the text."""
+    rounds: int = 500
+    """Calls of each part; their median counts."""
 
 
 def context(rows: int, token_ids: list[int], root: int) -> Context:
@@ -50,11 +50,11 @@ def candidates(rows: int) -> Candidates:
     return Candidates(torch.randint(0, 9, (rows, 57)), parents, paths)
 
 
-def costs(rows: int) -> Iterator[tuple[str, float]]:
+def costs(rows: int, options: Options) -> Iterator[tuple[str, float]]:
     """Names and milliseconds for a number of rows."""
     texts = RowTexts(max_ngram=4)
     words = random.Random(0)  # noqa: S311 - no secret
-    texts.read(context(rows, [words.randrange(300) for _ in range(TEXT_LENGTH)], 0))
+    texts.read(context(rows, [words.randrange(300) for _ in range(options.text_length)], 0))
     step = context(rows, [0, 5, 9], 7)
     votes = votes_of(DEFAULT_COPY_PROBS)
 
@@ -64,26 +64,27 @@ def costs(rows: int) -> Iterator[tuple[str, float]]:
             places = text.matches(MOST_PLACES, len(votes)).items()
             copy_tree([Voter(text.following(place, NUM_TOKENS), match, votes) for place, match in places], NUM_TOKENS)
 
-    yield "look up", milliseconds(look_up)
+    yield "look up", median_ms(look_up, options.rounds)
     found = candidates(rows)
-    yield "choose nodes", milliseconds(lambda: selected(found, BestFirst(NUM_NODES), 2))
-    draft, _ = selected(found, BestFirst(NUM_NODES), 2)
+    choose = partial(selected, found, BestFirst(options.num_nodes), 2)
+    yield "choose nodes", median_ms(choose, options.rounds)
+    draft, _ = choose()
     chain = Candidates(
         torch.randint(0, 9, (rows, 1 + NUM_TOKENS)),
         torch.tensor([[0, *range(NUM_TOKENS)]]).expand(rows, -1),
         -0.3 * torch.arange(1.0 + NUM_TOKENS).expand(rows, -1),
     )
-    yield "merge", milliseconds(lambda: merged(draft, chain, BestFirst(NUM_NODES)))
+    yield "merge", median_ms(lambda: merged(draft, chain, BestFirst(options.num_nodes)), options.rounds)
 
 
 @torch.inference_mode()
-def main() -> None:
+def main(options: Options) -> None:
     """All costs for one row and for eight."""
-    found = {rows: dict(costs(rows)) for rows in (1, 8)}
+    found = {rows: dict(costs(rows, options)) for rows in (1, 8)}
     for rows, parts in found.items():
         print(f"{rows} rows: " + ", ".join(f"{name} {value:.3f} ms" for name, value in parts.items()))
-    print(json.dumps({"num_nodes": NUM_NODES, "text_length": TEXT_LENGTH, "milliseconds": found}))
+    print(json.dumps({**vars(options), "milliseconds": found}))
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options, description=__doc__))

@@ -8,10 +8,11 @@ import json
 import os
 import select
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from urllib.request import urlopen
 import torch
 
 from draftheads.data.records import TextPrompt, own_prompts
+from draftheads.models.devices import default_dtype
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
-from draftheads.models.pretrained import default_dtype
 from draftheads.utils.estimates import quartiles
 from draftheads.utils.provenance import provenance
 
@@ -79,7 +80,7 @@ def encoded(prompts: Iterable[TextPrompt], model: Path) -> list[Ids]:
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    messages = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
+    messages: list[Any] = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts]
     texts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in messages]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
@@ -98,6 +99,18 @@ def shown(values: Sequence[float], digits: int = 1) -> str:
     """The median, with quartiles in brackets."""
     lower, middle, upper = quartiles(values)
     return f"{middle:.{digits}f} ({lower:.{digits}f}–{upper:.{digits}f})"
+
+
+def median_ms(action: Callable[[], object], repeats: int, *, wait: Callable[[], object] = lambda: None) -> float:
+    """Milliseconds, after three calls that warm up; ``wait`` returns when a device has done its work."""
+    times = []
+    for _ in range(repeats + 3):
+        wait()
+        start = time.perf_counter()
+        action()
+        wait()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[3:])
 
 
 class ProgramFailed(Exception):
@@ -174,7 +187,7 @@ class WorkerProcess(Program):
     """A worker that loads its program at once and answers until it is stopped; ``settings`` are JSON values."""
 
     def __init__(self, python: Path, script: str, settings: dict[str, Any], **limits: Any) -> None:
-        command = [python, _WORKERS / script, json.dumps(settings)]
+        command: list[str | Path] = [python, _WORKERS / script, json.dumps(settings)]
         super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **limits)
 
     def versions(self) -> dict[str, str]:
@@ -192,7 +205,7 @@ class WorkerProcess(Program):
         except BrokenPipeError:
             raise ProgramFailed(self._last_words()) from None
         line = self._read()
-        tuples = {name: tuple(line.pop(name)) for name in ("accepted_by_depth", "batch_seconds")}
+        tuples: dict[str, Any] = {name: tuple(line.pop(name)) for name in ("accepted_by_depth", "batch_seconds")}
         return Reply(token_ids=tuple(map(tuple, line.pop("token_ids"))), **tuples, **line)
 
     def _read(self) -> dict[str, Any]:

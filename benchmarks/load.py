@@ -78,7 +78,7 @@ class Options:
 
     def reduced(self) -> "Options":
         """What is measured with ``quick``."""
-        small = {"users": (1, 2), "requests": 1, "max_tokens": 8, "rounds": 1, "joining_tokens": 0}
+        small: dict[str, Any] = {"users": (1, 2), "requests": 1, "max_tokens": 8, "rounds": 1, "joining_tokens": 0}
         return replace(self, **small) if self.quick else self
 
 

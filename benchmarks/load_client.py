@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from random import Random
@@ -45,7 +45,7 @@ class Sample:
         return (self.latency - self.first_token) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
-Ask = Callable[[Messages], Awaitable[Sample]]
+Ask = Callable[[Messages], Coroutine[Any, Any, Sample]]
 
 
 def client(timeout: float) -> AsyncClient:

@@ -55,7 +55,8 @@ class LoadRow:
         steps = [sample.num_steps for sample in self.samples]
         counted = [count for count in steps if count is not None]
         tokens = sum(max(0, sample.num_tokens - 1) for sample in self.samples)
-        return tokens / sum(counted) if len(counted) == len(steps) and sum(counted) else None
+        total = sum(counted)
+        return tokens / total if total and len(counted) == len(steps) else None
 
     def latencies(self) -> list[float]:
         """Percentiles of the time until an answer ended, in seconds."""

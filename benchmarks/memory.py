@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads import load
+from draftheads.settings import Precision
 
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 5 / 8}  # of one weight; lm_head and embedding of int4 have 1
 
@@ -31,7 +32,7 @@ class Options:
     """A model: a name, a folder or a Hugging Face id."""
     head: str = "hydra"
     """A draft head."""
-    precisions: tuple[str, ...] = ("fp32", "bf16", "int8")
+    precisions: tuple[Precision, ...] = ("fp32", "bf16", "int8")
     """What the model computes in."""
     max_new_tokens: int = 128
     """Tokens of the answer."""
@@ -58,7 +59,7 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
-def measured(model: str, head: str, precision: str, max_new_tokens: int) -> Memory:
+def measured(model: str, head: str, precision: Precision, max_new_tokens: int) -> Memory:
     """Of this process, which has done nothing else."""
     torch.randn(64, 64) @ torch.randn(64, 64)  # threads and kernels
     before = resident_mb()

@@ -23,19 +23,20 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import machine
+from harness import machine, median_ms
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt
 from draftheads.decode.request import Request
@@ -47,8 +48,9 @@ from draftheads.heads.base import DraftHead
 from draftheads.loading import engine_on, load_drafter, load_target
 from draftheads.models.devices import default_dtype
 from draftheads.models.model import StepMode, TargetModel
+from draftheads.runners.graphs import StepGraphs
 from draftheads.runners.transformers_runner import TransformersRunner
-from draftheads.settings import SamplingSettings
+from draftheads.settings import Precision, SamplingSettings
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.drafting import Drafting
 from draftheads.speculation.shapes import BestFirst, Shape
@@ -118,7 +120,7 @@ class Clock:
 class Subject:
     """The model with heads, in one precision, and prompts for it; or random ones of the same shape."""
 
-    def __init__(self, options: Options, precision: str) -> None:
+    def __init__(self, options: Options, precision: Precision) -> None:
         self.options, self.name = options, options.model
         if self.name != RANDOM:
             try:
@@ -191,23 +193,11 @@ def with_graphs(model: TargetModel, *, on: bool) -> TargetModel:
     return replace(model, step_mode=StepMode(on))
 
 
-def median_ms(action: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Milliseconds, after three calls that warm up: the second of them captures."""
-    times = []
-    for _ in range(repeats + 3):
-        wait_for(device)
-        start = time.perf_counter()
-        action()
-        wait_for(device)
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times[3:])
-
-
 def bandwidth(device: torch.device, num_bytes: int) -> float:
     """Bytes a second that are read and written by a copy of a large tensor."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / (median_ms(lambda: target.copy_(source), 7, device) / 1e3)
+    return 2 * num_bytes / (median_ms(lambda: target.copy_(source), 7, wait=partial(wait_for, device)) / 1e3)
 
 
 # --- the parts: each gives its results one by one ---
@@ -249,7 +239,7 @@ def texts(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]
     for request in requests[2:]:
         core.add(request)
     while core.has_work:
-        graphs = next(iter(core.batches.values())).runner.graphs
+        graphs = graphs_of(next(iter(core.batches.values())))
         for _, event in core.step():
             if isinstance(event, Exception):
                 raise event
@@ -259,6 +249,12 @@ def texts(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]
     results = [request.result() for request in requests]
     per_step = statistics.mean(result.tokens_per_step for result in results)
     return [result.token_ids for result in results], num_graphs, round(per_step, 2)
+
+
+def graphs_of(batch: Batch) -> StepGraphs:
+    """The captured steps of a batch."""
+    assert isinstance(batch.runner, TransformersRunner)
+    return batch.runner.graphs
 
 
 def same(
@@ -332,8 +328,8 @@ def speed(engine: Engine, subject: Subject, options: Options) -> Row:
         "tokens/s": round(tokens / seconds, 1),
         "tokens/step": round(tokens / options.steps / size, 2),
         "ms/step": round(1e3 * seconds / options.steps, 2),
-        "graphs": len(batch.runner.graphs),
-        "failure": batch.runner.graphs.failure,
+        "graphs": len(graphs_of(batch)),
+        "failure": graphs_of(batch).failure,
     }
 
 
@@ -365,7 +361,9 @@ def verification(options: Options, clock: Clock) -> Iterator[Row]:
                 runner = TransformersRunner(with_graphs(model, on=on))
                 rows, _, _ = runner.prefill([[5]])
                 rows[0].length = length  # the keys and values of a text that was not read are 0
-                times[name] = median_ms(partial(runner.verify, rows, draft), options.repeats, model.device)
+                times[name] = median_ms(
+                    partial(runner.verify, rows, draft), options.repeats, wait=partial(wait_for, model.device)
+                )
             yield (
                 {"text": length, "nodes": nodes}
                 | {f"{name}, ms": round(value, 3) for name, value in times.items()}

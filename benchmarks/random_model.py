@@ -1,22 +1,29 @@
 """Models of real sizes with random weights, on disk: as transformers saves them, and as GGUF. Never whole in memory.
 
+    python benchmarks/random_model.py qwen3.5-0.8b FOLDER
+    python benchmarks/step.py --model FOLDER --precisions fp32
+
 The same numbers are in both. They are normal with the configuration's initialiser range, and norms lie around the value
 at which they do nothing, so activations are as large as in a trained model. No token ends a text.
 """
 
 import json
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+import tyro
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig
+from tyro.conf import Positional
 
 _SHARD_BYTES = 400 << 20
 _NORM_RANGE = 0.1  # of norms: far from 0, so that one that is left out changes the text
@@ -39,14 +46,33 @@ _QWEN35: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": True,
 }
+
+
+def _sized(sizes: tuple[int, ...]) -> dict[str, Any]:
+    return dict(zip(_NAMES, sizes, strict=True))
+
+
 CONFIGS: dict[str, Any] = {  # by name
-    "1.1b": LlamaConfig(**dict(zip(_NAMES, _LLAMA_1B, strict=True)), **_COMMON),
-    "3b": LlamaConfig(**dict(zip(_NAMES, _LLAMA_3B, strict=True)), **_COMMON),
+    "1.1b": LlamaConfig(**_sized(_LLAMA_1B), **_COMMON),
+    "3b": LlamaConfig(**_sized(_LLAMA_3B), **_COMMON),
     # as large numbers in its attention as the others have, or a wrong order of queries and keys would change no token
-    "tiny": LlamaConfig(**dict(zip(_NAMES, _TINY, strict=True)), **_COMMON, initializer_range=0.2),
-    "gemma-270m": Gemma3TextConfig(**dict(zip(_NAMES, _GEMMA_270M, strict=True)), **_COMMON, **_GEMMA),
-    "qwen3.5-0.8b": Qwen3_5TextConfig(**dict(zip(_NAMES, _QWEN35_800M, strict=True)), **_COMMON, **_QWEN35),
+    "tiny": LlamaConfig(**_sized(_TINY), **_COMMON, initializer_range=0.2),
+    "gemma-270m": Gemma3TextConfig(**_sized(_GEMMA_270M), **_COMMON, **_GEMMA),
+    "qwen3.5-tiny": Qwen3_5TextConfig(**_sized((64, 4, 4, 2, 128, 512)), **_COMMON, **_QWEN35),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(**_sized(_QWEN35_800M), **_COMMON, **_QWEN35),
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is written."""
+
+    size: Positional[str]
+    """1.1b: TinyLlama's sizes; 3b: Llama-3.2-3B's with TinyLlama's vocabulary; gemma-270m; qwen3.5-0.8b; tiny ones."""
+    folder: Positional[Path]
+    """A folder; 2 bytes a weight."""
+    gguf: bool = False
+    """Also write model.gguf there, without a vocabulary. Not for qwen3.5."""
 
 
 def write_model(config: Any, folder: Path, *, seed: int = 0) -> None:
@@ -152,3 +178,17 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
+
+
+def main(options: Options) -> None:
+    """Writes the files."""
+    if options.size not in CONFIGS:
+        sys.exit(f"error: no size {options.size!r}; choose among {', '.join(CONFIGS)}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    write_model(CONFIGS[options.size], options.folder)
+    if options.gguf:
+        write_gguf(CONFIGS[options.size], options.folder, options.folder / "model.gguf")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -60,7 +61,12 @@ def tokenizer_of(vocab_size: int) -> PreTrainedTokenizerFast:
 def write_model(folder: Path, vocab_size: int) -> None:
     """A model with a step of a few milliseconds."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = LlamaConfig(**sizes, vocab_size=vocab_size, eos_token_id=1, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer_of(vocab_size).save_pretrained(folder)
@@ -130,12 +136,18 @@ def schemas_at_once(address: str, count: int) -> float:
     return time.perf_counter() - start
 
 
+def pause(seconds: float) -> float:
+    """Nothing, for so long."""
+    time.sleep(seconds)
+    return seconds
+
+
 def main(options: Options) -> None:
     """Starts the server, and measures twice."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "tiny"
         write_model(folder, options.vocab_size)
-        command = [sys.executable, "-m", "draftheads", "serve", folder, "--max-rows", "32"]
+        command: list[str | Path] = [sys.executable, "-m", "draftheads", "serve", folder, "--max-rows", "32"]
         start, log = time.perf_counter(), Path(name) / "log"
         server = ServerProcess(command, threads=torch.get_num_threads(), log=log, timeout=600)
         try:
@@ -145,7 +157,7 @@ def main(options: Options) -> None:
                 return schemas_at_once(server.url, options.schemas)
 
             with_schemas, seconds = longest_gap(server.url, options.streams, burst)
-            without, _ = longest_gap(server.url, options.streams, lambda: time.sleep(seconds) or 0.0)
+            without, _ = longest_gap(server.url, options.streams, partial(pause, seconds))
         finally:
             server.stop()
     gaps = f"{without:.2f} s alone, {with_schemas:.2f} s beside {options.schemas} new schemas"

@@ -1,20 +1,22 @@
 """What a step of verification costs: by nodes, rows and length of the text, beside two lower bounds.
 
 A step must read all weights (bytes / bandwidth), and multiply by them (operations / rate); both rates are measured
-here. ``--plot FILE`` draws it, ``--json FILE`` writes it.
+here.
 """
 
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
-from harness import machine
+from harness import machine, median_ms
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +24,7 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.cpu.kernels import Native, PackedLinear
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
-from draftheads.runners import runner_for
+from draftheads.runners import mixers, runner_for
 from draftheads.settings import Precision
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
@@ -54,23 +56,44 @@ class Options:
     """Write everything there."""
 
 
-def median_ms(action: Callable[[], object], repeats: int) -> float:
-    """Milliseconds, after two calls that warm up."""
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times[2:])
+def text_of(model: TargetModel, length: int) -> list[int]:
+    """So many token ids."""
+    return [token % model.vocab_size for token in range(100, 100 + length)]
 
 
 def step_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Options) -> float:
     """Milliseconds of a step."""
     runner = runner_for(model)
-    texts, _, _ = runner.prefill([list(range(100, 100 + length))] * rows)
-    draft = Draft.on_tree(Tree.chain(nodes - 1), torch.randint(100, 1000, (rows, nodes)))
+    texts, _, _ = runner.prefill([text_of(model, length)] * rows)
+    draft = Draft.on_tree(Tree.chain(nodes - 1), torch.randint(model.vocab_size, (rows, nodes)))
     with model.computing():
         return median_ms(lambda: runner.verify(texts, draft), options.repeats)
+
+
+@contextmanager
+def timed(functions: dict[str, Callable[..., Any]], spent: list[float]) -> Iterator[None]:
+    """Adds up the seconds of calls of these functions."""
+
+    def timing(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **options)
+        spent.append(time.perf_counter() - start)
+        return result
+
+    before = dict(functions)
+    functions.update({name: partial(timing, function) for name, function in before.items()})
+    try:
+        yield
+    finally:
+        functions.update(before)
+
+
+def recurrences_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Options) -> float:
+    """Milliseconds that the recurrences of a hybrid model take of a step; a chain has as many levels as nodes."""
+    spent: list[float] = []
+    with timed(mixers.FUNCTIONS, spent):
+        step_ms(model, rows, nodes, length, options)
+    return 1e3 * sum(spent) / (options.repeats + 3)
 
 
 def show_prompts(model: TargetModel, stock: TargetModel, options: Options, console: Console) -> list[dict[str, object]]:
@@ -81,7 +104,7 @@ def show_prompts(model: TargetModel, stock: TargetModel, options: Options, conso
         times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(_PROMPT_ROUNDS):
             for is_ours, one in ((True, model), (False, stock)):
-                read = partial(runner_for(one).prefill, [list(range(100, 100 + length))])
+                read = partial(runner_for(one).prefill, [text_of(one, length)])
                 with one.computing():
                     times[is_ours].append(median_ms(read, 1))
         ours, theirs = (statistics.median(times[is_ours]) for is_ours in (True, False))
@@ -128,8 +151,9 @@ def main(options: Options) -> None:
         read_ms = 1e3 * weight_bytes(model) / bandwidth
         layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
         numbers = sum(layer.in_features * layer.out_features for layer in layers)
-        table = Table("rows", "text", "nodes", "step, ms", "reading, ms", "computing, ms", "× the larger bound")
-        table.title = f"{options.model} in {model.precision}, {rate / 1e9:.0f} billion operations/s"
+        columns = ["rows", "text", "nodes", "step, ms", "reading, ms", "computing, ms", "× the larger bound"]
+        title = f"{options.model} in {model.precision}, {rate / 1e9:.0f} billion operations/s"
+        table = Table(*columns, *(["recurrences, ms"] if model.is_recurrent else []), title=title)
         for length in options.lengths:
             for rows in options.rows:
                 for nodes in options.nodes:
@@ -140,7 +164,8 @@ def main(options: Options) -> None:
                     numbers_shown = (whole, read_ms, sums)
                     ratio = f"{whole / max(read_ms, sums):.2f}"
                     shown = (f"{value:.1f}" for value in numbers_shown)
-                    table.add_row(str(rows), str(length), str(nodes), *shown, ratio)
+                    more = [recurrences_ms(model, rows, nodes, length, options)] if model.is_recurrent else []
+                    table.add_row(str(rows), str(length), str(nodes), *shown, ratio, *(f"{ms:.1f}" for ms in more))
                     found.append(
                         {"precision": model.precision, "rows": rows, "length": length, "nodes": nodes}
                         | dict(zip(("step_ms", "read_ms", "sums_ms"), numbers_shown, strict=True))
@@ -154,7 +179,7 @@ def main(options: Options) -> None:
         draw(found, f"{options.model}, {facts['cpu']}", options.plot)
 
 
-def draw(found: list[dict[str, object]], title: str, path: Path) -> None:
+def draw(found: list[dict[str, Any]], title: str, path: Path) -> None:
     """Step time against nodes for one row and the shortest text, with the bounds dashed."""
     import matplotlib as mpl  # noqa: PLC0415
 
@@ -162,13 +187,13 @@ def draw(found: list[dict[str, object]], title: str, path: Path) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    shortest = min(one["length"] for one in found)  # type: ignore[type-var]
+    shortest = min(one["length"] for one in found)
     for number, precision in enumerate(dict.fromkeys(one["precision"] for one in found)):
         own = [one for one in found if (one["precision"], one["rows"], one["length"]) == (precision, 1, shortest)]
         nodes = [one["nodes"] for one in own]
         colour = f"C{number}"
         axes.plot(nodes, [one["step_ms"] for one in own], "o-", color=colour, label=f"{precision}: step")
-        bound = [max(one["read_ms"], one["sums_ms"]) for one in own]  # type: ignore[type-var]
+        bound = [max(one["read_ms"], one["sums_ms"]) for one in own]
         axes.plot(nodes, bound, "--", color=colour, alpha=0.6, label=f"{precision}: reading weights, computing")
     axes.set(xlabel="nodes of the tree", ylabel="milliseconds", title=title, xlim=(0, None), ylim=(0, None))
     axes.legend(fontsize=8)

@@ -98,7 +98,7 @@ class Options:
 
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
-    head: str = "hydra"
+    head: str | None = "hydra"
     """A draft head."""
     precision: Precision = "fp32"
     """What the model computes in."""
@@ -194,12 +194,9 @@ def compile_ms(engine: Engine) -> dict[str, float]:
 def main(options: Options) -> None:
     """Measures and prints."""
     quiet_transformers()
+    tree = BestFirst(options.nodes) if options.head else "auto"
     engine = load(
-        options.model,
-        options.head,
-        precision=options.precision,
-        tree=BestFirst(options.nodes),
-        max_batch_size=options.batch_size,
+        options.model, options.head, precision=options.precision, tree=tree, max_batch_size=options.batch_size
     )
     start = time.perf_counter()
     compiler_for(engine.model.tokenizer, vocab_size=engine.model.vocab_size, eos_ids=engine.model.eos_ids)
@@ -213,62 +210,53 @@ def main(options: Options) -> None:
         for question in asked
     ]
     watch = Stopwatch()
-    with (
-        watch.on(GrammarState, "_new_place", "read"),
-        watch.on(BatchRules, "below", "drafted", "pruned", "verified"),
-    ):
-        begin = time.perf_counter()
+    with watch.on(GrammarState, "_new_place", "read"), watch.on(BatchRules, "below", "drafted", "pruned", "verified"):
+        start = time.perf_counter()
         answers = engine.generate(prompts, settings)
-        constrained = time.perf_counter() - begin
-    times = {"table_seconds": table_seconds, "compile_ms": compiling, "constrained": constrained}
-    _report(options, asked=asked, free=free, answers=answers, watch=watch, times=times)
-
-
-def _report(
-    options: Options,
-    *,
-    asked: Sequence[Question],
-    free: Sequence[GenerationResult],
-    answers: Sequence[GenerationResult],
-    watch: Stopwatch,
-    times: dict[str, Any],
-) -> None:
+        constrained = time.perf_counter() - start
+    rows = by_schema(asked, free, answers)
+    cost = mask_cost(watch, answers, constrained)
     table = Table("schema", "valid", "tokens", "tokens/step", "free tokens/step")
+    for kind, one in rows.items():
+        numbers = (f"{one[name]:.2f}" for name in ("tokens_per_step", "free_tokens_per_step"))
+        table.add_row(kind, f"{one['valid']:.0f} of {one['answers']:.0f}", f"{one['tokens']:.0f}", *numbers)
+    Console(width=100).print(table)
+    print(", ".join(f"{name} {value:.2f}" for name, value in cost.items()))
+    record = {"options": vars(options), "machine": machine(torch.get_num_threads()), "by_schema": rows, "cost": cost}
+    print(json.dumps(record | {"table_seconds": table_seconds, "compile_ms": compiling}))
+
+
+def by_schema(
+    asked: Sequence[Question], free: Sequence[GenerationResult], answers: Sequence[GenerationResult]
+) -> dict[str, dict[str, float]]:
+    """The numbers of each schema, and of all together."""
     rows: dict[str, dict[str, float]] = {}
     for kind in [*SCHEMAS, "all"]:
         places = [place for place, question in enumerate(asked) if kind in (question.kind, "all")]
         own = [answers[place] for place in places]
-        rows[kind] = {
-            "answers": len(own),
-            "valid": num_valid([asked[place] for place in places], own),
-            "tokens": sum(len(answer.token_ids) for answer in own) / len(own),
-            "tokens_per_step": tokens_per_step(own),
-            "free_tokens_per_step": tokens_per_step([free[place] for place in places]),
-        }
-        one = rows[kind]
-        table.add_row(
-            kind,
-            f"{one['valid']:.0f} of {one['answers']:.0f}",
-            f"{one['tokens']:.0f}",
-            f"{one['tokens_per_step']:.2f}",
-            f"{one['free_tokens_per_step']:.2f}",
-        )
-    console = Console(width=100)
-    console.print(table)
-    masks = sorted(watch.seconds["_new_place"])
-    steps = len(watch.seconds["pruned"])
-    milliseconds = {name: 1e3 * sum(values) / steps for name, values in watch.seconds.items()}
-    cost = {
+        if own:
+            rows[kind] = {
+                "answers": len(own),
+                "valid": num_valid([asked[place] for place in places], own),
+                "tokens": sum(len(answer.token_ids) for answer in own) / len(own),
+                "tokens_per_step": tokens_per_step(own),
+                "free_tokens_per_step": tokens_per_step([free[place] for place in places]),
+            }
+    return rows
+
+
+def mask_cost(watch: Stopwatch, answers: Sequence[GenerationResult], seconds: float) -> dict[str, float]:
+    """Microseconds of a mask, and milliseconds of all rules in a step."""
+    masks, steps = sorted(watch.seconds["_new_place"]), len(watch.seconds["pruned"])
+    parts = [watch.seconds[name] for name in ("read", "below", "drafted", "pruned", "verified")]
+    return {
         "mask_us_median": 1e6 * statistics.median(masks),
         "mask_us_mean": 1e6 * statistics.mean(masks),
         "mask_us_p99": 1e6 * masks[int(0.99 * len(masks))],
         "masks_per_step_and_row": len(masks) / sum(answer.num_steps for answer in answers),
-        "rules_ms_per_step": sum(milliseconds[name] for name in ("read", "below", "drafted", "pruned", "verified")),
-        "step_ms": 1e3 * times["constrained"] / steps,
+        "rules_ms_per_step": 1e3 * sum(map(sum, parts)) / steps,
+        "step_ms": 1e3 * seconds / steps,
     }
-    console.print(", ".join(f"{name} {value:.2f}" for name, value in cost.items()))
-    record = {"options": vars(options), "machine": machine(torch.get_num_threads()), "by_schema": rows, "cost": cost}
-    print(json.dumps(record | {"ms_per_step": milliseconds, **times}))
 
 
 if __name__ == "__main__":

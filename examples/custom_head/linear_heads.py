@@ -31,15 +31,15 @@ class LinearHead(DraftHead):
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(
-            nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(config.num_heads)
-        )
-        for layer in self.layers:
+        layers = [nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(config.num_heads)]
+        self.layers = nn.ModuleList(layers)
+        for layer in layers:
             nn.init.zeros_(layer.weight)
 
     def features(self, states: Tensor, head_index: int) -> Tensor:
         """(…, D) -> (…, D), the input of the lm_head."""
-        return states + self.config.scale * self.layers[head_index](states)
+        added: Tensor = self.layers[head_index](states)
+        return states + self.config.scale * added
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """Training: hidden states (B, T, D) of whole texts -> features (K, B, T, D)."""

@@ -1,0 +1,73 @@
+"""Scripts that measure the core run their smallest size on tiny models."""
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_world import write_model
+from draftheads.checkpoints.checkpoint import save_head
+from families import tiny_head
+from structured_world import json_model
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+Script = Callable[..., str]
+# options for a tiny model, and what is printed
+SMALL: dict[str, tuple[str, str]] = {
+    "adapters.py": ("--model model --rank 2 --tokens 4 --rounds 1", "tokens_per_second"),
+    "copying.py": ("--num-nodes 4 --text-length 50 --rounds 5", "8 rows: look up"),
+    "memory.py": ("--model model --head hydra --precisions fp32 --max-new-tokens 4", "fp32"),
+    "schemas_beside_streams.py": ("--streams 1 --schemas 1 --vocab-size 600", "longest gap of 1 streams"),
+    "step.py": ("--model model --precisions fp32 --nodes 1 4 --rows 1 --lengths 20 --prompts 8 --repeats 1", "Prompts"),
+    "structured_output.py": (
+        "--model json --head json-head --prompts 5 --nodes 4 --max-new-tokens 90",
+        "free tokens/step",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = write_model(tmp_path_factory.mktemp("scripts"))
+    model = json_model()
+    model.model.save_pretrained(place / "json")
+    model.tokenizer.save_pretrained(place / "json")
+    save_head(tiny_head("hydra", model), place / "json-head", base=model)
+    return place
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Script:
+    """Runs a script in this process, and returns what it prints."""
+
+    def script(name: str, *options: str) -> str:
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("DRAFTHEADS_CACHE", str(folder / "cache"))
+        monkeypatch.syspath_prepend(BENCHMARKS)
+        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / name), *options])
+        with torch.random.fork_rng():
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        return capfd.readouterr().out
+
+    return script
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+@pytest.mark.parametrize("name", SMALL)
+def test_the_smallest_size_runs(name: str, run: Script):
+    options, expected = SMALL[name]
+    assert expected in run(name, *options.split())
+
+
+def test_a_hybrid_model_is_written_and_its_recurrences_are_timed(run: Script, folder: Path):
+    run("random_model.py", "qwen3.5-tiny", "hybrid")
+    small = "--model hybrid --precisions fp32 --nodes 3 --rows 1 --lengths 20 --repeats 1"
+    assert "recurrences, ms" in run("step.py", *small.split())
+
+
+def test_the_readme_has_every_file():
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in BENCHMARKS.glob("*.py") if f"`{path.name}`" not in text] == []
