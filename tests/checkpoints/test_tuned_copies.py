@@ -21,7 +21,7 @@ from draftheads.cli.main import main
 from draftheads.errors import ModelNotFound
 from draftheads.loading import load_target, resolve, template_of
 from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
-from draftheads.serve.head_exchange import HeadExchange
+from draftheads.serve.load_models import HeadExchange
 from draftheads.train.new_head import Start
 from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import chat_template_text

@@ -72,6 +72,8 @@ class Reader:
     """A model with a tokenizer that notes what it reads."""
 
     model_id = "org/tiny"
+    eos_ids: frozenset[int] = frozenset()
+    chat_template = None
 
     def __init__(self, tokenizer: Any, max_positions: int | None) -> None:
         self.inner, self.max_positions = tokenizer, max_positions

@@ -7,9 +7,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from draftheads.serve.api_error import ApiError
-from draftheads.serve.guard import Access
-from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.fields import ApiError
+from draftheads.serve.guard import Access, HttpLimits
 from draftheads.serve.metrics import Metrics
 from draftheads.serve.scheduler import Limits, Scheduler
 from draftheads.serve.state import Service

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.guard import HttpLimits
 from serve_process import wait_until
 from serve_world import NAME, USER, Running, raw_request, running, tiny_engines
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftheads.serve.api_error import ApiError
+from draftheads.serve.fields import ApiError
 from draftheads.serve.guard import Access, Guard
 
 

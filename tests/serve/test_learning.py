@@ -19,7 +19,7 @@ from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.serve.api_error import ApiError
+from draftheads.serve.fields import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.load_models import load_served
 from draftheads.serve.options import ServeOptions

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from byte_tokenizers import TOKENIZERS
-from draftheads.serve.logprobs import TokenNames, completion_logprobs
+from draftheads.serve.call import TokenNames, completion_logprobs
 from families import IntegerTokenizer
 
 TEXT = "the cat naïve 日本🙂"

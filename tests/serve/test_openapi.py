@@ -9,7 +9,7 @@ from draftheads.serve.app import create_app
 from draftheads.serve.chat_completions import ChatFields
 from draftheads.serve.completions import CompletionFields
 from draftheads.serve.guard import Access
-from draftheads.serve.head_exchange import HeadFields
+from draftheads.serve.load_models import HeadFields
 from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.state import Service
 from serve_world import Running

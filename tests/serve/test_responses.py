@@ -8,8 +8,7 @@ import pytest
 
 from draftheads.serve.chat_completions import ChatFields, read_chat
 from draftheads.serve.response_input import ResponseFields
-from draftheads.serve.response_output import ResponseEvents
-from draftheads.serve.responses import read_response
+from draftheads.serve.responses import ResponseEvents, read_response
 from draftheads.serve.tools import ToolCall
 from serve_world import NAME, USER, Running, error_of
 

@@ -10,8 +10,8 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import GrammarCompiler
 from draftheads.errors import InvalidSettings, TooLarge
 from draftheads.runners import num_slots
+from draftheads.serve.completions import score
 from draftheads.serve.scheduler import JobFailed
-from draftheads.serve.scoring import score
 from families import tiny_model
 from scheduler_world import Inbox, check_empty, iterate, plain_answer, run_to_end, scheduler_of, submit
 from structured_world import json_model

@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.guard import HttpLimits
 from serve_world import NAME, Running, running, tiny_engines
 
 pytestmark = pytest.mark.page

@@ -1,8 +1,7 @@
 """``draftheads serve``: takes the port first, because the imports of :mod:`draftheads.cli.serving` take seconds."""
 
 from draftheads.cli.main import import_quickly
-from draftheads.serve.listening import listen
-from draftheads.serve.options import ServeOptions
+from draftheads.serve.options import ServeOptions, listen
 
 
 def run(options: ServeOptions) -> None:

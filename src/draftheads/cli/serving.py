@@ -19,11 +19,9 @@ from draftheads.utils.environment import NAMES, Environment
 from draftheads.utils.files import user_path
 
 try:
-    from draftheads.serve.guard import LOCAL_NAMES, Access
-    from draftheads.serve.head_exchange import HeadExchange
-    from draftheads.serve.http_limits import HttpLimits
+    from draftheads.serve.guard import LOCAL_NAMES, Access, HttpLimits
     from draftheads.serve.http_server import serve
-    from draftheads.serve.load_models import Served, default_kv_bytes, load_served, read_key_file
+    from draftheads.serve.load_models import HeadExchange, Served, default_kv_bytes, load_served, read_key_file
     from draftheads.serve.recorder import Recorder
     from draftheads.serve.scheduler import Limits, Scheduler
     from draftheads.serve.state import ServedModel, Service

@@ -32,7 +32,11 @@ _EFFORT_SWITCHES = ("enable_thinking", "thinking")  # of templates without level
 
 
 class ChatReader(Protocol):
-    """How a model reads chats: the model itself, or only this part of it."""
+    """How a model reads texts and chats: the model itself, or only this part of it."""
+
+    @property
+    def model_id(self) -> str:
+        """Its name."""
 
     @property
     def tokenizer(self) -> Any:

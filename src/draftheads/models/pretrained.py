@@ -206,6 +206,7 @@ class ModelTokenizer(NamedTuple):
     eos_ids: frozenset[int]  # token ids that end a text
     chat_template: str | None = None  # used in place of the tokenizer's own
     max_positions: int | None = None  # the maximal number of tokens in a text, if it is known
+    model_id: str = ""
 
 
 def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:
@@ -222,7 +223,7 @@ def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_
             generation = GenerationConfig.from_model_config(config)
         config = config.get_text_config()
         eos_ids = eos_ids_of(generation, config, tokenizer, vocab_size=getattr(config, "vocab_size", None))
-        return ModelTokenizer(tokenizer, eos_ids, chat_template, max_positions_of(config))
+        return ModelTokenizer(tokenizer, eos_ids, chat_template, max_positions_of(config), name)
 
 
 def tokenizer_of(tokenizer: Any, *, trust_remote_code: bool) -> Any:

@@ -1,16 +1,17 @@
 """Texts to token ids. A text that is far too long is refused by its beginning: all of it could take seconds.
 
-Knows ``transformers`` and ``tokenizers``; knows nothing of chats and their templates.
+Knows ``transformers`` and ``tokenizers``; knows nothing of chats.
 """
 
 import re
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import pre_tokenizers
 
 from draftheads.errors import PromptTooLong
+from draftheads.models.chat_template import ChatReader
 from draftheads.models.model_names import shown_name
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -18,23 +19,7 @@ _SPACE_MARK = "▁"  # in place of a space in the tokens of SentencePiece
 _LETTERS = 16  # for each token that a model takes: a text that is longer is refused if its beginning has too many
 
 
-class TextReader(Protocol):
-    """What reads texts: a model."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """A ``transformers`` tokenizer."""
-
-    @property
-    def model_id(self) -> str:
-        """Its name."""
-
-    @property
-    def max_positions(self) -> int | None:
-        """The maximal number of tokens in a text; None if it is not known."""
-
-
-def token_ids_of(reader: TextReader, text: str, **options: bool) -> list[int]:
+def token_ids_of(reader: ChatReader, text: str, **options: bool) -> list[int]:
     """The token ids of a text; ``options`` are the tokenizer's."""
     limit, read = reader.max_positions, partial(reader.tokenizer, **options)
     if limit is not None and len(text) > _LETTERS * limit:

@@ -12,10 +12,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftheads.decode.request import StreamEvent
+from draftheads.decode.request import Request, StreamEvent
 from draftheads.errors import DraftHeadsError
-from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.call import Call
+from draftheads.serve.fields import ApiError, api_error_of
+from draftheads.serve.recorder import Exchange
 from draftheads.serve.scheduler import Job, JobFailed
 from draftheads.serve.state import Service
 
@@ -85,8 +86,7 @@ class Answers:
             self._note(index, event)
             if event.finish_reason is not None:
                 self._unfinished.discard(index)
-                if self._call.params.fields.store:
-                    self._service.record(self._call.params.lane.model, self._jobs[index].request, self._call.messages)
+                self._record(self._jobs[index].request)
             yield index, event
 
     async def finish(self) -> None:
@@ -99,6 +99,21 @@ class Answers:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return deliver
+
+    def _record(self, request: Request) -> None:
+        service, call = self._service, self._call
+        if service.recorder is None or not call.params.fields.store or not request.token_ids:
+            return
+        exchange = Exchange(
+            model=service.models[call.params.lane.model].weights,
+            tokenizer=service.tokenizer_fingerprint,
+            prompt_ids=request.prompt_ids,
+            answer_ids=request.token_ids,
+            text=request.text,
+            finished=request.finish_reason == "stop",
+            messages=call.messages,
+        )
+        service.recorder.add(exchange)
 
     def _note(self, index: int, event: StreamEvent) -> None:
         now, last = time.monotonic(), self._last[index]

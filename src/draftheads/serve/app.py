@@ -20,17 +20,15 @@ from starlette.requests import ClientDisconnect
 from draftheads.errors import CheckpointError, DraftHeadsError, ModelNotFound
 from draftheads.models.chat_template import template_of, thinking_tags
 from draftheads.serve.answers import Answers, EventStream, unless_gone
-from draftheads.serve.api_error import ApiError, ErrorBody, api_error_of
 from draftheads.serve.call import Call
 from draftheads.serve.chat_completions import ChatFields, read_chat
-from draftheads.serve.completions import CompletionCall, CompletionFields, read_completion
-from draftheads.serve.fields import validation_error
+from draftheads.serve.completions import CompletionCall, CompletionFields, PromptScores, read_completion, score
+from draftheads.serve.fields import ApiError, ErrorBody, api_error_of, validation_error
 from draftheads.serve.guard import Guard
-from draftheads.serve.head_exchange import HeadFields
+from draftheads.serve.load_models import HeadFields
 from draftheads.serve.request_params import CommonFields
 from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.responses import read_response
-from draftheads.serve.scoring import PromptScores, score
 from draftheads.serve.state import ServedModel, Service
 
 AnyFields = TypeVar("AnyFields", bound=CommonFields)
@@ -54,7 +52,6 @@ def create_app(service: Service) -> FastAPI:
         Guard,
         access=service.access,
         count=service.metrics.request,
-        log_requests=service.log_requests,
         body_bytes=service.limits.body_bytes,
     )
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -196,9 +193,9 @@ def _add_admin_route(app: FastAPI, service: Service) -> None:
     async def head(fields: HeadFields) -> dict[str, Any]:
         """Exchanges the draft head of a model. The guard checks the admin key."""
         model = service.model(fields.model)
-        assert service.heads is not None, "a service with an admin key can exchange heads"
+        assert service.exchange is not None, "a service with an admin key can exchange heads"
         try:
-            await asyncio.to_thread(service.heads.exchange, fields.model, fields.head)
+            await asyncio.to_thread(service.exchange, fields.model, fields.head)
         except ModelNotFound as error:
             raise ApiError(404, str(error), param="head", code="head_not_found") from None
         except CheckpointError as error:

@@ -2,16 +2,15 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
-from draftheads.serve.chat_messages import Message, TemplateFields, Thinking, chat_prompt
+from draftheads.serve.call import Call, DraftPieces, chat_logprobs, tokens_with_logprobs
+from draftheads.serve.chat_messages import ChatBody, Message, Thinking, chat_prompt
 from draftheads.serve.fields import wrong
-from draftheads.serve.logprobs import chat_logprobs
-from draftheads.serve.request_params import CommonFields, read_params
+from draftheads.serve.request_params import ChoiceFields, read_params
 from draftheads.serve.state import Service
 from draftheads.serve.tools import ToolCall, ToolCallText, ToolFields, ToolUse, call_of
 from draftheads.settings import MOST_LOGPROBS, Effort
@@ -139,32 +138,43 @@ class AnswerText:
         return content, calls
 
 
-class ChatFields(ToolFields, TemplateFields, CommonFields):
+class ChatFields(ToolFields, ChoiceFields, ChatBody):
     """The fields of a chat request."""
+
+    names: ClassVar = {
+        "messages": "messages",
+        "form": "response_format",
+        "effort": "reasoning_effort",
+        "max_tokens": "max_tokens",
+    }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
     reasoning_effort: Effort | None = None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        if "top_logprobs" in self.model_fields_set and not self.logprobs:
+            raise wrong("top_logprobs", "needs logprobs: true")
+        return self.top_logprobs if self.logprobs else None
 
-def read_chat(fields: ChatFields, service: Service) -> ChatCall:
-    """Reads a chat request. Runs on the thread that reads requests."""
-    if "top_logprobs" in fields.model_fields_set and not fields.logprobs:
-        raise wrong("top_logprobs", "needs logprobs: true")
-    tools = fields.tool_use()
-    if tools is not None and fields.response_format.grammar is not None:
-        raise wrong("response_format", "and tools exclude each other: leave one of them out")
-    params = read_params(
-        fields,
-        service,
-        default_tokens=service.limits.default_tokens,
-        logprobs=fields.top_logprobs if fields.logprobs else None,
-        grammar=fields.response_format.grammar if tools is None else tools.grammar(),
-    )
-    messages = [message.for_template(f"messages[{number}]") for number, message in enumerate(fields.messages)]
-    use = fields.template_use(params, tools, fields.reasoning_effort, "reasoning_effort")
-    ids, thinking = chat_prompt(params.engine, messages, use, param="messages")
-    requests = params.requests(ids, param="messages")
-    params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens)
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        return [message.for_template(f"messages[{number}]") for number, message in enumerate(self.messages)]
+
+
+def read_chat(fields: ChatBody, service: Service) -> ChatCall:
+    """Reads a request of a chat. Runs on the thread that reads requests."""
+    tools, names = fields.tool_use(), fields.names
+    if tools is not None and fields.grammar is not None:
+        raise wrong(names["form"], "and tools exclude each other: leave one of them out")
+    params = read_params(fields, service, fields.grammar if tools is None else tools.grammar())
+    messages = fields.template_messages()
+    ids, thinking = chat_prompt(params.engine, messages, fields.template_use(params, tools), param=names["messages"])
+    requests = params.requests(ids, param=names["messages"])
+    params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens, tokens=names["max_tokens"])
     return ChatCall(params, len(ids), requests, messages, tools, thinking)

@@ -1,7 +1,7 @@
 """The messages of a chat request, as a chat template reads them, and their token ids."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from reprlib import repr as short_repr
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,9 +14,8 @@ from draftheads.models.chat_template import effort_variables, render, reserved_n
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
 from draftheads.models.prompt_text import token_ids_of
-from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.fields import Fields, text_or_list, wrong
-from draftheads.serve.request_params import RequestParams
+from draftheads.serve.fields import ApiError, Fields, NoEffect, api_error_of, text_or_list, wrong
+from draftheads.serve.request_params import CommonFields, RequestParams
 from draftheads.serve.tools import OPEN, ToolUse, check_template
 from draftheads.utils.messages import ROLES, half_character
 
@@ -40,20 +39,26 @@ class _Function(Fields):
 class _Call(Fields):
     """An earlier call."""
 
-    without_effect: ClassVar = {"index"}  # of a stream
-
     function: _Function
     type: Literal["function"] = "function"
     id: str | None = None
+    index: NoEffect = None  # of a stream
 
 
 class _TextPart(Fields):
-    type: Literal["text"]  # the model reads only text
+    type: Literal["text", "input_text", "output_text"]  # the model reads only text
     text: str
+    annotations: NoEffect = None  # of an answer that is sent back
+    logprobs: NoEffect = None
 
 
 def _parts(content: Any) -> list[Any]:
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in text_or_list(content)]
+
+
+Texts = Annotated[  # with all errors of a list, a request takes seconds
+    list[_TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[str | _TextPart])
+]
 
 
 _CONTENT: dict[str, Any] = {  # what for_template reads
@@ -68,17 +73,14 @@ _CONTENT: dict[str, Any] = {  # what for_template reads
 class Message(Fields, json_schema_extra=_CONTENT):
     """One message."""
 
-    without_effect: ClassVar = {"annotations"}  # of an answer that is sent back
-
     role: Annotated[Any, WithJsonSchema({"enum": ROLES})] = None
-    content: Annotated[
-        list[_TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[str | _TextPart])
-    ] = Field([])
+    content: Texts = Field([])
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # newer servers' name of it
-    tool_calls: Annotated[list[_Call], FailFast()] = Field([])  # with all errors of a list, a request takes seconds
+    tool_calls: Annotated[list[_Call], FailFast()] = Field([])
     tool_call_id: Any = None
+    annotations: NoEffect = None  # of an answer that is sent back
 
     def for_template(self, place: str) -> dict[str, Any]:
         """The message as a chat template reads it."""
@@ -86,7 +88,7 @@ class Message(Fields, json_schema_extra=_CONTENT):
             raise wrong(f"{place}.role", f"is {short_repr(self.role)}; it must be one of {', '.join(ROLES)}")
         if not self.tool_calls and "content" not in self.model_fields_set:
             raise wrong(f"{place}.content", "is missing; it must be a string or a list of text parts")
-        message = message_of(self.role, [part.text for part in self.content], f"{place}.content")
+        message = message_of(self.role, self.content, f"{place}.content")
         message |= self.model_dump(include={"name", "reasoning_content"}, exclude_none=True)
         if self.reasoning is not None:
             message.setdefault("reasoning_content", self.reasoning)
@@ -99,9 +101,9 @@ class Message(Fields, json_schema_extra=_CONTENT):
         return message
 
 
-def message_of(role: str, texts: Sequence[str], place: str) -> dict[str, Any]:
+def message_of(role: str, content: Texts | str, place: str) -> dict[str, Any]:
     """A message as a chat template reads it."""
-    text = "\n".join(texts)
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     if problem := half_character(text):
         raise wrong(place, problem)
     # models know no "developer", which is what OpenAI's API calls the system now
@@ -133,32 +135,43 @@ class TemplateUse:
     variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
 
 
-class TemplateFields(Fields):
-    """The fields about the chat template, as in vLLM."""
+class ChatBody(CommonFields):
+    """Fields of the routes of chats. Those about the chat template are as in vLLM."""
+
+    names: ClassVar[Mapping[str, str]] = {}  # of fields in errors: "messages", "form", "effort", "max_tokens"
 
     chat_template_kwargs: dict[str, Any] = Field({})
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    def template_use(self, params: RequestParams, tools: ToolUse | None, effort: str | None, param: str) -> TemplateUse:
-        """How the request uses the chat template of its model. ``param`` names the field of the ``effort``."""
+    @property
+    def effort(self) -> str | None:
+        """How much the model should think."""
+        raise NotImplementedError
+
+    def tool_use(self) -> ToolUse | None:
+        """What the request says of its tools; None if there are none, or none may be called."""
+        raise NotImplementedError
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as a chat template reads them."""
+        raise NotImplementedError
+
+    def template_use(self, params: RequestParams, tools: ToolUse | None) -> TemplateUse:
+        """How the request uses the chat template of its model."""
         if self.continue_final_message and self.add_generation_prompt:
             raise wrong("continue_final_message", "begins no new message: send add_generation_prompt: false with it")
         if tools is not None and tools.forced and not self.add_generation_prompt:
             raise wrong("add_generation_prompt", "is false; a forced call begins a new message: use tool_choice auto")
-        model = params.engine.model
-        variables = self._variables(model)
-        if effort is not None:
+        model, variables, param = params.engine.model, dict(self.chat_template_kwargs), self.names["effort"]
+        if reserved := variables.keys() & reserved_names(model):
+            raise wrong(f"chat_template_kwargs.{min(reserved)}", "is not a variable that can be set here: leave it out")
+        if self.effort is not None:
             if "reasoning_effort" in variables:
                 raise wrong(param, "and chat_template_kwargs.reasoning_effort exclude each other: send one of them")
-            variables = {**_variables_of_effort(model, effort, param), **variables}
+            variables = {**_variables_of_effort(model, self.effort, param), **variables}
         has_form = params.settings.grammar is not None
         return TemplateUse(tools, has_form, self.add_generation_prompt, self.continue_final_message, variables)
-
-    def _variables(self, model: TargetModel) -> dict[str, Any]:
-        if names := self.chat_template_kwargs.keys() & reserved_names(model):
-            raise wrong(f"chat_template_kwargs.{min(names)}", "is not a variable that can be set here: leave it out")
-        return dict(self.chat_template_kwargs)
 
 
 def _variables_of_effort(model: TargetModel, effort: str, param: str) -> dict[str, Any]:

@@ -1,27 +1,63 @@
-"""``/v1/completions``: the request's fields, and answers as texts or chunks."""
+"""``/v1/completions``: the request's fields, answers as texts or chunks, and log-probabilities of prompts."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
 from draftheads.models.prompt_text import token_ids_of
-from draftheads.serve.api_error import api_error_of
-from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
-from draftheads.serve.fields import wrong
-from draftheads.serve.logprobs import completion_logprobs
-from draftheads.serve.request_params import CommonFields, read_params
-from draftheads.serve.scoring import PromptScores
+from draftheads.runners import runner_for
+from draftheads.serve.call import Call, DraftPieces, completion_logprobs, tokens_with_logprobs
+from draftheads.serve.fields import NoEffect, api_error_of, wrong
+from draftheads.serve.request_params import ChoiceFields, CommonFields, read_params
+from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import Service
 from draftheads.settings import MOST_LOGPROBS
+from draftheads.speculation.sampling import token_logprobs
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import half_character
 
-_DEFAULT_TOKENS = 16  # OpenAI's
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Of one prompt; the first token follows nothing, so it has none."""
+
+    logprobs: list[float | None]
+    tops: list[TopLogprobs | None]  # empty if none are asked for
+
+
+async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], num_top: int) -> PromptScores:
+    """Scores a prompt, with the ``num_top`` most likely tokens at each place."""
+    runner = runner_for(engine.model)
+    row = runner.open(len(token_ids))
+    logprobs: list[float | None] = [None]
+    tops: list[TopLogprobs | None] = [None]
+
+    @torch.inference_mode()
+    def read(start: int, end: int) -> None:
+        [(hidden, _)] = runner.read([row], [token_ids[start:end]])  # (t, D)
+        following = torch.tensor(token_ids[start + 1 : end + 1], device=hidden.device)
+        scores = token_logprobs(engine.model.logits(hidden), following, num_top)
+        new_logprobs, top_logprobs, top_ids = (part.tolist() for part in scores)
+        logprobs.extend(new_logprobs)
+        tops.extend(tuple(zip(ids, top, strict=True)) for ids, top in zip(top_ids, top_logprobs, strict=True))
+
+    num_read = len(token_ids) - 1  # what follows the last token was not asked for
+    chunk, core = scheduler.limits.chunk_tokens, scheduler.core
+    await asyncio.wrap_future(scheduler.call(partial(core.hold, num_read, engine)))
+    try:
+        for start in range(0, num_read, chunk):
+            await asyncio.wrap_future(scheduler.call(partial(read, start, min(start + chunk, num_read))))
+    finally:
+        scheduler.call(partial(core.hold, -num_read, engine))
+    return PromptScores(logprobs, tops if num_top else [])
 
 
 @dataclass(frozen=True)
@@ -128,13 +164,20 @@ _Several = Annotated[list[_Ids], Field(min_length=1)]
 _PROMPT_SCHEMA = TypeAdapter(Annotated[str, Field(min_length=1)] | _Texts | _Ids | _Several).json_schema()
 
 
-class CompletionFields(CommonFields):
+class CompletionFields(ChoiceFields, CommonFields):
     """The fields of a completion request."""
+
+    default_tokens: ClassVar = 16  # OpenAI's
 
     prompt: Annotated[Any, AfterValidator(_prompts_of), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0, with echo: prompts are only scored
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
+    parallel_tool_calls: NoEffect = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 def read_completion(fields: CompletionFields, service: Service) -> CompletionCall:
@@ -144,13 +187,7 @@ def read_completion(fields: CompletionFields, service: Service) -> CompletionCal
         raise wrong("max_tokens", "is 0; it must be at least 1")
     if fields.echo and fields.logprobs is not None and fields.stream:
         raise wrong("echo", "with logprobs is not for streams; leave stream out")
-    params = read_params(
-        fields,
-        service,
-        default_tokens=_DEFAULT_TOKENS,
-        logprobs=fields.logprobs,
-        grammar=fields.response_format.grammar,
-    )
+    params = read_params(fields, service, fields.grammar)
     num_prompts, most = len(fields.prompt), service.limits.choices
     if num_prompts > most:
         raise wrong("prompt", f"has {counted(num_prompts, 'prompt')}; it must have at most {most}")

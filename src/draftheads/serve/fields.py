@@ -1,47 +1,170 @@
-"""Fields of requests: pydantic models that know OpenAI's further fields, and their errors in OpenAI's form."""
+"""Fields of requests: pydantic models that know OpenAI's further fields; and errors in the form of OpenAI's API.
+
+An error is a status and ``{"error": {"message", "type", "param", "code"}}``.
+"""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from inspect import get_annotations
 from reprlib import repr as short_repr
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
-from draftheads.errors import close_name
-from draftheads.serve.api_error import ApiError
+from draftheads.errors import (
+    DeviceLost,
+    DraftHeadsError,
+    InvalidPrompt,
+    InvalidSettings,
+    PromptTooLong,
+    QueueFull,
+    ShuttingDown,
+    TooLarge,
+    close_name,
+)
 from draftheads.utils.messages import half_character, short
 from draftheads.utils.strict_json import depth_of
 
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ErrorFields(BaseModel):
+    """What clients are told."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The JSON object of a response without an answer."""
+
+    error: ErrorFields
+
+
+class ApiError(HTTPException):
+    """A request that gets no answer.
+
+    Args:
+        status_code: of the HTTP response.
+        detail: what is wrong and how to fix it.
+        param: the field of the request that is wrong.
+        code: for programs, such as "model_not_found".
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status_code: int,
+        detail: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        headers = {"www-authenticate": "Bearer"} if status_code == 401 else {}
+        if retry_after is not None:
+            headers["retry-after"] = str(math.ceil(retry_after))
+        super().__init__(status_code, detail, headers)
+        self.param = param
+        self.code = code
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response.
+
+        >>> ApiError(400, "n is 0; it must be at least 1", param="n").body()["error"]["type"]
+        'invalid_request_error'
+        """
+        kind = _TYPES.get(self.status_code, "invalid_request_error")
+        fields = ErrorFields(message=self.detail, type=kind, param=self.param, code=self.code)
+        return ErrorBody(error=fields).model_dump()
+
+    def response(self) -> Response:
+        # in ASCII: what a client sent may hold half a character
+        return Response(json.dumps(self.body()), self.status_code, self.headers, "application/json")
+
+
+def api_error_of(error: DraftHeadsError, *, param: str | None = None) -> ApiError:
+    """The response to one of our errors, raised while a request was read or submitted; ``param`` is the wrong field."""
+    match error:
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
+        case DeviceLost():
+            return ApiError(503, str(error), code="device_lost", retry_after=10)
+        case ShuttingDown():
+            return ApiError(503, str(error), code="shutting_down", retry_after=1)
+        case TooLarge() | PromptTooLong():
+            return ApiError(400, str(error), param=param, code="context_length_exceeded")
+        case InvalidPrompt() | InvalidSettings():
+            return ApiError(400, str(error), param=param)
+        case _:
+            return ApiError(500, "the server could not answer this request")
+
+
 _SCHEMA_BYTES, _SCHEMA_DEPTH = 64 << 10, 32  # at most
-# fields of OpenAI's chats and completions that change no answer of ours
-WITHOUT_EFFECT = {"metadata", "parallel_tool_calls", "prediction", "prompt_cache_key"} | {
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "user",
-}
-# fields that would change an answer: a value that does not, and what to do instead
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "audio": (None, "leave it out"),
-    "best_of": (1, "send n and choose among the answers"),
-    "function_call": ("none", "use tool_choice"),
-    "functions": ([], "use tools"),
-    "modalities": (["text"], "leave it out"),
-    "suffix": ("", "leave it out"),
-    "verbosity": (None, "leave it out"),
-    "web_search_options": (None, "leave it out"),
-}
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """In ``Annotated``: a field that would change an answer, with a value that does not, and what to do instead."""
+
+    neutral: Any
+    fix: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, core_schema.any_schema())
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [self.neutral], "description": f"not supported: {self.fix}"}
+
+    def _check(self, value: Any) -> Any:
+        if value != self.neutral:
+            raise PydanticCustomError("unsupported", "", {"fix": self.fix})
+        return value
+
+
+# the type of a field that is accepted and changes no answer
+NoEffect = Annotated[Any, WithJsonSchema({"description": "has no effect"})]
 
 
 class Fields(BaseModel):
     """The fields of an object. One that is null counts as left out; one that is unknown is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    without_effect: ClassVar[AbstractSet[str]] = frozenset()  # further fields that are accepted and change nothing
-    unsupported: ClassVar[Mapping[str, tuple[Any, str]]] = {}  # as UNSUPPORTED; also fields of a base class
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Raises TypeError if two bases have a field of the same name, or two fields have the same name in requests."""
+        own = get_annotations(cls)
+        of_bases = [name for base in cls.__bases__ for name in getattr(base, "model_fields", ()) if name not in own]
+        in_requests = [field.alias or name for name, field in cls.model_fields.items()]
+        if twice := {name for names in (of_bases, in_requests) for name in names if names.count(name) > 1}:
+            raise TypeError(f"{cls.__name__} has several fields {', '.join(sorted(twice))}")
 
     @model_validator(mode="before")
     @classmethod
@@ -51,15 +174,12 @@ class Fields(BaseModel):
         given = {name: value for name, value in values.items() if value is not None}
         if cls.model_config["extra"] != "forbid":
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()} - cls.unsupported.keys()
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         kinds = get_args(cls.model_fields["type"].annotation) if "type" in cls.model_fields else ()
         is_other = bool(kinds) and "type" in given and given["type"] not in kinds  # which is the error
-        for name in () if is_other else given.keys() - known - cls.without_effect:
-            neutral, fix = cls.unsupported.get(name, (None, None))
-            if given[name] != neutral:
-                hints = {"close": close_name(name, known), "fix": fix}
-                raise PydanticCustomError("unknown", "", {"name": ascii(name)[1:-1], **hints})
-        return {name: given[name] for name in known & given.keys()}
+        for name in () if is_other else given.keys() - known:
+            raise PydanticCustomError("unknown", "", {"name": ascii(name)[1:-1], "close": close_name(name, known)})
+        return given
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -67,13 +187,9 @@ class Fields(BaseModel):
         schema = handler(core_schema)
         of_object = handler.resolve_ref_schema(schema)
         fields, null = of_object.setdefault("properties", {}), {"type": "null"}
-        fields |= {name: {"description": "has no effect"} for name in sorted(cls.without_effect)}
-        for name, (value, fix) in cls.unsupported.items():
-            fields[name] = {"enum": [value], "description": f"not supported: {fix}"}
         for name in fields.keys() - of_object.get("required", ()):
-            of_field = fields[name]
-            if null not in of_field.get("anyOf", ()) and of_field.keys() != {"description"}:
-                fields[name] = {"anyOf": [of_field, null]}
+            if null not in fields[name].get("anyOf", ()):
+                fields[name] = {"anyOf": [fields[name], null]}
         return schema
 
 
@@ -101,6 +217,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]], place: str) -> ApiErro
     match error["type"]:
         case "unknown":
             return _unknown(f"{field}." if field else "", **context)
+        case "unsupported":
+            problem = f"is not supported here: {context['fix']}"
         case "json_invalid":
             problem = f"is not valid JSON: {context['error']}"
             if field.startswith("["):  # of the body: its place is a number of characters
@@ -134,9 +252,7 @@ def check_schema(schema: Any) -> Any:
     return schema
 
 
-def _unknown(place: str, name: str, close: str | None, fix: str | None) -> ApiError:
-    if fix:
-        return wrong(place + name, f"is not supported here: {fix}")
+def _unknown(place: str, name: str, close: str | None) -> ApiError:
     hint = f"did you mean {close}?" if close else "leave it out"
     message = f"unknown field '{place}{short(name)}'; {hint}"
     return ApiError(400, message, param=place + name[:60], code="unknown_field")

@@ -1,4 +1,4 @@
-"""Before every request: who asks, and from which page. After it: headers, counts, a line in the log.
+"""Before every request: who asks, from which page, and how much. After it: headers, counts, a line in the log.
 
 An ASGI middleware. Prompts are never logged, nor are query strings.
 """
@@ -12,7 +12,24 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftheads.serve.api_error import ApiError
+from draftheads.serve.fields import ApiError
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Limits of requests. Time for slow senders and readers is limited by a reverse proxy."""
+
+    max_connections: int = 512
+    header_bytes: int = 32 << 10
+    body_bytes: int = 2 << 20
+    keep_alive_seconds: int = 30  # between two requests of a connection
+
+    choices: int = 128  # prompts of a request times n
+    logprobs: int = 1 << 18  # log-probabilities of all answers to a request
+
+    max_tokens: int | None = None  # the longest answer that a request may want; None: as long as the model's texts
+    request_seconds: float | None = 600.0  # from the request to the end of its answer
+
 
 _ACCESS = logging.getLogger("draftheads.access")
 _LOG = logging.getLogger(__name__)
@@ -91,7 +108,6 @@ class Guard:
     _: KW_ONLY
     access: Access  # who may send requests
     count: Callable[[str, int], object]  # called after each request with its route and status
-    log_requests: bool  # a line for each, except health checks that succeed or come while the model is loaded
     body_bytes: int  # of a request, at most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +141,7 @@ class Guard:
                 await error.response()(scope, receive, send_safely)
         finally:
             self.count(inner["route"].path if "route" in inner else "other", status)
-            if self.log_requests and not (scope["path"] in _POLLED and status in (200, 503)):
+            if not (scope["path"] in _POLLED and status in (200, 503)):
                 path = ascii(scope["path"][:200])[1:-1]
                 address = (scope.get("client") or ("-",))[0]
                 seconds = time.monotonic() - start

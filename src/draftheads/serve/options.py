@@ -1,6 +1,7 @@
-"""Options of ``draftheads serve``; the sentence under a field is its help."""
+"""Options of ``draftheads serve`` and its socket. A taken port is found before the model's libraries are imported."""
 
 import re
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -8,15 +9,13 @@ from typing import Annotated
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.settings import TemplateSettings
-from draftheads.speculation.drafting import Drafting
+from draftheads.settings import LoadSettings
 from draftheads.utils.files import user_path
 from draftheads.utils.option_group import ABOVE_0, FROM_1, OptionGroup, Range
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _PORT = Range("must be from 0 to 65535", lambda value: 0 <= value < 65536)
 _FINITE = Range("must be above 0", lambda value: 0 < value < float("inf"))
-_WAIT = Range("must be at least 0", lambda value: 0 <= value < float("inf"))
 
 
 @dataclass(frozen=True)
@@ -42,57 +41,32 @@ class ServeOptions(OptionGroup):
     """Name of the model in requests. Default: its own name."""
     api_key_file: Path | None = None
     """A file of API keys, one in each line. DRAFTHEADS_API_KEY can have one, too. Without keys everyone may ask."""
-    api_key: tuple[str, ...] = ()
-    """API keys. Other users of this machine can see them in the list of processes: a file or DRAFTHEADS_API_KEY is
-    better."""
     allow_host: tuple[str, ...] = ()
     """Further names of this server in the Host header. On 127.0.0.1 only local names are allowed; a proxy may send
     others."""
     max_rows: Annotated[int, FROM_1] = 16
     """Answers that are decoded together."""
-    max_waiting: Annotated[int, FROM_1] = 128
-    """Answers that may wait. Beyond, clients get status 429. One client alone may have half of them."""
     kv_gib: Annotated[float | None, _FINITE] = None
     """Memory for keys and values in GiB. Default: half of the free memory, and no more than the rows can use."""
-    chunk_tokens: Annotated[int, FROM_1] = 256
-    """Prompt tokens that are read between two steps. More read long prompts faster and delay streams longer."""
     max_tokens: Annotated[int | None, FROM_1] = None
     """Longest answer that a request may ask for. As long as the model's texts when left out."""
-    default_tokens: Annotated[int, FROM_1] = 2048
-    """Longest answer of a chat, where the request names none. At most --max-tokens."""
     request_seconds: Annotated[float, ABOVE_0] = 600.0
     """Time for a request. Then it ends with an error."""
-    drain_seconds: Annotated[float, _WAIT] = 30.0
-    """Time to finish answers after SIGTERM or Ctrl-C. A second signal ends at once."""
-    log_requests: bool = True
-    """Write a line for each request: address, path, status, time. Prompts and answers are never written, and answers of
-    /health, /ready and /metrics only if they fail."""
     record: Path | None = None
     """Record prompts and answers in this folder, to train heads on them. Clients opt out with "store": false. Nothing
     is recorded when left out."""
     record_gib: Annotated[float, _FINITE] = 2.0
     """Disk for --record in GiB. The oldest records are deleted."""
     head_folder: Path | None = None
-    """Folder of draft heads that POST /admin/head may load. It may load the installed ones, too."""
-    admin_key_file: Path | None = None
-    """A file with the key for POST /admin/head. DRAFTHEADS_ADMIN_KEY can have it, too. Without a key nobody may use
-    it."""
-    load: tyro.conf.OmitArgPrefixes[TemplateSettings] = field(default_factory=TemplateSettings)
-    copy: bool = True
-    """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
-    tree: str = "auto"
-    """What is drafted, as for `draftheads generate`. auto: the size of the tree is decided at each step."""
+    """Folder of draft heads that POST /admin/head may load. It may load the installed ones, too. DRAFTHEADS_ADMIN_KEY
+    must have its key."""
+    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_folder is not None and not self.head_folder.is_dir():
             raise InvalidSettings(f"--head-folder {self.head_folder} is no folder; give the folder that heads are in")
-        _ = self.adapters, self.draftings
-
-    @property
-    def draftings(self) -> tuple[Drafting, ...]:
-        """What drafts: the default first; one that decodes plainly where no head was given."""
-        return tuple(Drafting(head, tree=self.tree, copy=self.copy) for head in self.head or (None,))
+        _ = self.adapters
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -108,3 +82,12 @@ class ServeOptions(OptionGroup):
                 raise InvalidSettings(f"--adapter {given}: {name} is {folders[name]} already; give another name")
             folders[name] = user_path(folder)
         return folders
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)  # with SO_REUSEADDR
+    except (OSError, OverflowError) as error:
+        raise InvalidSettings(f"--host {host} --port {port}: cannot listen there ({error}); give another one") from None

@@ -10,9 +10,17 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane, Request
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
-from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.fields import UNSUPPORTED, WITHOUT_EFFECT, Fields, check_schema, text_or_list, wrong
-from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.fields import (
+    ApiError,
+    Fields,
+    NoEffect,
+    Unsupported,
+    api_error_of,
+    check_schema,
+    text_or_list,
+    wrong,
+)
+from draftheads.serve.guard import HttpLimits
 from draftheads.serve.state import Service
 from draftheads.settings import MOST_BIAS, Grammar, SamplingSettings
 
@@ -61,12 +69,6 @@ class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
 
-    @property
-    def grammar(self) -> Grammar | None:
-        """None for free text."""
-        schema = None if self.json_schema is None else self.json_schema.of_answers
-        return grammar_of(self.type, schema, "response_format.json_schema")
-
 
 def grammar_of(kind: str, schema: dict[str, Any] | None, place: str) -> Grammar | None:
     """The grammar of answers of a kind: text, json_object or json_schema; None for free text."""
@@ -80,11 +82,10 @@ def grammar_of(kind: str, schema: dict[str, Any] | None, place: str) -> Grammar 
 class StreamOptions(Fields):
     """What the chunks of a stream have besides the answer."""
 
-    without_effect: ClassVar = {"include_obfuscation"}
-
     include_usage: bool = False  # a last chunk with the counts
     continuous_usage_stats: bool = False  # counts so far in every chunk
     include_draft: bool = False  # which text of a chunk was drafted
+    include_obfuscation: NoEffect = None
 
 
 def _field_of_setting(name: str) -> tuple[Any, bool | None]:
@@ -100,10 +101,12 @@ else:
 
 
 class CommonFields(_OfSettings):
-    """Types and sizes. :class:`SamplingSettings` has the ranges of its settings, and models have their defaults."""
+    """Fields of all routes, with their types and sizes.
 
-    without_effect: ClassVar = WITHOUT_EFFECT
-    unsupported: ClassVar = UNSUPPORTED
+    :class:`SamplingSettings` has the ranges of its settings, and models have their defaults.
+    """
+
+    default_tokens: ClassVar[int] = 2048  # of the longest answer, where a request names no limit
 
     model: str = ""
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -125,7 +128,43 @@ class CommonFields(_OfSettings):
     stream_options: StreamOptions = StreamOptions()
     store: bool = True  # the answers may be recorded
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches, whatever their keys
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    safety_identifier: NoEffect = None
+    service_tier: NoEffect = None
+    user: NoEffect = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many top log-probabilities of each token are asked for; None: not even its own."""
+        raise NotImplementedError
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Of the answer's text; None for free text."""
+        raise NotImplementedError
+
+
+class ChoiceFields(Fields):
+    """Fields of the two older routes, chats and completions."""
+
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
+    metadata: NoEffect = None
+    prediction: NoEffect = None
+    audio: Annotated[Any, Unsupported(None, "leave it out")] = None
+    best_of: Annotated[Any, Unsupported(1, "send n and choose among the answers")] = None
+    function_call: Annotated[Any, Unsupported("none", "use tool_choice")] = None
+    functions: Annotated[Any, Unsupported([], "use tools")] = None
+    modalities: Annotated[Any, Unsupported(["text"], "leave it out")] = None
+    suffix: Annotated[Any, Unsupported("", "leave it out")] = None
+    verbosity: Annotated[Any, Unsupported(None, "leave it out")] = None
+    web_search_options: Annotated[Any, Unsupported(None, "leave it out")] = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        form = self.response_format
+        schema = None if form.json_schema is None else form.json_schema.of_answers
+        return grammar_of(form.type, schema, "response_format.json_schema")
 
 
 @dataclass(frozen=True)
@@ -167,15 +206,8 @@ def _later(seed: int, number: int) -> int:
     return seed + number if seed + number < 2**64 else seed + number - 2**64
 
 
-def read_params(
-    fields: CommonFields,
-    service: Service,
-    *,
-    default_tokens: int,
-    logprobs: int | None,
-    grammar: Grammar | None,
-) -> RequestParams:
-    """What the common fields mean for the server's models; without ``logprobs`` not even tokens have theirs."""
+def read_params(fields: CommonFields, service: Service, grammar: Grammar | None) -> RequestParams:
+    """What the common fields mean for the server's models; a grammar decides on the form of answers."""
     if not fields.model:
         raise wrong("model", f"is missing; models of this server: {', '.join(service.models)}")
     if fields.n > service.limits.choices:
@@ -190,7 +222,7 @@ def read_params(
         raise wrong("stream_options.continuous_usage_stats", "needs include_usage: true")
     engine = service.engine(fields.model)
     most = [engine.model.max_positions and engine.model.max_positions - 1, service.limits.max_tokens]
-    max_tokens = _max_tokens(fields, min(filter(None, most), default=None), default_tokens)
+    max_tokens = _max_tokens(fields, min(filter(None, most), default=None))
     # OpenAI's defaults, but those that the model's own generation configuration names
     defaults = {"temperature": 1.0, "top_k": 0, **engine.generation.sampling}
     sampling = {**defaults, **fields.model_dump(include={*_SAMPLING}, exclude_unset=True)}
@@ -206,7 +238,7 @@ def read_params(
             **sampling,
             max_new_tokens=max_tokens,
             min_new_tokens=fields.min_tokens,
-            logprobs=logprobs,
+            logprobs=fields.num_logprobs,
             grammar=grammar,
         )
     except InvalidSettings as error:
@@ -214,7 +246,7 @@ def read_params(
     return RequestParams(fields, engine, Lane(fields.model, fields.draft_nodes), settings)
 
 
-def _max_tokens(fields: CommonFields, limit: int | None, default: int) -> int:
+def _max_tokens(fields: CommonFields, limit: int | None) -> int:
     """The longest answer that a request wants, within the limit of the server and the model."""
     names = {name: type(fields).model_fields[name].alias or name for name in ("max_tokens", "max_completion_tokens")}
     asked = {names[name]: value for name in names if (value := getattr(fields, name))}
@@ -223,7 +255,7 @@ def _max_tokens(fields: CommonFields, limit: int | None, default: int) -> int:
     for name, value in asked.items():
         if limit is not None and value > limit:
             raise wrong(name, f"is {value}; it must be at most {limit} on this server")
-    max_tokens = next(iter(asked.values()), default if limit is None else min(default, limit))
+    max_tokens = next(iter(asked.values()), min(fields.default_tokens, limit or fields.default_tokens))
     if (fields.min_tokens or 0) > max_tokens:
         raise wrong(
             "min_tokens",

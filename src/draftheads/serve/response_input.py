@@ -4,36 +4,23 @@ from abc import abstractmethod
 from reprlib import repr as short_repr
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
-from draftheads.serve.chat_messages import Arguments, TemplateFields, message_of, tool_call
-from draftheads.serve.fields import Fields, check_schema, read_fields, text_or_list, wrong
-from draftheads.serve.request_params import CommonFields, StreamOptions, grammar_of
-from draftheads.serve.tools import ToolFields, ToolName, ToolUse
+from draftheads.serve.chat_messages import Arguments, ChatBody, Texts, message_of, tool_call
+from draftheads.serve.fields import Fields, NoEffect, Unsupported, check_schema, read_fields, text_or_list, wrong
+from draftheads.serve.request_params import StreamOptions, grammar_of
+from draftheads.serve.tools import ToolName, ToolUse, as_sent, use_of
 from draftheads.settings import MOST_LOGPROBS, Effort, Grammar
 
 LOGPROBS = "message.output_text.logprobs"  # in the field include
-_MOST_PAIRS, _MOST_IN_KEY, _MOST_IN_VALUE = 16, 64, 512  # of metadata, as in OpenAI's API
-
-
-class _Text(Fields):
-    without_effect: ClassVar = {"annotations", "logprobs"}  # of an answer that is sent back
-
-    type: Literal["input_text", "output_text"]  # the model reads only text
-    text: str
-
-
-def _parts(content: Any) -> list[Any]:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else text_or_list(content)
-
-
-_Texts = Annotated[list[_Text], FailFast(), BeforeValidator(_parts)]
 
 
 class _Item(Fields):
-    """One part of the input."""
+    """One part of the input; three fields are those of a part of an answer that is sent back."""
 
-    without_effect: ClassVar = {"id", "status", "phase"}  # of a part of an answer that is sent back
+    id: NoEffect = None
+    status: NoEffect = None
+    phase: NoEffect = None
 
     @abstractmethod
     def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
@@ -43,10 +30,10 @@ class _Item(Fields):
 class _Message(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: _Texts
+    content: Texts
 
     def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
-        messages.append(message_of(self.role, [part.text for part in self.content], f"{place}.content"))
+        messages.append(message_of(self.role, self.content, f"{place}.content"))
 
 
 class _FunctionCall(_Item):
@@ -65,10 +52,10 @@ class _FunctionCall(_Item):
 class _FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: _Texts
+    output: Texts
 
     def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
-        message = message_of("tool", [part.text for part in self.output], f"{place}.output")
+        message = message_of("tool", self.output, f"{place}.output")
         messages.append({**message, "tool_call_id": self.call_id})
 
 
@@ -91,16 +78,6 @@ class _FunctionTool(Fields):
     strict: bool | None = None  # changes no answer: forced calls always follow the schema
 
 
-def _checked(tools: Any) -> Any:
-    """Tools as they were sent: a response repeats them."""
-    _TOOLS.validate_python(check_schema(tools))
-    return tools
-
-
-_TOOLS = TypeAdapter(list[_FunctionTool])
-_Tools = Annotated[list[dict[str, Any]], BeforeValidator(_checked, json_schema_input_type=list[_FunctionTool])]
-
-
 class _TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] | None = Field(None, alias="schema")
@@ -111,57 +88,33 @@ class _TextFormat(Fields):
 
 
 class _TextOptions(Fields):
-    unsupported: ClassVar = {"verbosity": ("medium", "leave it out")}
-
     format: _TextFormat = _TextFormat(type="text", schema=None)
+    verbosity: Annotated[Any, Unsupported("medium", "leave it out")] = None
 
 
 class _Reasoning(Fields):
-    without_effect: ClassVar = {"summary", "generate_summary"}  # answers have no reasoning apart from their text
-
     effort: Effort | None = None
+    summary: NoEffect = None  # answers have no reasoning apart from their text
+    generate_summary: NoEffect = None
+
+
+_ITS_USAGE = "the last event has the usage; leave it out"
+_NOT_STORED = "nothing is stored; send the earlier items in input"
 
 
 class _StreamOptions(StreamOptions):
-    unsupported: ClassVar = {
-        "include_usage": (True, "the last event always has the usage; leave it out"),
-        "continuous_usage_stats": (False, "the last event has the usage; leave it out"),
-    }
+    include_usage: Annotated[Any, Unsupported(True, _ITS_USAGE)] = False
+    continuous_usage_stats: Annotated[Any, Unsupported(False, _ITS_USAGE)] = False
 
 
-def _short_metadata(metadata: dict[Any, Any]) -> dict[Any, Any]:
-    if len(metadata) > _MOST_PAIRS:
-        raise ValueError(f"has {len(metadata)} entries; it must have at most {_MOST_PAIRS}")
-    for key, value in metadata.items():
-        if len(key) > _MOST_IN_KEY:
-            raise ValueError(f"has a key of {len(key)} characters; keys must have at most {_MOST_IN_KEY}")
-        if not isinstance(value, str) or len(value) > _MOST_IN_VALUE:
-            is_ = f"is {short_repr(value)}; it must be a string of at most {_MOST_IN_VALUE} characters"
-            raise ValueError(f"has an entry {key!a}, which {is_}")
-    return metadata
-
-
-class ResponseFields(TemplateFields, CommonFields):
+class ResponseFields(ChatBody):
     """The fields of a request for a response."""
 
-    without_effect: ClassVar = {
-        "max_tool_calls",  # of tools that a server runs itself
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "user",
-    }
-    unsupported: ClassVar = {
-        "background": (False, "an answer is made while its client waits; leave it out"),
-        "conversation": (None, "nothing is stored; send the earlier items in input"),
-        "max_tokens": (None, "use max_output_tokens"),
-        "messages": (None, "use input"),
-        "n": (1, "send a request for each answer"),
-        "previous_response_id": (None, "nothing is stored; send the earlier items in input"),
-        "prompt": (None, "no prompts are stored; use instructions and input"),
-        "reasoning_effort": (None, "use reasoning.effort"),
-        "response_format": (None, "use text.format"),
+    names: ClassVar = {
+        "messages": "input",
+        "form": "text.format",
+        "effort": "reasoning.effort",
+        "max_tokens": "max_output_tokens",
     }
 
     input: Annotated[list[dict[str, Any]], FailFast(), BeforeValidator(_items)] = Field(min_length=1, max_length=2048)
@@ -169,18 +122,29 @@ class ResponseFields(TemplateFields, CommonFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(None, alias="max_output_tokens")
     text: _TextOptions = _TextOptions()
     reasoning: _Reasoning = _Reasoning()
-    tools: _Tools = Field([])
+    tools: Annotated[list[dict[str, Any]], as_sent(_FunctionTool)] = Field([])
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([])
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
-    metadata: Annotated[dict[str, Any], AfterValidator(_short_metadata)] = Field({})
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    ] = Field({})
     truncation: Literal["disabled"] = "disabled"
     stream_options: _StreamOptions = _StreamOptions()
+    max_tool_calls: NoEffect = None  # of tools that a server runs itself
+    background: Annotated[Any, Unsupported(False, "an answer is made while its client waits; leave it out")] = None
+    conversation: Annotated[Any, Unsupported(None, _NOT_STORED)] = None
+    max_tokens: Annotated[Any, Unsupported(None, "use max_output_tokens")] = None
+    messages: Annotated[Any, Unsupported(None, "use input")] = None
+    n: Annotated[Any, Unsupported(1, "send a request for each answer")] = 1
+    previous_response_id: Annotated[Any, Unsupported(None, _NOT_STORED)] = None
+    prompt: Annotated[Any, Unsupported(None, "no prompts are stored; use instructions and input")] = None
+    reasoning_effort: Annotated[Any, Unsupported(None, "use reasoning.effort")] = None
+    response_format: Annotated[Any, Unsupported(None, "use text.format")] = None
 
     @property
-    def logprobs(self) -> int | None:
-        """How many top log-probabilities of each token are asked for; None: not even its own."""
+    def num_logprobs(self) -> int | None:
         if LOGPROBS in self.include:
             return self.top_logprobs
         if self.top_logprobs:
@@ -189,29 +153,22 @@ class ResponseFields(TemplateFields, CommonFields):
 
     @property
     def grammar(self) -> Grammar | None:
-        """Of the answer's text; None for free text."""
         return grammar_of(self.text.format.type, self.text.format.of_answers, "text.format.schema")
 
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning.effort
+
     def tool_use(self) -> ToolUse | None:
-        """What the request says of its tools, as :meth:`ToolFields.tool_use`."""
-        match self.tool_choice:
-            case "none" | "auto" | "required":
-                choice = self.tool_choice
-            case {"type": "function", "name": str(name)}:
-                choice = {"type": "function", "function": {"name": name}}
-            case _:
-                form = '"none", "auto", "required" or {"type": "function", "name": …}'
-                raise wrong("tool_choice", f"must be {form}")
-        chat_tools = [
+        tools = [
             {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
             for tool in self.tools
         ]
-        given = {"tools": chat_tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
-        return read_fields(ToolFields, given, "").tool_use()
+        return use_of(tools, self.tool_choice, parallel=self.parallel_tool_calls, flat=True)
 
-    def messages(self) -> list[dict[str, Any]]:
+    def template_messages(self) -> list[dict[str, Any]]:
         """The instructions and the input as a chat template reads them."""
-        messages = [] if self.instructions is None else [message_of("system", [self.instructions], "instructions")]
+        messages = [] if self.instructions is None else [message_of("system", self.instructions, "instructions")]
         for number, item in enumerate(self.input):
             _read_item(item, f"input[{number}]").add_to(messages, f"input[{number}]")
         return messages

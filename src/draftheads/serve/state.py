@@ -9,15 +9,12 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request
 from draftheads.errors import DeviceLost
 from draftheads.models.fingerprint import tokenizer_fingerprint
-from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.guard import Access
-from draftheads.serve.head_exchange import HeadExchange
-from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.fields import ApiError, api_error_of
+from draftheads.serve.guard import Access, HttpLimits
 from draftheads.serve.metrics import Metrics
-from draftheads.serve.recorder import Exchange, Recorder
+from draftheads.serve.recorder import Recorder
 from draftheads.serve.scheduler import Job, Scheduler
 
 Phase = Literal["loading", "ready", "draining"]
@@ -46,7 +43,6 @@ class Service:
     Args:
         limits: of requests.
         access: who may send them.
-        log_requests: write a line for each to the log.
         recorder: of answers; None records nothing.
     """
 
@@ -55,15 +51,13 @@ class Service:
         limits: HttpLimits | None = None,
         access: Access | None = None,
         *,
-        log_requests: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.access = access or Access()
-        self.log_requests = log_requests
         self.recorder = recorder
-        self.heads: HeadExchange | None = None  # what /admin/head uses
-        self._tokenizer_print = ""
+        self.exchange: Callable[[str, str], object] | None = None  # of the head of a served model, for /admin/head
+        self.tokenizer_fingerprint = ""  # where answers are recorded
         self.models: dict[str, ServedModel] = {}
         self.phase: Phase = "loading"
         self._scheduler: Scheduler | None = None
@@ -82,7 +76,7 @@ class Service:
         assert self.models.keys() == scheduler.engines.keys(), "every served name has an engine"
         if self.recorder is not None:
             engine = next(iter(scheduler.engines.values()))  # all have the same tokenizer
-            self._tokenizer_print = tokenizer_fingerprint(engine.model.tokenizer)
+            self.tokenizer_fingerprint = tokenizer_fingerprint(engine.model.tokenizer)
         self._scheduler = scheduler
         if self.phase == "loading":
             self.phase = "ready"
@@ -115,20 +109,6 @@ class Service:
         """The engine of a served model as it is now; a head may be replaced at run time."""
         self.model(name)
         return self.scheduler.engines[name]
-
-    def record(self, name: str, request: Request, messages: Sequence[Mapping[str, Any]] | None) -> None:
-        """Records a finished answer of a served model, if answers are recorded; ``messages`` are a chat's prompt."""
-        if self.recorder is not None and request.token_ids:
-            exchange = Exchange(
-                self.models[name].weights,
-                self._tokenizer_print,
-                request.prompt_ids,
-                request.token_ids,
-                request.text,
-                finished=request.finish_reason == "stop",
-                messages=messages,
-            )
-            self.recorder.add(exchange)
 
     def cancel(self, job: Job) -> None:
         """Ends a job, also while the server shuts down."""

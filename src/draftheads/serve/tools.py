@@ -3,6 +3,7 @@
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,25 +13,19 @@ from draftheads.decode.grammar import ONE_LINE
 from draftheads.models.chat_template import CALL_TAGS, render
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
-from draftheads.serve.api_error import ApiError
-from draftheads.serve.fields import Fields, check_schema, wrong
+from draftheads.serve.fields import ApiError, Fields, check_schema, wrong
 from draftheads.serve.tagged_text import TaggedText, TrimmedText
 from draftheads.settings import Grammar
 from draftheads.utils.messages import short
 
 OPEN, CLOSE = CALL_TAGS
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+_NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+_CHOSEN = {"type": {"const": "function"}, "function": _NAMED}
 _CHOICE: dict[str, Any] = {  # what is read of tool_choice
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-            },
-            "required": ["type", "function"],
-        },
+        {"type": "object", "properties": _CHOSEN, "required": ["type", "function"]},
     ]
 }
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -92,46 +87,57 @@ class _Tool(Fields, extra="ignore"):
     function: _Function
 
 
-def _checked(tools: Any) -> Any:
-    """Tools as they were sent: templates show all of their fields, in the same order."""
-    names = [tool.function.name for tool in _TOOLS.validate_python(check_schema(tools))]
-    if len(set(names)) < len(names):
-        raise ValueError("has two functions of the same name")
-    return tools
+def as_sent(kind: type[Fields]) -> BeforeValidator:
+    """Checks a list of tools of a kind, which stay as they were sent.
 
+    Templates show all of their fields, in the same order, and responses repeat them.
+    """
+    tools = Annotated[list[kind], Field(max_length=64)]  # type: ignore[valid-type]
+    adapter: TypeAdapter[list[Any]] = TypeAdapter(tools)
 
-_Tools = Annotated[list[_Tool], Field(max_length=64)]
-_TOOLS = TypeAdapter(_Tools)
+    def check(given: Any) -> Any:
+        names = [getattr(tool, "function", tool).name for tool in adapter.validate_python(check_schema(given))]
+        if len(set(names)) < len(names):
+            raise ValueError("has two functions of the same name")
+        return given
+
+    return BeforeValidator(check, json_schema_input_type=tools)
 
 
 class ToolFields(Fields):
     """The fields about tools."""
 
-    tools: Annotated[list[dict[str, Any]], BeforeValidator(_checked, json_schema_input_type=_Tools)] = Field([])
+    tools: Annotated[list[dict[str, Any]], as_sent(_Tool)] = Field([])
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
 
     def tool_use(self) -> ToolUse | None:
         """What the request says of its tools; None if there are none, or none may be called."""
-        tools = tuple(self.tools)
-        names = tuple(tool["function"]["name"] for tool in tools)
-        match self.tool_choice:
-            case "none":
-                return None
-            case "auto":
-                return ToolUse(tools, (), self.parallel_tool_calls) if names else None
-            case _ if not names:
-                raise wrong("tool_choice", "needs tools")
-            case "required":
-                return ToolUse(tools, names, self.parallel_tool_calls)
-            case {"type": "function", "function": {"name": str(name)}}:
-                if name not in names:
-                    known = ", ".join(names)
-                    raise wrong("tool_choice", f"names {short(repr(name))}, which is not among the tools: {known}")
-                return ToolUse(tools, (name,), self.parallel_tool_calls)
-        raise wrong(
-            "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
-        )
+        return use_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+
+
+def use_of(tools: Sequence[dict[str, Any]], choice: Any, *, parallel: bool, flat: bool = False) -> ToolUse | None:
+    """What the field ``tool_choice`` says of tools; ``flat``: in the form of ``/v1/responses``."""
+    names = tuple(tool["function"]["name"] for tool in tools)
+    form = '{"type": "function", "name": …}' if flat else '{"type": "function", "function": {"name": …}}'
+    match choice:
+        case "none":
+            return None
+        case "auto":
+            return ToolUse(tuple(tools), (), parallel) if names else None
+        case _ if not names:
+            raise wrong("tool_choice", "needs tools")
+        case "required":
+            return ToolUse(tuple(tools), names, parallel)
+        case {"type": "function", "name": str(name)} if flat:
+            pass
+        case {"type": "function", "function": {"name": str(name)}} if not flat:
+            pass
+        case _:
+            raise wrong("tool_choice", f'must be "none", "auto", "required" or {form}')
+    if name not in names:
+        raise wrong("tool_choice", f"names {short(repr(name))}, which is not among the tools: {', '.join(names)}")
+    return ToolUse(tuple(tools), (name,), parallel)
 
 
 def check_template(model: TargetModel) -> None:
