@@ -45,8 +45,6 @@ class Options:
     """Draft heads of our server, which also answers without drafts."""
     fixed_nodes: tuple[int, ...] = ()
     """Also draft trees of so many nodes at every load, with the first head."""
-    num_paths: int | None = None
-    """Our server verifies so many paths of each head at every step."""
     ignore_eos: bool = False
     """Every answer has exactly --max-tokens (not from llama-cpp)."""
     precision: str = "auto"
@@ -113,11 +111,10 @@ def commands(options: Options) -> dict[str, list[str | Path]]:
     llama-cpp-python answers one request at a time, and by default ends it if another one comes.
     """
     precision, threads = exact_precision(options.precision), str(options.threads)
-    paths = () if options.num_paths is None else ("--tree", f"paths:{options.num_paths}")
     heads = ("--head", *options.heads) if options.heads else ()
     rows = str(max(options.users, default=16))
     known: dict[str, list[Any]] = {
-        "draftheads": ["draftheads", "serve", options.model, *heads, "--precision", precision, *paths],
+        "draftheads": ["draftheads", "serve", options.model, *heads, "--precision", precision],
         "llama-cpp": [
             *("llama_cpp.server", "--model", find_gguf(SMOLLM2_135M), "--n_ctx", "4096", "--n_threads", threads),
             *("--n_threads_batch", threads, "--interrupt_requests", "False"),

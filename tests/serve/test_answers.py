@@ -157,20 +157,6 @@ def test_answers_with_static_steps():
     assert [inbox.answer for inbox in inboxes] == [plain_answer(engines["hydra"], prompt) for prompt in prompts]
 
 
-def test_adapters_share_no_keys_and_values():
-    """Models of the same sizes and other weights are served side by side, as a base and its adapters are."""
-    engines = {name: Engine(tiny_model("llama", seed=seed)) for seed, name in enumerate(("base", "adapter"))}
-    scheduler = scheduler_of(engines)
-    prompt = text(1, 30)
-    for _ in range(2):
-        inboxes = {name: submit(scheduler, prompt, Lane(name))[1] for name in engines}
-        run_to_end(scheduler)
-        for name, engine in engines.items():
-            assert inboxes[name].answer == plain_answer(engine, prompt)
-    assert inboxes["base"].answer != inboxes["adapter"].answer
-    assert scheduler.snapshot().prefix_hits == 2
-
-
 def test_each_adapter_answers_as_its_merged_model(tmp_path: Path):
     """Whatever is decoded beside it, also after a beginning of which each adapter has keys and values of its own."""
     model = tiny_model("llama")

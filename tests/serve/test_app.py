@@ -183,7 +183,7 @@ def test_stop_strings_and_special_tokens_are_text_if_that_is_asked_for(server: R
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_the_server_limits_the_length_of_answers(server: Running, name: str):
     assert error_of(server.chat(**{"max_tokens": None, name: 2048}))["param"] == name
-    with running(tiny_engines(), HttpLimits(max_tokens=5, default_tokens=9)) as small:
+    with running(tiny_engines(), HttpLimits(max_tokens=5)) as small:
         assert error_of(small.chat(**{"max_tokens": None, name: 6}))["param"] == name
         for fields in ({name: 5}, {}):
             usage = small.chat(**{"max_tokens": None, **fields}, ignore_eos=True).json()["usage"]

@@ -34,7 +34,7 @@ def test_polls_are_logged_only_if_they_fail(
         return None
 
     counted: list[tuple[str, int]] = []
-    guard = Guard(app, access=Access(), count=lambda *found: counted.append(found), log_requests=True, body_bytes=9)
+    guard = Guard(app, access=Access(), count=lambda *found: counted.append(found), body_bytes=9)
     scope = {"type": "http", "path": path, "method": "GET", "headers": [(b"host", b"localhost")]}
     with caplog.at_level(logging.INFO, "draftheads.access"):
         asyncio.run(guard(scope, ignore, ignore))

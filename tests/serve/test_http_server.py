@@ -13,9 +13,9 @@ import pytest
 from cli_world import write_model
 from draftheads.cli import serving
 from draftheads.cli.main import main
-from draftheads.errors import MissingDependency
+from draftheads.errors import InvalidSettings, MissingDependency
 from draftheads.loading import load
-from draftheads.serve.options import ServeOptions
+from draftheads.serve.options import read_keys
 from serve_process import ServerProcess, chat_body
 
 LONG = {"max_tokens": 400, "n": 8}
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
     expected = load(str(folder / "model"), precision="fp32").generate(["a dog"], max_new_tokens=400)[0].text
-    arguments = ("model", "--head", "medusa", "--precision", "fp32", "--drain-seconds", "60")
+    arguments = ("model", "--head", "medusa", "--precision", "fp32")
     first = ServerProcess(folder, *arguments)
     port = first.client.base_url.port
     assert port is not None
@@ -113,31 +113,19 @@ def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [
-        ("--port", "70000"),
-        ("--max-tokens", "0"),
-        ("--kv-gib", "0"),
-        ("--drain-seconds", "-1"),
-        ("--api-key", "a b"),
-    ],
+    [("--port", "70000"), ("--max-tokens", "0"), ("--kv-gib", "0"), ("--api-key-file", "/nowhere")],
 )
 def test_wrong_options(capsys: pytest.CaptureFixture[str], option: str, value: str):
     assert main(["serve", option, value]) == 1
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_keys_come_from_a_file_and_the_environment(tmp_path: Path):
     (tmp_path / "keys").write_text("# ours\nfirst\n\nsecond\n", encoding="utf-8")
-    monkeypatch.setenv("DRAFTHEADS_API_KEY", "third")
-    options = ServeOptions(api_key=("fourth",), api_key_file=tmp_path / "keys")
-    assert serving._api_keys(options) == ("fourth", "first", "second", "third")
-
-
-@pytest.mark.parametrize(("waiting", "choices"), [(1, 1), (9, 4), (128, 64), (10_000, 128)])
-def test_a_request_has_no_more_answers_than_its_client_may_queue(waiting: int, choices: int) -> None:
-    assert serving.http_limits(ServeOptions(max_waiting=waiting)).choices == choices
-
-
-def test_the_longest_answer_is_an_option() -> None:
-    assert serving.http_limits(ServeOptions()).max_tokens is None
-    assert serving.http_limits(ServeOptions(max_tokens=100)).max_tokens == 100
+    assert read_keys(tmp_path / "keys", "third") == ("first", "second", "third")
+    assert read_keys(None, "third") == ("third",)
+    assert read_keys(None, None) == ()
+    (tmp_path / "empty").write_text("# ours\n", encoding="utf-8")
+    for file, variable, named in ((tmp_path / "empty", None, "has no key"), (None, "a b", "no space")):
+        with pytest.raises(InvalidSettings, match=named):
+            read_keys(file, variable)

@@ -115,7 +115,7 @@ def failing(batch):
     raise RuntimeError("device-side assert")
 
 Batch.step = failing
-sys.exit(main(["serve", "model", "--port", "0", "--drain-seconds", "500"]))
+sys.exit(main(["serve", "model", "--port", "0"]))
 """
 
 

@@ -1,13 +1,11 @@
 """The official client against the server: what it gets is the offline engine's plain answer."""
 
-import asyncio
 import json
 from typing import Any
 
 import openai
 import pytest
 
-from draftheads.settings import Grammar
 from serve_world import NAME, PLAIN, USER, Running
 
 
@@ -19,7 +17,6 @@ PARAMETERS = schema(unit={"enum": ["C", "F"]}, day={"type": "integer", "minimum"
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("get_weather", "get_tide")
 ]
-SCHEMA = schema(colour={"enum": ["red", "green"]}, sure={"type": "boolean"})
 CHAT = {"model": NAME, "messages": [USER], "max_tokens": 24, "temperature": 0}
 TEXT = {"model": NAME, "prompt": "the cat sat", "max_tokens": 24, "temperature": 0}
 either = pytest.mark.parametrize("stream", [False, True])
@@ -48,25 +45,6 @@ def test_chats(client: openai.OpenAI, server: Running, nodes: int | None, sampli
     assert draft["tokens_per_step"] == round(23 / draft["steps"], 4)
     if nodes is not None:
         assert draft["steps"] * max(0, nodes - 1) == sum(draft["drafted_by_depth"])
-
-
-@either
-def test_several_answers_have_seeds_in_a_row(client: openai.OpenAI, server: Running, stream: bool):
-    stop = "#" if stream else "never"
-    fields = {**CHAT, "temperature": 1.0, "seed": 2**64 - 2, "n": 3, "stop": stop}
-    texts = ["", "", ""]
-    for choice, message in said(client.chat.completions.create(**fields, stream=stream)):
-        texts[choice.index] += message.content or ""
-    assert texts == [plain(server, temperature=1.0, seed=seed, stop=stop) for seed in (2**64 - 2, 2**64 - 1, 0)]
-    assert len(set(texts)) == 3
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-def test_stop(client: openai.OpenAI, server: Running, as_list: bool):
-    stop = plain(server)[7:9]
-    answer = client.chat.completions.create(**CHAT, stop=[stop, "never"] if as_list else stop)
-    assert answer.choices[0].message.content == plain(server, stop=stop)
-    assert answer.choices[0].finish_reason == "stop"
 
 
 @either
@@ -169,18 +147,6 @@ def test_zero_log_probabilities_are_those_of_the_tokens_alone(client: openai.Ope
 
 
 @either
-def test_json_of_a_schema(client: openai.OpenAI, server: Running, stream: bool):
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-    fields = {**CHAT, "max_tokens": 100, "response_format": form}
-    parts = said(client.chat.completions.create(**fields, stream=stream))
-    text = "".join(message.content or "" for _, message in parts)
-    value = json.loads(text)
-    assert value.keys() == {"colour", "sure"}
-    assert (value["colour"] in ("red", "green"), parts[-1][0].finish_reason) == (True, "stop")
-    assert text == plain(server, max_new_tokens=100, grammar=Grammar.json_schema(SCHEMA))
-
-
-@either
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_tide"}}])
 def test_tool_calls_that_must_come(client: openai.OpenAI, choice: Any, stream: bool):
     fields = {**CHAT, "max_tokens": 100, "tools": TOOLS, "tool_choice": choice}
@@ -210,26 +176,6 @@ def test_a_conversation_with_a_tool_goes_on(client: openai.OpenAI, server: Runni
 def test_models(client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == [NAME, PLAIN]
     assert client.models.retrieve(PLAIN).id == PLAIN
-
-
-def test_the_asynchronous_client(server: Running):
-    async def talk() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-
-            async def streamed(seed: int) -> str:
-                fields = {**CHAT, "temperature": 1.0, "seed": seed}
-                stream = await client.chat.completions.create(**fields, stream=True)
-                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-            async def response(seed: int) -> str:
-                asked = {"model": NAME, "input": USER["content"], "max_output_tokens": 24, "temperature": 1.0}
-                stream = await client.responses.create(**asked, stream=True, extra_body={"seed": seed})
-                return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
-
-            return await asyncio.gather(*[(streamed if seed % 2 else response)(seed) for seed in range(8)])
-
-    expected = [plain(server, temperature=1.0, seed=seed) for seed in range(8)]
-    assert asyncio.run(talk()) == expected
 
 
 @pytest.mark.parametrize(

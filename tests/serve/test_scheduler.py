@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent
 from draftheads.drafters.copying import Copying, CopyingSession
@@ -64,13 +63,6 @@ def test_clients_take_turns_and_each_ones_jobs_keep_their_order():
         job.on_event = lambda event, name=name: ended.append(name) if Inbox.is_last(event) else None
     run_to_end(scheduler)
     assert ended == ["a1", "b1", "c1", "a2", "b2", "a3"]
-
-
-def test_no_more_rows_than_allowed():
-    scheduler = scheduler_of(ENGINES, max_rows=3, chunk_tokens=4)
-    inboxes = [submit(scheduler, [3, 4, 5 + n], Lane(("m", "plain")[n % 2]))[1] for n in range(9)]
-    assert max(counts.running + counts.reading for counts in snapshots(scheduler)) == 3
-    assert all(len(inbox.answer) == 12 for inbox in inboxes)
 
 
 # --- what is refused ---
@@ -212,34 +204,6 @@ def test_a_deadline_ends_a_job_wherever_it_is():
     check_empty(scheduler)
 
 
-def test_a_step_that_fails_fails_the_jobs_of_its_batch_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    scheduler = scheduler_of(ENGINES, chunk_tokens=8)
-    inboxes = [submit(scheduler, [3, 4 + n], Lane(name))[1] for n, name in enumerate(("m", "m", "plain"))]
-    iterate(scheduler, 2)
-    read_later = submit(scheduler, [5] * 30, Lane("m"))[1]
-    iterate(scheduler)
-    step = Batch.step
-
-    def failing(batch: Batch) -> Any:
-        if batch.drafter is ENGINES["m"].drafter:
-            raise RuntimeError("out of memory\nand more")
-        return step(batch)
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(Batch, "step", failing)
-        iterate(scheduler)
-    assert "out of memory" in caplog.text
-    for inbox in (*inboxes[:2], read_later):
-        assert inbox.failure == JobFailed("error", "the answer could not be computed: out of memory")
-    _, after = submit(scheduler, [3, 4], Lane("m"))
-    run_to_end(scheduler)
-    assert after.answer == plain([3, 4])
-    assert inboxes[2].answer == plain([3, 6])
-    check_empty(scheduler)
-
-
 def test_an_error_in_one_request_fails_it_alone(monkeypatch: pytest.MonkeyPatch):
     scheduler = scheduler_of(ENGINES)
     bad_text, other, bad_prompt = (submit(scheduler, [3, 4, number]) for number in (5, 6, 7))
@@ -303,18 +267,6 @@ def history_bytes(batch: Batch) -> int:
     assert isinstance(session.session, StatefulSession)
     kept = [layer for layer in session.session.history.layers if layer is not None]
     return sum(part.untyped_storage().nbytes() for layer in kept for part in layer)
-
-
-def test_requests_wait_for_memory_and_never_take_more():
-    limit = 5 * 128 * PER_SLOT  # five rows of a block, or fewer of two blocks
-    scheduler = scheduler_of(ENGINES, kv_bytes=limit, max_rows=8)
-    prompts = [[3 + n] * (110 if n == 2 else 20) for n in range(7)]
-    inboxes = [submit(scheduler, prompt, PLAIN, max_new_tokens=60)[1] for prompt in prompts]
-    all_counts = list(snapshots(scheduler))
-    assert all(counts.kv_bytes + counts.prefix_bytes <= limit for counts in all_counts)
-    assert 2 <= max(counts.running for counts in all_counts) < 7
-    for prompt, inbox in zip(prompts, inboxes, strict=True):
-        assert inbox.answer == plain(prompt, max_new_tokens=60)
 
 
 def test_cached_texts_make_room_for_requests():

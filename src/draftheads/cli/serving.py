@@ -8,12 +8,11 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 from draftheads.cli.show import quiet_transformers
-from draftheads.errors import DeviceLost, InvalidSettings, MissingDependency
+from draftheads.errors import DeviceLost, MissingDependency
 from draftheads.models.chat_template import template_of
-from draftheads.serve.options import ServeOptions
+from draftheads.serve.options import ServeOptions, read_keys
 from draftheads.utils.counts import counted
 from draftheads.utils.environment import NAMES, Environment
 from draftheads.utils.files import user_path
@@ -21,7 +20,7 @@ from draftheads.utils.files import user_path
 try:
     from draftheads.serve.guard import LOCAL_NAMES, Access, HttpLimits
     from draftheads.serve.http_server import serve
-    from draftheads.serve.load_models import HeadExchange, Served, default_kv_bytes, load_served, read_key_file
+    from draftheads.serve.load_models import HeadExchange, Served, default_kv_bytes, load_served
     from draftheads.serve.recorder import Recorder
     from draftheads.serve.scheduler import Limits, Scheduler
     from draftheads.serve.state import ServedModel, Service
@@ -33,30 +32,19 @@ except ModuleNotFoundError as error:
 _KEY_VARIABLE = NAMES["api_key"]
 
 
-def http_limits(options: ServeOptions) -> HttpLimits:
-    """A request may have as many answers as one client may have in the queue."""
-    return HttpLimits(
-        choices=max(1, min(HttpLimits.choices, options.max_waiting // 2)),
-        max_tokens=options.max_tokens,
-        default_tokens=options.default_tokens,
-        request_seconds=None if options.request_seconds == float("inf") else options.request_seconds,
-    )
-
-
 def run(options: ServeOptions, listening: socket.socket) -> None:
     """Serves until a signal comes. If the accelerator fails, the process ends with status 1."""
     quiet_transformers()
     _log_to_stderr()
-    keys = _api_keys(options)
+    keys = read_keys(options.api_key_file, Environment().api_key)
     local = _is_local(options.host)
     hosts = frozenset(options.allow_host) | (LOCAL_NAMES | {options.host} if local else frozenset())
-    access = Access(keys, hosts or None, _keys(Environment().admin_key, options.admin_key_file, "--admin-key-file"))
-    service = Service(
-        http_limits(options),
-        access,
-        log_requests=options.log_requests,
-        recorder=_recorder(options),
+    access = Access(keys, hosts or None, read_keys(None, Environment().admin_key))
+    # a request may have as many answers as one client may have in the queue
+    limits = HttpLimits(
+        choices=Limits.max_waiting // 2, max_tokens=options.max_tokens, request_seconds=options.request_seconds
     )
+    service = Service(limits, access, recorder=_recorder(options))
     address = _address(listening)
     if not local and not keys:
         print(
@@ -71,13 +59,13 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         loaded.append((served, scheduler_limits))
         scheduler = Scheduler(served.engines, scheduler_limits)
         folder = None if options.head_folder is None else user_path(options.head_folder)
-        service.heads = HeadExchange(scheduler, options.model, folder, options.copy)
+        service.exchange = HeadExchange(scheduler, options.model, folder).exchange
         return served.models, scheduler
 
     def on_ready() -> None:
         print(_welcome(address, *loaded[0], has_keys=bool(keys)), flush=True)
 
-    serving = serve(service, listening, load, drain_seconds=options.drain_seconds, on_ready=on_ready)
+    serving = serve(service, listening, load, on_ready=on_ready)
     code = 0
     try:
         is_idle = asyncio.run(serving)
@@ -97,7 +85,7 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
 def _load(options: ServeOptions) -> tuple[Served, Limits]:
     served = load_served(
         options.model,
-        options.draftings,
+        options.head,
         options.load,
         adapters=options.adapters,
         name=options.name,
@@ -106,9 +94,7 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
     budget = options.kv_gib
     return served, Limits(
         max_rows=options.max_rows,
-        max_waiting=options.max_waiting,
         kv_bytes=default_kv_bytes(served.target, options.max_rows) if budget is None else round(budget * 2**30),
-        chunk_tokens=options.chunk_tokens,
     )
 
 
@@ -143,21 +129,6 @@ def _recorder(options: ServeOptions) -> Recorder | None:
         file=sys.stderr,
     )
     return recorder
-
-
-def _api_keys(options: ServeOptions) -> tuple[str, ...]:
-    return _keys(Environment().api_key, options.api_key_file, "--api-key-file", *options.api_key)
-
-
-def _keys(variable: str | None, path: Path | None, option: str, *given: str) -> tuple[str, ...]:
-    """The given keys, those of a file, and that of an environment variable."""
-    keys = [*given, *([] if path is None else read_key_file(path, option))]
-    if variable:
-        keys.append(variable)
-    for key in keys:
-        if not key.isascii() or not key.isprintable() or not key or " " in key:
-            raise InvalidSettings("an API key must have printable ASCII characters and no space")
-    return tuple(dict.fromkeys(keys))
 
 
 def _is_local(host: str) -> bool:

@@ -47,8 +47,7 @@ class Answers:
         self._start = start
         # bounded by the lengths of the answers: the model thread never waits for a client
         self._events: asyncio.Queue[tuple[int, StreamEvent | JobFailed]] = asyncio.Queue()
-        seconds, params = service.limits.request_seconds, call.params
-        deadline = None if seconds is None else start + seconds
+        params, deadline = call.params, start + service.limits.request_seconds
         salt = service.access.cache_salt_of(client, params.fields.cache_salt)
         self._jobs = [
             Job(request, params.lane, client, self._deliver_to(index), deadline, salt)

@@ -101,7 +101,7 @@ class Message(Fields, json_schema_extra=_CONTENT):
         return message
 
 
-def message_of(role: str, content: Texts | str, place: str) -> dict[str, Any]:
+def message_of(role: str, content: list[_TextPart] | str, place: str) -> dict[str, Any]:
     """A message as a chat template reads it."""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     if problem := half_character(text):

@@ -133,17 +133,17 @@ _SCHEMA_BYTES, _SCHEMA_DEPTH = 64 << 10, 32  # at most
 class Unsupported:
     """In ``Annotated``: a field that would change an answer, with a value that does not, and what to do instead."""
 
-    neutral: Any
     fix: str
+    only: Any = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, core_schema.any_schema())
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"enum": [self.neutral], "description": f"not supported: {self.fix}"}
+        return {"enum": [self.only], "description": f"not supported: {self.fix}"}
 
     def _check(self, value: Any) -> Any:
-        if value != self.neutral:
+        if value != self.only:
             raise PydanticCustomError("unsupported", "", {"fix": self.fix})
         return value
 
@@ -211,7 +211,7 @@ def wrong(field: str, problem: str) -> ApiError:
 def validation_error(errors: Sequence[Mapping[str, Any]], place: str) -> ApiError:
     """The first of pydantic's errors, with the path of the field; ``place`` is where the object is."""
     error = errors[0]
-    field = place + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    field = place + "".join(f"[{part}]" if isinstance(part, int) else f".{short(part)}" for part in error["loc"])
     field, value, context = field.removeprefix("."), error["input"], error.get("ctx", {})
     code = None
     match error["type"]:

@@ -28,7 +28,7 @@ class HttpLimits:
     logprobs: int = 1 << 18  # log-probabilities of all answers to a request
 
     max_tokens: int | None = None  # the longest answer that a request may want; None: as long as the model's texts
-    request_seconds: float | None = 600.0  # from the request to the end of its answer
+    request_seconds: float = 600.0  # from the request to the end of its answer
 
 
 _ACCESS = logging.getLogger("draftheads.access")
@@ -79,7 +79,7 @@ class Access:
         path = scope["path"]
         if path.startswith(_ADMIN):
             if not self.admin_keys:
-                raise ApiError(403, f"{_ADMIN} needs a server with --admin-key-file", code="no_admin_key")
+                raise ApiError(403, f"{_ADMIN} needs a server with DRAFTHEADS_ADMIN_KEY", code="no_admin_key")
             return f"admin {_key_number(headers, self.admin_keys)}"
         if self.api_keys and path.startswith(_PROTECTED):
             return f"key {_key_number(headers, self.api_keys)}"

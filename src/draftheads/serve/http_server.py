@@ -19,6 +19,7 @@ from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel, Service
 
 _LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers, once all are computed
+_DRAIN_SECONDS = 30  # for answers that are under way when the first signal comes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _Load = Callable[[], tuple[Iterable[ServedModel], Scheduler]]
 
@@ -56,7 +57,6 @@ async def serve(
     listening: socket.socket,
     load: _Load,
     *,
-    drain_seconds: float,
     on_ready: Callable[[], object],
 ) -> bool:
     """Serves until a signal comes or the accelerator fails; a second signal ends it at once.
@@ -65,7 +65,6 @@ async def serve(
         service: to serve.
         listening: where.
         load: gives the models and their scheduler, not started. It runs in a thread; meanwhile /ready is 503.
-        drain_seconds: for answers that are under way when the first signal comes.
         on_ready: called once models are served.
 
     Returns:
@@ -97,7 +96,7 @@ async def serve(
             service.open(models, scheduler)
             on_ready()
             await asyncio.wait(tasks - {loaded}, return_when=asyncio.FIRST_COMPLETED)
-        await service.drain(drain_seconds)
+        await service.drain(_DRAIN_SECONDS)
     finally:
         server.should_exit = True
         stopping.cancel()

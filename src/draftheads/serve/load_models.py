@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -30,6 +30,7 @@ from draftheads.utils.files import user_path
 from draftheads.utils.machine import find_memory
 
 _UNKNOWN_BYTES = 2 << 30  # of free memory, where it is not known
+_NAME = re.compile(r"\w[\w.+-]{0,99}(/\w[\w.+-]{0,99}){0,4}", re.ASCII)  # a head's own, or folders and names
 _CONTEXT = 8192  # of models without a limit
 
 
@@ -47,7 +48,7 @@ class Served:
 
 def load_served(
     model: str,
-    draftings: Sequence[Drafting],
+    heads: Sequence[str],
     load: LoadSettings,
     *,
     adapters: Mapping[str, Path] | None = None,
@@ -58,27 +59,26 @@ def load_served(
 
     Args:
         model: a name, a folder or a Hub id.
-        draftings: what drafts. The first is used by the model's own name, each further one by NAME:HEAD.
+        heads: the first is used by the model's own name, each further one by NAME:HEAD; none decodes plainly.
         load: how the model is loaded.
         adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
         name: under which it is served; the model's own name when left out.
         max_rows: answers that are decoded together.
     """
-    heads = [drafting.head for drafting in draftings]
-    resolved = [None if head is None else resolve(head, name_of(model)) for head in heads]
-    template = template_of(load.chat_template, *resolved)
-    given = {key: value for key, value in load.given().items() if key != "chat_template"}
-    target = load_target(model, chat_template=template, **given)
+    resolved = {head: None if head is None else resolve(head, name_of(model)) for head in heads or (None,)}
+    target = load_target(
+        model, **{**load.given(), "chat_template": template_of(load.chat_template, *resolved.values())}
+    )
     preparing = Thread(target=_prepare_grammars, args=(target,))
     preparing.start()
     base = name or _short_name(model)
     models: list[ServedModel] = []
     engines: dict[str, Engine] = {}
-    for drafting, head, drafts in zip(draftings, heads, resolved, strict=True):
+    for head, drafts in resolved.items():
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
-        engines[served] = engine_on(target, drafts, drafting, max_batch_size=max_rows)
+        engines[served] = engine_on(target, drafts, Drafting(head), max_batch_size=max_rows)
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():
         if adapter in engines:
@@ -116,21 +116,6 @@ def _free_bytes(target: TargetModel) -> int:
     return min(known, default=_UNKNOWN_BYTES)
 
 
-def read_key_file(path: Path, option: str = "--api-key-file") -> tuple[str, ...]:
-    """API keys of a file, one in each line; lines that begin with # are comments."""
-    try:
-        lines = [line.strip() for line in user_path(path).read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSettings(f"{option} {path} cannot be read: {error}") from None
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise InvalidSettings(f"{option} {path} has no key; write one in each line")
-    return keys
-
-
-_NAME = re.compile(r"\w[\w.+-]{0,99}(/\w[\w.+-]{0,99}){0,4}", re.ASCII)  # a head's own, or folders and names
-
-
 class HeadFields(Fields):
     """The fields of a request to exchange a head."""
 
@@ -145,16 +130,13 @@ class HeadExchange:
     scheduler: Scheduler  # whose engines are exchanged
     model: str  # by which the base model was loaded
     head_folder: Path | None = None  # heads in it may be used, besides those that are installed with a package
-    copy: bool = True  # drafts hold copies, too
-    fast: bool = True  # the head gets fast kernels
 
     def exchange(self, served: str, head: str) -> None:
         """Loads and checks a head, and uses it for all later requests of a served model. Takes seconds."""
         old, folder = self.scheduler.engines[served], self.find(head)
         try:
             drafts = resolve_head(folder, self.model)
-            options: dict[str, Any] = {"max_batch_size": old.max_batch_size, "fast": self.fast, "keep_cost": False}
-            new = engine_on(old.model, drafts, Drafting(head, copy=self.copy), **options)
+            new = engine_on(old.model, drafts, Drafting(head), max_batch_size=old.max_batch_size, keep_cost=False)
         except DraftHeadsError as error:  # no path of this machine is shown to clients
             own = old.model.model_id
             error.args = (str(error).replace(str(folder), head).replace(own, shown_name(own)), *error.args[1:])

@@ -91,3 +91,19 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)  # with SO_REUSEADDR
     except (OSError, OverflowError) as error:
         raise InvalidSettings(f"--host {host} --port {port}: cannot listen there ({error}); give another one") from None
+
+
+def read_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
+    """API keys: those of a file, one in each line, and that of an environment variable; # begins a comment."""
+    lines: list[str] = []
+    if file is not None:
+        try:
+            lines = [line.strip() for line in user_path(file).read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidSettings(f"--api-key-file {file} cannot be read: {error}") from None
+        if not (lines := [line for line in lines if line and not line.startswith("#")]):
+            raise InvalidSettings(f"--api-key-file {file} has no key; write one in each line")
+    keys = dict.fromkeys([*lines, *([variable] if variable else ())])
+    if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
+        raise InvalidSettings("an API key must have printable ASCII characters and no space")
+    return tuple(keys)

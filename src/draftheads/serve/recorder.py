@@ -77,7 +77,7 @@ class Recorder:
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         if max_bytes < _SMALLEST_BUDGET:
             raise InvalidSettings(
-                f"record_gib is {max_bytes / 2**30:g}; it must be at least {_SMALLEST_BUDGET / 2**30:g}"
+                f"--record-gib is {max_bytes / 2**30:g}; it must be at least {_SMALLEST_BUDGET / 2**30:g}"
             )
         self.folder = folder
         self.max_bytes = max_bytes

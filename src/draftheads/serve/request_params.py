@@ -151,14 +151,14 @@ class ChoiceFields(Fields):
     response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
     metadata: NoEffect = None
     prediction: NoEffect = None
-    audio: Annotated[Any, Unsupported(None, "leave it out")] = None
-    best_of: Annotated[Any, Unsupported(1, "send n and choose among the answers")] = None
-    function_call: Annotated[Any, Unsupported("none", "use tool_choice")] = None
-    functions: Annotated[Any, Unsupported([], "use tools")] = None
-    modalities: Annotated[Any, Unsupported(["text"], "leave it out")] = None
-    suffix: Annotated[Any, Unsupported("", "leave it out")] = None
-    verbosity: Annotated[Any, Unsupported(None, "leave it out")] = None
-    web_search_options: Annotated[Any, Unsupported(None, "leave it out")] = None
+    audio: Annotated[Any, Unsupported("leave it out")] = None
+    best_of: Annotated[Any, Unsupported("send n and choose among the answers", only=1)] = None
+    function_call: Annotated[Any, Unsupported("use tool_choice", only="none")] = None
+    functions: Annotated[Any, Unsupported("use tools", only=[])] = None
+    modalities: Annotated[Any, Unsupported("leave it out", only=["text"])] = None
+    suffix: Annotated[Any, Unsupported("leave it out", only="")] = None
+    verbosity: Annotated[Any, Unsupported("leave it out")] = None
+    web_search_options: Annotated[Any, Unsupported("leave it out")] = None
 
     @property
     def grammar(self) -> Grammar | None:

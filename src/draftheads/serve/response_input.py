@@ -89,7 +89,7 @@ class _TextFormat(Fields):
 
 class _TextOptions(Fields):
     format: _TextFormat = _TextFormat(type="text", schema=None)
-    verbosity: Annotated[Any, Unsupported("medium", "leave it out")] = None
+    verbosity: Annotated[Any, Unsupported("leave it out", only="medium")] = None
 
 
 class _Reasoning(Fields):
@@ -103,8 +103,8 @@ _NOT_STORED = "nothing is stored; send the earlier items in input"
 
 
 class _StreamOptions(StreamOptions):
-    include_usage: Annotated[Any, Unsupported(True, _ITS_USAGE)] = False
-    continuous_usage_stats: Annotated[Any, Unsupported(False, _ITS_USAGE)] = False
+    include_usage: Annotated[Any, Unsupported(_ITS_USAGE, only=True)] = False
+    continuous_usage_stats: Annotated[Any, Unsupported(_ITS_USAGE, only=False)] = False
 
 
 class ResponseFields(ChatBody):
@@ -133,15 +133,15 @@ class ResponseFields(ChatBody):
     truncation: Literal["disabled"] = "disabled"
     stream_options: _StreamOptions = _StreamOptions()
     max_tool_calls: NoEffect = None  # of tools that a server runs itself
-    background: Annotated[Any, Unsupported(False, "an answer is made while its client waits; leave it out")] = None
-    conversation: Annotated[Any, Unsupported(None, _NOT_STORED)] = None
-    max_tokens: Annotated[Any, Unsupported(None, "use max_output_tokens")] = None
-    messages: Annotated[Any, Unsupported(None, "use input")] = None
-    n: Annotated[Any, Unsupported(1, "send a request for each answer")] = 1
-    previous_response_id: Annotated[Any, Unsupported(None, _NOT_STORED)] = None
-    prompt: Annotated[Any, Unsupported(None, "no prompts are stored; use instructions and input")] = None
-    reasoning_effort: Annotated[Any, Unsupported(None, "use reasoning.effort")] = None
-    response_format: Annotated[Any, Unsupported(None, "use text.format")] = None
+    background: Annotated[Any, Unsupported("an answer is made while its client waits; leave it out", only=False)] = None
+    conversation: Annotated[Any, Unsupported(_NOT_STORED)] = None
+    max_tokens: Annotated[Any, Unsupported("use max_output_tokens")] = None
+    messages: Annotated[Any, Unsupported("use input")] = None
+    n: Annotated[Any, Unsupported("send a request for each answer", only=1)] = 1
+    previous_response_id: Annotated[Any, Unsupported(_NOT_STORED)] = None
+    prompt: Annotated[Any, Unsupported("no prompts are stored; use instructions and input")] = None
+    reasoning_effort: Annotated[Any, Unsupported("use reasoning.effort")] = None
+    response_format: Annotated[Any, Unsupported("use text.format")] = None
 
     @property
     def num_logprobs(self) -> int | None:
