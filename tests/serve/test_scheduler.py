@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent
 from draftheads.drafters.copying import Copying, CopyingSession
