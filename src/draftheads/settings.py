@@ -156,6 +156,7 @@ def _integers(least: int, most: float = math.inf, also: str = "") -> Rule:
 _FLAG = Rule(_flag, lambda _: True, "True or False")
 _SHARE = Rule(_number, lambda share: 0.0 < share <= 1.0, "a number above 0 and at most 1")
 _POSITIVE = Rule(_number, lambda number: 0.0 < number < math.inf, "a positive number, or None")
+_DELTA = Rule(_number, lambda delta: delta > 0.0, "a positive number, or None")
 _PENALTY = Rule(_number, lambda p: abs(p) <= MOST_PENALTY, f"a number from {-MOST_PENALTY:g} to {MOST_PENALTY:g}")
 _SEED = Rule(_integer, lambda n: -(2**63) <= n < 2**64, "an integer of at least -2**63 and below 2**64, or None")
 
@@ -258,9 +259,7 @@ class SamplingSettings(GenerateSampling):
     before logit biases, penalties, temperature, top-k, top-p and min-p."""
     typical_epsilon: Annotated[float, _SHARE] = 0.09
     """ε of typical acceptance. A draft token above this probability is always typical."""
-    typical_delta: Annotated[float | None, Rule(_number, lambda delta: delta > 0.0, "a positive number, or None")] = (
-        None
-    )
+    typical_delta: Annotated[float | None, _DELTA] = None
     """δ of typical acceptance; √ε if left out."""
     grammar: Annotated[
         Grammar | None, Rule(_grammar, lambda _: True, "a Grammar, a dictionary with a JSON schema, or None")

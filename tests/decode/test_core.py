@@ -42,6 +42,7 @@ def test_prompts_are_read_together(passes: list[list[int]]) -> None:
     list(engine.run(requests))
     assert passes == [[2, 3, 140, 4]]
     assert [request.result().token_ids for request in requests] == [plain_answer(engine, prompt) for prompt in prompts]
+    assert all((request.row, request.hidden) == (None, []) for request in requests), "they hold memory of the model"
 
 
 @pytest.mark.parametrize(

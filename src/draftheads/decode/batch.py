@@ -109,10 +109,10 @@ class Batch:
     def join_read(self, ended: Mapping[Request, Tensor]) -> list[StreamEvent]:
         """Prompts that :meth:`read` has read whole become rows."""
         logits = self.runner.model.logits(torch.stack(list(ended.values())))
-        hidden = [torch.cat(request.hidden) for request in ended]
+        rows, hidden = zip(*((request.begun_row, torch.cat(request.hidden)) for request in ended), strict=True)
         for request in ended:
-            request.hidden = []
-        return self.join(list(ended), [request.begun_row for request in ended], logits, hidden)
+            request.end_reading()
+        return self.join(list(ended), rows, logits, hidden)
 
     @torch.inference_mode()
     def join(

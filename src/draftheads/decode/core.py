@@ -321,7 +321,7 @@ class EngineCore:
             if request.row is not None:
                 batch.runner.drop([request.row])
         batch.drop([request])
-        request.row, request.hidden = None, []
+        request.end_reading()
 
     # --- passes of the model ---
 

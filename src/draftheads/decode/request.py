@@ -142,8 +142,12 @@ class Request:
     cache_salt = ""
     num_overtaken = 0  # requests that were admitted before it, out of turn, because it did not fit
     admission = 0  # its number in the order of admissions
-    row: Row | None = None  # from its first chunk on: another prompt may have left a common beginning
-    stop = 0  # of what is read: where a chunk ends, so that states of recurrent layers are kept there; 0: nowhere
+    # while its prompt is read:
+    row: Row | None  # from its first chunk on: another prompt may have left a common beginning
+    read_ids: list[int]  # of a request that was interrupted, with its answer so far
+    digests: list[Hashable]
+    hidden: list[Tensor]  # parts (t, D or n·D)
+    stop: int  # where a chunk ends, so that states of recurrent layers are kept there; 0: nowhere
 
     def __init__(
         self,
@@ -194,10 +198,7 @@ class Request:
             self._generator.manual_seed(settings.seed)
         self._uniforms: list[float] = []
         self._streams: dict[str, torch.Generator] = {}
-        # while its prompt is read:
-        self.read_ids: list[int] = []  # of a request that was interrupted, with its answer so far
-        self.digests: list[Hashable] = []
-        self.hidden: list[Tensor] = []  # parts (t, D or n·D)
+        self.end_reading()
 
     @property
     def tokens_left(self) -> int:
@@ -218,6 +219,10 @@ class Request:
     def most_tokens(self) -> int:
         """Tokens of the prompt and of the longest possible answer."""
         return len(self.prompt_ids) + self.most_new_tokens
+
+    def end_reading(self) -> None:
+        """Its prompt is not read, or not any more: a finished request that is kept holds no memory of the model."""
+        self.row, self.read_ids, self.digests, self.hidden, self.stop = None, [], [], [], 0
 
     @property
     def begun_row(self) -> Row:
