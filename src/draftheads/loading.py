@@ -159,35 +159,27 @@ def load(
         name_of(draft_model, "draft_model")
     drafting = Drafting(head, draft_model, tree, copy)  # type: ignore[arg-type]
     drafts, published = _find_drafts(None if drafting.is_plain else head, name)
+    how: dict[str, Any] = {"fast": fast, "cuda_graphs": cuda_graphs}
+    of_names: dict[str, Any] = {"precision": precision, "trust_remote_code": trust_remote_code}
     target = load_target(
         model,
         tokenizer=tokenizer,
         chat_template=template_of(chat_template, drafts),
-        precision=precision,
         device=device,
         max_length=max_length,
-        fast=fast,
-        cuda_graphs=cuda_graphs,
         four_bit=four_bit,
         quantization_config=quantization_config,
         device_map=device_map,
         attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
+        **how,
+        **of_names,
     )
     if published is not None:
         drafts = resolve_head(imported_once(published, target), name)
     if draft_model is not None and not drafting.is_plain:
         is_named = isinstance(draft_model, str | PathLike)
-        small = load_target(
-            draft_model,
-            tokenizer=None if is_named else target.tokenizer,
-            precision=precision if is_named else "auto",
-            device=target.device if is_named else None,
-            fast=fast,
-            cuda_graphs=cuda_graphs,
-            trust_remote_code=is_named and trust_remote_code,
-        )
-        draft = DraftModel(small, target)
+        more = {"device": target.device, **of_names} if is_named else {"tokenizer": target.tokenizer}
+        draft = DraftModel(load_target(draft_model, **how, **more), target)
         shape = None if isinstance(drafting.shape, ByProfile) else drafting.shape
         return Engine(target, Copying(draft) if copy else draft, shape=shape, max_batch_size=max_batch_size)
     return engine_on(target, drafts, drafting, max_batch_size=max_batch_size, fast=fast)
