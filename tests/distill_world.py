@@ -42,9 +42,7 @@ def options(folder: Path, **changes: Any) -> DistillOptions:
         "out": folder / "out.jsonl",
         "prompts": (folder / "prompts.jsonl",),
         "max_new_tokens": 12,
-        "max_question_tokens": 20,
         "batch_size": 4,
-        "chunk_size": 6,
         "temperature": (0.0, 1.0),
     }
     return DistillOptions(**{**values, **changes})

@@ -2,16 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from distill_world import options, run
-from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
-from draftheads.decode.engine import Engine
-from draftheads.distill.options import DistillOptions
 from draftheads.models.model import TargetModel
 from training_world import chat_model
 
@@ -21,26 +16,12 @@ def target() -> TargetModel:
     return chat_model(seed=3)
 
 
-def test_a_tree_is_passed_on(monkeypatch: pytest.MonkeyPatch, target: TargetModel):
-    asked: list[Any] = []
-
-    def loading(*_: Any, tree: Any, **__: Any) -> Engine:
-        asked.append(tree)
-        return Engine(target)
-
-    monkeypatch.setattr(command_line, "load", loading)
-    for tree in ("auto", "[[0],[0,0]]"):
-        chosen = DistillOptions(out=Path("out.jsonl"), prompts=(Path("prompts.jsonl"),), head="hydra", tree=tree)
-        command_line._source(chosen, Mock())
-    assert asked == ["auto", "[[0],[0,0]]"]
-
-
 def test_the_command_line(target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     chosen = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
     out = tmp_path / "cli.jsonl"
-    words = "--num-self-talk 3 --temperature 0 0 1 --max-new-tokens 12 --max-question-tokens 20 --batch-size 4"
+    words = "--num-self-talk 3 --temperature 0 0 1 --max-new-tokens 12 --batch-size 4"
     command = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} {words} --precision fp32".split()
     command += ["--out", str(out)]
     assert main(command) == 0
@@ -53,4 +34,4 @@ def test_the_command_line(target: TargetModel, tmp_path: Path, capsys: pytest.Ca
     assert "was complete already" in capsys.readouterr().out
     assert main([*command, "--seed", "1"]) == 1
     assert "seed was 0 and is 1" in capsys.readouterr().err
-    assert json.loads((tmp_path / "cli.jsonl.manifest.json").read_text())["details"]["options"]["precision"] == "fp32"
+    assert json.loads((tmp_path / "cli.jsonl.manifest.json").read_text())["options"]["precision"] == "fp32"

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-import draftheads.distill.run as distill_run
 from distill_world import manifest, options, records, run
 from draftheads.data.texts import load_texts
 from draftheads.decode.engine import Engine
+from draftheads.distill import local
 from draftheads.errors import DistillationInterrupted, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
+from fake_progress import FakeProgress
 from training_world import EOS, chat_model, chat_tokenizer
 
 TEXTS = [" ".join(f"w{(3 * i + j) % 57}" for j in range(3 + i)) for i in range(9)]  # of 3 to 11 tokens
@@ -24,7 +25,8 @@ def target() -> TargetModel:
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Path:
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(local, "DOCUMENT_TOKENS", 5)
     path = tmp_path / "book.jsonl"
     lines = [*TEXTS, TEXTS[2], "  "]  # one of them twice, and nothing
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
@@ -32,7 +34,7 @@ def book(tmp_path: Path) -> Path:
 
 
 def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, book: Path, tmp_path: Path):
-    chosen = options(tmp_path, prompts=(), documents=(book,), document_tokens=5, temperature=(0.0,))
+    chosen = options(tmp_path, prompts=(), documents=(book,), temperature=(0.0,))
     bare = replace(target, tokenizer=chat_tokenizer(""))  # it needs no chat template
     bare.tokenizer.chat_template = None
     run(bare, chosen)
@@ -45,32 +47,22 @@ def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, boo
         result = Engine(target).generate([ids], settings)[0]
         assert record["completion"] == result.text.removesuffix(" <e>")
         assert record["finished"] == (result.finish_reason == "stop")
-    assert manifest(chosen)["counts"]["num_records"] == len(TEXTS)
+    assert manifest(chosen)["counts"]["records"] == len(TEXTS)
 
 
-def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(
-    target: TargetModel, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(target: TargetModel, book: Path, tmp_path: Path):
     whole = options(tmp_path, documents=(book,))
     run(target, whole)
     kinds = ["messages" in record for record in records(whole)]
     assert kinds == sorted(kinds, reverse=True)
     assert kinds.count(False) == len(TEXTS)
     stopped = options(tmp_path, documents=(book,), out=tmp_path / "again.jsonl")
-    chunks = 0
 
-    def stop_in_the_last_chunk(*_: object) -> object:
-        nonlocal chunks
-        chunks += 1
-        if chunks > len(kinds) // stopped.chunk:
-            raise KeyboardInterrupt
-        return real(*_)
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    real = distill_run._lines
-    with monkeypatch.context() as patch:
-        patch.setattr(distill_run, "_lines", stop_in_the_last_chunk)
-        with pytest.raises(DistillationInterrupted):
-            run(target, stopped)
+    with pytest.raises(DistillationInterrupted):
+        run(target, stopped, FakeProgress(len(kinds) - 2, interrupt))
     run(target, stopped)
     assert stopped.out.read_bytes() == whole.out.read_bytes()
     book.write_text(json.dumps({"text": "w1 w2"}) + "\n")
@@ -79,7 +71,7 @@ def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(
 
 
 def test_training_learns_the_completions_only(target: TargetModel, book: Path, tmp_path: Path):
-    chosen = options(tmp_path, prompts=(), documents=(book,), document_tokens=4, temperature=(0.0,))
+    chosen = options(tmp_path, prompts=(), documents=(book,), temperature=(0.0,))
     run(target, chosen)
     texts = load_texts(target, [chosen.out], max_length=100)
     assert len(texts) == len(TEXTS)

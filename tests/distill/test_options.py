@@ -8,7 +8,7 @@ import pytest
 from draftheads.distill.options import DistillOptions
 from draftheads.errors import InvalidSettings
 
-SERVER = {"endpoint": "http://x/v1", "endpoint_model": "x"}
+SERVER = {"endpoint": "http://x/v1", "model": "x"}
 
 
 @pytest.mark.parametrize(
@@ -17,23 +17,12 @@ SERVER = {"endpoint": "http://x/v1", "endpoint_model": "x"}
         ({"prompts": ()}, "--prompts"),
         ({"temperature": ()}, "--temperature is ()"),
         ({"temperature": (0.0, -1.0)}, "--temperature is 0.0 -1.0"),
-        ({"self_talk_temperature": 0.0}, "--self-talk-temperature is 0.0"),
-        ({"top_p": 0.0}, "--top-p is 0.0"),
-        ({"top_k": 0}, "--top-k is 0"),
         ({"batch_size": 0}, "--batch-size is 0"),
-        ({"chunk_size": 0}, "--chunk-size is 0"),
         ({"num_self_talk": -1}, "--num-self-talk is -1"),
-        ({"request_timeout": 0.0}, "--request-timeout is 0.0"),
         ({"out": Path("out.jsonl.gz")}, "--out is out.jsonl.gz"),
-        ({"document_tokens": 0}, "--document-tokens is 0"),
-        ({"turns": 0}, "turns is 0"),
-        ({"turns": 2, "prompts": (), "num_self_talk": 1}, "turns is 2"),
-        ({"endpoint": "http://x/v1"}, "--endpoint-model is None"),
-        ({"endpoint_model": "x"}, "--endpoint is None"),
         ({**SERVER, "documents": (Path("book.jsonl"),)}, "--documents is book.jsonl"),
         ({**SERVER, "head": "hydra"}, "--head is 'hydra'"),
         ({**SERVER, "num_self_talk": 2}, "--num-self-talk is 2"),
-        ({**SERVER, "turns": 2}, "turns is 2"),
     ],
 )
 def test_impossible_options_name_the_flag_and_its_value(changes: dict[str, Any], named: str):

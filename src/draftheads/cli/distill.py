@@ -23,8 +23,11 @@ _MOST_REFUSED = 3  # are shown; the manifest has all
 def run(options: DistillOptions) -> None:
     """Answers, then prints what came of it."""
     console = Console()
-    needs_chats = options.num_self_talk or options.turns
-    if needs_chats and not (options.endpoint or options.chat_template or options.head) and is_base_model(options.model):
+    if (
+        options.num_self_talk
+        and not (options.endpoint or options.chat_template or options.head)
+        and is_base_model(options.model)
+    ):
         raise UnsupportedModel(f"{options.model} {NO_CHATS}")
     quiet_transformers()
     with ProgressDisplay(console) as progress:
@@ -46,10 +49,7 @@ def _source(options: DistillOptions, progress: Progress) -> Source:
         options.model,
         options.head,
         chat_template=options.chat_template,
-        tree=options.tree,
         precision=options.precision,
-        device=options.device,
-        four_bit=options.four_bit,
         max_batch_size=options.batch_size,
     )
     return EngineSource(engine, options)
@@ -57,25 +57,25 @@ def _source(options: DistillOptions, progress: Progress) -> Source:
 
 def _table(outcome: Outcome) -> Table:
     """What came of a run; counts of nothing are left out."""
-    counts, survey = outcome.counts, outcome.survey
+    counts = outcome.counts
     rows = {
-        "conversations": counts.num_records,
-        "answers": counts.num_answers,
-        "cut off by --max-new-tokens": counts.num_unfinished,
-        "shortened: the next turn was too long, refused or empty, or follows a call": counts.num_shortened,
-        "duplicate prompts left out": survey.num_duplicates,
-        "self-talk left out: its questions were asked before": counts.num_repeated,
-        "prompts left out: longer than the model allows": counts.num_too_long,
-        "prompts left out: refused by the server": counts.num_refused,
-        "self-talk left out: its first question was empty or too long": counts.num_no_question,
-        "tokens": counts.num_tokens,
+        "conversations": counts["records"],
+        "answers": counts["answers"],
+        "cut off by --max-new-tokens": counts["unfinished"],
+        "shortened: the next turn was too long or refused, or follows a call": counts["shortened"],
+        "duplicate prompts left out": outcome.survey.num_duplicates,
+        "self-talk left out: its question was asked before": counts["repeated"],
+        "prompts left out: longer than the model allows": counts["too_long"],
+        "prompts left out: refused by the server": counts["refused"],
+        "self-talk left out: its question was empty or too long": counts["no_question"],
+        "tokens": counts["tokens"],
     }
     table = Table("", "number")
     table.columns[1].justify = "right"
     for what, number in rows.items():
         if number or what == "conversations":
             table.add_row(what, f"{number:,}")
-    table.add_row("tokens/s", f"{counts.tokens_per_second:,.1f}")
-    if counts.num_steps:
-        table.add_row("tokens/step", f"{counts.tokens_per_step:.2f}")
+    table.add_row("tokens/s", f"{1e3 * counts['tokens'] / max(1, counts['milliseconds']):,.1f}")
+    if counts["steps"]:
+        table.add_row("tokens/step", f"{(counts['tokens'] - counts['generations']) / counts['steps']:.2f}")
     return table

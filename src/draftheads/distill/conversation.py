@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt
 
 # more tokens than the model allows; the model wrote no question; the server does not answer it
 StopReason = Literal["too_long", "no_question", "refused"]
-OnProgress = Callable[[int, int], None]  # new tokens and finished conversations since the last call
+OnProgress = Callable[..., None]  # new tokens since the last call, and a conversation that has just ended
 
 
 class Source(Protocol):
@@ -35,11 +35,7 @@ class Dialogue:
         self.messages: list[dict[str, Any]] = []
         if prompt.system is not None:
             self.messages.append({"role": "system", "content": prompt.system})
-        turns = None if prompt.is_document else options.turns
-        if prompt.source == SELF_TALK:
-            turns = options.self_talk_turns
-        self.is_self_talk = turns is not None  # the model writes the user's turns after the first one that is given
-        self.num_turns = turns or len(prompt.turns)
+        self.num_turns = len(prompt.turns) or 1  # in self-talk one, which the model writes
         self.num_answers = 0
         self.num_generations = 0  # answers and self-talk questions, also those that are not kept
         self.num_tokens = 0  # of all generations
@@ -66,9 +62,8 @@ class Dialogue:
 
     def ask_next(self) -> bool:
         """Adds the next question of the prompt; returns False where the model has to write the question."""
-        given = self.prompt.turns[:1] if self.is_self_talk else self.prompt.turns
-        if not self.awaits_answer and self.num_answers < len(given):
-            self.ask(given[self.num_answers])
+        if not self.awaits_answer and self.num_answers < len(self.prompt.turns):
+            self.ask(self.prompt.turns[self.num_answers])
         return self.awaits_answer
 
     def ask(self, question: str) -> None:
@@ -107,6 +102,25 @@ class Dialogue:
             "seed": self.seed,
             "index": self.index,
             "source": self.prompt.source,
+        }
+
+    def entry(self) -> dict[str, Any]:
+        """What the journal keeps."""
+        is_empty = not self.num_answers
+        counts = {
+            "answers": self.num_answers,
+            "unfinished": not is_empty and not self.is_finished,
+            "shortened": not is_empty and self.is_finished and self.num_answers < self.num_turns,
+            **{reason: is_empty and self.stop_reason == reason for reason in get_args(StopReason)},
+            "generations": self.num_generations,
+            "tokens": self.num_tokens,
+            "steps": self.num_steps,
+        }
+        return {
+            "record": self.record(),
+            "is_self_talk": self.prompt.source == SELF_TALK,
+            "refused": {"source": self.prompt.source, "reason": self.refusal} if self.refusal else None,
+            "counts": {name: int(number) for name, number in counts.items()},
         }
 
 

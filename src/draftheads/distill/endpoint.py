@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from openai import APIStatusError
 
 _REFUSED_STATUSES = frozenset({400, 413, 422, 451})  # the server does not answer this prompt; it may answer others
+REQUEST_SECONDS = 600.0  # to wait for an answer
+REQUEST_RETRIES = 6  # if the server is busy, fails or cannot be reached
 _FINISHED = ("stop", "tool_calls", "function_call")
 _TOO_LONG_WORDS = ("context_length_exceeded", "context length", "context window", "too long", "max_model_len")
 _INSTALL = "'draftheads[endpoint]'"
@@ -37,15 +39,14 @@ class EndpointSource:
         except ImportError:
             raise MissingDependency("asking a server needs openai", pip_install=_INSTALL) from None
         assert options.endpoint is not None
-        assert options.endpoint_model is not None
         _check_address(options.endpoint)
         self.options = options
-        self.identity = {"model": options.endpoint_model, "answered_by": "endpoint"}  # the address may change
+        self.identity = {"model": options.model, "answered_by": "endpoint"}  # the address may change
         self._make_client: Callable[[], Any] = lambda: OpenAI(
             base_url=options.endpoint,
             api_key=_api_key(options.api_key_env),
-            timeout=options.request_timeout,
-            max_retries=options.request_retries,
+            timeout=REQUEST_SECONDS,
+            max_retries=REQUEST_RETRIES,
             http_client=DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
         )
 
@@ -60,7 +61,7 @@ class EndpointSource:
         # its threads are daemons: after an error nobody waits for them, and a closed client sends no further request
         with self._make_client() as client, ThreadPool(self.options.batch_size) as pool:
             for dialogue in pool.imap_unordered(converse_one, dialogues):
-                on_progress(dialogue.num_tokens, 1)
+                on_progress(dialogue.num_tokens, dialogue)
 
     def _continue(self, client: Any, dialogue: Dialogue) -> None:
         """Asks for one answer."""
@@ -92,26 +93,22 @@ class EndpointSource:
             dialogue.answer(**message, is_finished=is_finished)
 
     def _failed(self, why: str) -> EndpointError:
-        url, model = str(self.options.endpoint), self.options.endpoint_model
+        url, model = str(self.options.endpoint), self.options.model
         return EndpointError(
-            f"{url.rstrip('/')}/chat/completions failed: {why}; see --endpoint {url}, --endpoint-model {model!r} and "
+            f"{url.rstrip('/')}/chat/completions failed: {why}; see --endpoint {url}, --model {model!r} and "
             "--api-key-env; the same command continues"
         )
 
     def _request(self, dialogue: Dialogue) -> dict[str, Any]:
-        request: dict[str, Any] = {
-            "model": self.options.endpoint_model,
+        request = {
+            "model": self.options.model,
             # servers leave earlier thoughts out, and some refuse them
             "messages": [{k: v for k, v in said.items() if k != "reasoning_content"} for said in dialogue.messages],
             "max_tokens": self.options.max_new_tokens,
             "temperature": dialogue.temperature,
-            "top_p": self.options.top_p,
             "seed": dialogue.next_seed,
         }
-        if dialogue.prompt.tools:
-            request["tools"] = dialogue.prompt.tools
-        # top_k is not in the API, but many servers accept it
-        return request if self.options.top_k is None else {**request, "top_k": self.options.top_k}
+        return {**request, "tools": dialogue.prompt.tools} if dialogue.prompt.tools else request
 
 
 def _check_address(url: str) -> None:

@@ -1,6 +1,6 @@
 """Answers by our own engine: many conversations together, each new turn as soon as the last one has ended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,8 @@ from draftheads.models.chat_template import ChatReader, continuing_ids, render, 
 from draftheads.settings import SamplingSettings
 from draftheads.utils.identity import identity_digest
 
+DOCUMENT_TOKENS = 64  # of each text that the model reads
+QUESTION_TOKENS = 256  # a self-talk question that is longer is dropped
 _TOKEN_CHARACTERS = 64  # hardly any token is longer
 _WORDS = "seventeen purple elephants"  # stands for the user's words; templates strip white space around them
 
@@ -29,9 +31,9 @@ class EngineSource:
         self.engine = engine
         self.options = options
         self._has_chats = template_of(engine.model) is not None
-        if not self._has_chats and (options.num_self_talk or options.turns):
+        if not self._has_chats and options.num_self_talk:
             raise UnsupportedModel(f"{engine.model.model_id} {NO_CHATS}")
-        self.question_end = user_turn_end(engine.model) if options.num_self_talk or (options.turns or 1) > 1 else {}
+        self.question_end = user_turn_end(engine.model) if options.num_self_talk else {}
 
     @property
     def identity(self) -> dict[str, str]:
@@ -53,17 +55,18 @@ class EngineSource:
         core = self.engine.core()
         for place in sorted(range(len(dialogues)), key=lambda place: -dialogues[place].num_turns):
             self._submit(dialogues[place], place, running)
-            on_progress(0, int(dialogues[place].is_over))
+            if dialogues[place].is_over:
+                on_progress(0, dialogues[place])
         for request in running.values():
             core.add(request)
         for event in self.engine.events(core):
-            on_progress(len(event.token_ids), 0)
+            on_progress(len(event.token_ids))
             if event.finish_reason is not None:
                 dialogue = dialogues[event.index]
                 _add_result(dialogue, running.pop(event.index), self.engine.model.tokenizer)
                 self._submit(dialogue, event.index, running)
                 if dialogue.is_over:
-                    on_progress(0, 1)
+                    on_progress(0, dialogue)
                 else:
                     core.add(running[event.index], first=True)
 
@@ -84,24 +87,15 @@ class EngineSource:
             if dialogue.prompt.tools:
                 prompt = prompt_ids(self.engine.model, dialogue.messages, tools=dialogue.prompt.tools)
             return prompt, SamplingSettings(
-                max_new_tokens=self.options.max_new_tokens,
-                temperature=dialogue.temperature,
-                top_k=self.options.top_k,
-                top_p=self.options.top_p,
-                seed=dialogue.next_seed,
+                max_new_tokens=self.options.max_new_tokens, temperature=dialogue.temperature, seed=dialogue.next_seed
             )
-        return user_turn_opening(self.engine.model, dialogue.messages), SamplingSettings(
-            max_new_tokens=self.options.max_question_tokens,
-            temperature=self.options.self_talk_temperature,
-            top_k=self.options.top_k,
-            top_p=self.options.top_p,
-            seed=dialogue.next_seed,
-            **self.question_end,
+        return user_turn_opening(self.engine.model), SamplingSettings(
+            max_new_tokens=QUESTION_TOKENS, temperature=1.0, seed=dialogue.next_seed, **self.question_end
         )
 
     def _beginning(self, dialogue: Dialogue) -> list[int]:
         """Token ids of the beginning of a document, after cutting the dialogue's text to whole characters of it."""
-        tokenizer, count = self.engine.model.tokenizer, self.options.document_tokens
+        tokenizer, count = self.engine.model.tokenizer, DOCUMENT_TOKENS
         text = dialogue.prompt.turns[0][: _TOKEN_CHARACTERS * count]  # a whole book takes long
         ids = tokenizer(text)["input_ids"][:count]
         beginning = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -128,16 +122,16 @@ def _add_result(dialogue: Dialogue, request: Request, tokenizer: Any) -> None:
 # --- where a user's turn begins and ends in a chat template ---
 
 
-def user_turn_opening(reader: ChatReader, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a chat up to where the user's next words begin."""
-    before, _ = _around_words(reader, messages)
+def user_turn_opening(reader: ChatReader) -> list[int]:
+    """Token ids of a chat up to where the user's first words begin."""
+    before, _ = _around_words(reader)
     # a space before the user's words belongs to their first token
     return list(reader.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"])
 
 
 def user_turn_end(reader: ChatReader) -> dict[str, Any]:
     """The special token right after a user's words, or else the text there, as settings by which a request stops."""
-    _, after = _around_words(reader, ())
+    _, after = _around_words(reader)
     first_line = next(iter(after.strip().splitlines()), "").strip()
     if not first_line:
         raise UnsupportedModel("the chat template writes nothing after a user's words, so their end cannot be found")
@@ -145,10 +139,9 @@ def user_turn_end(reader: ChatReader) -> dict[str, Any]:
     return {"stop_token_ids": (token,)} if token in special_ids(reader.tokenizer) else {"stop": (first_line,)}
 
 
-def _around_words(reader: ChatReader, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
-    chat = [*map(dict, messages), {"role": "user", "content": _WORDS}]
+def _around_words(reader: ChatReader) -> tuple[str, str]:
     try:
-        text = render(reader, chat, add_generation_prompt=True)
+        text = render(reader, [{"role": "user", "content": _WORDS}], add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's author: it may raise anything
         raise UnsupportedModel(f"the chat template refuses a chat of self-talk: {error}") from error
     before, words, after = text.rpartition(_WORDS)

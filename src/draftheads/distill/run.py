@@ -1,21 +1,20 @@
-"""A distillation: prompts to conversations, in chunks; each chunk is saved before the next one begins.
+"""A distillation: prompts to conversations, each of which is saved when it ends.
 
-Knows the order of the work; shows nothing: it reports to a ``Progress``. Each chunk starts with an empty batch. So
-after a kill a chunk is computed again with the same neighbours in every batch, and the file is the same to the byte
-even where kernels round by batch size.
+Knows the order of the work; shows nothing: it reports to a ``Progress``. What an answer is depends on its place in the
+run and not on its neighbours, so a run that was stopped and continues writes the same file.
 """
 
-import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from typing import Any
 
-from draftheads.distill.conversation import Dialogue, OnProgress, Source
-from draftheads.distill.journal import Counts, Journal
+from draftheads.distill.conversation import Dialogue, Source
+from draftheads.distill.journal import Journal
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, unique_prompts
+from draftheads.distill.prompts import SELF_TALK, Prompt, Survey, survey, unique_prompts
 from draftheads.errors import DistillationInterrupted, EndpointError
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable
@@ -23,17 +22,11 @@ from draftheads.utils.identity import as_json_values
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import provenance
 
-_MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only by rounding)
-    {
-        *("out", "prompts", "documents"),  # their content counts, not their place
-        *(
-            "model",
-            "chat_template",
-            "template_variables",
-        ),  # the model's fingerprint counts, of which the template's text is a part
-        *("precision", "device", "four_bit", "head", "tree", "batch_size", "chunk_size"),
-        *("endpoint", "endpoint_model", "api_key_env", "request_timeout", "request_retries"),
-    }
+_BATCHES_AT_ONCE = 8  # that are in memory; at their end the batch is not full, which costs a tenth of the speed
+_MAY_CHANGE = (  # the answers do not depend on these (batch_size only by rounding)
+    *("out", "prompts", "documents"),  # their content counts, not their place
+    *("model", "chat_template", "template_variables"),  # the model's fingerprint counts, which has the template's text
+    *("precision", "head", "batch_size", "endpoint", "api_key_env"),
 )
 
 
@@ -42,9 +35,9 @@ class Outcome:
     """A complete run."""
 
     survey: Survey
-    counts: Counts
+    counts: Mapping[str, int]  # answers, generations (also of what is left out), …
     was_complete: bool  # before this call
-    refused: Sequence[Mapping[str, Any]] = ()  # as in the manifest
+    refused: Sequence[Mapping[str, Any]] = ()  # prompts that the server did not answer: source and reason
 
 
 def distill(options: DistillOptions, load_source: Callable[[], Source], progress: Progress) -> Outcome:
@@ -58,89 +51,55 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     source = load_source()
     total = prompt_survey.num_prompts + options.num_self_talk
     settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
-    details = {"options": as_json_values(asdict(options)), "provenance": provenance()}
-    with Journal.locked(options.out, {**source.identity, **settings, **asdict(prompt_survey)}, details) as journal:
-        was_complete = journal.manifest.is_complete
+    with Journal.locked(options.out, {**source.identity, **settings, **asdict(prompt_survey)}) as journal:
+        was_complete = journal.manifest is not None
         if not was_complete:
-            progress.stage(f"answering {total - journal.counts.num_done:,} of {counted(total, 'conversation')}")
+            progress.stage(f"answering {total - len(journal.places):,} of {counted(total, 'conversation')}")
             try:
-                _answer(options, source, journal, _tally(progress, journal.counts.num_done, total))
+                _answer(options, source, journal, progress, total)
             except KeyboardInterrupt:
                 raise DistillationInterrupted(
-                    f"stopped after {journal.counts.num_done:,} of {counted(total, 'conversation')}: "
+                    f"stopped after {len(journal.places):,} of {counted(total, 'conversation')}: "
                     "the same command continues"
                 ) from None
-        journal.finish()
-    return Outcome(prompt_survey, journal.counts, was_complete, journal.manifest.refused)
+            journal.finish({"options": as_json_values(asdict(options)), "provenance": provenance()})
+    manifest: Any = journal.manifest
+    return Outcome(prompt_survey, Counter(manifest["counts"]), was_complete, manifest["refused"])
 
 
-def _tally(progress: Progress, num_done: int, total: int) -> OnProgress:
-    """Adds up and reports the progress of a source."""
-    num_tokens = 0
-    started = time.monotonic()
-
-    def add(more_tokens: int, more_done: int) -> None:
-        nonlocal num_tokens, num_done
-        num_tokens += more_tokens
-        num_done += more_done
-        seconds = max(time.monotonic() - started, 1e-3)
-        progress.progress(num_done, total, f"{num_tokens / seconds:,.0f} tokens/s")
-
-    return add
-
-
-def _answer(options: DistillOptions, source: Source, journal: Journal, on_progress: OnProgress) -> None:
-    seen = Seen()
-    for line in journal.lines():
-        seen.add(_questions(json.loads(line)))
+def _answer(options: DistillOptions, source: Source, journal: Journal, progress: Progress, total: int) -> None:
+    """Answers what is not in the journal."""
     self_talk = repeat(Prompt((), None, SELF_TALK), options.num_self_talk)
     every = enumerate(chain(unique_prompts(options.prompts, options.documents), self_talk))
-    prompts = islice(every, journal.counts.num_done, None)
-    while chunk := list(islice(prompts, options.chunk)):
-        started = time.monotonic()
-        dialogues = [Dialogue(prompt, index=index, options=options) for index, prompt in chunk]
+    left = (Dialogue(prompt, index=index, options=options) for index, prompt in every if index not in journal.places)
+    started = saved = time.monotonic()
+    num_tokens = 0
+    held: list[Dialogue] = []  # refused, and nothing is answered yet: then the server or the options may be wrong
+
+    def on_progress(more_tokens: int, dialogue: Dialogue | None = None) -> None:
+        nonlocal num_tokens
+        num_tokens += more_tokens
+        if dialogue is not None:
+            held.append(dialogue)
+            if journal.places or not dialogue.refusal:
+                save()
+        speed = num_tokens / max(time.monotonic() - started, 1e-3)
+        progress.progress(len(journal.places) + len(held), total, f"{speed:,.0f} tokens/s")
+
+    def save() -> None:
+        nonlocal saved
+        for dialogue in held:
+            entry, last, saved = dialogue.entry(), saved, time.monotonic()
+            entry["counts"]["milliseconds"] = round(1e3 * (saved - last))
+            journal.add(dialogue.index, entry)
+        held.clear()
+
+    while dialogues := list(islice(left, _BATCHES_AT_ONCE * options.batch_size)):
         source.converse(dialogues, on_progress)
-        refused = [{"source": one.prompt.source, "reason": one.refusal} for one in dialogues if one.refusal]
-        if len(refused) == len(dialogues) > 1 and not journal.counts.num_answers:  # it is not for the prompts' sake
-            first = "{source}: {reason}".format_map(refused[0])
+        if len(held) == len(dialogues) > 1:
+            first = min(held, key=lambda dialogue: dialogue.index)
+            why = f"{first.prompt.source}: {first.refusal}"
             raise EndpointError(
-                f"the server refused all of {counted(len(refused), 'prompt')} ({first}): correct the options"
+                f"the server refused all of {counted(len(held), 'prompt')} ({why}): correct the options"
             )
-        lines, counts = _lines(dialogues, seen)
-        journal.add(lines, counts + Counts(seconds=time.monotonic() - started), refused)
-
-
-def _questions(record: Mapping[str, Any]) -> list[str]:
-    if "completion" in record:
-        return [record["prompt"]]
-    return [message["content"] for message in record["messages"] if message["role"] != "assistant"]
-
-
-def _lines(dialogues: Sequence[Dialogue], seen: Seen) -> tuple[bytes, Counts]:
-    """The lines of a chunk, and its counts. Self-talk with questions that were asked before is left out."""
-    lines: list[str] = []
-    counts = Counts()
-    for dialogue in dialogues:
-        record = dialogue.record()
-        is_new = record is not None and (seen.add(_questions(record)) or not dialogue.is_self_talk)
-        if is_new:
-            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-        counts += _counts_of(dialogue, is_new=is_new)
-    return "".join(lines).encode(), counts
-
-
-def _counts_of(dialogue: Dialogue, *, is_new: bool) -> Counts:
-    return Counts(
-        num_done=1,
-        num_records=int(is_new),
-        num_answers=dialogue.num_answers if is_new else 0,
-        num_unfinished=int(is_new and not dialogue.is_finished),
-        num_repeated=int(dialogue.num_answers > 0 and not is_new),
-        num_no_question=int(dialogue.stop_reason == "no_question" and not dialogue.num_answers),
-        num_too_long=int(dialogue.stop_reason == "too_long" and not dialogue.num_answers),
-        num_refused=int(dialogue.stop_reason == "refused" and not dialogue.num_answers),
-        num_shortened=int(is_new and dialogue.is_finished and dialogue.num_answers < dialogue.num_turns),
-        num_generations=dialogue.num_generations,
-        num_tokens=dialogue.num_tokens,
-        num_steps=dialogue.num_steps,
-    )
+        save()
