@@ -251,13 +251,13 @@ def num_lines(out: Path) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("num_kills", some([3, 10], 3))
-def test_after_kills_at_random_moments_the_file_is_the_same_to_the_byte(num_kills: int, tmp_path: Path):
+def test_after_kills_at_random_moments_the_file_is_the_same(num_kills: int, tmp_path: Path):
     target = chat_model(seed=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
     turns = [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(150)]
     prompts = write_prompts(tmp_path / "prompts.jsonl", turns)
-    command = f"--model {tmp_path}/model --prompts {prompts} --num-self-talk 30 --temperature 0 0.8".split()
+    command = f"--model {tmp_path}/model --prompts {prompts} --precision fp32".split()
     command += ["--max-new-tokens", "20", "--batch-size", "4"]
     out = tmp_path / "killed.jsonl"
     chance = random.Random(0)  # noqa: S311 - nothing secret
@@ -276,7 +276,7 @@ def test_after_kills_at_random_moments_the_file_is_the_same_to_the_byte(num_kill
             nursery.start([*command, "--out", str(path)], folder=tmp_path)
             assert nursery.wait() == 0
     assert done == sorted(done)
-    assert 0 < done[-1] <= 180  # there was something to lose, and something left to do
+    assert 0 < done[-1] <= 151  # there was something to lose, and something left to do
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not list(tmp_path.glob("*.part"))
     assert not list(tmp_path.glob(".*.tmp"))

@@ -1,7 +1,7 @@
 """A distillation: prompts to conversations, each of which is saved when it ends.
 
-Knows the order of the work; shows nothing: it reports to a ``Progress``. What an answer is depends on its place in the
-run and not on its neighbours, so a run that was stopped and continues writes the same file.
+Knows the order of the work; shows nothing: it reports to a ``Progress``. An answer depends on its place in the run, and
+on its neighbours only by rounding, so a run that was stopped and continues writes the same texts.
 """
 
 import time
