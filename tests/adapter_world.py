@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from draftheads.models.adapter import Adapter, linear_layers
+from draftheads.models.adapter import load_merged
 from draftheads.models.model import TargetModel
+from draftheads.train.joint.model import Adapter, linear_layers
 
 
 def saved_adapter(
@@ -24,7 +25,7 @@ def saved_adapter(
     """A random LoRA adapter of the base; of all linear layers with the lm_head where no targets are given."""
     torch.manual_seed(seed)
     targets = targets or (*linear_layers(base.model), "lm_head")  # also where it is the embedding, too
-    adapter = Adapter.attach(copy.deepcopy(base.model), rank=rank, alpha=4, dropout=0.1, targets=targets)
+    adapter = Adapter(copy.deepcopy(base.model), rank=rank, alpha=4, dropout=0.1, targets=targets)
     for parameter in adapter.parameters:
         parameter.data += scale * torch.randn_like(parameter)
     adapter.save(folder)
@@ -39,5 +40,5 @@ def change_config(folder: Path, **config: Any) -> None:
 
 def merged(base: TargetModel, adapter: Path) -> TargetModel:
     """The base with the adapter merged into its weights."""
-    model = Adapter.load(copy.deepcopy(base.model), adapter).merge()
+    model = load_merged(copy.deepcopy(base.model), adapter)
     return TargetModel(model.eval().requires_grad_(requires_grad=False), base.tokenizer, "merged", base.chat_template)

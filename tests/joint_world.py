@@ -1,5 +1,6 @@
 """A small joint run, and heads with a model and an adapter in it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,11 @@ from torch import Tensor
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.features import LiveStore
 from draftheads.data.texts import load_texts
-from draftheads.models.adapter import Adapter
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
+from draftheads.train.joint.model import Adapter, TunedModel
 from draftheads.train.joint.run import JointRun
-from draftheads.train.joint.tuned_model import TunedModel
 from draftheads.train.learner import Learner
-from draftheads.train.losses import objective
 from draftheads.train.new_head import layers_read, new_head
 from draftheads.train.options import TrainOptions
 from draftheads.utils.progress import NoProgress
@@ -32,14 +31,11 @@ def joint_options(out: Path, data: Path, **changes: Any) -> TrainOptions:
         "epochs": 2,
         "batch_tokens": 128,
         "learning_rate": 0.005,
-        "tree_nodes": 8,
         "held_out": 0.2,
-        "log_steps": 1,
         "save_steps": 1000,
-        "lora_rank": 4,
-        "lora_alpha": 8,
+        "joint": "text",
     }
-    return TrainOptions.of(joint=True, out=out, data=(data,), **{**values, **changes})
+    return TrainOptions.of(out=out, data=(data,), **{**values, **changes})
 
 
 def train_jointly_for(target: TargetModel, options: TrainOptions, progress: Any = None) -> Any:
@@ -54,20 +50,20 @@ def harness(
     moved: bool = True,
     dropout: float = 0.0,
     backbone_loss: Any = "text",
-    depth_decay: float = 0.5,
+    targets: Sequence[str] = (),
     **changes: Any,
 ) -> tuple[JointLearner, dict[str, Tensor]]:
     """A learner with an adapter that says something (or nothing), and a batch."""
     settings = joint_options(data.parent, data, **changes)
-    store = LiveStore(target, load_texts(target, [data], max_length=64), layers_read(settings.heads, target))
-    head = new_head(settings.heads, target, store, range(len(store)))
+    store = LiveStore(target, load_texts(target, [data], max_length=64), layers_read(settings, target))
+    head = new_head(settings, target, store, range(len(store)))
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    adapter = Adapter.attach(target.model, rank=4, alpha=8, dropout=dropout, targets=settings.adapter.lora_targets)
+    adapter = Adapter(target.model, rank=4, alpha=8, dropout=dropout, targets=targets)
     for parameter in adapter.parameters if moved else ():
         parameter.data += 0.1 * torch.randn_like(parameter)
     tuned = TunedModel(target.model, target.tokenizer, target.model_id)
-    learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=depth_decay)
+    learner = Learner(head, target.weights, loss=settings.loss, depth_decay=0.5)
     joint = JointLearner(learner, tuned, adapter, backbone_loss=backbone_loss)
     batch = PlannedTexts(store, [[0, 1, 2, 60, 61]])[0]
     del batch["documents"]

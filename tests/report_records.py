@@ -15,7 +15,6 @@ METRICS: dict[str, Any] = {
     "num_training_texts": 7070,
     "num_held_out_texts": 200,
     "num_held_out_tokens": 25_000,
-    "share_in_other_texts": 0.1,
     "num_steps": 9015,
     "training_seconds": 61.4,
     "tokens_per_second": 3210.0,

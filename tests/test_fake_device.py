@@ -30,7 +30,6 @@ from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import Sampled, Shape
 from draftheads.speculation.tree import Tree
 from draftheads.train.learner import Learner, with_noise
-from draftheads.train.losses import objective
 from draftheads.train.report import _measure_batch
 from draftheads.utils.progress import NoProgress
 from draftheads.utils.transfer import to_device
@@ -333,10 +332,8 @@ def test_training(device: FakeDevice, method: str, loss: Any, options: dict[str,
     for target in (model, moved(model)):
         own = moved_drafter(untrained, target) if target is not model else untrained
         own.requires_grad_(requires_grad=True)
-        predicts = own.predicts_hidden_states
-        learner = Learner(
-            own, target.weights, objective=objective(loss), depth_decay=0.8, feature_weight=0.1 * predicts
-        )
+        given = "eagle" if loss == "teacher" and own.predicts_hidden_states else loss
+        learner = Learner(own, target.weights, loss=given)
         placed = {name: value.to(target.device) for name, value in vars(texts).items()}
         losses = learner(**placed)
         losses["loss"].backward()

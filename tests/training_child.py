@@ -30,7 +30,7 @@ class Reports:
 
 
 def settings(out: Path, data: Path, **changes: Any) -> TrainOptions:
-    return chat_options(out, data=(data,), save_steps=4, eval_steps=6, epochs=2, keep_features=True, **changes)
+    return chat_options(out, data=(data,), save_steps=4, epochs=2, features=out / "features", **changes)
 
 
 def child(connection: Connection, options: TrainOptions) -> None:

@@ -19,7 +19,6 @@ from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import FeatureStore, build_shards, claim
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import Learner
-from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Measurement, measure
@@ -116,9 +115,7 @@ def train_options(out: Path, features: Path | None, **changes: Any) -> TrainOpti
         "epochs": 2,
         "batch_tokens": 128,
         "learning_rate": 0.02,
-        "tree_nodes": 8,
         "held_out": 0.2,
-        "log_steps": 1,
         "save_steps": 1000,
     }
     return TrainOptions.of(out=out, features=features, **{**values, **changes})
@@ -159,10 +156,10 @@ def measured(
     """What is measured of a head (an untrained one by default) on the texts that a run holds out or trains on."""
     store = FeatureStore(features)
     training, held_out = split_held_out(
-        store.token_ids, store.loss_masks, fraction=settings.chats.held_out, seed=settings.schedule.seed
+        store.token_ids, store.loss_masks, fraction=settings.held_out, seed=settings.seed
     )
-    head = head or new_head(settings.heads, target, store, training)
-    learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.8)
+    head = head or new_head(settings, target, store, training)
+    learner = Learner(head, target.weights, loss=settings.loss)
     return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
 
 
@@ -194,4 +191,4 @@ def chat_options(out: Path, **changes: Any) -> TrainOptions:
     """Of a small run on chats or text."""
     heads = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 0}
     steps = {"batch_tokens": 128, "max_length": 64, "learning_rate": 0.02, "epochs": 1, "precision": "fp32"}
-    return TrainOptions.of(out=out, **{**heads, **steps, "log_steps": 1, "eval_steps": 10, **changes})
+    return TrainOptions.of(out=out, **{**heads, **steps, "save_steps": 10, **changes})

@@ -31,7 +31,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.utils.files import atomic_directory, write_atomic
 
 BASE = "smollm2-135m"
-COMMON = "--recipe small --max-length 512 --tree-nodes 10"
+COMMON = "--recipe small --max-length 512"
 # the options of each head; a head comes after the one that it starts from
 HEADS: Mapping[str, str] = {
     "medusa": "--num-heads 4 --num-layers 2",
@@ -40,7 +40,7 @@ HEADS: Mapping[str, str] = {
     "hydra++": "--num-heads 3 --num-layers 4",  # not from hydra, whose training loss is already low
     "amphista": "--num-heads 4 --num-layers 2 --epochs 2 --start-from medusa",
     "mlp-speculator": "--num-heads 3 --head-options inner_size=1024",
-    "eagle": "--num-heads 3 --feature-weight 10",
+    "eagle": "--num-heads 3 --loss eagle",
     "eagle3": "--num-heads 4 --draft-vocab-size 8192",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
     "dflash": "--num-heads 4 --num-layers 1",  # the data package would be too large with two
@@ -52,8 +52,7 @@ MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 165e6
 _NOT_SHOWN = frozenset(  # paths on this machine, and options that do not change the head
     {
         *("method", "model", "data", "text", "out", "start_from", "recipe"),
-        *("features", "features_budget", "keep_features", "resume", "tensorboard"),
-        *("save_steps", "log_steps", "eval_steps", "eval_texts"),
+        *("features", "resume", "save_steps"),
     }
 )
 
@@ -218,13 +217,10 @@ def command(options: Mapping[str, Any]) -> str:
 def as_arguments(name: str, value: Any) -> list[str]:
     """A setting as it is given on the command line.
 
-    >>> as_arguments("num_heads", 4), as_arguments("chain", True), as_arguments("betas", [0.9, 0.95])
-    (['--num-heads', '4'], ['--chain'], ['--betas', '0.9', '0.95'])
+    >>> as_arguments("num_heads", 4), as_arguments("betas", [0.9, 0.95])
+    (['--num-heads', '4'], ['--betas', '0.9', '0.95'])
     """
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    return [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
 
 
 def card(

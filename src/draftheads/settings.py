@@ -17,8 +17,7 @@ from draftheads.utils.template_variables import keep_variables
 Precision = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
 ROUNDED_BITS = {"int8": 8, "int4": 4}  # of a weight, for the precisions of CPUs that change the model
 LmHeadKind = Literal["shared", "own", "low_rank"]
-LossKind = Literal["teacher", "hard", "kl", "tv", "nla", "lk", "amphista", "dspark"]
-LK_ETA = 3.0  # η of the hybrid LK loss, as published
+LossKind = Literal["teacher", "hard", "amphista", "dspark", "eagle"]
 LOWEST_TEMPERATURE = 1e-6  # a lower one overflows, and would choose the same tokens as greedy
 MOST_LOGPROBS = 20  # as in the APIs of OpenAI and vLLM
 MOST_GRAMMAR_CHARACTERS = 65_536

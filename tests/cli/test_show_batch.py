@@ -131,7 +131,7 @@ def test_batches_are_those_of_training(
         seen.append(batches)
         raise KilledError
 
-    monkeypatch.setattr("draftheads.train.run.fit", fit)
+    monkeypatch.setattr("draftheads.train.training.fit", fit)
     chosen = train_options(
         tmp_path / "out", None, data=(Path("chats.jsonl"),), max_length=MAX_LENGTH, batch_tokens=64, epochs=3, seed=seed
     )

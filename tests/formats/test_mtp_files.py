@@ -22,8 +22,8 @@ from draftheads.heads.stateful import StatefulSession
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import layer_settings
 from draftheads.speculation.draft import Context
+from draftheads.train.losses import depth_weights
 from draftheads.train.new_head import Start
-from draftheads.train.objectives import depth_weights
 from draftheads.train.recipes import RECIPES
 from families import GROWING, HAS_RECURRENT, PROMPTS, SMALL, TREES, VOCAB, tiny_model
 from mtp_files import KINDS, SlowMtp, Tensors, model_for, random_layer
@@ -206,7 +206,7 @@ def test_training_it_further_lowers_its_loss(own_folder: Path, tmp_path: Path) -
     assert main(["import", name, "--model", name, "--out", str(tmp_path / "head")]) == 0
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(60))
     common = ["train", "--recipe", "mtp", "--model", name, "--data", str(data), "--start-from", str(tmp_path / "head")]
-    settings = ["--batch-tokens", "256", "--learning-rate", "0.01", "--epochs", "3", "--log-steps", "1"]
+    settings = ["--batch-tokens", "256", "--learning-rate", "0.01", "--epochs", "3"]
     assert main([*common, *settings, "--out", str(tmp_path / "out")]) == 0
     before, after = read_head(tmp_path / "head").config, read_head(tmp_path / "out").config
     assert before == after

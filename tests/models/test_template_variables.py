@@ -17,7 +17,7 @@ from draftheads.models.chat_template import (
 from draftheads.models.chat_template import template_of as template_in_use
 from draftheads.models.pretrained import ModelTokenizer
 from draftheads.settings import TemplateSettings
-from draftheads.train.options import ChatOptions, HeadOptions, TrainOptions
+from draftheads.train.options import TrainOptions
 from draftheads.utils.template_variables import split_variables, variables_of, with_variables
 from spaced_tokenizer import spaced_tokenizer
 
@@ -94,11 +94,10 @@ def test_wrong_variables(pair: str) -> None:
 
 def test_settings_keep_them_in_the_template(tmp_path: Path) -> None:
     given: Any = {"template_variables": ("enable_thinking=false",), "chat_template": "chatml"}
-    heads = HeadOptions(method="medusa")
     for settings in (
         TemplateSettings(**given),
         DistillOptions(out=tmp_path / "a.jsonl", prompts=(tmp_path / "p.jsonl",), **given),
-        TrainOptions(out=tmp_path / "h", heads=heads, chats=ChatOptions(data=(tmp_path,)), **given),
+        TrainOptions(out=tmp_path / "h", method="medusa", data=(tmp_path,), **given),
     ):
         assert settings.chat_template == with_variables("chatml", {"enable_thinking": False})
         assert settings.template_variables == ()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.reports.training_page import training_page
-from draftheads.train.summary import verdict_of
+from draftheads.train.report import verdict_of
 from report_records import METRICS, MOVEMENT, VALIDATION, curves_of, write_training_run
 
 

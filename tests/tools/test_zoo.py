@@ -109,7 +109,7 @@ def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: Any):
     found = []
     for name, settings in tool.HEADS.items():
         arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}"), "--data", __file__, "--out", "y"]
-        options = read_options("train", arguments).heads
+        options = read_options("train", arguments)
         config_class, head_class = head_classes(name)
         more = {
             **(layer if issubclass(config_class, LayerConfig) else {}),
@@ -185,13 +185,12 @@ def test_the_command_makes_the_head_again(tool: Any, work: Path):
     assert tool.command(options) == (
         "draftheads train --method amphista --model smollm2-135m --data chats.jsonl --out amphista --start-from medusa "
         "--num-layers 2 --draft-vocab-size 48 --max-length 512 --held-out 0.2 --batch-tokens 128 "
-        "--learning-rate 0.0005 --tree-nodes 10"
+        "--learning-rate 0.0005"
     )
     several = {**options, "data": ["a/b.jsonl", "c.jsonl"], "head_options": ["inner_size=8", "x=1"], "start_from": None}
-    several |= {"text": ["/private/t.txt"], "chain": True}
+    several |= {"text": ["/private/t.txt"], "betas": [0.9, 0.95]}
     assert "--data b.jsonl c.jsonl --text t.txt --out" in tool.command(several)
-    assert "--chain" in tool.command(several)
-    assert "True" not in tool.command(several)
+    assert "--betas 0.9 0.95" in tool.command(several)
     assert "--head-options inner_size=8 x=1" in tool.command(several)
     assert "start-from" not in tool.command(several)
 

@@ -1,15 +1,31 @@
-"""The tiny chat model, chats that it can learn from, and stored hidden states of them."""
+"""The tiny chat model, chats that it can learn from, stored hidden states of them, and trained heads."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from draftheads.data.texts import load_texts
 from draftheads.models.model import TargetModel
-from training_world import build_features, chat_model, counting_chats, distilled_chats, write_chats
+from training_world import (
+    build_features,
+    chat_model,
+    counting_chats,
+    distilled_chats,
+    train_for,
+    train_options,
+    write_chats,
+)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acceptance profiles are measured on few texts: they take longer than the trainings here."""
+    monkeypatch.setattr("draftheads.train.training.NUM_TEXTS", 3)
+
+
+@pytest.fixture(scope="session")
 def target() -> TargetModel:
     return chat_model()
 
@@ -20,12 +36,25 @@ def loaded(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", distilled_chats(target) + counting_chats(20))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def features(target: TargetModel, chats: Path) -> Path:
     build_features(target, load_texts(target, [chats], max_length=64), chats.parent / "features")
     return chats.parent / "features"
+
+
+@pytest.fixture(scope="session")
+def trained(target: TargetModel, features: Path) -> Callable[[str], Path]:
+    """The folder of a small run of a method, which no test may change."""
+
+    @cache
+    def folder(method: str) -> Path:
+        settings = train_options(features.parent / f"trained-{method}", features, method=method, save_steps=4)
+        train_for(target, settings)
+        return settings.out
+
+    return folder

@@ -1,4 +1,4 @@
-"""A head with its objective: losses of the definition; noise and dropout only in training."""
+"""A head with its objective: losses of the definition; noise only in training."""
 
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,14 @@ from torch.nn import functional as F
 from draftheads.checkpoints.checkpoint import load_head
 from draftheads.data.batches import collate
 from draftheads.data.features import FeatureStore
-from draftheads.errors import DataError, InvalidSettings
-from draftheads.heads import HEADS
+from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
-from draftheads.heads.head_options import has_blocks
-from draftheads.heads.hydra import FusionBlock
-from draftheads.heads.layers import ResidualBlock
 from draftheads.models.model import TargetModel
-from draftheads.train.learner import Learner, head_learner, with_noise
-from draftheads.train.losses import objective
+from draftheads.train.learner import FEATURE_WEIGHT, Learner, with_noise
+from draftheads.train.losses import NUM_ROWS
 from draftheads.train.new_head import new_head
-from draftheads.train.objectives import NUM_ROWS
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import measure
-from families import fitting
 from training_world import train_for, train_options
 
 
@@ -33,7 +27,7 @@ def untrained(target: TargetModel, features: Path, **changes: Any) -> tuple[Feat
     if changes.get("method") in ("eagle3", "dflash", "dspark"):  # these features are of the last hidden state
         changes["head_options"] = ("layers=[]",)
     settings, store = train_options(Path("out"), features, **changes), FeatureStore(features)
-    return store, new_head(settings.heads, target, store, range(len(store))), settings
+    return store, new_head(settings, target, store, range(len(store))), settings
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
@@ -57,7 +51,7 @@ def test_losses_are_those_of_the_definition(target: TargetModel, features: Path,
                     elif int(text[t + 2 + i]) in vocab:
                         expected[i].append(-float(log_probs[vocab.index(int(text[t + 2 + i]))]))
     means = [sum(losses) / len(losses) for losses in expected]
-    learner = Learner(head, target.weights, objective=objective(loss), depth_decay=0.5)
+    learner = Learner(head, target.weights, loss=loss, depth_decay=0.5)
     for skip_prompts in (False, True):
         batch = collate(list(store)[:6], skip_prompts=skip_prompts)
         found = learner(**vars(batch))
@@ -73,7 +67,7 @@ def test_a_head_that_is_the_same_at_all_depths_is_trained_at_the_first_depth(
     losses = {}
     for depth in (1, 3):
         store, head, _ = untrained(target, features, method="small-llama", num_heads=depth)
-        learner = Learner(head, target.weights, objective=objective("teacher"), depth_decay=0.8)
+        learner = Learner(head, target.weights)
         losses[depth] = learner(**vars(collate(list(store)[:6], skip_prompts=False)))
     assert losses[1]["loss"].item() == pytest.approx(losses[3]["loss"].item(), rel=1e-6)
     for found in losses.values():
@@ -86,7 +80,7 @@ def test_a_batch_without_a_token_that_can_be_predicted_changes_nothing(
     target: TargetModel, features: Path, method: str, lm_head: Any
 ) -> None:
     store, head, _ = untrained(target, features, method=method, lm_head=lm_head, draft_vocab_size=2)
-    learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8)
+    learner = Learner(head, target.weights, loss="hard")
     batch = vars(collate([store[0], store[1]], skip_prompts=False))
     unknown = next(i for i in range(10) if not learner.in_vocab[i])
     found = learner(**{**batch, "token_ids": torch.full_like(batch["token_ids"], unknown)})
@@ -113,7 +107,7 @@ def test_products_have_few_numbers_of_rows(
         return logits(self, inputs, head_index)
 
     monkeypatch.setattr(type(head), "logits", counted)
-    learner = Learner(head, target.weights, objective=objective("teacher"), depth_decay=0.8)
+    learner = Learner(head, target.weights)
     learner(**vars(collate([store[0], store[1]], skip_prompts=False)))
     assert rows
     assert all(number % NUM_ROWS == 0 for number in rows)
@@ -124,7 +118,7 @@ def test_noise_is_for_training_only(target: TargetModel, features: Path) -> None
     batch = vars(collate([store[0], store[1]], skip_prompts=False))
     losses = {}
     for alpha in (0.0, 75.0):
-        learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8, noise_alpha=alpha)
+        learner = Learner(head, target.weights, loss="hard", noise_alpha=alpha)
         losses[alpha] = [learner.train(mode)(**batch)["loss"].item() for mode in (False, True, True)]
     assert len({*losses[0.0], losses[75.0][0]}) == 1
     assert len(set(losses[75.0])) == 3, "drawn anew each time"
@@ -146,7 +140,7 @@ def test_the_width_of_a_batch_does_not_change_the_noise(target: TargetModel, fea
     store, head, _ = untrained(target, features)
     shortest, *_, longest = sorted(store, key=lambda text: len(text.token_ids))
     texts = [shortest, longest]
-    learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8, noise_alpha=75.0).train()
+    learner = Learner(head, target.weights, loss="hard", noise_alpha=75.0).train()
     for skip_prompts in (False, True):
         batch = collate(texts, skip_prompts=skip_prompts)
         found: list[Tensor] = []
@@ -156,60 +150,6 @@ def test_the_width_of_a_batch_does_not_change_the_noise(target: TargetModel, fea
         lengths = torch.tensor([len(text.token_ids) for text in texts])
         assert lengths[0] < 0.9 * lengths[1]
         torch.testing.assert_close(bounds, 75 / (lengths * target.hidden_size).sqrt(), rtol=0.02, atol=0.0)
-
-
-@pytest.mark.parametrize("method", HEADS)
-def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
-    given = {"method": method, "loss": "teacher", "anchors": 0, **fitting(method, num_heads=2)}
-    if not has_blocks(method):
-        with pytest.raises(InvalidSettings, match=rf"dropout is 0.3, but {method} heads have no MLP"):
-            train_options(tmp_path, features, **given, dropout=0.3)
-    losses = {}
-    for part in (0.0, 0.3):
-        store, head, settings = untrained(target, features, **given)
-        batch = collate(list(store)[:6], skip_prompts=False)
-        for parameter in head.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        if has_blocks(method):
-            settings = settings.changed(dropout=part)
-        learner = head_learner(settings.objective, head, target.weights)
-        learner.train()
-        torch.manual_seed(3)
-        with torch.no_grad():
-            first, second = (learner(**vars(batch))["loss"] for _ in range(2))
-        assert (first == second) == (part == 0 or not has_blocks(method))
-        losses[part] = measure(learner, store, range(6), batch_tokens=100).losses.tolist()
-        assert learner.training, "as it was"
-        learner.eval()
-        assert measure(learner, store, range(6), batch_tokens=100).losses.tolist() == losses[part]
-        assert not learner.training
-    torch.manual_seed(0)
-
-
-@pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
-def test_the_inputs_of_lm_heads_are_dropped_out_too(target: TargetModel, features: Path, lm_head: Any) -> None:
-    """As in Hydra's code. Of inputs of ones, a quarter becomes 0 and the others 4/3: of 1,000, logits show how many."""
-    sizes = {"lm_head": lm_head, "lm_head_rank": 8}
-    _, head, settings = untrained(target, features, method="hydra++", dropout=0.25, **sizes)
-    head_learner(settings.objective, head, target.weights).train()
-    torch.manual_seed(0)
-    rows = torch.eye(target.hidden_size).repeat(50, 1)  # each reads one of D inputs
-    whole = head.eval().logits(rows, 0)
-    dropped = head.train().logits(rows, 0)
-    is_kept = dropped.abs().sum(1) > 0
-    torch.testing.assert_close(dropped[is_kept], whole[is_kept] * 4 / 3)
-    assert float(is_kept.float().mean()) == pytest.approx(0.75, abs=0.03)
-
-
-def test_dropout_in_blocks_keeps_the_mean() -> None:
-    for block in (ResidualBlock(4), FusionBlock(8, 4)):
-        block.dropout = 0.25
-        x = torch.ones(20000, 8 if isinstance(block, FusionBlock) else 4)
-        found = block(x).detach()  # an untrained block returns its input
-        torch.testing.assert_close(found.unique(), torch.tensor([0.0, 4 / 3]))
-        assert float(found.mean()) == pytest.approx(1.0, abs=0.02)
-        block.eval()
-        assert torch.equal(block(x), x[:, :4])
 
 
 def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
@@ -222,9 +162,8 @@ def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
         parameter.data += 0.02 * torch.randn_like(parameter)
 
     @torch.no_grad()
-    def loss(weight: float) -> float:
-        losses = {"objective": objective("teacher"), "depth_decay": 0.5, "feature_weight": weight}
-        return float(Learner(head, target.weights, **losses).eval()(hidden, text, mask)["loss"])
+    def loss(kind: Any) -> float:
+        return float(Learner(head, target.weights, loss=kind, depth_decay=0.5).eval()(hidden, text, mask)["loss"])
 
     found = head(hidden, text).detach()
     expected = 0.0
@@ -235,12 +174,11 @@ def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
             if mask[0, t + 1 : t + 3 + i][[0, -1]].all()
         ]
         expected += decay * float(torch.stack(gaps).mean())
-    assert loss(3.0) - loss(0.0) == pytest.approx(3.0 * expected, rel=1e-3)
+    assert loss("eagle") - loss("teacher") == pytest.approx(FEATURE_WEIGHT * expected, rel=1e-3)
 
-    def gap(out: Path, weight: float) -> float:
-        changed = train_options(out, features, method="eagle", num_heads=2, epochs=6, feature_weight=weight)
-        train_for(target, changed)
+    def gap(out: Path, kind: str) -> float:
+        train_for(target, train_options(out, features, method="eagle", num_heads=2, epochs=6, loss=kind))
         trained = load_head(out, target, dtype=torch.float32)(hidden, text)
         return float(F.smooth_l1_loss(trained[0, 0, :-2], hidden[0, 1:-1]))
 
-    assert gap(tmp_path / "drawn", 30.0) < 0.9 * gap(tmp_path / "free", 0.0)
+    assert gap(tmp_path / "drawn", "eagle") < 0.9 * gap(tmp_path / "free", "teacher")

@@ -8,10 +8,8 @@ import torch
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
-from draftheads.train import memory
-from draftheads.train.memory import check_sizes, memory_bytes, num_parameters, reading_dtype
-from draftheads.train.new_head import new_head
-from draftheads.train.options import HeadOptions
+from draftheads.train import new_head as memory
+from draftheads.train.new_head import check_sizes, memory_bytes, new_head, num_parameters, reading_dtype
 from draftheads.train.run import train
 from draftheads.utils.machine import Memory
 from fake_progress import FakeProgress
@@ -26,7 +24,8 @@ def test_parameters_are_counted_without_the_head(method: str, lm_head: Any, monk
     monkeypatch.setattr("draftheads.train.new_head.embedding_scale", lambda *_: 1.0)
     target = chat_model()
     sizes = fitting(method, num_heads=3, num_layers=2)
-    options = HeadOptions(method=method, lm_head=lm_head, lm_head_rank=5, draft_vocab_size=0, **sizes)
+    own = {"lm_head": lm_head, "head_options": ("lm_head_rank=5",)}
+    options = train_options(Path("out"), Path("x"), **{"method": method, **own, "draft_vocab_size": 0, **sizes})
     head = new_head(options, target, [], [])  # type: ignore[arg-type]  # its draft vocabulary needs no texts
     assert num_parameters(options, target.config) == sum(parameter.numel() for parameter in head.parameters())
 
@@ -34,10 +33,10 @@ def test_parameters_are_counted_without_the_head(method: str, lm_head: Any, monk
 def test_a_trimmed_vocabulary_needs_fewer_parameters() -> None:
     config = chat_model().config
     rows = [
-        num_parameters(HeadOptions(method="medusa", lm_head="own", draft_vocab_size=size), config)
+        num_parameters(train_options(Path("out"), Path("x"), lm_head="own", draft_vocab_size=size), config)
         for size in (10, 11, 64, 8192, 0)
     ]
-    assert rows[1] - rows[0] == 4 * 32  # a row of each head
+    assert rows[1] - rows[0] == 3 * 32  # a row of each head
     assert rows[2] == rows[3] == rows[4]
 
 
@@ -68,9 +67,9 @@ def test_sizes_beyond_the_model_are_named(tmp_path: Path) -> None:
     check(draft_vocab_size=6144, recipe="small")  # the recipe's
     with pytest.raises(InvalidSettings, match="--draft-vocab-size is 65, but tiny-chat has 64 tokens"):
         check(draft_vocab_size=65)
-    check(lm_head_rank=65)  # without a low_rank lm_head it is not used
+    check(head_options=("lm_head_rank=65",))  # without a low_rank lm_head it is not used
     with pytest.raises(InvalidSettings, match="lm_head_rank is 65, but the hidden size of tiny-chat is 32"):
-        check(lm_head="low_rank", lm_head_rank=65)
+        check(lm_head="low_rank", head_options=("lm_head_rank=65",))
 
 
 def test_both_commands_check_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,21 +94,21 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("four_bit", "precision", "memory_for", "dtype"),
+    ("precision", "memory_for", "dtype"),
     [
-        (False, "fp32", 2.0, torch.float32),
-        (False, "fp32", 1.99, torch.bfloat16),
-        (False, "auto", 2.0, torch.bfloat16),
-        (False, "bf16", 2.0, torch.bfloat16),
-        (True, "fp32", 2.0, torch.bfloat16),
+        ("fp32", 2.0, torch.float32),
+        ("fp32", 1.99, torch.bfloat16),
+        ("auto", 2.0, torch.bfloat16),
+        ("bf16", 2.0, torch.bfloat16),
+        ("4bit", 2.0, torch.bfloat16),
     ],
 )
 def test_texts_are_read_in_fp32_where_that_is_asked_for_and_fits(
-    monkeypatch: pytest.MonkeyPatch, *, four_bit: bool, precision: str, memory_for: float, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, precision: str, memory_for: float, dtype: torch.dtype
 ) -> None:
     target = chat_model()
     size = 4 * sum(weight.numel() for weight in target.model.parameters())
     monkeypatch.setattr(memory, "default_dtype", lambda _: torch.bfloat16)
     monkeypatch.setattr(memory, "memory_bytes", lambda: int(memory_for * size))
-    options = train_options(Path("out"), Path("features"), four_bit=four_bit, precision=precision)
+    options = train_options(Path("out"), Path("features"), precision=precision)
     assert reading_dtype(options, target.config) == dtype

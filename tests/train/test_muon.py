@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from draftheads.heads import HEADS
+from draftheads.heads.markov import MarkovBias
 from draftheads.models.model import TargetModel
-from draftheads.train.muon import MuonAdamW, hidden_matrices
+from draftheads.train.loop import MuonAdamW, hidden_matrices
 from families import fitting, tiny_head, tiny_model
 from training_world import lines, train_for, train_options
 
@@ -16,15 +18,16 @@ from training_world import lines, train_for, train_options
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
 @pytest.mark.parametrize("method", HEADS)
 def test_matrices_between_hidden_states_are_muons(method: str, lm_head: Any) -> None:
-    """Not embeddings, positions, norms, biases, nor what leads to the vocabulary."""
+    """Not embeddings, norms, biases, nor what leads to the vocabulary."""
     options = {**fitting(method), **({} if method == "small-llama" else {"lm_head": lm_head, "lm_head_rank": 8})}
     head = tiny_head(method, tiny_model("llama"), **options).requires_grad_()
     names = {id(weight): name for name, weight in head.named_parameters()}
     found = {names[id(weight)] for weight in hidden_matrices(head)}
     assert found
-    apart = ("lm_heads.", "embeddings.", "positions", "up.") if method != "small-llama" else ("lm_heads.",)
-    expected = {name for name, weight in head.named_parameters() if weight.ndim == 2 and not name.startswith(apart)}
-    assert found == expected
+    apart = [f"{name}." for name, module in head.named_modules() if isinstance(module, nn.Embedding)]
+    apart += ["lm_heads.", *(["up."] if isinstance(head, MarkovBias) else [])]
+    matrices = [name for name, weight in head.named_parameters() if weight.ndim == 2]
+    assert found == {name for name in matrices if not name.startswith(tuple(apart))}
     optimizer = MuonAdamW(head, lr=1e-3, weight_decay=0.1)
     moved = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
     assert sorted(moved) == sorted(names), "each parameter once"

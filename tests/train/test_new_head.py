@@ -10,7 +10,6 @@ import pytest
 import torch
 import tyro
 
-from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.cli import train_options as command
 from draftheads.cli.main import main
@@ -20,10 +19,10 @@ from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSetti
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
 from draftheads.train import run
+from draftheads.train.loop import TrainingInterrupted
 from draftheads.train.new_head import Start, frequent_tokens, new_head
-from draftheads.train.options import HeadOptions, TrainOptions
+from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
-from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
 from joint_world import joint_options, train_jointly_for
 from thorough import some
@@ -43,7 +42,7 @@ from training_world import (
 
 
 def options(out: Path, features: Path, **changes: Any) -> TrainOptions:
-    small = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 36, "tree_nodes": 6, "eval_texts": 1000}
+    small = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 36}
     return train_options(out, features, **{**small, **changes})
 
 
@@ -52,12 +51,12 @@ def hydra(target: TargetModel, features: Path) -> Path:
     """A trained head; its draft vocabulary and scale are not those that the features would give."""
     settings = options(features.parent / "hydra", features)
     store = FeatureStore(features)
-    head = new_head(settings.heads, target, store, range(3))
+    head = new_head(settings, target, store, range(3))
     assert isinstance(head.config, HydraConfig)
     scaled = HydraHead(replace(head.config, embedding_scale=1.25))
     scaled.initialise(target.weights, head.draft_vocab)
     save_head(scaled, features.parent / "start", base=target, dtype=torch.float32)
-    train_for(target, settings.changed(start_from=str(features.parent / "start")))
+    train_for(target, replace(settings, start_from=str(features.parent / "start")))
     return settings.out
 
 
@@ -80,7 +79,7 @@ def test_training_continues_from_a_head_of_the_same_method(
 def test_block_drafters_get_the_models_mask(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
     store = FeatureStore(features)
     settings = options(tmp_path / "out", features, method=method, head_options=("layers=[]",))
-    head = new_head(settings.heads, target, store, range(len(store)))
+    head = new_head(settings, target, store, range(len(store)))
     assert head.config.mask_token_id == target.mask_token_id > 0  # type: ignore[attr-defined]
     assert head.embedding_scale == 1.0  # scaled masks would hide what attention adds to them
 
@@ -91,8 +90,8 @@ def test_draft_vocabulary_and_embedding_scale_are_copied_with_the_weights(
     store = FeatureStore(features)
     settings = options(tmp_path / "out", features)
     start = Start.read(str(hydra), target)
-    alone = new_head(settings.heads, target, store, range(len(store)))
-    grown = new_head(settings.heads, target, store, range(len(store)), start=start)
+    alone = new_head(settings, target, store, range(len(store)))
+    grown = new_head(settings, target, store, range(len(store)), start=start)
     trained = load_head(hydra, target, dtype=torch.float32)
     assert not torch.equal(alone.draft_vocab, trained.draft_vocab)
     assert alone.config.embedding_scale != trained.config.embedding_scale  # type: ignore[attr-defined]
@@ -110,8 +109,8 @@ def test_layers_without_a_counterpart_keep_their_initial_values(
     store = FeatureStore(features)
     settings = options(tmp_path / "out", features, **changes)
     start = Start.read(str(hydra), target)
-    grown = new_head(settings.heads, target, store, range(len(store)), start=start)
-    torch.manual_seed(settings.schedule.seed)
+    grown = new_head(settings, target, store, range(len(store)), start=start)
+    torch.manual_seed(settings.seed)
     alone = type(grown)(grown.config)
     alone.initialise(target.weights, grown.draft_vocab)
     taken = 0
@@ -166,7 +165,8 @@ def test_a_head_is_trained_further_after_the_layers_were_tuned(
         load_head(hydra, tuned)
     settings = options(tmp_path / "out", features, start_from=str(hydra), epochs=1)
     train_for(tuned, settings)  # without a warning
-    joint = joint_options(tmp_path / "joint", chats, head=hydra, epochs=1)
+    heads = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 36, "start_from": str(hydra)}
+    joint = joint_options(tmp_path / "joint", chats, epochs=1, **heads)
     train_jointly_for(tuned, joint)
     load_head(settings.out, tuned)
 
@@ -175,7 +175,7 @@ def test_joint_training_starts_from_a_trained_head(
     target: TargetModel, chats: Path, hydra: Path, tmp_path: Path
 ) -> None:
     heads = {"method": "hydra++", "num_heads": 2, "draft_vocab_size": 36, "start_from": str(hydra)}
-    rates = {"heads_first": 0.0, "head_rate_factor": 1e-12, "learning_rate": 1e-9, "epochs": 1}
+    rates = {"learning_rate": 1e-12, "epochs": 1}
     train_jointly_for(target, joint_options(tmp_path / "out", chats, **heads, **rates))
     grown = load_head(tmp_path / "out" / "head", target).state_dict()
     for name, value in Start.read(str(hydra), target).tensors.items():
@@ -223,14 +223,14 @@ def test_a_head_with_fewer_layers_cannot_start_from_a_deeper_one(
 def test_a_start_with_other_head_options_is_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
     first = options(tmp_path / "first", features, method="eagle", head_options=("fusion_bias=false",), epochs=1)
     train_for(target, first)
-    settings = first.changed(out=tmp_path / "more", start_from=str(first.out), head_options=())
+    settings = replace(first, out=tmp_path / "more", start_from=str(first.out), head_options=())
     with pytest.raises(InvalidSettings) as raised:
         train_for(target, settings)
     assert str(raised.value) == (
         f"--start-from {first.out} has fusion_bias=false, the new head fusion_bias=true: "
         "give --head-options fusion_bias=false"
     )
-    train_for(target, settings.changed(head_options=("fusion_bias=false",)))
+    train_for(target, replace(settings, head_options=("fusion_bias=false",)))
 
 
 @pytest.mark.usefixtures("loaded")
@@ -255,7 +255,7 @@ def test_a_run_resumes_only_with_the_same_start(
     assert run.train(settings, reporter) is not None
     assert reporter.stages[0].startswith("resuming from")
     assert not any(stage.startswith("starting from") for stage in reporter.stages)
-    whole = settings.changed(out=tmp_path / "whole", resume=False)
+    whole = replace(settings, out=tmp_path / "whole", resume=False)
     run.train(whole, FakeProgress())
     assert (settings.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
     assert run.train(settings, FakeProgress()) is not None, "it is complete"
@@ -266,38 +266,17 @@ def test_a_run_resumes_only_with_the_same_start(
     assert run.train(settings, FakeProgress()) is not None, "without the start, its weights are not compared"
 
 
-def test_tuned_copies_of_a_model_can_start_from_its_bundled_heads(
-    target: TargetModel, hydra: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
-    shutil.copytree(hydra, tmp_path / "weights" / "tiny-chat" / "hydra")
-    tuned = replace(chat_model(seed=1), model_id=str(tmp_path / "tuned"))
-    tuned.model.config.save_pretrained(tmp_path / "tuned")
-    for model in (target, tuned):
-        assert Start.read("hydra", model).saved.folder == tmp_path / "weights" / "tiny-chat" / "hydra"
-    with pytest.raises(ModelNotFound, match="installed for tiny-chat: hydra"):
-        Start.read("medusa", tuned)
-    shutil.copytree(hydra, tmp_path / "weights" / "other" / "hydra")
-    with pytest.raises(ModelNotFound, match="heads 'hydra' of several models fit"):
-        Start.read("hydra", tuned)
-
-
 def test_a_start_with_the_whole_vocabulary_needs_the_whole_vocabulary(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
     whole = options(tmp_path / "whole", features, method="medusa", draft_vocab_size=0, epochs=1)
     train_for(target, whole)
     for size in (0, 10_000):
-        settings = whole.changed(out=tmp_path / f"out-{size}", start_from=str(whole.out), draft_vocab_size=size)
+        settings = replace(whole, out=tmp_path / f"out-{size}", start_from=str(whole.out), draft_vocab_size=size)
         train_for(target, settings)
         assert read_head(settings.out).config.draft_vocab_size is None
     with pytest.raises(InvalidSettings, match="predicts all tokens: give --draft-vocab-size 0"):
-        train_for(target, settings.changed(out=tmp_path / "no", draft_vocab_size=40))
-
-
-def test_head_and_start_from_together_are_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match=r"--head is .* and --start-from .*: give one"):
-        joint_options(tmp_path, chats, head=hydra, start_from=str(hydra))
+        train_for(target, replace(settings, out=tmp_path / "no", draft_vocab_size=40))
 
 
 # --- on the command line ---
@@ -311,24 +290,23 @@ def read(*arguments: str) -> TrainOptions:
 
 def test_sizes_of_the_start_are_the_defaults() -> None:
     same = read("--method", "mlp-speculator", "--start-from", "mlp-speculator", "--recipe", "mlp-speculator")
-    heads = same.heads
-    assert (heads.num_heads, heads.num_layers, heads.draft_vocab_size) == (3, 1, 6144)
-    assert (heads.lm_head, heads.head_options) == ("shared", ("inner_size=1024",)), "not the recipe's"
-    assert same.optimizer.betas == (0.9, 0.95), "the recipe's"
-    grown = read("--method", "hydra++", "--start-from", "hydra", "--num-layers", "4").heads
+    assert (same.num_heads, same.num_layers, same.draft_vocab_size) == (3, 1, 6144)
+    assert (same.lm_head, same.head_options) == ("shared", ("inner_size=1024",)), "not the recipe's"
+    assert same.betas == (0.9, 0.95), "the recipe's"
+    grown = read("--method", "hydra++", "--start-from", "hydra", "--num-layers", "4")
     assert (grown.num_heads, grown.num_layers, grown.draft_vocab_size) == (3, 4, 6144)
-    assert (grown.lm_head, grown.head_options) == (HeadOptions.lm_head, ())
-    assert read("--method", "hydra").heads.num_heads == HeadOptions.num_heads
+    assert (grown.lm_head, grown.head_options) == (TrainOptions.lm_head, ())
+    assert read("--method", "hydra").num_heads == TrainOptions.num_heads
 
 
 def test_other_settings_of_the_start_are_the_defaults(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    heads = {"method": "eagle", "head_options": ("fusion_bias=false",), "lm_head": "low_rank", "lm_head_rank": 7}
+    own = ("fusion_bias=false", "lm_head_rank=7")
+    heads = {"method": "eagle", "head_options": own, "lm_head": "low_rank"}
     first = options(tmp_path / "first", features, draft_vocab_size=0, epochs=1, **heads)
     train_for(target, first)
     found = read("--method=eagle", "--start-from", str(first.out), "--model", "owner/any")
-    assert (found.heads.head_options, found.heads.draft_vocab_size) == (("fusion_bias=false",), 0)
-    assert (found.heads.lm_head, found.heads.lm_head_rank) == ("low_rank", 7)
-    again = found.changed(out=tmp_path / "again", data=(), features=features, max_length=64, epochs=1)
+    assert (set(found.head_options), found.draft_vocab_size, found.lm_head) == (set(own), 0, "low_rank")
+    again = replace(found, out=tmp_path / "again", data=(), features=features, max_length=64, epochs=1)
     train_for(target, again)
     assert read_head(again.out).shapes == read_head(first.out).shapes
 
@@ -337,7 +315,7 @@ def test_a_missing_start_fails_before_training(capsys: pytest.CaptureFixture[str
     arguments = ["train", "--method", "hydra", "--start-from", "nowhere", "--out", "out", "--data", __file__]
     assert main(arguments) == 1
     assert "no head 'nowhere'" in capsys.readouterr().err
-    resumed = read("--method", "hydra", "--start-from", "nowhere", "--resume", "--num-layers", "3").heads
+    resumed = read("--method", "hydra", "--start-from", "nowhere", "--resume", "--num-layers", "3")
     assert (resumed.start_from, resumed.num_layers) == ("nowhere", 3), "it may not need its start"
 
 

@@ -14,23 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftheads.errors import InvalidSettings
-from draftheads.train.options import TrainOptions
-from draftheads.train.run import train
-from fake_progress import FakeProgress
 from joint_world import on_disk
 from training_world import lines
 
-# small shards, so that both processes have some to read
+# shards that both processes have to read, batches that are averaged, and no dropout, which each process draws
 PROGRAM = """
 import sys
 from draftheads.cli.main import main
-from draftheads.data import features
-features.TOKENS_PER_SHARD = 256
+from draftheads.data import compute_features
+from draftheads.train import training_data
+from draftheads.train.joint import model
+compute_features.TOKENS_PER_SHARD = 256
+training_data.MOST_BATCH_TOKENS = 96
+model.Adapter.__init__.__kwdefaults__["dropout"] = 0.0
 sys.exit(main())
 """
 HEADS = ("--method", "hydra", "--num-heads", "3", "--epochs", "2", "--batch-tokens", "96", "--max-length", "64")
-COMMON = ("--draft-vocab-size", "0", "--log-steps", "1", "--eval-steps", "10", "--precision", "fp32")
+COMMON = ("--draft-vocab-size", "0", "--save-steps", "10", "--precision", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,8 @@ def assert_same_tensors(one: Path, two: Path) -> None:
 @pytest.fixture(scope="module")
 def single(world: Path) -> Path:
     """A head of one process that accumulates two batches for each step."""
-    finish(start(world, "train", *HEADS, "--out", "single", "--accumulate", "2", "--keep-features", processes=1))
+    both = ("--batch-tokens", "192", "--features", "features-single")
+    finish(start(world, "train", *HEADS, *both, "--out", "single", processes=1))
     return world / "single"
 
 
@@ -101,12 +102,11 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_two_processes_train_the_same_head_as_one(world: Path, single: Path) -> None:
-    """The model is sharded over both processes. Each computes the hidden states of half of the texts."""
-    sharded = ("--shard-model", "--keep-features", "--out", "double")
-    output = finish(start(world, "train", *HEADS, *sharded, processes=2))
+    """Each computes the hidden states of half of the texts."""
+    output = finish(start(world, "train", *HEADS, "--features", "features-double", "--out", "double", processes=2))
     double = world / "double"
-    assert len(files(double / "features")) > 4
-    assert files(double / "features") == files(single / "features")
+    assert len(files(world / "features-double")) > 4
+    assert files(world / "features-double") == files(world / "features-single")
     assert_same_training(single, double)
     assert_same_tensors(single / "model.safetensors", double / "model.safetensors")
     assert output.count("saved in") == output.count("reading data") == 1  # only the first one prints
@@ -137,9 +137,9 @@ def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, singl
 def test_two_processes_tune_the_same_model_as_one(world: Path) -> None:
     """The adapter has gradients in the second stage only."""
     sizes = ("--batch-tokens", "96", "--max-length", "64", "--num-heads", "2", "--epochs", "1")
-    tuning = (*sizes, "--lora-dropout", "0")
-    finish(start(world, "train", "--joint", *tuning, "accumulate=2", "--out", "tuned-by-one", processes=1))
-    finish(start(world, "train", "--joint", *tuning, "--out", "tuned-by-two", processes=2))
+    joint = ("train", "--joint", "text", *sizes)
+    finish(start(world, *joint, "--batch-tokens", "192", "--out", "tuned-by-one", processes=1))
+    finish(start(world, *joint, "--out", "tuned-by-two", processes=2))
     one, two = world / "tuned-by-one", world / "tuned-by-two"
     assert_same_training(one, two)
     assert_same_tensors(one / "head" / "model.safetensors", two / "head" / "model.safetensors")
@@ -147,11 +147,3 @@ def test_two_processes_tune_the_same_model_as_one(world: Path) -> None:
     assert_same_tensors(one / adapter, two / adapter)
     moved = load_file(one / adapter)
     assert any(float(moved[name].abs().max()) > 0 for name in moved if "lora_B" in name)
-
-
-def test_sharding_a_model_needs_several_processes(world: Path) -> None:
-    options = TrainOptions.of(
-        method="medusa", model=str(world / "model"), data=(world / "chats.jsonl",), out=world / "x", shard_model=True
-    )
-    with pytest.raises(InvalidSettings, match="shard_model is for several processes"):
-        train(options, FakeProgress())

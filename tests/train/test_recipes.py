@@ -11,6 +11,8 @@ from draftheads.cli import train_options as command
 from draftheads.cli.main import main
 from draftheads.models.model import TargetModel
 from draftheads.train import run
+from draftheads.train.joint.model import ALPHA, DROPOUT, RANK
+from draftheads.train.joint.run import TUNINGS
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.utils.progress import NoProgress
@@ -31,8 +33,8 @@ BASICS = ("--out", "out", "--data", __file__, "--method", "medusa")
 def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> None:
     arguments = [*BASICS[:4], *([f"--recipe={name}"] if joined else ["--recipe", name])]
     settings = RECIPES[name].settings
-    found = parsed(*arguments, *([] if "method" in settings else BASICS[4:])).flat()
-    plain = parsed(*BASICS).flat()
+    found = vars(parsed(*arguments, *([] if "method" in settings else BASICS[4:])))
+    plain = vars(parsed(*BASICS))
     assert found == {**plain, "method": found["method"], **settings, "recipe": name}
 
 
@@ -44,31 +46,25 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
         ("medusa-1", {"epochs": 2, "loss": "hard", "lm_head": "own", "draft_vocab_size": 0}),
         ("hydra", {"num_heads": 4, "num_layers": 1, "learning_rate": 1e-3, "epochs": 1, "loss": "hard"}),
         ("hydra++", {"num_layers": 4, "learning_rate": 5e-4, "final_learning_rate": 0.33, "loss": "teacher"}),
-        ("hydra++", {"weight_decay": 0.1, "dropout": 0.2, "epochs": 10, "depth_decay": 1.0, "warmup": 100}),
+        ("hydra++", {"weight_decay": 0.1, "epochs": 10, "depth_decay": 1.0, "warmup": 100}),
         ("amphista", {"num_heads": 4, "loss": "amphista", "learning_rate": 1e-3, "epochs": 4, "lm_head": "own"}),
         ("mlp-speculator", {"num_heads": 3, "learning_rate": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
         ("mlp-speculator", {"loss": "hard", "depth_decay": 1.0, "warmup": 0.05, "final_learning_rate": 0.1}),
-        # section 4: 15k and 6k steps, 1e-3 to 1e-4 and 1e-4 to 1e-5
-        ("mlp-speculator", {"text_part": 0.714, "second_stage_rate": 0.1}),
-        ("mlp-speculator", {"text_length": 4096, "max_length": 256 + 64}),  # section 3.2; 4: four parts to one
-        ("eagle", {"feature_weight": 10.0, "loss": "teacher", "betas": (0.9, 0.95), "epochs": 20}),
+        ("mlp-speculator", {"max_length": 4096}),  # section 3.2
+        ("eagle", {"loss": "eagle", "betas": (0.9, 0.95), "epochs": 20}),
         ("eagle3", {"num_heads": 7, "depth_decay": 0.8, "draft_vocab_size": 32000, "lm_head": "own"}),
-        ("eagle3", {"loss": "teacher", "max_length": 2048, "feature_weight": 0.0}),
+        ("eagle3", {"loss": "teacher", "max_length": 2048}),
         ("eagle3", {"learning_rate": 5e-5, "betas": (0.9, 0.95), "warmup": 0.015, "max_grad_norm": 0.5, "epochs": 40}),
-        ("blockwise", {"method": "medusa", "chain": True}),
-        ("dflash", {"num_heads": 7, "loss": "hard", "depth_decay": 0.779, "anchors": 512, "learning_rate": 6e-4}),
+        ("blockwise", {"method": "medusa", "depth_decay": 1.0}),
+        ("dflash", {"num_heads": 7, "loss": "hard", "depth_decay": 0.779, "learning_rate": 6e-4}),
         ("dspark", {"num_heads": 7, "loss": "dspark", "head_options": ("markov_rank=256",), "epochs": 10}),
         ("mtp", {"num_heads": 3, "loss": "hard", "depth_decay": 0.6, "draft_vocab_size": 0}),
-        # section 4.1: 5e-4 for the model and 2e-3 for heads, 40 steps, λ0 = 0.2; section 4: LoRA 32, 16, 0.05
-        ("medusa-2", {"learning_rate": 5e-4, "head_rate_factor": 4.0, "warmup": 40, "head_weight": 0.2, "epochs": 2}),
-        ("medusa-2", {"lora_rank": 32, "lora_alpha": 16, "lora_dropout": 0.05, "depth_decay": 0.8}),
-        # section 4.2: 1e-4, 20 steps, texts of 2048 tokens, λ0 = 0.01, a sine and no first stage
-        ("medusa-2-self", {"learning_rate": 1e-4, "warmup": 20, "max_length": 2048, "head_weight": 0.01}),
-        ("medusa-2-self", {"head_weight_rise": "sine", "heads_first": 0.0, "backbone_loss": "original"}),
+        ("medusa-2", {"learning_rate": 5e-4, "warmup": 40, "epochs": 2, "depth_decay": 0.8, "joint": "text"}),
+        ("medusa-2-self", {"learning_rate": 1e-4, "warmup": 20, "max_length": 2048, "joint": "original"}),
     ],
 )
 def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
-    found = parsed(*BASICS[:4], "--recipe", name).flat()
+    found = vars(parsed(*BASICS[:4], "--recipe", name))
     assert {key: found[key] for key in numbers} == numbers
 
 
@@ -81,11 +77,35 @@ def test_each_value_of_a_recipe_has_one_source(name: str) -> None:
     assert all(place.startswith(places) for place in found.parts)
 
 
+def test_the_manual_has_the_table_of_recipes() -> None:
+    """The table to put there is what the assertion shows."""
+    kinds = {"from its code": ("its code",), "ours": ("ours",)}
+    rows = [["recipe", "", "from the paper", *kinds]]
+    for name, found in RECIPES.items():
+        cells: dict[str, list[str]] = {kind: [] for kind in rows[0][2:]}
+        for place, part in found.parts.items():
+            kind = next((kind for kind, places in kinds.items() if place in places), "from the paper")
+            values = (" ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in part.values())
+            text = ", ".join(f"`{setting}={value}`" for setting, value in zip(part, values, strict=True))
+            cells[kind].append(f"{place}: {text}" if place.startswith(("section", "equation", "appendix")) else text)
+        rows.append([f"`{name}`", found.description, *("; ".join(parts) for parts in cells.values())])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * 5, *rows[1:]])
+    assert table in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8"), f"\n{table}"
+
+
+def test_the_papers_numbers_of_joint_training() -> None:
+    """Medusa, section 4: LoRA of rank 32, α 16, dropout 0.05; 4.1: four times the rate, λ0 = 0.2; 4.2: 0.01, a sine."""
+    assert (RANK, ALPHA, DROPOUT) == (32, 16, 0.05)
+    two, alone = TUNINGS["text"], TUNINGS["original"]
+    assert (two.head_weight, two.rises, two.head_rate_factor, two.heads_first) == (0.2, False, 4.0, 0.5)
+    assert (alone.head_weight, alone.rises, alone.head_rate_factor, alone.heads_first) == (0.01, True, 4.0, 0.0)
+
+
 def test_options_on_the_command_line_replace_those_of_a_recipe() -> None:
     before = parsed("--epochs", "7", *BASICS[:4], "--recipe", "medusa-1")
     after = parsed(*BASICS[:4], "--recipe", "medusa-1", "--epochs", "7", "--method", "hydra")
-    assert (before.schedule.epochs, before.heads.method, before.heads.num_heads) == (7, "medusa", 5)
-    assert (after.schedule.epochs, after.heads.method, after.heads.num_heads) == (7, "hydra", 5)
+    assert (before.epochs, before.method, before.num_heads) == (7, "medusa", 5)
+    assert (after.epochs, after.method, after.num_heads) == (7, "hydra", 5)
 
 
 @pytest.mark.parametrize("arguments", [["--recipe", "medusa-7"], ["--recipe=medusa-7"]])
@@ -103,7 +123,7 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
         *(() if "method" in RECIPES[name].settings else ("--method", "medusa")),
         *("--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data)),
         *("--learning-rate", "0.005" if tunes else "0.02"),  # the heads' own is four times the model's
-        *shlex.split("--batch-tokens 128 --draft-vocab-size 48 --log-steps 1 --eval-steps 1000 --eval-texts 500"),
+        *shlex.split("--batch-tokens 128 --draft-vocab-size 48 --save-steps 1000"),
         *(("--warmup", "0.05") if RECIPES[name].settings.get("warmup", 0) >= 1 else ()),
         *(("--epochs", "5") if RECIPES[name].settings.get("epochs", 0) > 5 else ()),
     )
@@ -118,15 +138,15 @@ def test_medusa_2_goes_on_with_the_heads_of_medusa_1_in_four_bits(tmp_path: Path
     """Section 4.1 of Medusa's paper, by two commands."""
     model = on_disk(tmp_path / "model", hidden_size=64, intermediate_size=128)
     data = write_chats(tmp_path / "few.jsonl", counting_chats(24))  # bitsandbytes is slow without a GPU
-    common = ("--model", str(model), "--data", str(data), "--four-bit", "--batch-tokens", "128", "--warmup", "0.05")
+    common = ("--model", model, "--data", str(data), *shlex.split("--precision 4bit --batch-tokens 128 --warmup 0.05"))
     first = parsed(*common, "--recipe", "medusa-1", "--out", str(tmp_path / "heads"), "--learning-rate", "0.02")
     report = run.train(first, NoProgress())
     second = parsed(
         *(*common, "--recipe", "medusa-2", "--out", str(tmp_path / "both"), "--learning-rate", "0.005"),
-        *("--head", str(tmp_path / "heads"), "--heads-first", "0"),
+        *("--start-from", str(tmp_path / "heads")),
     )
     joint = run.train(second, NoProgress())
-    assert len(joint.losses) == second.heads.num_heads == 5
+    assert len(joint.losses) == second.num_heads == 5
     begun = lines(tmp_path / "both", "validation.jsonl")[0]["losses"]
     assert begun == pytest.approx(report.losses, rel=0.01), "with the heads of the first run"
     assert sum(joint.losses) < sum(begun)

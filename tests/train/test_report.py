@@ -1,11 +1,14 @@
 """Measurements on held-out text: ranks and expected tokens are those of the definition."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from draftheads.checkpoints.checkpoint import load_head
+from draftheads.cli.main import COMMANDS
 from draftheads.data.batches import split_held_out
 from draftheads.data.features import FeatureStore
 from draftheads.models.model import TargetModel
@@ -13,7 +16,7 @@ from draftheads.search.tree_search import best_tree, expected_tokens
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
 from draftheads.train.new_head import new_head
-from draftheads.train.report import NUM_RANKS, Measurement
+from draftheads.train.report import NUM_RANKS, REPORTED_NODES, Measurement, verdict_of
 from families import propose
 from training_world import measured, train_for, train_options
 
@@ -55,10 +58,8 @@ def test_the_best_tree_is_not_measured_on_the_text_that_it_was_chosen_on() -> No
     first, second = ranks[:40], ranks[40:]
     crossed = expected_tokens(first, best_tree(second, 5)) + expected_tokens(second, best_tree(first, 5))
     assert found.tokens_per_step_of_best(5) == pytest.approx(crossed / 2)
-    assert found.summary(tree)["tokens_per_step_tree"] == found.tokens_per_step_of_best(tree.num_nodes)
+    assert found.summary()["tokens_per_step_tree"] == found.tokens_per_step_of_best(REPORTED_NODES)
     assert found.tokens_per_step_of_best(5) < found.tokens_per_step(tree) - 0.03
-    chain = found.tree(3, chain=True)
-    assert found.summary(chain)["tokens_per_step_tree"] == found.tokens_per_step(chain)
     single = Measurement(torch.zeros(2), ranks[:1], torch.ones(1, 2, dtype=torch.bool))
     assert single.tokens_per_step_of_best(5) == 1.0
 
@@ -79,7 +80,7 @@ def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, featur
     found = measured(target, features, settings)
     store = FeatureStore(features)
     training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, seed=0)
-    head = new_head(settings.heads, target, store, training)
+    head = new_head(settings, target, store, training)
     vocab = head.draft_vocab.tolist()
     expected: list[list[int]] = [[], []]
     for document in (store[i] for i in sorted(held_out, key=lambda i: store.lengths[i])):
@@ -98,3 +99,35 @@ def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, featur
     for best in (1, 3, 10):
         shares = [sum(rank < best for rank in expected[i]) / len(expected[i]) for i in range(2)]
         assert found.accuracy(best) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "facts", "said"),
+    [
+        (
+            1.03,
+            {"steps": 999},
+            "1.03 tokens per step on held-out text (plain decoding: 1): the heads have learned almost n",
+        ),
+        (1.14, {"steps": 999}, "almost nothing; train on more text"),
+        (1.03, {"steps": 1000}, "almost nothing in 1,000 steps; look at the learned tokens"),
+        (1.15, {}, "a start; each doubling of the text adds about 0.1"),
+        (1.149, {}, "1.15 tokens per step on held-out text (plain decoding: 1): a start"),
+        (1.79, {}, "a start"),
+        (2.41, {}, "2.41 tokens per step on held-out text (plain decoding: 1): good"),
+        (2.41, {"texts": 1}, "but of only 1 held-out text with 5,000 answer tokens, so other texts may give far less"),
+        (1.2, {"texts": 15}, "but of only 15 held-out texts with 5,000 answer tokens, so"),
+        (2.41, {"tokens": 999}, "but of only 200 held-out texts with 999 answer tokens, so"),
+        (1.8, {"texts": 16, "tokens": 1000}, "good"),
+        (1.03, {"texts": 1}, "almost nothing; train"),  # that it learned nothing needs no proof
+    ],
+)
+def test_the_verdict_has_its_class_and_names_commands(tokens_per_step: float, facts: Any, said: str) -> None:
+    given = {"steps": 10, "texts": 200, "tokens": 5000, **facts}
+    metrics = {"tokens_per_step_tree": tokens_per_step, "num_steps": given["steps"]}
+    found = verdict_of({**metrics, "num_held_out_texts": given["texts"], "num_held_out_tokens": given["tokens"]})
+    assert said in found
+    assert ("good" in found) == (said == "good" or ": good" in said)
+    named = re.findall(r"`draftheads ([a-z-]+)", found)
+    assert named
+    assert set(named) <= COMMANDS.keys()

@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +28,11 @@ from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
-from draftheads.train import run
+from draftheads.train import run, training
+from draftheads.train.loop import TrainingInterrupted
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
-from draftheads.train.report import Report, mean_loss, measure
-from draftheads.train.summary import verdict_of
-from draftheads.train.trainer import TrainingInterrupted
+from draftheads.train.report import Report, measure, verdict_of
 from draftheads.train.training_data import plan_training
 from draftheads.utils.progress import Bars, NoProgress
 from fake_progress import FakeProgress
@@ -81,89 +82,75 @@ def test_training_improves_the_heads_predictions(
     assert sum(losses[-3:]) < most * sum(losses[:3])
 
 
-def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    settings = train_options(out, features)
-    report = train_for(target, settings)
+def test_the_folder_holds_the_head_and_how_it_was_made(
+    target: TargetModel, features: Path, trained: Callable[[str], Path]
+) -> None:
+    out = trained("medusa")
     names = {"README.md", "acceptance.json", "config.json", "model.safetensors"}  # the head
-    names |= {"log.jsonl", "metrics.json", "validation.jsonl"}  # its history
-    assert {path.name for path in out.iterdir()} == names
+    assert {path.name for path in out.iterdir()} == names | {"log.jsonl", "metrics.json", "validation.jsonl"}
     metrics = json.loads((out / "metrics.json").read_text())
+    report, settings = Report.of(metrics), train_options(out, features, save_steps=4)
     assert metrics["options"]["learning_rate"] == 0.02
     changed = {"model", "out", "method", "num_heads", "draft_vocab_size", "batch_tokens", "learning_rate", "features"}
-    changed |= {"tree_nodes", "held_out", "log_steps", "save_steps"}
-    assert set(metrics["changed_options"]) == changed, "epochs are as by default"
+    assert set(metrics["changed_options"]) == changed | {"held_out", "save_steps"}, "epochs are as by default"
     assert metrics["provenance"]["torch"] == torch.__version__
-    assert Report(**{name: metrics[name] for name in vars(report)}) == report
     store = FeatureStore(features)
-    training = plan_training(store, settings).training
-    assert report.num_training_tokens == sum(store.lengths[i] for i in training) < sum(store.lengths)
+    used = plan_training(store, settings).training
+    assert report.num_training_tokens == sum(store.lengths[i] for i in used) < sum(store.lengths)
     every, answers = report.num_training_tokens, report.num_answer_tokens
-    assert answers == sum(int(store.loss_masks[i].sum()) for i in training) < every
+    assert answers == sum(int(store.loss_masks[i].sum()) for i in used) < every
     assert f"({every:,} tokens, {answers:,} of them in answers)" in read_head(out).card
-    head = load_head(out, target, dtype=torch.float32)
-    assert Tree.from_paths(report.tree).num_nodes == 8
-    profile = read_head(out).profile
+    assert f"{report.tokens_per_step_tree:.2f}" in read_head(out).card
+    head, profile = load_head(out, target, dtype=torch.float32), read_head(out).profile
+    assert Tree.from_paths(report.tree).num_nodes == 16
     assert head.default_shape == profile.tree(10)
     assert profile.num_texts >= 2
     assert profile.num_tokens > 0
     assert 1.0 < profile.static_tokens[9] <= 4.0
     assert 1.0 < profile.dynamic_tokens[9] <= 4.0
     # the saved head (bf16) predicts as well as the one that was measured
-    assert measured(target, features, train_options(out, features), head=head).accuracy(1) == pytest.approx(
-        report.top1, abs=0.03
-    )
-    assert f"{report.tokens_per_step_tree:.2f}" in (out / "README.md").read_text()
+    assert measured(target, features, settings, head=head).accuracy(1) == pytest.approx(report.top1, abs=0.03)
     line = lines(out)[0]
     assert line.keys() == {"step", "loss", "learning_rate", "grad_norm", "head_losses"}
-    weighted = sum(0.8**i * loss for i, loss in enumerate(line["head_losses"]))
-    assert line["loss"] == pytest.approx(weighted, rel=1e-5)
-
-
-def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    settings = train_options(tmp_path / "out", features, eval_steps=4, eval_texts=1000)
-    progress = FakeProgress()
-    report = train_for(target, settings, progress)
-    # progress has the same means over the heads as the final table
-    in_training = mean_loss(lines(settings.out)[-2]["head_losses"])
-    last = f"held-out loss {mean_loss(report.losses):.3f} at step {report.num_steps}"
-    assert progress.last[2] == f"loss {in_training:.3f}, {last}"
-    found = lines(settings.out, "validation.jsonl")
-    epoch = round(report.num_steps / 2)
-    assert [line["step"] for line in found] == sorted({*range(0, report.num_steps, 4), epoch, report.num_steps})
-    assert report.num_steps % 4, "the last measurement is not at a multiple"
-    untrained = measured(target, features, settings)
-    assert found[0]["losses"] == pytest.approx(untrained.losses.tolist(), rel=1e-6)
-    assert found[0]["tokens_per_step_chain"] == untrained.tokens_per_step(Tree.chain(3))
-    last = {key: value for key, value in found[-1].items() if key != "step"}
-    assert last == {key: getattr(report, key) for key in last}
-    assert {"losses", "top1", "top3", "top10", "tokens_per_step_chain", "tokens_per_step_tree"} == last.keys()
+    assert line["loss"] == pytest.approx(sum(0.8**i * loss for i, loss in enumerate(line["head_losses"])), rel=1e-5)
     assert [shares[0] for shares in report.accuracy_by_rank] == report.top1
     assert [shares[-1] for shares in report.accuracy_by_rank] == report.top10
     assert report.tokens_per_second > 0
 
 
-def test_validation_uses_fewer_texts_or_none(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    few = train_options(tmp_path / "few", features, eval_steps=1000, eval_texts=1, epochs=3)
+def test_the_head_is_measured_while_it_is_trained(
+    target: TargetModel, features: Path, tmp_path: Path, trained: Callable[[str], Path]
+) -> None:
+    """With each checkpoint and after each epoch; that changes nothing in the training."""
+    settings = train_options(tmp_path / "out", features, save_steps=1000)
     progress = FakeProgress()
-    report = train_for(target, few, progress)
-    found = lines(few.out, "validation.jsonl")
-    assert found[-1]["losses"] != report.losses
-    assert [line["step"] for line in found] == [round(report.num_steps * i / 3) for i in range(4)]
-    # progress shows the newest of them, and of which step it is
-    shown = [note.split("held-out loss ")[1] for note in progress.notes if "held-out" in note]
-    losses = {line["step"]: f"{mean_loss(line['losses']):.3f} at step {line['step']}" for line in found}
-    assert shown == [losses[max(old for old in losses if old <= step)] for step in progress.steps]
-    none = train_options(tmp_path / "none", features, eval_steps=0, epochs=3)
-    train_for(target, none)
-    assert not lines(none.out, "validation.jsonl")
-    assert tensors(few.out).keys() == tensors(none.out).keys()
-    assert all(torch.equal(tensor, tensors(none.out)[name]) for name, tensor in tensors(few.out).items())
+    report = train_for(target, settings, progress)
+    found = lines(settings.out, "validation.jsonl")
+    assert [line["step"] for line in found] == [round(report.num_steps * i / 2) for i in range(3)]
+    # progress shows the newest of them, and of which step it is; and means of the last ten losses in training
+    losses = {line["step"]: f"{fmean(line['losses']):.3f} at step {line['step']}" for line in found}
+    assert [note.split("held-out loss ")[1] for note in progress.notes if "held-out" in note] == [
+        losses[max(old for old in losses if old <= step)] for step in progress.steps
+    ]
+    in_training = fmean(fmean(line["head_losses"]) for line in lines(settings.out)[-10:])
+    assert any(note.startswith(f"loss {in_training:.3f}, held-out loss") for note in progress.notes)
+    untrained = measured(target, features, settings)
+    assert found[0]["losses"] == pytest.approx(untrained.losses.tolist(), rel=1e-6)
+    assert found[0]["tokens_per_step_chain"] == untrained.tokens_per_step(Tree.chain(3))
+    last = {key: value for key, value in found[-1].items() if key != "step"}
+    assert last == {key: getattr(report, key) for key in last}, "there are fewer held-out texts than are measured"
+    assert {"losses", "top1", "top3", "top10", "tokens_per_step_chain", "tokens_per_step_tree"} == last.keys()
+    often = [line["step"] for line in lines(trained("medusa"), "validation.jsonl")]
+    assert often == sorted({*range(0, report.num_steps, 4), round(report.num_steps / 2), report.num_steps})
+    rare = tensors(settings.out)
+    assert all(torch.equal(tensor, rare[name]) for name, tensor in tensors(trained("medusa")).items())
 
 
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
 def test_every_kind_of_lm_head_learns(target: TargetModel, features: Path, tmp_path: Path, lm_head: Any) -> None:
-    settings = train_options(tmp_path / "out", features, lm_head=lm_head, lm_head_rank=8, draft_vocab_size=0)
+    settings = train_options(
+        tmp_path / "out", features, lm_head=lm_head, head_options=("lm_head_rank=8",), draft_vocab_size=0
+    )
     report = train_for(target, settings)
     untrained = measured(target, features, settings)
     assert sum(report.losses) < 0.9 * float(untrained.losses.sum())
@@ -201,7 +188,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
     changes: dict[str, Any] = {"method": "hydra", "save_steps": 4, "epochs": 1, "optimizer": optimizer}
     whole, parts = train_options(tmp_path / "a", features, **changes), tmp_path / "b"
     expected = train_for(target, whole)
-    settings = whole.changed(out=parts)
+    settings = replace(whole, out=parts)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises((TrainingInterrupted, KilledError)):
         train_for(target, settings, FakeProgress(6, stop, stage="training"))
@@ -212,7 +199,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
     with pytest.raises(InvalidSettings, match="add --resume"):
         run.train(settings, FakeProgress())
     reporter = FakeProgress()
-    found = train_for(target, settings.changed(resume=True), reporter)
+    found = train_for(target, replace(settings, resume=True), reporter)
     assert reporter.steps[0] == last + 1
     assert without_time(found) == without_time(expected)
     assert (parts / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
@@ -228,13 +215,13 @@ def test_a_full_disk_keeps_earlier_checkpoints(
     target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = train_options(tmp_path / "out", features, save_steps=4, epochs=1)
-    expected = train_for(target, settings.changed(out=tmp_path / "whole"))
+    expected = train_for(target, replace(settings, out=tmp_path / "whole"))
     with monkeypatch.context() as patch:
         reporter = FakeProgress(6, lambda: patch.setattr(torch, "save", full), stage="training")
         with pytest.raises(StorageError, match="a checkpoint cannot be saved"):
             train_for(target, settings, reporter)
     assert [path.name for path in (settings.out / "checkpoints").iterdir()] == ["checkpoint-4.pt"]
-    found = train_for(target, settings.changed(resume=True))
+    found = train_for(target, replace(settings, resume=True))
     assert without_time(found) == without_time(expected)
 
 
@@ -242,13 +229,13 @@ def test_a_run_that_failed_while_saving_resumes(
     target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = train_options(tmp_path / "out", features)
-    expected = train_for(target, settings.changed(out=tmp_path / "whole"))
+    expected = train_for(target, replace(settings, out=tmp_path / "whole"))
     with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", lambda *a, **k: (patch.setattr(os, "fsync", full), measure(*a, **k))[1])
+        patch.setattr(training, "measure", lambda *a, **k: (patch.setattr(os, "fsync", full), measure(*a, **k))[1])
         with pytest.raises(StorageError, match="no space left"):
             train_for(target, settings)
     assert not list((tmp_path / "out").glob("*.safetensors"))
-    found = train_for(target, settings.changed(resume=True))
+    found = train_for(target, replace(settings, resume=True))
     assert without_time(found) == without_time(expected)
 
 
@@ -269,8 +256,8 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
     with pytest.raises(TrainingInterrupted):
         run.train(settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
     with pytest.raises(DataError, match=r"texts or the model have changed since .* start again with another --out"):
-        run.train(settings.changed(resume=True, chat_template=None), FakeProgress())
-    run.train(settings.changed(resume=True, chat_template=str(other)), FakeProgress())
+        run.train(replace(settings, resume=True, chat_template=None), FakeProgress())
+    run.train(replace(settings, resume=True, chat_template=str(other)), FakeProgress())
     assert read_head(settings.out).chat_template == one.read_text(encoding="utf-8")
     # a run that starts from this head reads chats as it does
     next_run = train_options(tmp_path / "next", None, data=(data,), epochs=1, start_from=str(settings.out))
@@ -278,7 +265,7 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
     assert read_head(next_run.out).chat_template == one.read_text(encoding="utf-8")
     one.write_text("changed", encoding="utf-8")
     with pytest.raises(InvalidSettings, match=r"holds a trained head .*chat_template was"):
-        run.train(settings.changed(resume=True), FakeProgress())
+        run.train(replace(settings, resume=True), FakeProgress())
 
 
 def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:
@@ -335,14 +322,13 @@ def test_the_command_prints_a_table(features: Path, tmp_path: Path, capfd: pytes
     command.run(train_options(tmp_path / "out", features, num_heads=2, epochs=1))
     printed = capfd.readouterr()
     assert printed.err == ""
-    measures = ("expected tokens per step", "tree of 8 nodes", "tokens of text per second")
+    measures = ("expected tokens per step", "tree of 16 nodes", "tokens of text per second")
     for words in ("top-1", "top-3", "top-10", *measures, "saved in"):
         assert words in printed.out
     report = Report.of(json.loads((tmp_path / "out" / "metrics.json").read_text()))
     assert f"│ mean │ {sum(report.losses) / 2:.3f} " in printed.out
     assert f"\n{verdict_of(vars(report))}\n" in printed.out
     assert (report.num_held_out_texts, report.num_held_out_tokens) == (27, 252)
-    assert 0 < report.share_in_other_texts < 1
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out
 
 
@@ -352,7 +338,8 @@ def test_the_command_tells_what_was_left_out_and_how_long_all_took(
 ) -> None:
     data = write_chats(tmp_path / "chats.jsonl", [chat("w3"), *counting_chats(30), chat("w1")])
     clock = count(0, 10)
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    for module in (run, training):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     command.run(train_options(tmp_path / "out", None, data=(data,), num_heads=2, epochs=1))
     printed = capfd.readouterr().out
     assert f"2 chats were left out: {NO_ANSWER} (the first is {data}:1)" in printed
@@ -384,11 +371,6 @@ train.run(train_options(Path({str(tmp_path / "out")!r}), Path({str(features)!r})
     assert [line for line in done.stderr.splitlines() if not foreign.search(line)] == []
     assert "saved in" in done.stdout
     assert "grad_norm" not in done.stdout  # the Trainer's own lines
-
-
-def test_chain_saves_a_chain_as_the_default_shape(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    train_for(target, train_options(tmp_path / "out", features, chain=True, epochs=1))
-    assert load_head(tmp_path / "out", target).default_shape == Tree.chain(3)
 
 
 # --- the public function ---
@@ -432,7 +414,7 @@ def test_only_the_first_process_shows_bars(tmp_path: Path, monkeypatch: pytest.M
     [
         ({"data": "chats.jsonl"}, "give method=…, or a recipe that has one"),
         ({"method": "hydra"}, "give --data FILE"),
-        ({"method": "hydra", "data": "chats.jsonl", "epoch": 2}, "no setting 'epoch'; choose among model"),
+        ({"method": "hydra", "data": "chats.jsonl", "epoch": 2}, "no setting 'epoch'; did you mean epochs"),
         ({"recipe": "hydra-3"}, "no recipe 'hydra-3'"),
     ],
 )

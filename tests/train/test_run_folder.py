@@ -4,9 +4,11 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,7 @@ SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the ran
     "draft_vocab_size": 48,
     "noise_alpha": 75.0,
     "batch_tokens": 224,
-    "log_steps": 3,
     "save_steps": SAVE_STEPS,
-    "eval_steps": 8,
-    "eval_texts": 2,
 }
 
 
@@ -83,7 +82,6 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
     data: Path, whole: Path, tmp_path: Path, kill_after: int
 ):
-    """Lines come every three steps, checkpoints every four: means over steps before a kill would be lost."""
     settings = options(tmp_path / "out", data)
     train_until_killed(settings, after=kill_after)
     reporter = FakeProgress()
@@ -113,7 +111,7 @@ def test_a_complete_run_is_not_repeated(data: Path, whole: Path):
     with pytest.raises(InvalidSettings, match="holds a trained head"):
         run.train(options(whole, data, epochs=3), FakeProgress())
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        run.train(options(whole, data).changed(resume=False), FakeProgress())
+        run.train(replace(options(whole, data), resume=False), FakeProgress())
 
 
 def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
@@ -133,8 +131,8 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
 
 
 def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
-    changes = {"batch_tokens": 1024, "epochs": 1, "lora_rank": 4, "noise_alpha": 0.0, "precision": "fp32"}
-    settings = TrainOptions.of(joint=True, out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
+    changes = {"batch_tokens": 1024, "epochs": 1, "joint": "text", "noise_alpha": 0.0, "precision": "fp32"}
+    settings = TrainOptions.of(out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
     reporter = FakeProgress()
     report = train(settings, reporter)
     assert reporter.stages[0].endswith("training starts from the beginning")
@@ -142,7 +140,7 @@ def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
     assert train(settings, again) == report
     assert again.stages == [f"{settings.out} is complete already: nothing is left to do"]
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        train(settings.changed(lora_rank=8), FakeProgress())
+        train(replace(settings, epochs=2), FakeProgress())
 
 
 # --- what a kill leaves half-written ---
@@ -180,7 +178,22 @@ def test_resuming_with_another_number_of_processes_is_an_error(data: Path, tmp_p
     path = settings.out / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}), encoding="utf-8")
     with pytest.raises(InvalidSettings, match="processes was 2 and is 1"):
-        run.train(settings.changed(resume=True), FakeProgress())
+        run.train(replace(settings, resume=True), FakeProgress())
+
+
+def test_a_run_of_a_version_with_other_settings_is_refused_by_name(data: Path, whole: Path, tmp_path: Path):
+    settings = options(tmp_path / "out", data)
+    train_until_killed(settings, after=SAVE_STEPS + 1)
+    path = settings.out / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dropout": 0.2, "accumulate": 2}), encoding="utf-8")
+    with pytest.raises(InvalidSettings, match=r"run\.json has settings that this version does not have: accumulate, d"):
+        run.train(settings, FakeProgress())
+    complete = shutil.copytree(whole, tmp_path / "complete")
+    metrics = json.loads((complete / "metrics.json").read_text())
+    metrics["options"]["dropout"] = 0.2
+    (complete / "metrics.json").write_text(json.dumps(metrics))
+    with pytest.raises(InvalidSettings, match=r"metrics\.json has settings .*: dropout\. Finish the run with"):
+        run.train(options(complete, data), FakeProgress())
 
 
 # --- real processes ---
@@ -284,8 +297,8 @@ def test_two_runs_cannot_write_one_folder(features: Path, tmp_path: Path) -> Non
     assert silent.stages == []
     assert run.train(settings, FakeProgress()) is not None
     with locked(settings.out, ""), pytest.raises(StorageError, match="another process"):
-        run.train(settings.changed(resume=True), FakeProgress())  # it tidies up what the other may be writing
-    assert run.train(settings.changed(resume=True), FakeProgress()) is not None
+        run.train(replace(settings, resume=True), FakeProgress())  # it tidies up what the other may be writing
+    assert run.train(replace(settings, resume=True), FakeProgress()) is not None
 
 
 def test_only_the_first_of_several_processes_locks_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

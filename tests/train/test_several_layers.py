@@ -1,5 +1,6 @@
 """Training of heads that read hidden states of several layers: stores, losses, runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from draftheads.data.texts import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.train.learner import head_learner
+from draftheads.train.learner import Learner
 from draftheads.train.new_head import new_head
 from training_world import build_features, chat, chat_tokenizer, lines, train_for, train_options, write_chats
 
@@ -22,8 +23,8 @@ def options(out: Path, features: Path | None = None, **changes: object):
 
 def test_a_run_stores_the_layers_and_lowers_the_loss(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    train_for(target, options(out, data=(chats,), keep_features=True, max_length=64))
-    store = FeatureStore(out / "features")
+    train_for(target, options(out, tmp_path / "features", data=(chats,), max_length=64))
+    store = FeatureStore(tmp_path / "features")
     assert store.meta.layers == [0, 1]
     text = store.token_ids[0][None]
     states = target.model(text, output_hidden_states=True).hidden_states
@@ -47,11 +48,11 @@ def test_every_parameter_gets_a_gradient(
     flags = ("fc_norm=true", "norm_output=true", *more)
     settings = options(tmp_path, data=(chats,), head_options=flags, lm_head="own")
     store = LiveStore(target, texts, (0, 1))
-    head = new_head(settings.heads, target, store, range(len(store)))
+    head = new_head(settings, target, store, range(len(store)))
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     document = store[0]
-    learner = head_learner(settings.objective, head, target.weights)
+    learner = Learner(head, target.weights)
     batch = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]
     learner(*batch)["loss"].backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
@@ -121,7 +122,7 @@ def test_a_new_head_starts_near_the_last_hidden_state(target: TargetModel, chats
     store = LiveStore(target, load_texts(target, [chats], max_length=64), (0, 1))
     for head_options in ((), ("fc_norm=true",)):
         settings = options(tmp_path, data=(chats,), head_options=head_options, draft_vocab_size=0)
-        head = new_head(settings.heads, target, store, range(len(store)))
+        head = new_head(settings, target, store, range(len(store)))
         read, last = head.split(torch.cat([document.hidden.float() for document in store]))
         features = head(read[None], torch.zeros(1, len(read), dtype=torch.long))[0, 0].detach()
         assert torch.cosine_similarity(features, last, dim=-1).median() > 0.8
@@ -130,7 +131,7 @@ def test_a_new_head_starts_near_the_last_hidden_state(target: TargetModel, chats
 
 def test_a_block_head_goes_on_with_its_own_mask(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     first = options(tmp_path / "first", data=(chats,), max_length=64, method="dflash", epochs=1)
-    train_for(target, first.changed(head_options=("mask_token_id=3",)))
-    train_for(target, first.changed(out=tmp_path / "more", start_from=str(first.out)))
+    train_for(target, replace(first, head_options=("mask_token_id=3",)))
+    train_for(target, replace(first, out=tmp_path / "more", start_from=str(first.out)))
     assert target.mask_token_id != 3
     assert load_head(tmp_path / "more", target).mask_token_id == 3

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftheads.data import features
+from draftheads.data import compute_features
 from draftheads.data.batches import split_held_out
-from draftheads.data.features import LiveStore, needed_bytes
+from draftheads.data.features import LiveStore, has_room, needed_bytes
 from draftheads.data.texts import load_blocks, load_texts
-from draftheads.errors import DataError, InvalidSettings, StorageError
+from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train import run, training_data
-from draftheads.train.run_folder import RunFolder, find_checkpoint
+from draftheads.train.run_folder import RunFolder
 from draftheads.train.schedule import rise_and_cosine
 from draftheads.train.training_data import plan_training, read_texts
 from fake_progress import FakeProgress
@@ -59,17 +59,27 @@ def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path
         assert stored[index].hidden.dtype == live[index].hidden.dtype == torch.bfloat16
 
 
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+
+
 @pytest.mark.parametrize("method", ["hydra", "eagle3"])
 def test_stored_and_live_hidden_states_train_the_same_head(
-    target: TargetModel, chats: Path, tmp_path: Path, method: str
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Of the last layer, and of several."""
-    settings = chat_options(tmp_path / "stored", data=(chats,), method=method, keep_features=True)
+    """Of the last layer, and of several. A run that was stopped may go on with a full disk."""
+    settings = chat_options(tmp_path / "stored", data=(chats,), method=method, save_steps=4)
     train_for(target, settings)
-    train_for(target, settings.changed(out=tmp_path / "live", features_budget=0.0))
-    assert [(tmp_path / name / "features").exists() for name in ("stored", "live")] == [True, False]
-    for name in ("model.safetensors", "log.jsonl", "validation.jsonl"):
-        assert (tmp_path / "stored" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
+    with pytest.raises(KilledError):
+        train_for(target, replace(settings, out=tmp_path / "both"), FakeProgress(6, stop_by_crash, stage="training"))
+    shutil.rmtree(tmp_path / "both" / "features")
+    fill_the_disk(monkeypatch)
+    for name, resume in (("live", False), ("both", True)):
+        progress = FakeProgress()
+        train_for(target, replace(settings, out=tmp_path / name, resume=resume), progress)
+        assert "the disk has too little room for hidden states: they are computed for each batch" in progress.stages
+        for file in ("model.safetensors", "log.jsonl", "validation.jsonl"):
+            assert (tmp_path / "stored" / file).read_bytes() == (tmp_path / name / file).read_bytes()
 
 
 @pytest.mark.parametrize("method", ["hydra", "eagle3"])
@@ -80,25 +90,11 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
     own = train_for(target, chat_options(tmp_path / "own", data=(chats,), method=method))
     states = tmp_path / "states"
     extract_as_vllm(target, load_texts(target, [chats], max_length=64), states, [0, 1, 2])
-    monkeypatch.delattr(features, "read_alone")
-    settings = chat_options(tmp_path / "out", data=(chats,), method=method, extracted=states)
-    found = train_for(target, settings)
+    monkeypatch.delattr(compute_features, "read_alone")
+    monkeypatch.delattr("draftheads.data.live_features.read_alone")
+    found = train_for(target, chat_options(tmp_path / "out", data=(chats,), method=method, features=states))
     assert found.losses == pytest.approx(own.losses, rel=0.02)
     assert not (tmp_path / "out" / "features").exists()
-    for changes, words in (({"features": states}, "--features"), ({"shard_model": True}, "shard_model")):
-        with pytest.raises(InvalidSettings, match=f"has the hidden states already: leave out {words}"):
-            settings.changed(**changes)
-
-
-def test_a_run_may_be_resumed_with_another_budget(target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    whole = chat_options(tmp_path / "whole", data=(chats,))
-    train_for(target, whole)
-    parts = chat_options(tmp_path / "parts", data=(chats,), save_steps=4)
-    with pytest.raises(KilledError):
-        train_for(target, parts, FakeProgress(6, stop_by_crash, stage="training"))
-    assert find_checkpoint(parts.out)
-    train_for(target, chat_options(parts.out, data=(chats,), resume=True, features_budget=0.0))
-    assert (parts.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("most", [300, 10**6])
@@ -118,7 +114,7 @@ def test_heads_are_measured_on_some_of_many_held_out_texts(
     chats = write_chats(tmp_path / "chats.jsonl", counting_chats(24))
     store = LiveStore(target, load_texts(target, [chats], max_length=64))
     settings = chat_options(tmp_path, data=(chats,), held_out=0.5)
-    held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.5, seed=settings.schedule.seed)[1]
+    held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.5, seed=settings.seed)[1]
     assert sorted(held_out[:3]) != sorted(held_out)[:3], "the first by their hash are not the first of the file"
     assert plan_training(store, settings).held_out == sorted(held_out)
     monkeypatch.setattr(training_data, "NUM_MEASURED", 3)
@@ -127,20 +123,19 @@ def test_heads_are_measured_on_some_of_many_held_out_texts(
     assert set(few.training).isdisjoint(held_out), "those that are not measured are not trained on, either"
 
 
-def test_a_disk_that_is_too_small_fails_before_the_model_reads(
+def test_hidden_states_take_at_most_half_of_the_free_disk(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = load_texts(target, [chats], max_length=64)
     needed = needed_bytes(target, texts)
+    for free, fits in ((2 * needed, True), (2 * needed - 1, False)):
+        monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        assert has_room(target, texts, tmp_path / "there") == fits
     build_features(target, texts, tmp_path / "there")
     made = sum(path.stat().st_size for path in (tmp_path / "there").glob("shard-*"))
     assert 0.9 * made < needed < 1.1 * made
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
-    monkeypatch.setattr(TargetModel, "hidden_states", None)
-    build_features(target, texts, tmp_path / "there")  # complete ones need no room
-    message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--features-budget 0"
-    with pytest.raises(StorageError, match=message):
-        train_for(target, chat_options(tmp_path / "out", data=(chats,)))
+    fill_the_disk(monkeypatch)
+    assert has_room(target, texts, tmp_path / "there"), "complete ones need no room"
 
 
 # --- plain text ---
@@ -169,15 +164,6 @@ def test_plain_text_is_cut_into_blocks_of_equal_length(target: TargetModel, book
     assert block.token_ids == (*tokenizer("w1 w2 w3")["input_ids"], EOS)
 
 
-def test_blocks_of_plain_text_may_be_longer_than_chats(
-    target: TargetModel, chats: Path, book: Path, tmp_path: Path
-) -> None:
-    settings = chat_options(tmp_path / "out", data=(chats,), text=(book,), text_length=50, max_length=16)
-    texts = read_texts(target, settings)
-    assert {len(text.token_ids) for text in texts if text.loss_mask[0]} >= {50}
-    assert max(len(text.token_ids) for text in texts if not text.loss_mask[0]) == 16
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -202,7 +188,7 @@ def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
     rates = {"warmup": 0.1, "final_learning_rate": 0.1, "epochs": 2}
     settings = chat_options(tmp_path / "out", data=(chats,), text=(book,), **rates)
     texts = read_texts(target, settings)
-    data = plan_training(LiveStore(target, texts), settings, settings.plain_text)
+    data = plan_training(LiveStore(target, texts), settings)
     is_plain = [text.is_plain for text in texts]
     assert 0 < sum(is_plain) < len(texts)
     first, second = data.stages
@@ -213,7 +199,7 @@ def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
     assert set(data.held_out).isdisjoint(data.training)
     train_for(target, settings)
     log = lines(tmp_path / "out")
-    rate = settings.schedule.learning_rate
+    rate = settings.learning_rate
     expected = [
         rate * peak * rise_and_cosine(step, stage.num_steps, warmup=0.1, final=0.1)
         for stage, peak in ((first, 1.0), (second, 0.1))
@@ -262,17 +248,17 @@ def test_bad_settings_and_data_fail_before_the_model_reads(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading may take hours."""
-    train_for(target, chat_options(tmp_path / "whole", data=(chats,), save_steps=4, keep_features=True), FakeProgress())
+    train_for(target, chat_options(tmp_path / "whole", data=(chats,), save_steps=4), FakeProgress())
     shutil.copytree(tmp_path / "whole", tmp_path / "parts", ignore=shutil.ignore_patterns("config.json", "features"))
     (tmp_path / "parts" / "checkpoints").mkdir()
     (tmp_path / "parts" / "checkpoints" / "checkpoint-4.pt").touch()
     settings = chat_options(tmp_path / "parts", data=(chats,), save_steps=4, resume=True)
-    data = plan_training(LiveStore(target, read_texts(target, settings)), settings, settings.plain_text)
-    RunFolder(settings.changed(resume=False)).claim(data, model=target.model_id, start=None)
+    data = plan_training(LiveStore(target, read_texts(target, settings)), settings)
+    RunFolder(replace(settings, resume=False)).claim(data, model=target.model_id, start=None)
     one = write_chats(tmp_path / "one.jsonl", counting_chats(1))
     monkeypatch.setattr(TargetModel, "hidden_states", lambda *_: pytest.fail("the model was asked"))
     with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.02 and is 0\.5"):
-        train_for(target, settings.changed(learning_rate=0.5))
+        train_for(target, replace(settings, learning_rate=0.5))
     with pytest.raises(DataError, match="only one text"):
         train_for(target, chat_options(tmp_path / "new", data=(one,)))
     with pytest.raises(InvalidSettings, match="--num-heads is 0"):
@@ -291,19 +277,11 @@ def test_the_fingerprint_depends_on_the_weights(target: TargetModel, chats: Path
     assert LiveStore(other, texts).fingerprint != before
 
 
-def test_a_sharded_model_needs_stored_hidden_states(target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    settings = chat_options(tmp_path / "out", data=(chats,), features_budget=0.0, shard_model=True)
-    with pytest.raises(InvalidSettings, match="give a larger budget"):
-        train_for(target, settings)
-    with pytest.raises(InvalidSettings, match="shard_model does not work with four_bit"):
-        chat_options(tmp_path / "out", data=(chats,), four_bit=True, shard_model=True)
-
-
 def test_heads_are_trained_for_a_model_in_four_bits(tmp_path: Path) -> None:
     """Medusa-1 reads a quantised copy of its model; the head counts as one for the model itself."""
     model = on_disk(tmp_path / "model", hidden_size=64, intermediate_size=128)
     few = write_chats(tmp_path / "few.jsonl", counting_chats(24))  # bitsandbytes is slow without a GPU
-    settings = chat_options(tmp_path / "out", data=(few,), model=model, four_bit=True, method="medusa", epochs=2)
+    settings = chat_options(tmp_path / "out", data=(few,), model=model, precision="4bit", method="medusa", epochs=2)
     report = run.train(settings, FakeProgress())
     first = lines(tmp_path / "out", "validation.jsonl")[0]
     assert sum(report.losses) < 0.9 * sum(first["losses"])

@@ -207,14 +207,14 @@ STUDY = replace(
     shared={"num_heads": 2, "draft_vocab_size": 0, "num_layers": 1},
     variants={
         "one": {"method": "medusa"},
-        "tuned": {"method": "medusa", "joint": True, "after": "one", "heads_first": 0.0, "lora_rank": 2},
+        "tuned": {"method": "medusa", "joint": "text", "after": "one"},
     },
     runs={"": {"trees": ["chain"], "num_nodes": [3], "max_new_tokens": 6, "num_calibration_prompts": 2}},
 )
 
 
 def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    train = {"max_tokens": 600, "epochs": 1, "eval_steps": 0}
+    train = {"max_tokens": 600, "epochs": 1}
     progress = FakeProgress()
 
     def run() -> Any:
@@ -249,7 +249,7 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
         "comparison 2 of 2: tuned",
     ]
     assert originals == [None, str(folder / "model")], "a tuned model's answers are scored by what it was tuned from"
-    started = json.loads((tmp_path / "tuned" / "metrics.json").read_text())["options"]["head"]
+    started = json.loads((tmp_path / "tuned" / "metrics.json").read_text())["options"]["start_from"]
     assert started == str(tmp_path / "one")
     assert list(found.record["cells"]) == ["plain", "one", "tuned, plain", "tuned"]
     assert found.record["cells"]["one"].keys() == {"× plain", "tokens/step", "agreement"}
@@ -262,7 +262,7 @@ def test_variants_are_trained_on_the_budget_and_compared(folder: Path, tmp_path:
 
 
 def test_losses_and_accuracy_have_a_column_for_each_head(folder: Path, tmp_path: Path):
-    train = {"max_tokens": 600, "epochs": 2, "log_steps": 1, "batch_tokens": 64}
+    train = {"max_tokens": 600, "epochs": 2, "batch_tokens": 64}
     table = replace(STUDY, variants={"one": {"method": "medusa"}}, measured="losses")
     more: dict[str, Any] = {"out": tmp_path, "data": (folder / "chats.jsonl",), "train": train}
     more["progress"] = NoProgress()
@@ -302,7 +302,7 @@ def test_a_quick_run_in_two_stages_begins_with_plain_text(tmp_path: Path, monkey
         reproduce(table, "nowhere", out=tmp_path, train=train, progress=NoProgress(), quick=True)
     own = tmp_path / "text.jsonl"
     assert [each.get("text") for each in given] == [(own,), None, (chats,)]
-    assert [each.get("text_length") for each in given] == [256, None, 256], "a few blocks, some of them held out"
+    assert [each.get("max_length") for each in given] == [256, None, 256], "a few blocks, some of them held out"
     texts = [text for text, _ in read_texts(own)]
     assert len(texts) > 100
     assert all(texts)

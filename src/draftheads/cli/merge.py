@@ -2,7 +2,7 @@
 
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.train.joint.merge import merge
-from draftheads.train.joint.options import MergeOptions
+from draftheads.train.options import MergeOptions
 
 
 def run(options: MergeOptions) -> None:

@@ -1,5 +1,7 @@
 """``draftheads train``: trains, and shows the results."""
 
+from statistics import fmean
+
 from rich.console import Console
 from rich.table import Table
 
@@ -7,13 +9,10 @@ from draftheads.cli.config import keep_config
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers, write_page
 from draftheads.train import processes
-from draftheads.train.joint.run import JointReport
-from draftheads.train.joint.tuned_model import Movement
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import recipe
-from draftheads.train.report import Report, mean_loss
+from draftheads.train.report import Movement, Report, verdict_of
 from draftheads.train.run import train
-from draftheads.train.summary import verdict_of
 from draftheads.utils.counts import counted
 
 
@@ -29,7 +28,7 @@ def run(options: TrainOptions) -> None:
         return
     print_results(console, report)
     merge = ""
-    if isinstance(report, JointReport):
+    if report.movement is not None:
         console.print(movement_table(report.movement))
         merge = f"; `draftheads merge --model {options.model} --adapter {options.out} --out …` makes one model of it"
     console.print(f"saved in {options.out}{merge}", soft_wrap=True)
@@ -56,7 +55,7 @@ def print_results(console: Console, report: Report) -> None:
         table.add_row(str(i + 1), f"{loss:.3f}", *(f"{accuracy:.1%}" for accuracy in accuracies))
     if len(report.losses) > 1:
         table.add_section()
-        table.add_row("mean", f"{mean_loss(report.losses):.3f}", "", "", "")
+        table.add_row("mean", f"{fmean(report.losses):.3f}", "", "", "")
     console.print(table)
     console.print(
         f"expected tokens per step on held-out text: chain {report.tokens_per_step_chain:.2f}, "
@@ -77,8 +76,8 @@ def recipe_table(options: TrainOptions) -> Table:
     """All settings of the recipe with their sources, and the values that replace them."""
     assert options.recipe is not None
     chosen = recipe(options.recipe)
-    table = Table("option", "value", "source", title=f"recipe {options.recipe}: {chosen.source}")
-    values = options.flat()
+    table = Table("option", "value", "source", title=f"recipe {options.recipe}: {chosen.description}")
+    values = vars(options)
     for name, value in chosen.settings.items():
         now = values[name]
         table.add_row(name, str(value) if now == value else f"{now} (the recipe has {value})", chosen.sources[name])

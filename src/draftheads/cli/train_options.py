@@ -10,7 +10,7 @@ import tyro
 
 from draftheads.cli.early_checks import check_names
 from draftheads.data.files import KINDS
-from draftheads.train.options import ChatOptions, ScheduleOptions, TrainOptions
+from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.utils.option_group import FRACTION, FROM_0, FROM_1, OptionGroup
 from draftheads.utils.template_variables import keep_variables
@@ -19,16 +19,15 @@ from draftheads.utils.template_variables import keep_variables
 def defaults(arguments: Sequence[str]) -> TrainOptions:
     """Default values of the options, which depend on the recipe and the head to start from in these arguments.
 
-    >>> defaults(["--recipe=hydra", "--epochs", "3"]).heads.method
+    >>> defaults(["--recipe=hydra", "--epochs", "3"]).method
     'hydra'
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("recipe", "start-from", "method", "model", "head"):
+    for name in ("recipe", "start-from", "method", "model", "joint"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="?")
     for name in ("data", "text"):
         parser.add_argument(f"--{name}", nargs="*", type=Path, default=[])
-    for name in ("resume", "joint"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--resume", action="store_true")
     given = parser.parse_known_args(arguments)[0]
     model = given.model or TrainOptions.model
     if not {"-h", "--help"}.intersection(arguments):  # the options themselves import torch
@@ -57,17 +56,17 @@ class ShowBatchOptions(OptionGroup):
     """Write the same as a page of HTML into this file."""
     plain_text: bool = False
     """Mark learned tokens with brackets. The default where the terminal has no colours."""
-    batch_tokens: Annotated[int, FROM_1] = ScheduleOptions.batch_tokens
+    batch_tokens: Annotated[int, FROM_1] = TrainOptions.batch_tokens
     """Tokens in a batch, padding included."""
-    max_length: Annotated[int, FROM_1] = ChatOptions.max_length
+    max_length: Annotated[int, FROM_1] = TrainOptions.max_length
     """Cut texts after this number of tokens."""
-    max_tokens: Annotated[int | None, FROM_1] = ChatOptions.max_tokens
+    max_tokens: Annotated[int | None, FROM_1] = TrainOptions.max_tokens
     """Stop reading data after this number of tokens."""
-    epochs: Annotated[int, FROM_1] = ScheduleOptions.epochs
+    epochs: Annotated[int, FROM_1] = TrainOptions.epochs
     """Passes over the training text."""
-    held_out: Annotated[float, FRACTION] = ChatOptions.held_out
+    held_out: Annotated[float, FRACTION] = TrainOptions.held_out
     """Share of held-out texts."""
-    seed: int = ScheduleOptions.seed
+    seed: int = TrainOptions.seed
     """Seed of the batches and their order."""
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.errors import CheckpointError, DataError, StorageError
+from draftheads.errors import CheckpointError, DataError
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
@@ -223,6 +223,13 @@ def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequ
     return _num_tokens(texts) * (2 * (len(layers) + 1) * target.hidden_size + 5)
 
 
+def has_room(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> bool:
+    """Whether the missing shards of the store of these texts take at most half of the disk that is free."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    needed = sum(needed_bytes(target, part, layers) for part in missing_shards(texts, folder).values())
+    return needed <= shutil.disk_usage(there).free / 2
+
+
 def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> None:
     """Writes ``meta.json``, which describes the store of these texts, or checks the one that is there.
 
@@ -270,14 +277,6 @@ def build_shards(
     missing = missing_shards(texts, folder, share)
     total = sum(map(_num_tokens, _parts(texts)[share[0] :: share[1]]))
     done = total - sum(map(_num_tokens, missing.values()))
-    needed = sum(needed_bytes(target, part, layers) for part in missing_shards(texts, folder).values())
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if needed > free:  # before hours of work
-        raise StorageError(
-            f"{folder}: the hidden states need {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB left: name "
-            "another disk with --features, read less with --max-tokens, or store nothing with --features-budget 0"
-        )
     progress.progress(done, total)
     for index, part in missing.items():
         hidden = []

@@ -42,6 +42,9 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
     """Whether adaptation layers read the embedding of x_{t+1}, too."""
 
     method: ClassVar[str] = "amphista"
+    description: ClassVar[str] = "heads attend to each other, on layers that adapt the hidden states"
+    paper: ClassVar[str] = "Li et al. 2024"
+    extends: ClassVar[str] = "medusa"
 
     def __post_init__(self) -> None:
         super().__post_init__()

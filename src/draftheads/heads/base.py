@@ -54,6 +54,9 @@ class HeadConfig:
     """V': only that many frequent tokens can be predicted; all of them when left out."""
 
     method: ClassVar[str]
+    description: ClassVar[str] = ""  # one line, for the list of methods
+    paper: ClassVar[str] = ""  # its authors and year
+    extends: ClassVar[str] = ""  # the method whose layers it has under the same names: it may start from such a head
     optional: ClassVar[frozenset[str]] = frozenset()  # options that are saved only where they are not the default
     one_layer: ClassVar[str] = ""  # what has one layer, of heads that cannot have more
     one_lm_head: ClassVar[bool] = False  # whether all depths share it

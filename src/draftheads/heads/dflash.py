@@ -59,6 +59,8 @@ class DFlashConfig(BlockConfig):
     """DFlash: all tokens of a block in one pass, each by itself."""
 
     method: ClassVar[str] = "dflash"
+    description: ClassVar[str] = "one pass of a small body over a block of masks predicts all tokens at once"
+    paper: ClassVar[str] = "DFlash, 2026"
 
 
 class DFlashHead(StatefulHead):

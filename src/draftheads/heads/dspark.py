@@ -34,6 +34,8 @@ class DSparkConfig(BlockConfig):
     is_shifted: bool = True
 
     method: ClassVar[str] = "dspark"
+    description: ClassVar[str] = "as dflash, plus a term for the previous draft token"
+    paper: ClassVar[str] = "DSpark, 2026"
     optional = BlockConfig.optional | {"own_embedding", "gate_reads_token"}
 
     def __post_init__(self) -> None:

@@ -27,6 +27,8 @@ class EagleConfig(LayerConfig, EmbeddingConfig):
     """Whether fc has a bias."""
 
     method: ClassVar[str] = "eagle"
+    description: ClassVar[str] = "one layer predicts the next hidden states, and continues from its own predictions"
+    paper: ClassVar[str] = "Li et al. 2024"
     one_layer: ClassVar[str] = "EAGLE"
 
 

@@ -42,6 +42,8 @@ class Eagle3Config(SeveralLayersConfig):
     """Whether it has an embedding of its own in place of the target's."""
 
     method: ClassVar[str] = "eagle3"
+    description: ClassVar[str] = "as eagle, from hidden states of three layers, without a loss on features"
+    paper: ClassVar[str] = "Li et al. 2025"
     optional = SeveralLayersConfig.optional | {"norm_before_residual", "inner_size", "own_embedding"}
     one_layer: ClassVar[str] = "EAGLE-3"
     one_lm_head: ClassVar[bool] = True

@@ -6,21 +6,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
 from draftheads.heads.base import HeadConfig
-from draftheads.heads.layers import Block
 from draftheads.utils.strict_json import in_words, matches
-
-
-def has_blocks(method: str) -> bool:
-    """Whether a method's heads have MLPs of :class:`Block`, whose inputs may be dropped out."""
-    config_class, head_class = head_classes(method)
-    with torch.device("meta"):
-        head = head_class(config_class(hidden_size=2, vocab_size=2))
-    return any(isinstance(module, Block) for module in head.modules())
 
 
 def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
@@ -32,6 +21,7 @@ def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
     config_class, _ = head_classes(method)
     hints = typing.get_type_hints(config_class)
     common = {field.name for field in fields(HeadConfig)} | {"embedding_scale"}
+    common.remove("lm_head_rank")
     known = {field.name: hints[field.name] for field in fields(config_class) if field.name not in common}
     values: dict[str, Any] = {}
     for option in options:

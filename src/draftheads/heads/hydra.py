@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
-from draftheads.heads.layers import Block, ResidualBlock
+from draftheads.heads.layers import ResidualBlock
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,11 @@ class HydraConfig(EmbeddingConfig):
     """Hydra: head i reads h_t and the embeddings of x_{t+1} … x_{t+1+i}; its first block fuses them."""
 
     method: ClassVar[str] = "hydra"
+    description: ClassVar[str] = "each head also reads the draft tokens before it"
+    paper: ClassVar[str] = "Ankner et al. 2024"
 
 
-class FusionBlock(Block):
+class FusionBlock(nn.Module):
     """u -> R u + SiLU(W u), (…, M) -> (…, D): the first block of a Hydra head; R is learned since the sizes differ."""
 
     def __init__(self, in_size: int, out_size: int) -> None:
@@ -34,7 +36,6 @@ class FusionBlock(Block):
 
     def forward(self, u: Tensor) -> Tensor:
         """(…, M) -> (…, D)."""
-        u = self.dropped(u)
         fused: Tensor = self.residual(u) + F.silu(self.linear(u))
         return fused
 

@@ -21,6 +21,9 @@ class HydraPlusPlusConfig(LayerConfig, HydraConfig):
     """Hydra++: as Hydra, with s_t of a prefix attention layer for h_t; one block in each head makes it PrefixMLP."""
 
     method: ClassVar[str] = "hydra++"
+    description: ClassVar[str] = "Hydra with deeper heads and a prefix attention layer"
+    paper: ClassVar[str] = "Ankner et al. 2024"
+    extends: ClassVar[str] = "hydra"
 
 
 class HydraPlusPlusHead(StatefulHead, HydraHead):

@@ -11,17 +11,7 @@ from draftheads.cpu.kernels import PackedLinear, Plain, Product
 from draftheads.speculation.draft import TargetWeights
 
 
-class Block(nn.Module):
-    """A layer of a head's MLP, whose inputs may be dropped out in training."""
-
-    dropout = 0.0  # part of the inputs that is set to zero; training sets it, for it is no part of a trained head
-
-    def dropped(self, x: Tensor) -> Tensor:
-        """The inputs, with dropout in training."""
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
-
-
-class ResidualBlock(Block):
+class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), Medusa section 3.1.1. W and b start at zero, so the block starts as the identity."""
 
     def __init__(self, size: int) -> None:
@@ -32,7 +22,6 @@ class ResidualBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
-        x = self.dropped(x)
         return x + F.silu(self.linear(x))
 
 
@@ -100,7 +89,6 @@ class LmHeads(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.rank, self.bias = kind, rank, bias
-        self.dropout = 0.0  # part of the inputs that is set to zero; training sets it, for heads that have blocks
         self.register_buffer("shared", None, persistent=False)  # (V', D)
         self.register_buffer("shared_bias", None, persistent=False)  # (V',)
         self.logit_scale = 1.0
@@ -160,8 +148,6 @@ class LmHeads(nn.Module):
 
     def forward(self, features: Tensor, head_index: int) -> Tensor:
         """(…, D) -> (…, V') for one head."""
-        if self.dropout:
-            features = F.dropout(features, self.dropout, self.training)
         if self.kind == "shared":
             return self._shared_logits(features)
         if self.kind == "own":

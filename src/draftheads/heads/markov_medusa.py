@@ -26,6 +26,9 @@ class MarkovMedusaConfig(MedusaConfig, EmbeddingConfig):
     """Whether h_t weights each of the r numbers."""
 
     method: ClassVar[str] = "markov-medusa"
+    description: ClassVar[str] = "Medusa, plus a term for the previous draft token"
+    paper: ClassVar[str] = ""
+    extends: ClassVar[str] = "medusa"
 
     def __post_init__(self) -> None:
         super().__post_init__()

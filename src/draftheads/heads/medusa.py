@@ -18,6 +18,8 @@ class MedusaConfig(HeadConfig):
     """Whether own lm_heads have a bias, as Hydra's heads without draft tokens have."""
 
     method: ClassVar[str] = "medusa"
+    description: ClassVar[str] = "each head predicts one position from the last hidden state; all heads are independent"
+    paper: ClassVar[str] = "Cai et al. 2024"
     optional: ClassVar[frozenset[str]] = frozenset({"lm_head_bias"})
 
 

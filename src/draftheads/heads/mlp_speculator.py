@@ -36,6 +36,8 @@ class MlpSpeculatorConfig(EmbeddingConfig):
     """Whose embeddings of tokens: own ones for each stage (IBM's), or the target's, projected."""
 
     method: ClassVar[str] = "mlp-speculator"
+    description: ClassVar[str] = "a small recurrent network over the draft tokens"
+    paper: ClassVar[str] = "Wertheimer et al. 2024"
     one_layer: ClassVar[str] = "a stage of the MLP Speculator"
 
     def __post_init__(self) -> None:

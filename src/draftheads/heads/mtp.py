@@ -35,6 +35,10 @@ class MtpConfig(HeadConfig):
     """The layer's family (model_type) and settings, which training takes from the target's configuration."""
 
     method: ClassVar[str] = "mtp"
+    description: ClassVar[str] = (
+        "the layer for multi-token prediction that large models have in their own files, used again at each depth"
+    )
+    paper: ClassVar[str] = "DeepSeek-V3, 2024; FastMTP, 2025"
     one_layer: ClassVar[str] = "MTP"
     one_lm_head: ClassVar[bool] = True
 

@@ -28,6 +28,7 @@ class SmallLlamaConfig(LayerConfig, EmbeddingConfig):
     """
 
     method: ClassVar[str] = "small-llama"
+    description: ClassVar[str] = "a small Llama with the target's embedding and lm_head; reads no hidden states"
     one_lm_head: ClassVar[bool] = True
 
 

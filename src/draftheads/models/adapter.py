@@ -1,7 +1,6 @@
-"""Adapters: put into a model, switched off, saved, merged, and read from a folder. The only file that knows ``peft``.
+"""Adapters: read from a folder, checked against their base, and merged. The only file that imports ``peft``.
 
-LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + (α/r) B A, with A at random and
-B = 0 at the start, so that the tuned model starts as the original. In training, dropout comes before A.
+LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + (α/r) B A.
 """
 
 import copy
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
-    InvalidSettings,
     MissingDependency,
     ModelNotFound,
     UnsupportedModel,
@@ -45,93 +43,37 @@ class LowRank:
     b: Tensor  # (out, r), with the factor α/r
 
 
-class Adapter:
-    """LoRA layers, or another adapter of peft, inside a model; the model object stays the same."""
+def load_merged(model: Any, folder: Path) -> Any:
+    """An ordinary model: this one, which is changed, with a saved adapter of peft merged into its weights."""
+    with _reading(folder) as (peft, config):
+        if config.is_prompt_learning:
+            raise _not_mergeable(config.peft_type)
+        tuned = peft.PeftModel.from_pretrained(model, str(folder))
+        left_over = tuned.load_adapter(str(folder), "default").unexpected_keys  # peft does not mention them
+        # it writes a whole embedding or lm_head twice if there are more tokens
+        if surplus := [key for key in left_over if not key.endswith(".modules_to_save.weight")]:
+            raise ValueError(f"tensors that belong to no layer: {first_names(surplus)}")
+    return merged(tuned)
 
-    def __init__(self, peft_model: Any) -> None:
-        self._peft = peft_model
-        self.set_dropout(on=False)
 
-    @classmethod
-    def attach(cls, model: Any, *, rank: int, alpha: int, dropout: float, targets: tuple[str, ...] = ()) -> Self:
-        """Puts untrained LoRA layers, drawn from torch's global generator, in place of linear layers.
+def merged(tuned: Any) -> Any:
+    """The ordinary model of a model of peft.
 
-        ``targets`` are ends of the names of layers; :func:`linear_layers` when left out. The model's own weights are
-        frozen.
-        """
-        peft = require_peft()
-        names = list(targets) or linear_layers(model)
-        config = peft.LoraConfig(
-            r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none", task_type="CAUSAL_LM"
-        )
-        with _quiet():
-            try:
-                return cls(peft.get_peft_model(model, config))
-            except ValueError as error:
-                raise InvalidSettings(f"lora_targets {' '.join(names)}: {error}") from error
-
-    @classmethod
-    def load(cls, model: Any, folder: Path) -> Self:
-        """Puts a saved adapter into its base model."""
-        with _reading(folder) as (peft, config):
-            if config.is_prompt_learning:
-                raise _not_mergeable(config.peft_type)
-            tuned = peft.PeftModel.from_pretrained(model, str(folder))
-            left_over = tuned.load_adapter(str(folder), "default").unexpected_keys  # peft does not mention them
-            # it writes a whole embedding or lm_head twice if there are more tokens
-            if surplus := [key for key in left_over if not key.endswith(".modules_to_save.weight")]:
-                raise ValueError(f"tensors that belong to no layer: {first_names(surplus)}")
-            return cls(tuned)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The A and B of all layers."""
-        return [parameter for name, parameter in self._peft.named_parameters() if "lora_" in name]
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """A ``with`` block in which the model is the original one."""
-        layers = self._peft.base_model  # peft's own disable_adapter() does the same after a slow look at every module
-        layers.disable_adapter_layers()
+    If only one of lm_head and embedding is adapted, the two are no longer tied.
+    """
+    _untie(tuned.get_base_model())
+    with quiet():
         try:
-            yield
-        finally:
-            layers.enable_adapter_layers()
-
-    def set_dropout(self, *, on: bool) -> None:
-        """Dropout before A as in training, or none."""
-        for name, module in self._peft.named_modules():
-            if "lora_dropout" in name:
-                module.train(on)
-
-    def save(self, folder: Path) -> None:
-        """Writes the adapter in peft's format, without any of the model's own weights."""
-        with _quiet():  # peft would add the embeddings as soon as it sees that the lm_head is adapted
-            self._peft.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # an empty template
-
-    def merge(self) -> Any:
-        """An ordinary model, for LoRA with the weights W + (α/r) B A.
-
-        If only one of lm_head and embedding is adapted, the two are no longer tied.
-        """
-        _untie(self._peft.get_base_model())
-        with _quiet():
-            try:
-                merged = self._peft.merge_and_unload(safe_merge=True)
-            except (AttributeError, NotImplementedError, TypeError) as error:
-                raise _not_mergeable(self._peft.active_peft_config.peft_type) from error
-            except ValueError as error:
-                raise CheckpointCorrupt(f"the adapter cannot be merged: {first_line(error)}") from error
-        if merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight:
-            for config in (merged.config, merged.config.get_text_config()):
-                config.tie_word_embeddings = False
-            merged.all_tied_weights_keys = {}  # transformers would tie them again
-        return merged
-
-    def remove(self) -> None:
-        """Gives the model its own layers back."""
-        self._peft.unload()
+            model = tuned.merge_and_unload(safe_merge=True)
+        except (AttributeError, NotImplementedError, TypeError) as error:
+            raise _not_mergeable(tuned.active_peft_config.peft_type) from error
+        except ValueError as error:
+            raise CheckpointCorrupt(f"the adapter cannot be merged: {first_line(error)}") from error
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}  # transformers would tie them again
+    return model
 
 
 def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
@@ -190,7 +132,7 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
     peft = require_peft(f"the adapter {folder}")
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ModelNotFound(f"no adapter at {folder}: it has no {ADAPTER_CONFIG}")
-    with _quiet():
+    with quiet():
         try:
             config = peft.PeftConfig.from_pretrained(str(folder))
             if config.task_type not in _TASKS:
@@ -271,19 +213,6 @@ def _read_base(path: Path) -> tuple[str, Fingerprints]:
         raise CheckpointCorrupt(f"{path} has no valid record of the model that the adapter is for: {error}") from None
 
 
-def linear_layers(model: Any) -> list[str]:
-    """Last parts of the names of all linear layers; the whole name if the last part is a number.
-
-    The lm_head is among them if its matrix is its own: where it is the embedding, too, merging would make it a second
-    matrix, and the model larger.
-    """
-    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - two seconds that --help need not pay
-
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    names = [name for name, module in linear if not (is_tied(model) and module is model.get_output_embeddings())]
-    return sorted({name if name.rpartition(".")[2].isdigit() else name.rpartition(".")[2] for name in names})
-
-
 def is_tied(model: Any) -> bool:
     """Whether the lm_head's matrix is that of the embedding."""
     lm_head, embedding = (_original(layer) for layer in (model.get_output_embeddings(), model.get_input_embeddings()))
@@ -300,7 +229,7 @@ def require_peft(what: str = "joint training") -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Ignores peft's warnings of tied or transposed matrices, which are handled here; missing tensors are errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning)

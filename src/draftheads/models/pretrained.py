@@ -29,7 +29,7 @@ from draftheads.errors import (
     UnsupportedModel,
     first_line,
 )
-from draftheads.models.adapter import Adapter, require_peft
+from draftheads.models.adapter import load_merged, require_peft
 from draftheads.models.devices import default_dtype, device_named, dtype_named
 from draftheads.models.gguf_models import without_bars
 from draftheads.models.model_config import FLOATS, eos_ids_of, fits, max_positions_of
@@ -246,13 +246,13 @@ def stored_dtype(name: str) -> torch.dtype:
 def with_adapter(model: Any, tokenizer: Any, adapter: Path, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """A base model with an adapter merged into it, and its tokenizer: the adapter's own if it has one.
 
-    The model is changed. Errors as of :class:`draftheads.models.adapter.Adapter`.
+    The model is changed. Errors as of :func:`draftheads.models.adapter.load_merged`.
     """
     if (tuned := adapter_tokenizer(adapter, trust_remote_code=trust_remote_code)) is not None:
         tokenizer = tuned
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # tokens were added
             model.resize_token_embeddings(len(tokenizer))
-    return Adapter.load(model, adapter).merge(), tokenizer
+    return load_merged(model, adapter), tokenizer
 
 
 def adapter_tokenizer(adapter: Path, *, trust_remote_code: bool = False) -> Any:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from draftheads.reports.page import Page, Plot, Point, Style, Table
-from draftheads.train.summary import verdict_of
+from draftheads.train.report import verdict_of
 from draftheads.utils.counts import counted
 
 _MOST_SMOOTHING = 20  # log lines in a moving mean

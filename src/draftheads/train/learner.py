@@ -8,19 +8,21 @@ from torch.nn import functional as F
 
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
-from draftheads.heads.layers import Block
+from draftheads.settings import LossKind
 from draftheads.speculation.draft import TargetWeights
-from draftheads.train.losses import Labels, Objective, objective
-from draftheads.train.objectives import (
+from draftheads.train.losses import (
     NUM_ROWS,
+    ROW_LOSSES,
     LabelMaker,
+    Labels,
     Predictions,
     depth_weights,
     find_predictions,
     head_losses,
     random_places,
 )
-from draftheads.train.options import ObjectiveOptions
+
+FEATURE_WEIGHT = 10.0  # of EAGLE's loss on features, relative to that on tokens
 
 
 @dataclass(frozen=True)
@@ -64,23 +66,15 @@ class Learner(nn.Module):
         head: DraftHead,
         weights: TargetWeights,
         *,
-        objective: Objective,
-        depth_decay: float,
+        loss: LossKind = "teacher",
+        depth_decay: float = 0.8,
         noise_alpha: float = 0.0,
-        feature_weight: float = 0.0,
-        dropout: float = 0.0,
-        anchors: int = 0,
     ) -> None:
         super().__init__()
-        self.anchors = anchors if head.reads_places else 0
         self.head = head
-        for module in head.modules():
-            if isinstance(module, Block):
-                module.dropout = head.lm_heads.dropout = dropout
-        self.objective = objective
+        self.loss = loss
         self.depth_decay = depth_decay
         self.noise_alpha = noise_alpha
-        self.feature_weight = feature_weight
         self.logit_scale = weights.logit_scale
         self.logit_softcap = weights.logit_softcap
         device, config = weights.lm_head.device, head.config
@@ -102,6 +96,11 @@ class Learner(nn.Module):
         }
         for name, value in constants.items():
             self.register_buffer(name, value, persistent=False)
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the loss has the target's distribution, and so works without the text's tokens."""
+        return self.loss != "hard"
 
     def forward(
         self,
@@ -130,12 +129,12 @@ class Learner(nn.Module):
         predictions = find_predictions(loss_mask, self.head.config.num_heads)
         if not predictions.counts.any():
             raise DataError("nothing to train on: no two assistant tokens in a row")
-        if not self.objective.reads_teacher:  # then only the text is a label
+        if not self.reads_teacher:  # then only the text is a label
             predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
         seen = with_noise(read, self.noise_alpha, lengths) if self.training else read
         places = []
-        if self.training and self.anchors:
-            places = [random_places(loss_mask, self.anchors)]
+        if self.training and self.head.reads_places:  # a quarter of them, as DFlash's code has 512 of 2,048
+            places = [random_places(loss_mask, max(1, loss_mask.shape[1] // 4))]
             predictions = predictions.behind(places[0], loss_mask.shape[1])
         features = self.head(seen, token_ids, *places).flatten(1, 2)  # (K, S, F)
         added = update if self.head.config.lm_head == "shared" else None
@@ -148,14 +147,14 @@ class Learner(nn.Module):
             features,
             predictions,
             labels=self.labels(hidden.detach(), token_ids, update),
-            row_loss=self.objective.loss,
+            row_loss=ROW_LOSSES[self.loss],
             logits=logits,
             weights=self.depth_weights,
             parameters=[*self.head.logit_parameters(), *((added.down, added.up) if added else ())],
             multiple=NUM_ROWS,
         )
-        if self.feature_weight:
-            loss = loss + self.feature_weight * self._feature_loss(features, hidden.flatten(0, 1), predictions)
+        if self.loss == "eagle":
+            loss = loss + FEATURE_WEIGHT * self._feature_loss(features, hidden.flatten(0, 1), predictions)
         return {"loss": loss, "head_losses": means[:1] if self.head.is_same_at_all_depths else means}
 
     def _feature_loss(self, features: Tensor, hidden: Tensor, predictions: Predictions) -> Tensor:
@@ -177,7 +176,7 @@ class Learner(nn.Module):
 
         def labels(positions: Tensor) -> Labels:
             next_ids = flat_ids[positions + 1]
-            probs = self._teacher_probs(flat_hidden[positions], added) if self.objective.reads_teacher else None
+            probs = self._teacher_probs(flat_hidden[positions], added) if self.reads_teacher else None
             return Labels(probs, self.draft_index[next_ids], self.in_vocab[next_ids])
 
         return labels
@@ -214,21 +213,3 @@ def with_noise(hidden: Tensor, alpha: float, lengths: Tensor | None = None) -> T
     bounds = (alpha / (lengths * size).sqrt()).to(hidden.dtype)  # (B,)
     noise: Tensor = torch.empty_like(hidden).uniform_(-1, 1) * bounds[:, None, None]
     return hidden + noise
-
-
-def head_learner(
-    options: ObjectiveOptions, head: DraftHead, weights: TargetWeights, *, feature_weight: float = 0.0
-) -> Learner:
-    """The head with the objective of a run."""
-    return Learner(
-        head,
-        weights,
-        objective=objective(
-            options.loss, alignment_weight=options.alignment_weight, lm_weight=options.lm_weight, lk_eta=options.lk_eta
-        ),
-        depth_decay=options.depth_decay,
-        noise_alpha=options.noise_alpha,
-        feature_weight=feature_weight,
-        dropout=options.dropout,
-        anchors=options.anchors,
-    )

@@ -1,27 +1,35 @@
-"""Losses of predictions: a loss and its gradient for each row of logits, in closed form.
+"""Losses: of each row of logits with its gradient in closed form, and of K heads at once, chunk by chunk.
 
-Pure functions of tensors. Letters: n predictions, V' draft vocabulary, z logits of a head, p = softmax(z), q the
-target's distribution over V', y the token of the text. Each loss takes logits (n, V') and its labels, q (n, V') with
-rows that sum to 1 or y (n,) int64 in 0 … V'-1, and returns losses (n,) and gradients for the logits (n, V').
+Pure functions of tensors. Letters: K heads, B texts of T tokens (S = B·T flat positions), D hidden size, V' draft
+vocabulary; of n rows: z logits of a head, p = softmax(z), q the target's distribution over V', y the token of the text.
+
+Head i reads position t and predicts x_{t+2+i}; the target predicts the same token from p = t+1+i. Chunks are of
+positions p: the labels at p serve all K heads, each of which reads its own position p-1-i.
+
+A prediction counts iff x_{t+1} and x_{t+2+i} are both the assistant's, and so lie inside the text. Tensors as wide as
+the vocabulary exist for one chunk at a time: their gradients are computed at once, so no logits are kept for backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from draftheads.settings import LK_ETA, LossKind
+from draftheads.settings import LossKind
+
+NUM_ROWS = 64  # oneDNN makes a kernel for each number of rows: chunks can be filled up to a multiple of this
+CHUNK_SIZE = 512  # measured on 2 cores at V' = 8192: 256 is 25 % slower, 1024 no faster
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of n predictions; None where the objective does not use them."""
+    """The labels of n predictions; None where the loss does not use them."""
 
-    probs: Tensor | None = None  # (n, V') q
-    token_ids: Tensor | None = None  # (n,) y; meaningless where not known
+    probs: Tensor | None = None  # (n, V') q, rows that sum to 1
+    token_ids: Tensor | None = None  # (n,) y in 0 … V'-1; meaningless where not known
     known: Tensor | None = None  # (n,) bool: the text's token is in the draft vocabulary
 
     def rows(self, index: Tensor) -> Self:
@@ -29,51 +37,13 @@ class Labels:
 
 
 RowLoss = Callable[[Tensor, Labels], tuple[Tensor, Tensor]]  # logits (n, V') -> losses (n,), gradients (n, V')
+HeadLogits = Callable[[Tensor, int], Tensor]  # features (n, D) of head i -> logits (n, V')
+LabelMaker = Callable[[Tensor], Labels]  # of flat positions (n,)
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A row loss, and whether it works without the text's tokens."""
-
-    loss: RowLoss
-    reads_teacher: bool
-
-
-def objective(
-    kind: LossKind, *, alignment_weight: float = 1.0, lm_weight: float = 1.0, lk_eta: float = LK_ETA
-) -> Objective:
-    """The objective of that name.
-
-    Args:
-        kind: ``teacher`` (soft cross-entropy, Hydra appendix A), ``hard`` (cross-entropy with the text, Medusa equation
-            1), ``kl``, ``tv`` (total variation), ``nla`` (negative log-acceptance), ``lk`` (hybrid LK), ``amphista``,
-            ``dspark``.
-        alignment_weight: λ1 of ``amphista``, for the teacher's part.
-        lm_weight: λ2 of ``amphista``, for the text's part.
-        lk_eta: η of ``lk``.
-    """
-    if kind == "hard":
-        return Objective(
-            lambda logits, labels: hard_cross_entropy(logits, _given(labels.token_ids)), reads_teacher=False
-        )
-    if kind == "amphista":
-        both = partial(two_part, alignment_weight=alignment_weight, lm_weight=lm_weight)
-        return Objective(both, reads_teacher=True)
-    if kind == "dspark":
-        return Objective(text_and_distance, reads_teacher=True)
-    row_losses: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-        "teacher": soft_cross_entropy,
-        "kl": kl_divergence,
-        "tv": total_variation,
-        "nla": negative_log_acceptance,
-        "lk": partial(lk_hybrid, eta=lk_eta),
-    }
-    from_teacher = row_losses[kind]
-    return Objective(lambda logits, labels: from_teacher(logits, _given(labels.probs)), reads_teacher=True)
-
-
-def hard_cross_entropy(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p_y, and its gradient p - 1_y."""
+def text_loss(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    """-log p_y, and its gradient p - 1_y (Medusa, equation 1)."""
+    token_ids = _given(labels.token_ids)
     log_probs = logits.log_softmax(-1)
     losses = -log_probs.gather(1, token_ids[:, None])[:, 0]
     gradients = log_probs.exp_()
@@ -81,68 +51,47 @@ def hard_cross_entropy(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tenso
     return losses, gradients
 
 
-def soft_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """-Σ_v q_v log p_v, and its gradient p - q."""
+def teacher_loss(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    """-Σ_v q_v log p_v, and its gradient p - q (Hydra, appendix A)."""
+    probs = _given(labels.probs)
     log_probs = logits.log_softmax(-1)
     losses = -_row_dot(probs, log_probs)
     return losses, log_probs.exp_().sub_(probs)
 
 
-def kl_divergence(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q || p), the soft cross-entropy less q's entropy: the same gradient, and 0 where the head is perfect."""
-    losses, gradients = soft_cross_entropy(logits, probs)
-    return losses + torch.special.xlogy(probs, probs).sum(-1), gradients
+def amphista_loss(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    """CE(q, p) + CE(y, p), Amphista equations 7 to 9; the second part only where the head knows the token.
 
-
-def total_variation(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """½ Σ_v |p_v - q_v| = 1 - α, the probability that sampling rejects the draft token; α = Σ_v min(p_v, q_v).
-
-    With m = [p < q], its gradient is p (Σ_v p_v m_v - m).
+    The paper does not give the weights of the two parts, λ1 and λ2.
     """
+    aligned, from_teacher = teacher_loss(logits, labels)
+    of_text, from_text = text_loss(logits, labels)
+    weight = _given(labels.known).to(of_text.dtype)  # (n,)
+    return aligned + weight * of_text, from_teacher + weight[:, None] * from_text
+
+
+def dspark_loss(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    """0.1 · CE(y, p) + 0.9 · ‖p - q‖₁ (DSpark); the first part only where the head knows the token.
+
+    With m = [p < q], the gradient of ½ ‖p - q‖₁ is p (Σ_v p_v m_v - m).
+    """
+    probs = _given(labels.probs)
+    of_text, from_text = text_loss(logits, labels)
     drafted = logits.softmax(-1)
-    losses = 0.5 * (drafted - probs).abs().sum(-1)
-    return losses, _rejection_gradient(drafted, probs)
-
-
-def negative_log_acceptance(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """-log α: the optimum of total variation, with gradients that do not vanish at low acceptance (LK losses, 2026)."""
-    drafted = logits.softmax(-1)
-    accepted = torch.minimum(drafted, probs).sum(-1).clamp_min(torch.finfo(logits.dtype).tiny)  # (n,) α
-    return -accepted.log(), _rejection_gradient(drafted, probs) / accepted[:, None]
-
-
-def lk_hybrid(logits: Tensor, probs: Tensor, *, eta: float = LK_ETA) -> tuple[Tensor, Tensor]:
-    """λ·KL + (1-λ)·TV with λ = exp(-η α), itself not differentiated: KL first, acceptance later (LK losses, 2026)."""
-    divergence, from_divergence = kl_divergence(logits, probs)
-    rejected, from_rejection = total_variation(logits, probs)
-    share = torch.exp(-eta * (1.0 - rejected))  # (n,) λ
-    losses = share * divergence + (1 - share) * rejected
-    return losses, share[:, None] * from_divergence + (1 - share)[:, None] * from_rejection
-
-
-def two_part(
-    logits: Tensor, labels: Labels, *, alignment_weight: float = 1.0, lm_weight: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """λ1 · CE(q, p) + λ2 · CE(y, p), Amphista equations 7 to 9; the second part only where the head knows the token."""
-    aligned, from_teacher = soft_cross_entropy(logits, _given(labels.probs))
-    text_loss, from_text = hard_cross_entropy(logits, _given(labels.token_ids))
-    weight = lm_weight * _given(labels.known).to(text_loss.dtype)  # (n,)
-    losses = alignment_weight * aligned + weight * text_loss
-    return losses, alignment_weight * from_teacher + weight[:, None] * from_text
-
-
-def text_and_distance(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    """0.1 · CE(y, p) + 0.9 · ‖p - q‖₁ (DSpark); the first part only where the head knows the token."""
-    text_loss, from_text = hard_cross_entropy(logits, _given(labels.token_ids))
-    rejected, from_rejection = total_variation(logits, _given(labels.probs))
-    weight = 0.1 * _given(labels.known).to(text_loss.dtype)  # (n,)
-    return weight * text_loss + 1.8 * rejected, weight[:, None] * from_text + 1.8 * from_rejection
-
-
-def _rejection_gradient(drafted: Tensor, probs: Tensor) -> Tensor:
-    """Of 1 - Σ_v min(p_v, q_v) for the logits of p: (n, V'), (n, V') -> (n, V')."""
     short = (drafted < probs).to(drafted.dtype)  # m: where the head has less probability than the target
-    return drafted * (_row_dot(drafted, short)[:, None] - short)
+    distance = (drafted - probs).abs().sum(-1)
+    from_distance = 2 * drafted * (_row_dot(drafted, short)[:, None] - short)
+    weight = 0.1 * _given(labels.known).to(of_text.dtype)  # (n,)
+    return weight * of_text + 0.9 * distance, weight[:, None] * from_text + 0.9 * from_distance
+
+
+ROW_LOSSES: dict[LossKind, RowLoss] = {
+    "teacher": teacher_loss,
+    "hard": text_loss,
+    "amphista": amphista_loss,
+    "dspark": dspark_loss,
+    "eagle": teacher_loss,  # its loss on features is the learner's
+}
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
@@ -151,5 +100,164 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _given(field: Tensor | None) -> Tensor:
-    assert field is not None, "an objective reads labels that were not made"
+    assert field is not None, "a loss reads labels that were not made"
     return field
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The tokens that heads predict: P positions p, whose next token at least one head predicts."""
+
+    positions: Tensor  # (P,) int64 flat positions p: the target reads x_{p+1} from h_p
+    counts: Tensor  # (K, P) bool: head i predicts x_{p+1}, from flat position p-1-i
+
+    def sources(self, head_index: int) -> Tensor:
+        """(P,) flat positions that head i reads; valid indices without meaning where it does not count."""
+        return (self.positions - 1 - head_index).clamp_min(0)
+
+    def only(self, known: Tensor) -> Self:
+        """The predictions at positions where ``known``, (P,) bool, is True."""
+        return type(self)(self.positions[known], self.counts[:, known])
+
+    def behind(self, places: Tensor, length: int) -> Self:
+        """The predictions from blocks behind positions (B, A) of texts of ``length`` tokens alone."""
+        are_read = places.new_zeros(len(places), length, dtype=torch.bool).scatter(1, places, value=True).flatten()
+        counts = torch.stack([part & are_read[self.sources(i)] for i, part in enumerate(self.counts)])
+        return type(self)(self.positions, counts).only(counts.any(0))
+
+    def chunks(self, size: int, multiple: int = 1) -> Iterator[Self]:
+        """The same predictions, at most ``size`` positions at a time.
+
+        Some that do not count are added, so that the number of positions is a multiple of ``multiple``.
+        """
+        for start in range(0, len(self.positions), size):
+            positions, counts = self.positions[start : start + size], self.counts[:, start : start + size]
+            missing = -len(positions) % multiple
+            yield type(self)(F.pad(positions, (0, missing)), F.pad(counts, (0, missing)))
+
+
+def find_predictions(loss_mask: Tensor, num_heads: int) -> Predictions:
+    """All predictions that count in a batch with this (B, T) loss mask, False on padding.
+
+    In the example the assistant's tokens are x_1 … x_3, so x_2 is predicted from x_0, and x_3 from x_1 (by head 0) and
+    from x_0 (by head 1):
+
+    >>> predictions = find_predictions(torch.tensor([[False, True, True, True]]), 2)
+    >>> predictions.positions.tolist(), predictions.counts.int().tolist()
+    ([1, 2], [[1, 1], [0, 1]])
+    """
+    is_next = F.pad(loss_mask[:, 1:], (0, 1))  # [b, t]: x_{t+1} is the assistant's
+    before = [F.pad(is_next, (1 + i, 0))[:, : is_next.shape[1]] for i in range(num_heads)]  # [b, t]: is_next[b, t-1-i]
+    counts = (is_next & torch.stack(before)).flatten(1)  # (K, S)
+    positions = counts.any(0).nonzero()[:, 0]
+    return Predictions(positions, counts[:, positions])
+
+
+def random_places(loss_mask: Tensor, count: int) -> Tensor:
+    """At most so many positions (B, A) of each text at random, none twice, before two tokens of the assistant.
+
+    Texts with fewer have others, too; nothing is predicted there.
+
+    >>> random_places(torch.tensor([[True, True, True, True]]), 2).sort().values.tolist()
+    [[0, 1]]
+    """
+    can = F.pad(loss_mask[:, 1:], (0, 1)) & F.pad(loss_mask[:, 2:], (0, 2))
+    chances = torch.rand(can.shape, device=can.device).masked_fill(~can, -1.0)
+    return chances.topk(min(count, max(1, int(can.sum(1).max()))), dim=1).indices
+
+
+def precedes_answer(loss_mask: Tensor) -> Tensor:
+    """(P,) flat positions p whose next token, in the same text, is the assistant's.
+
+    >>> precedes_answer(torch.tensor([[False, True, True], [True, False, True]])).tolist()
+    [0, 1, 4]
+    """
+    return F.pad(loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
+
+
+def depth_weights(num_heads: int, decay: float) -> Tensor:
+    """λ_i / λ_0 = decay^i, (K,): the weights relative to the first head's, which is decay in Medusa's equation 1.
+
+    All parts of a loss of heads alone have these weights, so their ratios are those of the papers. Where the loss
+    has a part of the model, the first head's weight matters (:class:`draftheads.train.joint.learner.JointLearner`).
+
+    >>> depth_weights(3, 0.5).tolist()
+    [1.0, 0.5, 0.25]
+    """
+    return decay ** torch.arange(num_heads, dtype=torch.float32)
+
+
+def head_losses(
+    features: Tensor,
+    predictions: Predictions,
+    *,
+    labels: LabelMaker,
+    row_loss: RowLoss,
+    logits: HeadLogits,
+    weights: Tensor,
+    parameters: Sequence[Tensor] = (),
+    chunk_size: int = CHUNK_SIZE,
+    multiple: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The depth-weighted loss of K heads, and each head's mean loss.
+
+    Args:
+        features: (K, S, D) of all flat positions.
+        predictions: which of them count.
+        labels: makes the labels of some positions.
+        row_loss: the loss of each row of logits.
+        logits: a head's logits from its features, each row by itself.
+        weights: (K,) λ.
+        parameters: trained tensors that ``logits`` depends on (such as an lm_head of each head).
+        chunk_size: positions whose logits exist at the same time.
+        multiple: chunks are filled up to a multiple of so many positions, with some that do not count; ``labels`` is
+            called for these, too.
+
+    Returns:
+        The loss Σ λ_i · mean over head i's predictions, differentiable in ``features`` and ``parameters``; and
+        the means (K,), not differentiable. A head without predictions adds nothing; without any the loss is 0. The
+        mean of a head with λ_i = 0 stays 0.
+    """
+    numbers = predictions.counts.sum(1).clamp_min(1)
+    shares = (weights.to(features) / numbers).tolist()  # weight of a single loss
+    sums = torch.zeros(len(numbers), device=features.device)
+    trained = (features, *parameters) if torch.is_grad_enabled() else ()
+    gradients = [torch.zeros_like(tensor) for tensor in trained]
+    for chunk in predictions.chunks(chunk_size, multiple):
+        chunk_labels = labels(chunk.positions)
+        for i, share in enumerate(shares):
+            if not share:  # it trains nothing
+                continue
+            rows = chunk.counts[i].nonzero()[:, 0]
+            source = chunk.sources(i)
+            with torch.enable_grad():
+                inputs = features.detach()[i, source].requires_grad_()
+                head_logits = logits(inputs, i)
+            # rows that do not count are computed, too: they are few, and skipping them would copy the labels
+            losses, slopes = row_loss(head_logits.detach().float(), chunk_labels)
+            sums[i] += losses[rows].sum()
+            if trained:
+                slopes[~chunk.counts[i]] = 0.0
+                parts = torch.autograd.grad(
+                    head_logits, (inputs, *parameters), slopes.to(head_logits.dtype), allow_unused=True
+                )
+                gradients[0][i, source[rows]] = parts[0][rows] * share
+                for total, part in zip(gradients[1:], parts[1:], strict=True):
+                    if part is not None:  # another head's parameter
+                        total.add_(part, alpha=share)
+    means = sums / numbers
+    loss: Tensor = _WithGradients.apply((means * weights.to(means)).sum(), gradients, *trained)  # type: ignore[no-untyped-call]
+    return loss, means
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients for some tensors are known already; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *_: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(gradient * outer for gradient in ctx.saved_tensors)

@@ -1,4 +1,4 @@
-"""The head that a run begins with: its settings, its draft vocabulary, and what it copies from a head to start from.
+"""The head that a run begins with: its size, its draft vocabulary, and what it copies from a head to start from.
 
 Layers of the same name mean the same in a head and in the head that it starts from.
 """
@@ -6,27 +6,29 @@ Layers of the same name mean the same in a head and in the head that it starts f
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors, weightless_head
-from draftheads.checkpoints.registry import find_head, zoo_heads
+from draftheads.checkpoints.registry import find_head
 from draftheads.data.features import Documents
-from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
+from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings
 from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
 from draftheads.heads.head_options import parse_head_options
+from draftheads.models.devices import default_dtype
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import head_sizes, num_weights
 from draftheads.speculation.draft import TargetWeights
-from draftheads.train.options import HeadOptions
-from draftheads.utils.counts import counted
+from draftheads.train import processes
+from draftheads.train.options import TrainOptions
+from draftheads.train.recipes import RECIPES
+from draftheads.utils.counts import byte_size, counted, short_count
+from draftheads.utils.machine import find_memory
 
-# architectures that extend another one, whose layers have the same names
-_BUILT_ON = {"markov-medusa": "medusa", "amphista": "medusa", "hydra++": "hydra"}
 _MAY_DIFFER = frozenset(  # settings that do not change the meaning of layers that both heads have
     {"num_heads", "num_layers", "lm_head", "lm_head_rank", "draft_vocab_size", "embedding_scale"}
 )
@@ -47,7 +49,7 @@ class Start:
         The model may have been tuned since, so its name and its weights may differ. Sizes and tokenizer must be the
         same.
         """
-        saved, tensors = read_tensors(_folder(name, target.model_id))
+        saved, tensors = read_tensors(find_head(name, target.model_id))
         facts = (
             ("hidden_size", saved.config.hidden_size, target.hidden_size),
             ("vocab_size", saved.config.vocab_size, target.vocab_size),
@@ -76,7 +78,7 @@ class Start:
             )
         return self.tensors["draft_vocab"] if start_size else None
 
-    def part_of_new(self, options: HeadOptions, target: TargetModel) -> float:
+    def part_of_new(self, options: TrainOptions, target: TargetModel) -> float:
         """The part of a new head's parameters that :meth:`copy_into` sets; takes no memory for the head."""
         vocab = self.vocab(options.draft_vocab_size)
         config = head_config(
@@ -94,8 +96,8 @@ class Start:
     def _check_meaning(self, config: HeadConfig) -> None:
         """Refuses a new head in which this head's layers mean something else."""
         theirs, ours = self.saved.method, config.method
-        if theirs not in (ours, _BUILT_ON.get(ours)):
-            able = " or ".join(filter(None, (ours, _BUILT_ON.get(ours))))
+        if theirs not in (ours, config.extends):
+            able = " or ".join(filter(None, (ours, config.extends)))
             raise InvalidSettings(f"--start-from {self.name} is a {theirs} head; heads of {ours} start from {able}")
         before_layers, layers = self.saved.config.num_layers, config.num_layers
         if layers < before_layers:  # the first layers of a deeper head mean something else
@@ -130,25 +132,23 @@ class Start:
 
 
 def new_head(
-    options: HeadOptions,
+    options: TrainOptions,
     target: TargetModel,
     store: Documents,
     documents: Sequence[int],
     *,
-    seed: int = 0,
     start: Start | None = None,
 ) -> DraftHead:
     """An untrained head for a target with its initial values, in fp32; the same for the same seed.
 
     Args:
-        options: architecture and sizes.
+        options: architecture, sizes and seed.
         target: its end tokens are in the draft vocabulary as far as there is room.
         store: has the documents.
         documents: training texts; their tokens decide the draft vocabulary.
-        seed: of the initial values.
         start: a head whose fitting layers, draft vocabulary and embedding scale are copied.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(options.seed)
     weights, vocab_size = in_float32(target.weights), target.vocab_size
     vocab, scale = None, 1.0
     if start is not None:
@@ -183,7 +183,7 @@ def _sizes(target: TargetModel, start: Start | None) -> dict[str, Any]:
     return {**target.head_sizes, "mask_token_id": mask}
 
 
-def layers_read(options: HeadOptions, target: TargetModel) -> tuple[int, ...]:
+def layers_read(options: TrainOptions, target: TargetModel) -> tuple[int, ...]:
     """The layers of the target whose inputs a new head reads; empty if it reads h_t."""
     config = head_config(
         options, hidden_size=target.hidden_size, vocab_size=target.vocab_size, head_sizes=target.head_sizes
@@ -193,7 +193,7 @@ def layers_read(options: HeadOptions, target: TargetModel) -> tuple[int, ...]:
 
 
 def head_config(
-    options: HeadOptions,
+    options: TrainOptions,
     *,
     hidden_size: int,
     vocab_size: int,
@@ -213,7 +213,6 @@ def head_config(
         num_heads=options.num_heads,
         num_layers=options.num_layers,
         lm_head=options.lm_head,
-        lm_head_rank=options.lm_head_rank,
         draft_vocab_size=draft_vocab_size,
         **{**measured, **parse_head_options(options.method, options.head_options)},
     )
@@ -256,7 +255,7 @@ def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
 
     If the head has another method, these are the numbers of heads and layers, and the draft vocabulary's size.
     """
-    saved = read_head(_folder(name, model_id))
+    saved = read_head(find_head(name, model_id))
     config = saved.config
     vocab = config.draft_vocab_size or 0
     sizes = {"num_heads": config.num_heads, "num_layers": config.num_layers, "draft_vocab_size": vocab}
@@ -264,19 +263,19 @@ def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
         return sizes
     # sizes of the target's layers are the same in a new head
     common = {field.name for of in (HeadConfig, LayerConfig) for field in fields(of)} | {"embedding_scale", "layer"}
+    common.remove("lm_head_rank")
     options = tuple(
         f"{field.name}={json.dumps(getattr(config, field.name))}"
         for field in fields(config)
         if field.name not in common and getattr(config, field.name) != field.default
     )
-    own_options = {"head_options": options} if options else {}
-    return {**own_options, **sizes, "lm_head": config.lm_head, "lm_head_rank": config.lm_head_rank}
+    return {**sizes, "lm_head": config.lm_head, **({"head_options": options} if options else {})}
 
 
 def digest_of(name: str, model_id: str) -> str | None:
     """Of the head of that name; None if it does not exist any more."""
     try:
-        return read_head(_folder(name, model_id)).digest
+        return read_head(find_head(name, model_id)).digest
     except DraftHeadsError:
         return None
 
@@ -286,12 +285,77 @@ def _as_options(config: HeadConfig) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in asdict(config).items()}
 
 
-def _folder(name: str, model_id: str) -> Path:
-    """The folder of a head by its name. A bundled head is also found for a model that may be a tuned copy."""
+# --- whether a head fits the model and the memory, before the model's weights are read ---
+
+# weights, gradients and Adam's two moments: fp32 each, or moments of 8 bits; at most so much with Muon's one moment
+BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10, "muon": 16}
+
+
+def check_sizes(options: TrainOptions, config: Any) -> None:
+    """Checks the sizes of new heads against a model's configuration and the memory of this machine."""
+    config = config.get_text_config()
+    if any(getattr(config, name, None) is None for name in ("hidden_size", "vocab_size", "num_attention_heads")):
+        return  # not a model that can be loaded; loading it raises the error
+    hidden_size, vocab_size = int(config.hidden_size), int(config.vocab_size)
+    recipe = {} if options.recipe is None else RECIPES[options.recipe].settings
+    not_chosen = (TrainOptions.draft_vocab_size, recipe.get("draft_vocab_size"))  # not chosen for this model
+    if options.draft_vocab_size > vocab_size and options.draft_vocab_size not in not_chosen:
+        raise InvalidSettings(
+            f"--draft-vocab-size is {options.draft_vocab_size}, but {options.model} has {vocab_size} tokens: give a "
+            "smaller size, or 0 for the whole vocabulary"
+        )
+    rank = parse_head_options(options.method, options.head_options).get("lm_head_rank", 0)
+    if options.lm_head == "low_rank" and rank > hidden_size:
+        raise InvalidSettings(
+            f"lm_head_rank is {rank}, but the hidden size of {options.model} is {hidden_size}: give a lower rank"
+        )
+    count = num_parameters(options, config)
+    optimizer = options.optimizer
+    needed, memory = count * BYTES_PER_PARAMETER[optimizer], memory_bytes()
+    if memory is not None and needed > memory:
+        place = "GPU" if processes.device().type == "cuda" else "machine"
+        smaller = ", or give --optimizer adamw-8bit" if optimizer != "adamw-8bit" else ""
+        raise InvalidSettings(
+            f"heads of {short_count(count)} parameters need about {byte_size(needed)} of memory to train, but this "
+            f"{place} has {byte_size(memory)}: "
+            f"lower --num-heads, --num-layers, --draft-vocab-size or --head-options{smaller}"
+        )
+
+
+def num_parameters(options: TrainOptions, config: Any) -> int:
+    """The number of parameters of new heads for a text model of that configuration; takes no memory for them."""
+    vocab_size, hidden_size = int(config.vocab_size), int(config.hidden_size)
+    sizes = head_config(
+        options,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=options.draft_vocab_size if 0 < options.draft_vocab_size < vocab_size else None,
+        head_sizes=head_sizes(config, hidden_size),
+    )
+    return sum(parameter.numel() for parameter in weightless_head(sizes).parameters())
+
+
+def memory_bytes() -> int | None:
+    """Of the GPU, or of this machine or container where there is none; None if it is not known."""
+    device = processes.device()
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    memory = find_memory()
+    return memory.total if memory.limit is None else memory.limit
+
+
+def reading_dtype(options: TrainOptions, config: Any) -> torch.dtype:
+    """The type in which the model reads the texts: that of its device.
+
+    With ``--precision fp32`` on a CPU it is fp32, if the model then takes at most half of the memory.
+    """
+    device = processes.device()
+    usual = default_dtype(device)
+    if options.precision != "fp32" or device.type != "cpu":
+        return usual
+    memory = memory_bytes()
     try:
-        return find_head(name, model_id)
-    except ModelNotFound:
-        folders = [head.folder for head in zoo_heads() if head.method == name]
-        if len(folders) != 1:
-            raise
-        return folders[0]
+        fits = memory is None or 4 * num_weights(config) <= memory / 2
+    except ValueError:  # a configuration that only its own code knows
+        return usual
+    return torch.float32 if fits else usual

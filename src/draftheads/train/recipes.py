@@ -18,7 +18,7 @@ _Parts = Mapping[str, Mapping[str, Any]]  # settings by where they are from: a p
 class Recipe:
     """Settings and their sources."""
 
-    source: str
+    description: str  # one line
     parts: _Parts
 
     @property
@@ -31,8 +31,7 @@ class Recipe:
 
 
 # As in the papers, each head has its own lm_head. Batches are smaller than in the papers, which use 64 and more texts:
-# --batch-tokens and accumulate change that. AdamW keeps its moments in full, in place of 8 bits as in Medusa:
-# --optimizer changes that.
+# --batch-tokens changes that. AdamW keeps its moments in full, in place of 8 bits as in Medusa: --optimizer does.
 _OWN_LM_HEADS: Mapping[str, Any] = {"lm_head": "own", "draft_vocab_size": 0}
 _MEDUSA_HEADS: Mapping[str, Any] = {"method": "medusa", **_OWN_LM_HEADS}
 _MEDUSA: _Parts = {
@@ -41,17 +40,6 @@ _MEDUSA: _Parts = {
     "section 4": {"num_heads": 5, "num_layers": 1, "depth_decay": 0.8},
 }
 _JOINT: Mapping[str, Any] = {"method": "medusa", "learning_rate": 2.5e-4}  # of --joint without a recipe
-_MEDUSA_2: _Parts = {
-    **_MEDUSA,
-    "section 3.2": {"joint": True},
-    "section 4": {
-        **_MEDUSA["section 4"],
-        "head_rate_factor": 4.0,
-        "lora_rank": 32,
-        "lora_alpha": 16,
-        "lora_dropout": 0.05,
-    },
-}
 _HYDRA: _Parts = {
     "section 3": {**_OWN_LM_HEADS, "num_layers": 1},
     "section 5": {"learning_rate": 1e-3, "betas": (0.9, 0.999), "epochs": 1},
@@ -60,7 +48,12 @@ _HYDRA: _Parts = {
 _AMPHISTA: _Parts = {
     "section 3": {"method": "amphista", **_OWN_LM_HEADS, "loss": "amphista", "depth_decay": 1.0},
     "section 4.1": {"num_heads": 4, "learning_rate": 1e-3, "betas": (0.9, 0.999), "epochs": 4},
-    OURS: {"alignment_weight": 1.0, "lm_weight": 1.0},  # λ1 and λ2, which the paper does not give
+}
+_BLOCKS_CODE: Mapping[str, Any] = {
+    "depth_decay": 0.779,  # exp(-1/γ), γ = 4 for blocks of eight
+    "learning_rate": 6e-4,
+    "warmup": 0.04,
+    "epochs": 10,
 }
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
@@ -71,25 +64,17 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "medusa-2": Recipe(
             "Medusa: heads first, then heads and model together, on the text",
             {
-                **_MEDUSA_2,
-                "section 3.2.2": {"backbone_loss": "text"},
-                "section 4.1": {"learning_rate": 5e-4, "warmup": 40, "epochs": 2, "head_weight": 0.2},
-                OURS: {"heads_first": 0.5},
+                **_MEDUSA,
+                "section 3.2": {"joint": "text"},
+                "section 4.1": {"learning_rate": 5e-4, "warmup": 40, "epochs": 2},
             },
         ),
         "medusa-2-self": Recipe(
             "Medusa: self-distillation of the model, the weight of the heads rises along a sine",
             {
-                **_MEDUSA_2,
-                "section 3.3.2": {"backbone_loss": "original"},
-                "section 4.2": {
-                    "learning_rate": 1e-4,
-                    "warmup": 20,
-                    "max_length": 2048,
-                    "head_weight": 0.01,
-                    "head_weight_rise": "sine",
-                    "heads_first": 0.0,
-                },
+                **_MEDUSA,
+                "section 3.3.2": {"joint": "original"},
+                "section 4.2": {"learning_rate": 1e-4, "warmup": 20, "max_length": 2048},
                 OURS: {"epochs": 2},
             },
         ),
@@ -106,7 +91,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             {**_HYDRA, "appendix A": {"loss": "teacher"}, "appendix A.2": {"method": "hydra++"}},
         ),
         "hydra++": Recipe(
-            "Hydra: a prefix layer, four layers per head; rates, decay and dropout of its code",
+            "Hydra: a prefix layer, four layers per head; rates and decay of its code, without its dropout",
             {
                 "section 3.1": {"method": "hydra++", **_OWN_LM_HEADS, "num_layers": 4, "loss": "teacher"},
                 "section 5": {"betas": (0.9, 0.999), "epochs": 10},
@@ -117,7 +102,6 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                     "final_learning_rate": 0.33,
                     "warmup": 100,
                     "weight_decay": 0.1,
-                    "dropout": 0.2,
                 },
             },
         ),
@@ -130,22 +114,15 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "MLP Speculator: own embeddings and lm_heads, first on plain text (--text), then on the model's answers",
             {
                 "section 3.1": {"method": "mlp-speculator", **_OWN_LM_HEADS, "head_options": ('embeddings="own"',)},
-                "section 3.2": {"loss": "hard", "text_part": 0.714, "text_length": 4096},
-                "section 4": {
-                    "num_heads": 3,
-                    "max_length": 320,  # a quarter as many tokens of documents as the 256 that the model writes
-                    "learning_rate": 1e-3,
-                    "warmup": 0.05,
-                    "final_learning_rate": 0.1,
-                    "second_stage_rate": 0.1,
-                },
+                "section 3.2": {"loss": "hard", "max_length": 4096},
+                "section 4": {"num_heads": 3, "learning_rate": 1e-3, "warmup": 0.05, "final_learning_rate": 0.1},
                 "its code": {"depth_decay": 1.0, "betas": (0.9, 0.95), "weight_decay": 0.1},
             },
         ),
         "eagle": Recipe(
             "EAGLE's loss at every depth: smooth L1 on features, a tenth of its weight on tokens",
             {
-                "the paper": {"method": "eagle", "draft_vocab_size": 0, "loss": "teacher", "feature_weight": 10.0},
+                "the paper": {"method": "eagle", "draft_vocab_size": 0, "loss": "eagle"},
                 "its code": {"betas": (0.9, 0.95), "epochs": 20},
                 OURS: {"learning_rate": 3e-4, "max_grad_norm": 5.0},
             },
@@ -171,13 +148,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "DFlash: blocks of eight, a body of two layers, on the text",
             {
                 "the paper": {"method": "dflash", "loss": "hard"},
-                "its code": {
-                    "depth_decay": 0.779,  # exp(-1/γ), γ = 4 for blocks of eight
-                    "learning_rate": 6e-4,
-                    "warmup": 0.04,
-                    "epochs": 10,
-                    "anchors": 512,
-                },
+                "its code": _BLOCKS_CODE,
                 OURS: {"num_heads": 7, "num_layers": 2},  # five layers in the paper
             },
         ),
@@ -185,14 +156,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "DSpark: shifted blocks of seven, two layers, on the text and the model's distribution",
             {
                 "the paper": {"method": "dspark", "num_heads": 7, "loss": "dspark"},
-                "its code": {
-                    "depth_decay": 0.779,  # exp(-1/γ), γ = 4
-                    "learning_rate": 6e-4,
-                    "warmup": 0.04,
-                    "epochs": 10,
-                    "anchors": 512,
-                    "head_options": ("markov_rank=256",),
-                },
+                "its code": {**_BLOCKS_CODE, "head_options": ("markov_rank=256",)},
                 OURS: {"num_layers": 2},
             },
         ),
@@ -205,9 +169,9 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             },
         ),
         "blockwise": Recipe(
-            "Blockwise parallel decoding (Stern et al. 2018): Medusa's heads, chains of draft tokens, on the text",
+            "Blockwise parallel decoding (Stern et al. 2018): Medusa's heads with equal weights, on the text",
             {
-                "the paper": {**_MEDUSA_HEADS, "loss": "hard", "depth_decay": 1.0, "chain": True},
+                "the paper": {**_MEDUSA_HEADS, "loss": "hard", "depth_decay": 1.0},
                 OURS: {"num_heads": 5, "num_layers": 1, "learning_rate": 1e-3, "warmup": 0.1, "epochs": 2},
             },
         ),

@@ -18,19 +18,17 @@ from draftheads.errors import DataError
 from draftheads.search.tree_search import best_tree, expected_tokens
 from draftheads.speculation.tree import Tree
 from draftheads.train.learner import Learner
-from draftheads.train.objectives import CHUNK_SIZE, find_predictions
+from draftheads.train.losses import CHUNK_SIZE, ROW_LOSSES, find_predictions
 from draftheads.utils.counts import counted
 
 NUM_RANKS = 10  # ranks 0 … 9 are recorded; this number means a miss
+REPORTED_NODES = 16  # of the tree that is reported, root included
 
-
-def mean_loss(losses: Sequence[float]) -> float:
-    """The mean over the heads: progress shows it of training and of held-out text, and the final table of the latter.
-
-    >>> mean_loss([4.0, 5.0])
-    4.5
-    """
-    return sum(losses) / len(losses)
+# of tokens per step: below the first, a step saves less time than verifying a small tree costs; the weakest bundled
+# head has 1.91 with a tree of 10 nodes
+LITTLE, GOOD = 1.15, 1.8
+_MANY_STEPS = 1000  # after so many steps without success, more of the same will not help
+_FEW_TEXTS, _FEW_TOKENS = 16, 1000  # of held-out texts; below them, other texts may give quite another number
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,8 @@ class Measurement:
         """Expected tokens per step with this tree."""
         return expected_tokens(self.joint_ranks, tree)
 
-    def tree(self, num_nodes: int, *, chain: bool = False) -> Tree:
-        """The tree with most expected tokens per step, root included; or a chain."""
-        if chain:
-            return Tree.chain(min(self.ranks.shape[1], num_nodes - 1))
+    def tree(self, num_nodes: int = REPORTED_NODES) -> Tree:
+        """The tree with most expected tokens per step, root included."""
         return best_tree(self.joint_ranks, num_nodes)
 
     def tokens_per_step_of_best(self, num_nodes: int) -> float:
@@ -76,19 +72,27 @@ class Measurement:
         gains = [len(on) * expected_tokens(on, best_tree(by, num_nodes)) for on, by in halves]
         return sum(gains) / len(ranks)
 
-    def summary(self, tree: Tree) -> dict[str, Any]:
-        """Plain numbers, for a line of ``validation.jsonl`` and for the report, whose tree is given."""
-        chain = Tree.chain(tree.num_nodes - 1)
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers, for a line of ``validation.jsonl`` and for the report."""
         return {
             "losses": self.losses.tolist(),
             "top1": self.accuracy(1),
             "top3": self.accuracy(3),
             "top10": self.accuracy(10),
             "tokens_per_step_chain": self.tokens_per_step(Tree.chain(self.ranks.shape[1])),
-            "tokens_per_step_tree": (
-                self.tokens_per_step(tree) if tree == chain else self.tokens_per_step_of_best(tree.num_nodes)
-            ),
+            "tokens_per_step_tree": self.tokens_per_step_of_best(REPORTED_NODES),
         }
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How far a tuned model is from the original: means over the assistant's tokens of held-out text."""
+
+    num_tokens: int
+    kl: float  # KL(original || tuned), nats per token
+    original_perplexity: float
+    tuned_perplexity: float
+    agreement: float  # how often both have the same most probable token
 
 
 @dataclass(frozen=True)
@@ -114,14 +118,16 @@ class Report:
     num_training_tokens: int  # of all training texts, prompts included
     num_answer_tokens: int  # those among them that heads learn to predict
     num_held_out_tokens: int  # of held-out answers
-    share_in_other_texts: float | None  # of held-out answers: see `likeness.py`
     left_out: list[str]  # why chats were left out, a sentence for each reason
+    movement: Movement | None = None  # of joint training
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Self:
         """The report in the content of a ``metrics.json``."""
-        values = {"reading_seconds": 0.0, "left_out": [], **metrics}  # runs of before have none
-        return cls(**{known.name: values[known.name] for known in fields(cls)})
+        values = {name: metrics[name] for known in fields(cls) if (name := known.name) in metrics}
+        if values.get("movement"):
+            values["movement"] = Movement(**values["movement"])
+        return cls(**values)
 
 
 @torch.no_grad()
@@ -164,8 +170,8 @@ def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tens
             better = (logits > logits.gather(1, index[rows, None])).sum(1).clamp_max(NUM_RANKS)
             ranks[i, source] = torch.where(known[rows], better, NUM_RANKS)
             counts[i, source] = True
-            has_label = known[rows] | learner.objective.reads_teacher
-            sums[i] += learner.objective.loss(logits, chunk_labels.rows(rows))[0][has_label].sum()
+            has_label = known[rows] | learner.reads_teacher
+            sums[i] += ROW_LOSSES[learner.loss](logits, chunk_labels.rows(rows))[0][has_label].sum()
             numbers[i] += has_label.sum()
     used = counts.any(0)
     return sums.cpu(), numbers.cpu(), ranks[:, used].T.cpu(), counts[:, used].T.cpu()
@@ -202,3 +208,27 @@ Expected tokens per step: {report.tokens_per_step_chain:.2f} with a chain of the
 {json.dumps({"options": dict(options), "provenance": dict(provenance)}, indent=2)}
 ```
 """
+
+
+def verdict_of(metrics: Mapping[str, Any]) -> str:
+    """One sentence on what a run's tokens per step mean, and what to do next, from the values of ``metrics.json``.
+
+    Plain decoding makes 1 token per step. In our measurements, each doubling of the text adds about 0.1.
+    """
+    tokens_per_step = round(metrics["tokens_per_step_tree"], 2)  # the class is of the number that is shown
+    measured = f"{tokens_per_step:.2f} tokens per step on held-out text (plain decoding: 1)"
+    num_texts, num_tokens = metrics["num_held_out_texts"], metrics["num_held_out_tokens"]
+    if tokens_per_step < LITTLE:
+        if metrics["num_steps"] >= _MANY_STEPS:
+            steps = counted(metrics["num_steps"], "step")
+            fix = "look at the learned tokens with `draftheads show-batch`, and try another --learning-rate"
+            return f"{measured}: the heads have learned almost nothing in {steps}; {fix}"
+        fix = "train on more text (`draftheads distill` makes it from prompts) or with more --epochs"
+        return f"{measured}: the heads have learned almost nothing; {fix}"
+    if num_texts < _FEW_TEXTS or num_tokens < _FEW_TOKENS:
+        held_out = f"{counted(num_texts, 'held-out text')} with {counted(num_tokens, 'answer token')}"
+        fix = "train on more and more varied text, and measure with `draftheads bench` on your own prompts"
+        return f"{measured}, but of only {held_out}, so other texts may give far less: {fix}"
+    if tokens_per_step >= GOOD:
+        return f"{measured}: good; `draftheads bench` measures the speed"
+    return f"{measured}: a start; each doubling of the text adds about 0.1 (`draftheads distill` makes more)"

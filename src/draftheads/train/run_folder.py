@@ -7,6 +7,7 @@ depends on), ``checkpoints/`` and ``features/``.
 import contextlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,23 +28,16 @@ from draftheads.utils.identity import as_json_values, changes, require_same
 from draftheads.utils.provenance import provenance
 
 # settings that do not change the result: a complete run is the same with other values
-_WITHOUT_EFFECT = frozenset(
-    {
-        *("out", "resume", "features_budget", "keep_features", "tensorboard"),
-        *("save_steps", "log_steps", "eval_steps", "eval_texts"),
-    }
-)
-# settings that may change when a run resumes; the text is compared by its fingerprint
-_MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {
-    *("data", "text", "features", "extracted", "tree_nodes"),
-    "template_variables",  # a part of the template
-}
+_WITHOUT_EFFECT = frozenset({"out", "resume", "save_steps"})
+# settings that may change when a run resumes; the text is compared by its fingerprint, variables are in the template
+_MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "template_variables"}
 
 
 def chat_template_text(options: TrainOptions) -> str | None:
     """Text of the chat template of a run: the given one, else the one that its first head was trained with."""
     try:
-        first = None if options.first_head is None else resolve(options.first_head, options.model, ignore_profile=True)
+        start = options.start_from
+        first = None if start is None else resolve(start, options.model, ignore_profile=True)
         return template_of(options.chat_template, first)
     except ModelNotFound:  # a complete run does not need its first head any more
         return read_template(options.chat_template)
@@ -124,6 +118,7 @@ class RunFolder:
         now = as_json_values({name: settings[name] for name in settings.keys() - _MAY_CHANGE_ON_RESUME} | facts)
         if self.checkpoint() and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
+            _check_names(path, before, now)
             if before["data"] != now["data"]:
                 raise DataError(
                     "--resume continues the same run, but the texts or the model have changed since (fingerprint "
@@ -159,11 +154,12 @@ class RunFolder:
 
     def _settings(self) -> dict[str, Any]:
         """All options as JSON values; the text of the chat template instead of its name."""
-        return as_json_values({**self.options.flat(), "chat_template": chat_template_text(self.options)})
+        return as_json_values({**vars(self.options), "chat_template": chat_template_text(self.options)})
 
     def _changes(self, metrics: dict[str, Any]) -> list[str]:
         """Differences from a complete run that would give another result."""
         before, now = metrics["options"], self._settings()
+        _check_names(self.path / "metrics.json", before, now)
         names = now.keys() - _WITHOUT_EFFECT
         if now["data"] or now.get("text"):
             names -= {"features"}  # they are hidden states of that text, in any folder
@@ -173,6 +169,15 @@ class RunFolder:
             if digest_now not in (None, digest_then):
                 differences.append(f"the weights of {start} were {digest_then} and are {digest_now}")
         return differences
+
+
+def _check_names(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses to go on with a run of a version that had other settings."""
+    if gone := sorted(before.keys() - now.keys()):
+        raise InvalidSettings(
+            f"{path} has settings that this version does not have: {', '.join(gone)}. Finish the run with the version "
+            "that began it, or name another --out"
+        )
 
 
 def find_checkpoint(out: Path) -> Path | None:

@@ -1,9 +1,8 @@
-"""Learning rates and loss weights by step, counted from 0; pure numbers."""
+"""Learning rates by step, counted from 0; pure numbers."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -47,44 +46,3 @@ def rise_and_cosine(step: int, num_steps: int, *, warmup: float, final: float = 
         return step / num_warmup_steps
     part = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
     return final + (1 - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, part)))
-
-
-@dataclass(frozen=True)
-class JointSchedule:
-    """Two stages (Medusa 3.2.2): first ``num_head_steps`` steps of the heads only, then heads and model together."""
-
-    num_steps: int
-    num_head_steps: int
-    peak: float  # λ0
-    rise: Literal["constant", "sine"]
-    warmup: float  # steps of a stage in which a learning rate rises: below 1 a part of them, else their number
-    final: float = 0.0  # where a learning rate ends, as a part of its highest
-
-    def only_heads(self, step: int) -> bool:
-        return step < self.num_head_steps
-
-    def head_weight(self, step: int) -> float:
-        """λ0 of a step, the weight of the heads' loss.
-
-        In the first stage it scales the whole loss. Adam's steps do not depend on that scale, so its moments still
-        fit when the second stage starts.
-
-        >>> schedule = JointSchedule(num_steps=5, num_head_steps=2, peak=0.2, rise="sine", warmup=0.0)
-        >>> [round(schedule.head_weight(step), 3) for step in range(5)]
-        [0.2, 0.2, 0.1, 0.173, 0.2]
-        """
-        if self.rise == "constant" or self.only_heads(step):
-            return self.peak
-        part = (step + 1 - self.num_head_steps) / (self.num_steps - self.num_head_steps)
-        return self.peak * math.sin(math.pi / 2 * part)
-
-    def head_rate(self, step: int) -> float:
-        """The heads' learning rate, as a part of its highest: one warm-up and one cosine over the run."""
-        return rise_and_cosine(step, self.num_steps, warmup=self.warmup, final=self.final)
-
-    def model_rate(self, step: int) -> float:
-        """The model's learning rate, as a part of its highest: zero, then a warm-up and cosine in the second stage."""
-        if self.only_heads(step):
-            return 0.0
-        num_steps = self.num_steps - self.num_head_steps
-        return rise_and_cosine(step - self.num_head_steps, num_steps, warmup=self.warmup, final=self.final)

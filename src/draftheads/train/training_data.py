@@ -6,29 +6,21 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.features import (
-    Documents,
-    FeatureStore,
-    LiveStore,
-    build_shards,
-    claim,
-    missing_shards,
-    needed_bytes,
-    read_alone,
-)
+from draftheads.data.features import Documents, FeatureStore, LiveStore, build_shards, claim, has_room, read_meta
 from draftheads.data.texts import check_known, limited, load_blocks, load_texts
 from draftheads.data.vllm_features import ExtractedStore
-from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train import processes
-from draftheads.train.options import PlainTextOptions, TrainOptions
+from draftheads.train.options import TrainOptions
 from draftheads.train.schedule import Stage
 from draftheads.utils.progress import Progress
+
+TEXT_PART, SECOND_STAGE_RATE = 5 / 7, 0.1  # of the MLP Speculator: 15k and 6k steps, and a tenth of the learning rate
+MOST_BATCH_TOKENS = 4096  # more tokens of a step are several batches, whose gradients are averaged
 
 
 @dataclass(frozen=True)
@@ -64,18 +56,12 @@ def read_texts(
 ) -> list[EncodedChat]:
     """Plain texts in blocks, and chats; ``left_out`` as for :func:`load_texts`."""
     texts: list[EncodedChat] = []
-    chats = options.chats
-    if options.plain_text.text:
-        texts += load_blocks(
-            target.tokenizer,
-            options.plain_text.text,
-            eos_ids=target.eos_ids,
-            length=limited(options.plain_text.text_length or chats.max_length, target),
-            max_tokens=chats.max_tokens,
-        )
-    if chats.data:
-        limits: dict[str, Any] = {"max_length": chats.max_length, "max_tokens": chats.max_tokens}
-        texts += load_texts(target, chats.data, **limits, left_out=left_out)
+    limits: dict[str, Any] = {"max_tokens": options.max_tokens}
+    if options.text:
+        length = limited(options.max_length, target)
+        texts += load_blocks(target.tokenizer, options.text, eos_ids=target.eos_ids, length=length, **limits)
+    if options.data:
+        texts += load_texts(target, options.data, max_length=options.max_length, left_out=left_out, **limits)
     check_known(texts, target.vocab_size)
     return texts
 
@@ -87,58 +73,47 @@ def with_hidden_states(
     progress: Progress,
     layers: Sequence[int] = (),
 ) -> Documents:
-    """The texts in a store: on the disk if it fits the budget, else computed for each batch. The numbers are the same.
+    """The texts in a store: on the disk if there is room, else computed for each batch. The numbers are the same.
 
-    With ``layers`` the store also has their inputs. With ``extracted`` the numbers are vLLM's.
+    With ``layers`` the store also has their inputs. A folder that vLLM wrote has its numbers.
     Several processes share the work: each computes every n-th shard.
     """
-    settings = options.hidden_states
-    if settings.extracted is not None:
-        return ExtractedStore(target, texts, settings.extracted, layers)
-    if (needed := needed_bytes(target, texts, layers)) > settings.features_budget * 1e9:
-        if settings.shard_model:
-            raise InvalidSettings(
-                f"hidden states of {needed / 1e9:.2f} GB do not fit features_budget={settings.features_budget}, and "
-                "a model sharded with shard_model cannot compute them for each batch: give a larger budget"
-            )
+    folder = options.features or options.out / "features"
+    if read_meta(folder) is None and any(folder.rglob("*.safetensors")):
+        return ExtractedStore(target, texts, folder, layers)
+    if processes.any_of(not has_room(target, texts, folder, layers)):
+        progress.stage("the disk has too little room for hidden states: they are computed for each batch")
         return LiveStore(target, texts, layers)
-    folder = settings.features or options.out / "features"
     if processes.is_first():
         claim(target, texts, folder, layers)
     processes.wait()  # no process writes into a folder that holds something else
-    share = (processes.number(), processes.count())
-    here = sum(map(len, missing_shards(texts, folder, share).values()))
-    most = processes.most_of(here)
-    build_shards(target, texts, folder, progress, share=share)
-    if settings.shard_model:  # all processes must make the same number of passes
-        for _ in range(most - here):
-            read_alone(target, torch.tensor(texts[0].token_ids[:1]))
+    build_shards(target, texts, folder, progress, share=(processes.number(), processes.count()))
     processes.wait()
     return FeatureStore(folder, layers)
 
 
-def plan_training(store: Documents, options: TrainOptions, plain_text: PlainTextOptions | None = None) -> TrainingData:
+def plan_training(store: Documents, options: TrainOptions) -> TrainingData:
     """Holds texts out and decides all batches; the same for the same options."""
-    chat_options, schedule = options.chats, options.schedule
-    plain, chats = (_documents(store, chat_options.max_tokens, plain=kind) for kind in (True, False))
+    plain, chats = (_documents(store, options.max_tokens, plain=kind) for kind in (True, False))
     measured = chats or plain  # plain text is held out only if it is all there is
     token_ids, loss_masks = ([of[i] for i in measured] for of in (store.token_ids, store.loss_masks))
-    parts = choose_texts(token_ids, loss_masks, held_out=chat_options.held_out, seed=schedule.seed)
+    parts = choose_texts(token_ids, loss_masks, held_out=options.held_out, seed=options.seed)
     training, held_out = ([measured[i] for i in part] for part in parts)
     held_out = sorted(held_out[:NUM_MEASURED])
-    per_step = schedule.accumulate * processes.count()
-    planned = partial(plan_batches, lengths=store.lengths, max_tokens=schedule.batch_tokens, seed=schedule.seed)
-    plan = in_whole_steps(planned(training, num_epochs=schedule.epochs), per_step)
+    num_parts = -(-options.batch_tokens // MOST_BATCH_TOKENS)
+    per_step = num_parts * processes.count()
+    size = -(-options.batch_tokens // num_parts)
+    planned = partial(plan_batches, lengths=store.lengths, max_tokens=size, seed=options.seed)
+    plan = in_whole_steps(planned(training, num_epochs=options.epochs), per_step)
     stages: tuple[Stage, ...] = (Stage(len(plan) // per_step),)
     if chats and plain:
-        first = plain_text or PlainTextOptions()
-        num_steps = max(1, round(stages[0].num_steps * first.text_part / (1 - first.text_part)))
+        num_steps = max(1, round(stages[0].num_steps * TEXT_PART / (1 - TEXT_PART)))
         of_plain_text = partial(planned, trainable(plain, store.loss_masks))
         plan = [*_repeated(of_plain_text, num_batches=num_steps * per_step), *plan]
-        stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=first.second_stage_rate))
+        stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=SECOND_STAGE_RATE))
         training = [*plain, *training]
     first_steps, last_steps = len(plan) // per_step - stages[-1].num_steps, stages[-1].num_steps
-    ends = {first_steps + round(last_steps * i / schedule.epochs) for i in range(schedule.epochs + 1)}
+    ends = {first_steps + round(last_steps * i / options.epochs) for i in range(options.epochs + 1)}
     return TrainingData(store, training, held_out, plan, per_step, stages, frozenset(ends))
 
 

@@ -64,7 +64,7 @@ def test_losses_and_gradients_are_those_of_the_definition(
 ) -> None:
     """Medusa, equations 1 and 2: L_LM + λ0 Σ λ_k L_k, where the first head is k = 1; here λ0 = 0.3, λ_k = 0.5^k."""
     settings = {"method": method, "loss": loss, "lm_head": lm_head, "backbone_loss": backbone_loss}
-    joint, batch = harness(chat_model(), chats, **settings, depth_decay=0.5)
+    joint, batch = harness(chat_model(), chats, **settings)
     found = joint(**batch, head_weight=0.3)
     parameters = [*joint.learner.head.parameters(), *joint.adapter.parameters]
     gradients = torch.autograd.grad(found["loss"], parameters)
@@ -101,7 +101,7 @@ def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tenso
                     is_shared = head.config.lm_head == "shared"
                     logit = model.lm_head(features[i, t])[vocab] if is_shared else head.logits(features[i, t], i)
                     log_probs = logit.log_softmax(-1)
-                    if joint.learner.objective.reads_teacher:
+                    if joint.learner.reads_teacher:
                         teacher = logits[t + 1 + i][vocab].softmax(-1).detach()
                         heads[i].append(-(teacher * log_probs).sum())
                     elif text[t + 2 + i] in vocab:

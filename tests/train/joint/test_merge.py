@@ -11,14 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import draftheads
+from adapter_world import saved_adapter
 from draftheads.checkpoints.checkpoint import load_head
 from draftheads.cli import merge as command
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound, StorageError
-from draftheads.models.adapter import Adapter
+from draftheads.models.adapter import load_merged
+from draftheads.models.adapter import merged as merged_by_peft
 from draftheads.models.fingerprint import difference
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.merge import merge, merged_model
-from draftheads.train.joint.options import MergeOptions
+from draftheads.train.options import MergeOptions
 from draftheads.train.run import train
 from fake_progress import FakeProgress
 from families import fitting
@@ -42,7 +44,7 @@ def tuned_weights(target: TargetModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("tied", "targets"), [(False, ()), (True, ()), (True, ("lm_head", "o_proj"))])
 def test_merging_gives_the_weights_of_the_definition(chats: Path, tied: bool, targets: tuple[str, ...]) -> None:
     target = chat_model(tie_word_embeddings=tied)
-    joint, batch = harness(target, chats, lora_targets=targets)
+    joint, batch = harness(target, chats, targets=targets)
     joint.eval()
     expected = tuned_weights(target)
     with torch.no_grad():
@@ -50,7 +52,7 @@ def test_merging_gives_the_weights_of_the_definition(chats: Path, tied: bool, ta
     assert torch.allclose(joint.tuned.weights.lm_head, expected["lm_head.weight"], atol=1e-6)
     prints = joint.tuned.layers_fingerprint
     assert prints != chat_model(tie_word_embeddings=tied).layers_fingerprint
-    model = joint.adapter.merge()
+    model = merged_by_peft(joint.adapter.peft_model)
     assert difference(prints, TargetModel(model, target.tokenizer, "merged").layers_fingerprint) < 1e-3
     found = model.state_dict()
     assert found.keys() == expected.keys()
@@ -88,12 +90,12 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
     assert tuned.tokenizer.chat_template
     # the folder holds the very model that was tuned
     again = TargetModel.load(model, dtype=torch.float32)
-    adapter = Adapter.load(again.model, out / "adapter")
     texts = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 2]])
-    unmerged = again.logits(again.hidden_states(texts))
-    torch.testing.assert_close(tuned.logits(tuned.hidden_states(texts)), unmerged, rtol=1e-4, atol=1e-4)
-    with adapter.off():
-        assert not torch.allclose(again.logits(again.hidden_states(texts)), unmerged, atol=0.1)
+    original = again.logits(again.hidden_states(texts))
+    again = replace(again, model=load_merged(again.model, out / "adapter"))
+    found = tuned.logits(tuned.hidden_states(texts))
+    torch.testing.assert_close(found, again.logits(again.hidden_states(texts)), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, original, atol=0.1)
     prompts = [f"w{i} w{i + 1}" for i in range(12)]
     plain = draftheads.load(merged, precision="fp32").generate(prompts, max_new_tokens=24)
     # a fixed tree: what the profiles draft for so small a model depends on the machine
@@ -112,19 +114,21 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
         merge(MergeOptions(model=model, adapter=out, out=merged))
 
 
-@pytest.mark.parametrize("targets", [(), ("q_proj", "lm_head")])
-def test_an_lm_head_that_is_the_embedding_is_only_adapted_if_it_is_asked_for(
-    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], targets: tuple[str, ...]
+def test_an_lm_head_that_is_the_embedding_becomes_two_matrices_only_if_it_was_adapted(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = on_disk(tmp_path / "base", tie_word_embeddings=True)
     progress = FakeProgress()
-    train(joint_options(tmp_path / "out", chats, model=model, epochs=1, lora_targets=targets), progress)
-    assert ("the lm_head is not adapted: its matrix is the embedding's, too" in progress.stages) == (not targets)
-    command.run(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
-    found = load_file(tmp_path / "merged" / "model.safetensors")
-    assert ("lm_head.weight" in found) == bool(targets)
-    told = f"are two now: {len(VOCAB) * 32 * 4 / 1e6:,.0f} MB more than the base"
-    assert (told in capsys.readouterr().out) == bool(targets)
+    train(joint_options(tmp_path / "out", chats, model=model, epochs=1), progress)
+    assert "the lm_head is not adapted: its matrix is the embedding's, too" in progress.stages
+    base = TargetModel.load(model, dtype=torch.float32)
+    asked = saved_adapter(base, tmp_path / "asked", targets=("q_proj", "lm_head"))
+    for adapter, are_two in ((tmp_path / "out", False), (asked, True)):
+        merged = tmp_path / f"merged-{are_two}"
+        command.run(MergeOptions(model=model, adapter=adapter, out=merged))
+        assert ("lm_head.weight" in load_file(merged / "model.safetensors")) == are_two
+        told = f"are two now: {len(VOCAB) * 32 * 4 / 1e6:,.0f} MB more than the base"
+        assert (told in capsys.readouterr().out) == are_two
 
 
 def test_merging_keeps_the_dtype_of_the_model_files(chats: Path, tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(chats: Path,
 
 def test_a_model_in_four_bits_is_tuned(chats: Path, tmp_path: Path) -> None:
     base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
-    settings = joint_options(tmp_path / "out", chats, model=base, four_bit=True, optimizer="adamw-8bit", epochs=1)
+    settings = joint_options(tmp_path / "out", chats, model=base, precision="4bit", optimizer="adamw-8bit", epochs=1)
     report = train(settings, FakeProgress())
     assert report is not None
     assert report.movement.tuned_perplexity < report.movement.original_perplexity

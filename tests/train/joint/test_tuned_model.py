@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from draftheads.errors import InvalidSettings
-from draftheads.models.adapter import Adapter, linear_layers
-from draftheads.train.joint.tuned_model import TunedModel, compare
-from draftheads.train.learner import head_learner
+from draftheads.train.joint.model import Adapter, TunedModel, compare, linear_layers
+from draftheads.train.learner import Learner
 from draftheads.train.new_head import in_float32
 from families import tiny_model
-from joint_world import harness, joint_options
+from joint_world import harness
 from training_world import VOCAB, chat_model, chat_tokenizer
 
 
@@ -21,7 +20,7 @@ def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
     target = chat_model()
     names = linear_layers(target.model)
     assert names == ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
-    adapter = Adapter.attach(target.model, rank=2, alpha=4, dropout=0.0)
+    adapter = Adapter(target.model, rank=2, alpha=4, dropout=0.0)
     assert len(adapter.parameters) == 2 * (7 * 2 + 1)
     assert all(parameter.requires_grad for parameter in adapter.parameters)
     assert TunedModel(target.model, None, "").update is not None
@@ -35,11 +34,11 @@ def test_an_lm_head_that_is_the_embedding_is_not_adapted() -> None:
 
 def test_only_the_named_layers_are_adapted() -> None:
     target = chat_model()
-    adapter = Adapter.attach(target.model, rank=2, alpha=4, dropout=0.0, targets=("q_proj",))
+    adapter = Adapter(target.model, rank=2, alpha=4, dropout=0.0, targets=("q_proj",))
     assert len(adapter.parameters) == 2 * 2
     assert TunedModel(target.model, None, "").weights.lm_head is target.model.lm_head.weight
-    with pytest.raises(InvalidSettings, match="lora_targets no_such"):
-        Adapter.attach(chat_model().model, rank=2, alpha=4, dropout=0.0, targets=("no_such",))
+    with pytest.raises(InvalidSettings, match="the layers no_such cannot be adapted"):
+        Adapter(chat_model().model, rank=2, alpha=4, dropout=0.0, targets=("no_such",))
 
 
 def test_labels_of_the_tuned_model_have_its_soft_cap(chats: Path) -> None:
@@ -51,7 +50,7 @@ def test_labels_of_the_tuned_model_have_its_soft_cap(chats: Path) -> None:
     weights = in_float32(joint.tuned.weights)
     assert weights.logit_softcap == 2.0
     joint.learner.head.bind(weights)
-    learner = head_learner(joint_options(chats.parent, chats).objective, joint.learner.head, weights)
+    learner = Learner(joint.learner.head, weights)
     hidden = joint.tuned.hidden_states(batch["token_ids"])
     positions = torch.arange(6)
     expected = joint.tuned.logits(hidden.flatten(0, 1)[positions])[:, joint.vocab].softmax(-1)

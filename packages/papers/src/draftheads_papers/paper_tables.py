@@ -17,7 +17,6 @@ from draftheads.bench.table import ALL, NUMBERS, Interval, Row, markdown_table, 
 from draftheads.bench.timing import PLAIN
 from draftheads.errors import DataError
 from draftheads.heads import head_methods
-from draftheads.train.recipes import RECIPES
 from draftheads_papers.options import table_path
 
 Measured = Literal["rows", "drafting", "accuracy", "losses"]
@@ -67,7 +66,7 @@ class PaperTable:
     @property
     def has_text_stage(self) -> bool:
         """Whether variants are trained on plain text before chats."""
-        return "text_part" in RECIPES[self.shared["recipe"]].settings if "recipe" in self.shared else False
+        return self.shared.get("recipe") == "mlp-speculator"
 
     def settings(self, run: str, **changes: Any) -> BenchSettings:
         return BenchSettings(**{"trees": ("best",), **self.runs[run], **changes})

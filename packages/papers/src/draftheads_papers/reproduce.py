@@ -256,9 +256,7 @@ def quick_budget(
     table: PaperTable, model: str, out: Path, given: Mapping[str, Any], progress: Progress
 ) -> dict[str, Any]:
     """The budget of a quick run: what is not given is small; without chats, those of the model itself."""
-    budget: dict[str, Any] = {"eval_steps": 0, "tree_nodes": 16, "log_steps": 1}
-    if table.has_text_stage:
-        budget["text_length"] = _QUICK_TEXT
+    budget: dict[str, Any] = {"max_length": _QUICK_TEXT} if table.has_text_stage else {}
     if not given["data"]:
         budget |= {"max_tokens": FEW_TOKENS, "epochs": 1}
         most = given.get("max_tokens", FEW_TOKENS)

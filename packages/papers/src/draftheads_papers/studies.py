@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def train_variants(
         start = changes.get("after")  # the heads of another variant
         if start is not None:
             heads = next(variant.head for variant in found if variant.name == start)
-            options = options.changed(head=heads)
+            options = replace(options, start_from=str(heads))
         report = train(options, progress)
         assert report is not None
         head, tuned = (folder / HEAD_FOLDER, folder / ADAPTER_FOLDER) if options.joint else (folder, None)
@@ -59,14 +59,14 @@ def options_of(changes: Mapping[str, Any], model: str, out: Path, budget: Mappin
     """The options of one variant: of its recipe, its own, and the budget's, which count most.
 
     ``changes`` are options of training, and may have ``joint`` (the model is tuned, too), ``after`` (another variant,
-    with whose heads it begins) and ``only_text`` (the budget's chats are left out). ``budget`` has the options that all
-    variants share, such as ``data``, ``text`` and ``epochs``.
+    with whose heads it begins), and ``only_text`` or ``only_chats`` (the budget's other data are left out). ``budget``
+    has the options that all variants share, such as ``data``, ``text`` and ``epochs``.
     """
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     settings.pop("after", None)
     given = {"model": model, "out": out, "resume": True, **budget}
-    only_text = settings.pop("only_text", False)
-    if settings.get("joint"):
+    only_text, only_chats = settings.pop("only_text", False), settings.pop("only_chats", False)
+    if settings.get("joint") or only_chats:
         given.pop("text", None)
     elif only_text and given.get("text"):
         given["data"] = ()

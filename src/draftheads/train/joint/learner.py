@@ -1,6 +1,6 @@
 """Heads and model in one module: a batch of tokens goes in, the combined loss comes out.
 
-Letters as in ``objectives``: S = B·T flat positions, P of which are used. As in the paper, the backbone is the model
+Letters as in ``losses``: S = B·T flat positions, P of which are used. As in the paper, the backbone is the model
 under the heads.
 """
 
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.errors import CheckpointCorrupt
-from draftheads.models.adapter import Adapter
-from draftheads.train.joint.tuned_model import TunedModel
+from draftheads.train.joint.model import Adapter, TunedModel
 from draftheads.train.learner import Learner
-from draftheads.train.losses import Labels, objective
-from draftheads.train.objectives import Predictions, head_losses, precedes_answer
+from draftheads.train.losses import Labels, Predictions, head_losses, precedes_answer, teacher_loss, text_loss
 
 BackboneLoss = Literal["text", "original"]
 
@@ -110,7 +108,7 @@ class JointLearner(nn.Module):
             hidden.flatten(0, 1)[None],  # (1, S, D)
             predictions,
             labels=original or (lambda q: Labels(token_ids=flat[q])),
-            row_loss=objective("hard" if original is None else "teacher").loss,
+            row_loss=text_loss if original is None else teacher_loss,
             logits=lambda features, _: self.tuned.logits(features),
             weights=torch.ones(1),
             parameters=[parameter for parameter in self.tuned.lm_head.parameters() if parameter.requires_grad],

@@ -25,7 +25,7 @@ from draftheads.models.model_names import (
     kind_of_folder,
 )
 from draftheads.models.pretrained import cast_weights, stored_dtype, with_adapter
-from draftheads.train.joint.options import MergeOptions
+from draftheads.train.options import MergeOptions
 from draftheads.utils.files import atomic_directory, user_path
 
 

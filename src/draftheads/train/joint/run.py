@@ -1,64 +1,68 @@
-"""A whole Medusa-2 run: chats to an adapter and heads that were tuned together, measured and saved.
+"""A Medusa-2 run: chats to an adapter and heads that were tuned together, measured and saved.
 
-Extends the run of ``train/run.py``. The output folder also holds ``adapter/`` (peft's format, and ``base.json``, which
-names the model that it is for) and ``movement.json``, and the head in ``head/``.
+The output folder also holds ``adapter/`` (peft's format, and ``base.json``, which names the model that it is for), and
+the head in ``head/``.
 """
 
-import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
-from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.features import LiveStore
-from draftheads.data.texts import check_known, load_texts
-from draftheads.errors import BaseModelWarning
-from draftheads.heads.base import DraftHead
-from draftheads.models.adapter import FORMAT_VERSION, Adapter, is_tied, require_peft
+from draftheads.models.adapter import FORMAT_VERSION, is_tied, require_peft
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.tuned_model import Movement, TunedModel, measure_movement
-from draftheads.train.learner import Learner, head_learner
-from draftheads.train.memory import check_sizes
-from draftheads.train.new_head import in_float32, layers_read
+from draftheads.train.joint.model import Adapter, TunedModel, measure_movement
+from draftheads.train.learner import Learner
+from draftheads.train.loop import Steps, computes_in_bf16, make_optimizer
+from draftheads.train.new_head import check_sizes, in_float32, layers_read
 from draftheads.train.report import Report
-from draftheads.train.run import Run
 from draftheads.train.run_folder import as_json, chat_template_text
-from draftheads.train.schedule import JointSchedule
-from draftheads.train.trainer import Steps, computes_in_bf16, make_optimizer
-from draftheads.train.training_data import TrainingData, plan_training
-from draftheads.utils.files import atomic_directory, write_atomic
+from draftheads.train.schedule import rise_and_cosine
+from draftheads.train.training import Run
+from draftheads.train.training_data import TrainingData, plan_training, read_texts
+from draftheads.utils.files import atomic_directory
 
 
 @dataclass(frozen=True)
-class JointReport(Report):
-    """The heads as measured with the tuned model, and how far the model moved."""
+class Tuning:
+    """How heads and model are trained together (Medusa, sections 3.2.2, 4.1 and 4.2)."""
 
-    movement: Movement
+    towards: Literal["text", "original"]  # what the model learns: the text's tokens, or its own distribution
+    head_weight: float  # λ0, of the heads' loss relative to the model's
+    rises: bool  # λ0 rises along a quarter sine while both are trained
+    heads_first: float  # part of the steps in which only the heads are trained; none where they are trained already
+    head_rate_factor: float  # of the heads' learning rate, relative to the model's
 
-    @classmethod
-    def of(cls, metrics: Mapping[str, Any]) -> Self:
-        """The report in the content of a ``metrics.json``."""
-        return super().of({**metrics, "movement": Movement(**metrics["movement"])})
+
+TUNINGS = {
+    "text": Tuning("text", 0.2, rises=False, heads_first=0.5, head_rate_factor=4.0),
+    "original": Tuning("original", 0.01, rises=True, heads_first=0.0, head_rate_factor=4.0),
+    "direct": Tuning("text", 1.0, rises=False, heads_first=0.0, head_rate_factor=1.0),  # of table 2
+}
 
 
 class JointRun(Run):
     """Trains a LoRA adapter in the model together with heads that read the model's live hidden states."""
 
     head_folder = HEAD_FOLDER
-    report_class = JointReport
 
     adapter: Adapter | None = None
     tuned: TunedModel
     learner: JointLearner
+
+    @property
+    def tuning(self) -> Tuning:
+        assert self.options.joint is not None
+        return TUNINGS[self.options.joint]
 
     def check_packages(self) -> None:
         super().check_packages()
@@ -66,13 +70,12 @@ class JointRun(Run):
 
     def load_target(self) -> TargetModel:
         """The model; in bf16 if training computes in bf16."""
-        hardware = self.options.hardware
         return TargetModel.load(
             self.options.model,
-            dtype=torch.bfloat16 if computes_in_bf16(hardware) else torch.float32,
-            four_bit=hardware.four_bit,
+            dtype=torch.bfloat16 if computes_in_bf16(self.options) else torch.float32,
+            four_bit=self.options.precision == "4bit",
             chat_template=chat_template_text(self.options),
-            check=None if self.options.tuning.head else partial(check_sizes, self.options),
+            check=partial(check_sizes, self.options),
         )
 
     def run_for(self, target: TargetModel) -> Any:
@@ -85,63 +88,43 @@ class JointRun(Run):
 
     def read_data(self) -> TrainingData:
         """Chats; the model changes, so hidden states are not stored."""
-        if is_tied(self.target.model) and not self.options.adapter.lora_targets:
+        if is_tied(self.target.model):
             self.progress.stage("the lm_head is not adapted: its matrix is the embedding's, too")
         self.progress.stage("reading data")
-        chats, head = self.options.chats, self.options.tuning.head
-        limits: dict[str, Any] = {"max_length": chats.max_length, "max_tokens": chats.max_tokens}
-        texts = load_texts(self.target, chats.data, **limits, left_out=self.left_out)
-        check_known(texts, self.target.vocab_size)
-        layers = read_head(head).config.hidden_layers if head else layers_read(self.options.heads, self.target)
+        texts = read_texts(self.target, self.options, self.left_out)
+        layers = layers_read(self.options, self.target)
         return self.claim(plan_training(LiveStore(self.target, texts, layers), self.options))
 
-    def make_head(self) -> DraftHead:
-        """The head of ``--head`` in fp32, or a new one."""
-        path = self.options.tuning.head
-        if path is None:
-            return super().make_head()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BaseModelWarning)  # it advises to train the head further, as this run does
-            return load_head(path, self.target, dtype=torch.float32).requires_grad_(requires_grad=True)
-
     def module(self) -> JointLearner:
-        options, target, lora = self.options, self.target, self.options.adapter
-        torch.manual_seed(options.schedule.seed)
-        self.adapter = Adapter.attach(
-            target.model,
-            rank=lora.lora_rank,
-            alpha=lora.lora_alpha,
-            dropout=lora.lora_dropout,
-            targets=lora.lora_targets,
-        )
+        target = self.target
+        torch.manual_seed(self.options.seed)
+        self.adapter = Adapter(target.model)
         self.tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)", target.chat_template)
-        learner = head_learner(options.objective, self.head, in_float32(target.weights))
-        self.learner = JointLearner(learner, self.tuned, self.adapter, backbone_loss=options.tuning.backbone_loss)
+        learner = self.learner_on(in_float32(target.weights))
+        self.learner = JointLearner(learner, self.tuned, self.adapter, backbone_loss=self.tuning.towards)
         return self.learner
 
     def optimizer(self) -> Optimizer:
         """Heads (group 0) and adapter (group 1), each with its learning rate."""
-        rate = self.options.schedule.learning_rate
-        heads = {"params": list(self.head.parameters()), "lr": rate * self.options.tuning.head_rate_factor}
+        rate = self.options.learning_rate * self.tuning.head_rate_factor
         assert self.adapter is not None
-        return make_optimizer(self.options, [heads, {"params": self.adapter.parameters}])
-
-    def steps(self) -> Steps:
-        """The schedule of two stages. In the first one the adapter has no gradients, so it does not change."""
-        tuning, rates, num_steps = self.options.tuning, self.options.schedule, self.data.num_steps
-        schedule = JointSchedule(
-            num_steps=num_steps,
-            num_head_steps=int(tuning.heads_first * num_steps),
-            peak=tuning.peak_head_weight,
-            rise=tuning.head_weight_rise,
-            warmup=rates.warmup,
-            final=rates.final_learning_rate,
+        return make_optimizer(
+            self.options, [{"params": list(self.head.parameters()), "lr": rate}, {"params": self.adapter.parameters}]
         )
 
-        def inputs(step: int) -> dict[str, Any]:
-            return {"head_weight": schedule.head_weight(step), "only_heads": schedule.only_heads(step)}
+    def steps(self) -> Steps:
+        """Two stages. In the first one the adapter has no gradients, so it does not change."""
+        num_steps = self.data.num_steps
+        first = 0 if self.start_head else int(self.tuning.heads_first * num_steps)
+        rate = partial(rise_and_cosine, warmup=self.options.warmup, final=self.options.final_learning_rate)
 
-        return Steps([schedule.head_rate, schedule.model_rate], inputs, all_are_trained=False)
+        def model_rate(step: int) -> float:
+            return 0.0 if step < first else rate(step - first, num_steps - first)
+
+        def inputs(step: int) -> dict[str, Any]:
+            return {"head_weight": head_weight(self.tuning, step, first, num_steps), "only_heads": step < first}
+
+        return Steps([partial(rate, num_steps=num_steps), model_rate], inputs, all_are_trained=False)
 
     def batches(self) -> PlannedTexts:
         return PlannedTexts(self.data.store, self.data.plan)
@@ -158,22 +141,32 @@ class JointRun(Run):
         self.learner.eval()
         weights = in_float32(self.tuned.weights)
         self.head.bind(weights)
-        return head_learner(self.options.objective, self.head, weights)
+        return self.learner_on(weights)
 
     @property
     def decoding_model(self) -> TargetModel:
         return self.tuned
 
-    def save(self, report: Report, profile: AcceptanceProfile) -> JointReport:
+    def save(self, report: Report, profile: AcceptanceProfile) -> Report:
         """Also the adapter, and how far the model moved."""
         assert self.adapter is not None
-        out = self.folder.path
         movement = measure_movement(self.tuned, self.adapter, self.data.store, self.data.held_out)
-        whole = JointReport(**vars(report), movement=movement)
-        write_atomic(out / "movement.json", as_json({**asdict(movement), **self.folder.made_from(self.start_head)}))
-        with atomic_directory(out / ADAPTER_FOLDER, replace=True) as staged:
+        with atomic_directory(self.folder.path / ADAPTER_FOLDER, replace=True) as staged:
             self.adapter.save(staged)
             base = {"model_id": self.target.model_id, "fingerprints": asdict(self.target.fingerprints)}
             (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
-        super().save(whole, profile)
-        return whole
+        return super().save(replace(report, movement=movement), profile)
+
+
+def head_weight(tuning: Tuning, step: int, num_head_steps: int, num_steps: int) -> float:
+    """λ0 of a step, the weight of the heads' loss.
+
+    In the first stage it scales the whole loss. Adam's steps do not depend on that scale, so its moments still fit when
+    the second stage starts.
+
+    >>> [round(head_weight(TUNINGS["original"], step, 2, 5), 4) for step in range(5)]
+    [0.01, 0.01, 0.005, 0.0087, 0.01]
+    """
+    if step < num_head_steps or not tuning.rises:
+        return tuning.head_weight
+    return tuning.head_weight * math.sin(math.pi / 2 * (step + 1 - num_head_steps) / (num_steps - num_head_steps))

@@ -1,26 +1,25 @@
-"""Training steps: rates, accumulation, logs, TensorBoard, and losses that are not finite."""
+"""Training steps: rates, large batches, logs, and losses that are not finite."""
 
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import get_scheduler
 
 from draftheads.data.batches import choose_texts, plan_batches
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.models.model import TargetModel
-from draftheads.train import run, trainer
-from draftheads.train.options import HardwareOptions
+from draftheads.train import loop, run, training, training_data
+from draftheads.train.loop import StepLog
 from draftheads.train.schedule import Stage, staged_rate
-from draftheads.train.trainer import StepLog
 from fake_progress import FakeProgress
 from training_world import (
     KilledError,
@@ -48,10 +47,13 @@ def test_the_rates_are_those_of_transformers(final: float) -> None:
         scheduler.step()
 
 
-def test_accumulated_batches_make_one_step(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+def test_the_batches_of_a_large_step_are_averaged(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first step's loss and gradient are the means of its batches'."""
-    for name, changes in (("one", {}), ("three", {"accumulate": 3})):
-        train_for(target, chat_options(tmp_path / name, data=(chats,), learning_rate=1e-12, **changes), FakeProgress())
+    monkeypatch.setattr(training_data, "MOST_BATCH_TOKENS", 128)
+    for name, size in (("one", 128), ("three", 384)):
+        train_for(target, chat_options(tmp_path / name, data=(chats,), learning_rate=1e-12, batch_tokens=size))
     one, three = lines(tmp_path / "one"), lines(tmp_path / "three")
     assert len(three) == -(-len(one) // 3)
     for step, line in enumerate(three[:-1]):
@@ -79,9 +81,9 @@ def test_gradients_are_scaled_down_to_the_given_norm(target: TargetModel, chats:
 def test_what_was_drawn_before_a_training_does_not_matter(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, found = run.new_head, []
+    own, found = training.new_head, []
     for number in (0, 7):
-        monkeypatch.setattr(run, "new_head", lambda *a, n=number, **k: (own(*a, **k), torch.rand(n))[0])
+        monkeypatch.setattr(training, "new_head", lambda *a, n=number, **k: (own(*a, **k), torch.rand(n))[0])
         out = tmp_path / str(number)
         found.append(without_time(train_for(target, chat_options(out, data=(chats,), noise_alpha=20.0))))
     assert found[0] == found[1]
@@ -89,8 +91,8 @@ def test_what_was_drawn_before_a_training_does_not_matter(
 
 def test_matrices_decay_and_vectors_do_not(target: TargetModel, features: Path, tmp_path: Path) -> None:
     settings = train_options(tmp_path, features, weight_decay=0.25, num_layers=2)
-    head = run.new_head(settings.heads, target, FeatureStore(features), [0])
-    groups = trainer.head_optimizer(settings, head).param_groups
+    head = training.new_head(settings, target, FeatureStore(features), [0])
+    groups = loop.head_optimizer(settings, head).param_groups
     assert {(group["weight_decay"], weight.ndim > 1) for group in groups for weight in group["params"]} == {
         (0.25, True),
         (0.0, False),
@@ -101,7 +103,7 @@ def test_matrices_decay_and_vectors_do_not(target: TargetModel, features: Path, 
 def test_bf16_rounds_the_products(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     first = []
     for precision in ("fp32", "bf16"):
-        train_for(target, chat_options(tmp_path / precision, data=(chats,), precision=precision, eval_steps=0))
+        train_for(target, chat_options(tmp_path / precision, data=(chats,), precision=precision))
         first.append(lines(tmp_path / precision)[0]["loss"])
     assert first[0] != first[1]
     assert first[0] == pytest.approx(first[1], rel=0.01)
@@ -116,7 +118,7 @@ def test_the_last_step_is_saved_before_the_head_is_measured(
         with pytest.raises(KilledError):
             train_for(target, settings)
     progress = FakeProgress()
-    train_for(target, settings.changed(resume=True), progress)
+    train_for(target, replace(settings, resume=True), progress)
     assert progress.steps == [], "no step is made again"
     assert (settings.out / "model.safetensors").exists()
 
@@ -125,10 +127,10 @@ def test_adamw_8bit_trains_nearly_as_well_with_8_bit_moments(
     chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = chat_model(hidden_size=128)  # smaller tensors are kept in full
-    monkeypatch.setattr(run.shutil, "rmtree", lambda *_, **__: None)  # leave the checkpoints
+    monkeypatch.setattr(training.shutil, "rmtree", lambda *_, **__: None)  # leave the checkpoints
     settings = chat_options(tmp_path / "out", data=(chats,), save_steps=5, learning_rate=0.003)
-    small = train_for(target, settings.changed(optimizer="adamw-8bit"))
-    full = train_for(target, settings.changed(out=tmp_path / "full"))
+    small = train_for(target, replace(settings, optimizer="adamw-8bit"))
+    full = train_for(target, replace(settings, out=tmp_path / "full"))
     assert small.losses == pytest.approx(full.losses, rel=0.02)
     (newest,) = (tmp_path / "out" / "checkpoints").glob("checkpoint-*.pt")
     state = torch.load(newest)["optimizer"]["state"]
@@ -142,41 +144,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [value] if torch.is_tensor(value) else []
 
 
-@pytest.mark.parametrize(
-    ("package", "changes"), [("bitsandbytes", {"optimizer": "adamw-8bit"}), ("tensorboard", {"tensorboard": True})]
-)
-def test_a_missing_package_is_named(
-    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, changes: dict[str, Any]
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependency, match=rf"needs {package}: pip install 'draftheads\["):
-        run.train(chat_options(tmp_path / "out", data=(chats,), **changes), FakeProgress())
-
-
-def test_tensorboard_shows_the_log(target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    train_for(target, chat_options(out, data=(chats,), tensorboard=True))
-    shown = EventAccumulator(str(out / "tensorboard")).Reload()
-    for name, curve, key, place in (
-        ("log", "log/loss", "loss", None),
-        ("log", "log/head_losses/2", "head_losses", 1),
-        ("validation", "validation/tokens_per_step_tree", "tokens_per_step_tree", None),
-    ):
-        log, points = lines(out, f"{name}.jsonl"), shown.Scalars(curve)
-        assert [point.step for point in points] == [line["step"] for line in log]
-        expected = [line[key] if place is None else line[key][place] for line in log]
-        assert [point.value for point in points] == pytest.approx(expected, rel=1e-6)
-
-
-def test_tensorboard_shows_repeated_steps_once(target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    """What was shown after the last checkpoint is shown once, as it was made the second time."""
-    settings = chat_options(tmp_path / "out", data=(chats,), tensorboard=True, save_steps=4, eval_steps=6)
-    with pytest.raises(KilledError):
-        train_for(target, settings, FakeProgress(6, stop_by_crash, stage="training"))
-    assert [line["step"] for line in lines(settings.out)] == [1, 2, 3, 4, 5], "the last one is after the checkpoint"
-    train_for(target, settings.changed(resume=True))
-    shown = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload().Scalars("log/loss")
-    assert [event.step for event in shown] == [line["step"] for line in lines(tmp_path / "out")]
+def test_a_missing_package_is_named(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MissingDependency, match=r"needs bitsandbytes: pip install 'draftheads\["):
+        run.train(chat_options(tmp_path / "out", data=(chats,), optimizer="adamw-8bit"), FakeProgress())
 
 
 @pytest.mark.parametrize("loss", ["teacher", "hard"])
@@ -222,7 +193,7 @@ def test_adamw_uses_the_given_betas(
     monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     train_for(target, train_options(tmp_path / "out", features, epochs=1, betas=(0.8, 0.95)))
     assert set(met) == {(0.8, 0.95)}
-    with pytest.raises(InvalidSettings, match=r"betas is 0\.9 1\.0: both must be at least 0 and below 1"):
+    with pytest.raises(InvalidSettings, match=r"--betas is 0\.9 1\.0: both must be at least 0 and below 1"):
         train_options(tmp_path, features, betas=(0.9, 1.0))
 
 
@@ -241,10 +212,10 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_line(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("usual", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["auto", "4bit", "fp32", "bf16"])
 def test_auto_is_bf16_where_the_device_computes_in_it(
-    monkeypatch: pytest.MonkeyPatch, precision: Literal["auto", "fp32", "bf16"], usual: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, precision: str, usual: torch.dtype
 ) -> None:
-    monkeypatch.setattr(trainer, "default_dtype", lambda _: usual)
-    expected = usual == torch.bfloat16 if precision == "auto" else precision == "bf16"
-    assert trainer.computes_in_bf16(HardwareOptions(precision=precision)) == expected
+    monkeypatch.setattr(loop, "default_dtype", lambda _: usual)
+    expected = precision == "bf16" if precision in ("fp32", "bf16") else usual == torch.bfloat16
+    assert loop.computes_in_bf16(train_options(Path("out"), Path("x"), precision=precision)) == expected

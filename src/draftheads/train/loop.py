@@ -1,4 +1,4 @@
-"""Training steps: batches of the plan in their order, the optimizer, checkpoints, and the log.
+"""Training steps: batches of the plan in their order, optimizers, checkpoints, and the log.
 
 A checkpoint is one file, written whole or not at all. accelerate shares the steps between processes.
 """
@@ -7,10 +7,12 @@ import json
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -18,21 +20,20 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import gather_object, send_to_device, set_seed
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.heads.base import DraftHead
 from draftheads.models.devices import default_device, default_dtype
 from draftheads.train import processes
-from draftheads.train.muon import MuonAdamW
-from draftheads.train.options import HardwareOptions, TrainOptions
-from draftheads.train.report import mean_loss
+from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder
 from draftheads.utils.files import remove_leftovers, write_atomic
 from draftheads.utils.progress import Progress
 
 Validate = Callable[[], dict[str, Any]]  # measures the head as it is now
+_SHOWN_STEPS = 10  # progress shows the mean loss of so many
 
 
 class TrainingInterrupted(TrainingError):
@@ -55,43 +56,45 @@ def fit(
     batches: PlannedTexts,
     folder: RunFolder,
     *,
+    batches_per_step: int,
     epoch_ends: frozenset[int],
     progress: Progress,
     validate: Validate,
 ) -> int:
     """Trains a learner in place on all batches; with ``--resume`` from the last checkpoint.
 
-    ``validate`` is called before the first step, every ``eval_steps``, at ``epoch_ends`` and after the last step. Its
-    results go to ``validation.jsonl``. Of several processes only the first one validates and writes.
+    ``validate`` is called before the first step, with every checkpoint and at ``epoch_ends``. Its results go to
+    ``validation.jsonl``. Of several processes only the first one validates and writes.
 
     Returns:
         The number of steps that were done before.
     """
-    options, report = folder.options, folder.options.report
-    set_seed(options.schedule.seed)
+    options = folder.options
+    set_seed(options.seed)
     highest = [group["lr"] for group in optimizer.param_groups]
     rates = steps.rates if len(steps.rates) == len(highest) else [steps.rates[0]] * len(highest)
     if processes.is_first():
         remove_leftovers(folder.checkpoints / "*")
     checkpoint = folder.checkpoint()
     first_step = 0 if checkpoint is None else _load(checkpoint, learner, optimizer)
-    log, validations = _logs(folder, first_step)
+    log, validations = (StepLog(folder.path / f"{name}.jsonl", first_step) for name in ("log", "validation"))
     model = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # of other types than fp32 is only the pass below
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=not steps.all_are_trained)],
     ).prepare_model(learner)
-    compute = _Compute(model, batches, bf16=computes_in_bf16(options.hardware))
+    compute = _Compute(model, batches, batches_per_step // processes.count(), bf16=computes_in_bf16(options))
     parameters = [parameter for parameter in learner.parameters() if parameter.requires_grad]
-    total = len(batches) // (options.schedule.accumulate * processes.count())
-    notes: dict[str, str] = {}
+    total = len(batches) // batches_per_step
+    recent: deque[float] = deque(maxlen=_SHOWN_STEPS)  # mean losses over the heads
+    held_out = ""
 
     def measure(step: int) -> None:
-        is_due = report.eval_steps and (step % report.eval_steps == 0 or step in {*epoch_ends, total})
-        if is_due and processes.is_first():
+        nonlocal held_out
+        if processes.is_first():
             measured = validate()
             validations.add({"step": step, **measured})
-            notes["held-out loss"] = f"{mean_loss(measured['losses']):.3f} at step {step}"
+            held_out = f", held-out loss {fmean(measured['losses']):.3f} at step {step}"
 
     if first_step == 0:
         measure(0)
@@ -100,24 +103,22 @@ def fit(
             inputs = steps.inputs(step - 1)
             for group, rate, most in zip(optimizer.param_groups, rates, highest, strict=True):
                 group["lr"] = most * rate(step - 1)
-            compute.gradients(step, options.schedule.accumulate, inputs)
-            norm = nn.utils.clip_grad_norm_(parameters, options.optimizer.max_grad_norm)
+            means = compute.gradients(step, inputs)
+            norm = nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            measure(step)
-            named = [f"{name} {notes[name]}" for name in ("loss", "held-out loss") if name in notes]
-            progress.progress(step, total, ", ".join(named))
-            is_last = processes.any_of(interrupted.is_set()) or step == total
-            saves = is_last or step % report.save_steps == 0
-            if saves or step % report.log_steps == 0:  # a resumed run does not know the losses before its checkpoint
-                means = compute.take_means()
-                notes["loss"] = f"{mean_loss(means['head_losses']):.3f}"
-                numbers = {name: value for name, value in inputs.items() if isinstance(value, float)}
-                of_step = {"learning_rate": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
-                log.add({"step": step, "loss": means.pop("loss"), **of_step, **means, **numbers})
-            if saves:
+            recent.append(fmean(means["head_losses"]))
+            numbers = {name: value for name, value in inputs.items() if isinstance(value, float)}
+            of_step = {"learning_rate": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
+            log.add({"step": step, "loss": means.pop("loss"), **of_step, **means, **numbers})
+            is_due = step == total or step % options.save_steps == 0
+            if is_due or step in epoch_ends:
+                measure(step)
+            progress.progress(step, total, f"loss {fmean(recent):.3f}{held_out}")
+            is_interrupted = processes.any_of(interrupted.is_set())
+            if is_due or is_interrupted:
                 _save(folder, step, learner, optimizer)
-            if is_last and step < total:
+            if is_interrupted and step < total:
                 raise TrainingInterrupted(
                     f"stopped after step {step} of {total}; a checkpoint is in {folder.checkpoints}: "
                     "the same command with --resume continues from there"
@@ -126,75 +127,115 @@ def fit(
 
 
 class _Compute:
-    """Gradients of a step, and means over all processes of what the learner reported since the last log."""
+    """Gradients of a step, and the means over all processes of what the learner reports."""
 
-    def __init__(self, model: nn.Module, batches: PlannedTexts, *, bf16: bool) -> None:
+    def __init__(self, model: nn.Module, batches: PlannedTexts, parts: int, *, bf16: bool) -> None:
         self.model: Any = model
-        self.batches, self.device = batches, processes.device()
+        self.batches, self.parts, self.device = batches, parts, processes.device()
         self.autocast = lambda: torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
-        self.reported: dict[str, list[Tensor]] = {}
 
-    def gradients(self, step: int, accumulate: int, more: dict[str, Any]) -> None:
-        """Means of ``accumulate`` batches in each process; process p of n has every n-th batch, from p on."""
+    def gradients(self, step: int, more: dict[str, Any]) -> dict[str, Any]:
+        """Means of several batches in each process; process p of n has every n-th batch, from p on."""
         self.model.train()
         number, count = processes.number(), processes.count()
-        for part in range(accumulate):
-            index = ((step - 1) * accumulate + part) * count + number
-            is_waiting = count > 1 and part < accumulate - 1  # the processes exchange gradients after the last part
+        reported: dict[str, list[Tensor]] = {}
+        for part in range(self.parts):
+            index = ((step - 1) * self.parts + part) * count + number
+            is_waiting = count > 1 and part < self.parts - 1  # the processes exchange gradients after the last part
             with self.model.no_sync() if is_waiting else nullcontext():
-                mean = self.loss(step, self.batches[index], more) / accumulate
-                mean.backward()
+                output = self.outputs(step, self.batches[index], more)
+                (output["loss"].float() / self.parts).backward()
+            for name, value in output.items():
+                reported.setdefault(name, []).append(value.detach().float())
+        means = {name: processes.mean(torch.stack(values).mean(0)) for name, values in sorted(reported.items())}
+        return {name: value.tolist() for name, value in means.items()}
 
-    def loss(self, step: int, batch: dict[str, Any], more: dict[str, Any]) -> Tensor:
+    def outputs(self, step: int, batch: dict[str, Any], more: dict[str, Any]) -> dict[str, Tensor]:
         documents = batch.pop("documents").tolist()
         with self.autocast():  # type: ignore[no-untyped-call]
-            output = self.model(**send_to_device(batch, self.device), **more)
-        for name, value in output.items():
-            self.reported.setdefault(name, []).append(value.detach().float())
-        loss: Tensor = output["loss"].float()
-        if not torch.isfinite(loss):
+            output: dict[str, Tensor] = self.model(**send_to_device(batch, self.device), **more)
+        if not torch.isfinite(output["loss"]):
             texts = ", ".join(self.batches.store.sources[i] for i in documents)
             fix = "check these texts, or lower --learning-rate"
-            raise NonFiniteLoss(f"the loss is {loss.item()} at step {step}, on {texts}: {fix}")
-        return loss
+            raise NonFiniteLoss(f"the loss is {output['loss'].item()} at step {step}, on {texts}: {fix}")
+        return output
 
-    def take_means(self) -> dict[str, Any]:
-        means = {name: processes.mean(torch.stack(values).mean(0)) for name, values in sorted(self.reported.items())}
-        self.reported.clear()
-        return {name: value.tolist() for name, value in means.items()}
+
+def computes_in_bf16(options: TrainOptions) -> bool:
+    """Whether products are rounded to bf16: as given, or if the device computes in bf16."""
+    if options.precision in ("auto", "4bit"):
+        return default_dtype(default_device()) == torch.bfloat16
+    return options.precision == "bf16"
+
+
+# --- optimizers ---
 
 
 def make_optimizer(options: TrainOptions, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """AdamW over groups of parameters, which may have their own ``lr`` and ``weight_decay``."""
-    adamw = options.optimizer
     kind: Any = AdamW
-    given: dict[str, Any] = {"lr": options.schedule.learning_rate, "betas": adamw.betas}
-    if adamw.optimizer == "adamw-8bit":
+    given: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas}
+    if options.optimizer == "adamw-8bit":
         import bitsandbytes  # noqa: PLC0415 - an extra
 
         kind = bitsandbytes.optim.AdamW8bit  # type: ignore[attr-defined]  # it has no __all__
     else:
         given["fused"] = True
-    optimizer: Optimizer = kind(list(groups), weight_decay=adamw.weight_decay, **given)
+    optimizer: Optimizer = kind(list(groups), weight_decay=options.weight_decay, **given)
     return optimizer
 
 
 def head_optimizer(options: TrainOptions, head: DraftHead) -> Optimizer:
     """For a head alone: matrices may decay, vectors do not."""
-    adamw = options.optimizer
-    if adamw.optimizer == "muon":
-        rate = options.schedule.learning_rate
-        return MuonAdamW(head, lr=rate, weight_decay=adamw.weight_decay, betas=adamw.betas, fused=True)
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    wide, vectors = ([weight for weight in trained if (weight.ndim > 1) == is_wide] for is_wide in (True, False))
+    if options.optimizer == "muon":
+        decay, adamw = options.weight_decay, {"betas": options.betas, "fused": True}
+        return MuonAdamW(head, lr=options.learning_rate, weight_decay=decay, **adamw)
+    wide, vectors = _by_width(parameter for parameter in head.parameters() if parameter.requires_grad)
     return make_optimizer(options, [{"params": wide}, {"params": vectors, "weight_decay": 0.0}])
 
 
-def computes_in_bf16(options: HardwareOptions) -> bool:
-    """Whether products are rounded to bf16: as given, or if the device computes in bf16."""
-    if options.precision == "auto":
-        return default_dtype(default_device()) == torch.bfloat16
-    return options.precision == "bf16"
+def _by_width(parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The matrices, and the vectors."""
+    every = list(parameters)
+    return [one for one in every if one.ndim > 1], [one for one in every if one.ndim <= 1]
+
+
+class MuonAdamW(Optimizer):
+    """Three groups: matrices by Muon, then other matrices (which may decay) and vectors (which do not) by AdamW.
+
+    Muon (Jordan et al. 2024) makes the momentum of a matrix nearly orthogonal, so that all its directions move equally
+    far. Its steps are scaled to the size of AdamW's ("Muon is scalable", Liu et al. 2025), so one learning rate and one
+    weight decay serve all groups.
+    """
+
+    def __init__(self, head: DraftHead, *, lr: float, weight_decay: float, **adamw: Any) -> None:
+        """For all trained parameters of a head; ``adamw`` are further arguments of :class:`torch.optim.AdamW`."""
+        matrices = hidden_matrices(head)
+        taken = set(map(id, matrices))
+        wide, vectors = _by_width(one for one in head.parameters() if one.requires_grad and id(one) not in taken)
+        shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        self._parts: tuple[Optimizer, ...] = (
+            Muon([{"params": matrices}], **shared, adjust_lr_fn="match_rms_adamw"),
+            AdamW([{"params": wide}], **shared, **adamw),
+            AdamW([{"params": vectors}], **{**shared, "weight_decay": 0.0}, **adamw),
+        )
+        super().__init__([part.param_groups[0] for part in self._parts], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
+        """Each group by its own rule. Groups and state are this optimizer's own, so they are saved and loaded whole."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+
+
+def hidden_matrices(head: DraftHead) -> list[Tensor]:
+    """The trained matrices of a head, without embeddings and without those that lead to the vocabulary."""
+    embeddings = (module.weight for module in head.modules() if isinstance(module, nn.Embedding))
+    others = set(map(id, (*embeddings, *head.logit_parameters())))
+    return [one for one in head.parameters() if one.requires_grad and one.ndim == 2 and id(one) not in others]
+
+
+# --- files ---
 
 
 def _save(folder: RunFolder, step: int, learner: nn.Module, optimizer: Optimizer) -> None:
@@ -238,51 +279,23 @@ def _load(path: Path, learner: nn.Module, optimizer: Optimizer) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _logs(folder: RunFolder, first_step: int) -> list["StepLog"]:
-    """``log.jsonl`` and ``validation.jsonl``, up to that step."""
-    writer = None
-    if folder.options.report.tensorboard and processes.is_first():
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
-
-        # removes what an earlier part of the run showed after its last checkpoint
-        writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=first_step + 1)
-    names = ("log", "validation")
-    return [StepLog(folder.path / f"{name}.jsonl", keep_until=first_step, writer=writer) for name in names]
-
-
 class StepLog:
-    """``log.jsonl``: one JSON object per line, each written at once, so that a killed run leaves whole lines.
+    """A JSON object per line, each written at once, so that a killed run leaves whole lines.
 
-    Only the first process writes it. TensorBoard shows the same, if there is a writer.
+    Only the first process writes it. Lines of a run before are kept up to the step ``keep_until``.
     """
 
-    def __init__(self, path: Path, *, keep_until: int, writer: Any = None) -> None:
+    def __init__(self, path: Path, keep_until: int) -> None:
         self.path = path
-        self.writer = writer
-        if not processes.is_first():
-            return
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if keep_until and _step(line) <= keep_until]
-        write_atomic(path, "".join(line + "\n" for line in kept).encode())
+        if processes.is_first():
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            kept = [line for line in lines if keep_until and _step(line) <= keep_until]
+            write_atomic(path, "".join(line + "\n" for line in kept).encode())
 
     def add(self, record: dict[str, Any]) -> None:
-        if not processes.is_first():
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        if self.writer is not None:
-            for curve, number in _curves(self.path.stem, record):
-                self.writer.add_scalar(curve, number, record["step"])
-            self.writer.flush()
-
-
-def _curves(name: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """A point for the curve of each number in a line of the log, and of each head."""
-    for key, value in record.items():
-        if isinstance(value, list):
-            yield from ((f"{name}/{key}/{number}", part) for number, part in enumerate(value, 1))
-        elif key != "step":
-            yield f"{name}/{key}", value
+        if processes.is_first():
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
 
 
 def _step(line: str) -> float:

@@ -1,22 +1,104 @@
-"""The model while an adapter in it is trained, seen as the merged model; and how far it is from the original."""
+"""A model with LoRA layers in it: trained, switched off, saved; seen as the merged model; its distance to the original.
+
+LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + (α/r) B A, with A at random and
+B = 0 at the start, so that the tuned model starts as the original. In training, dropout comes before A.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.data.features import Documents
-from draftheads.errors import DataError
-from draftheads.models.adapter import Adapter
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.models.adapter import is_tied, quiet, require_peft
 from draftheads.models.fingerprint import sampled_layers
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train.learner import LowRankUpdate
-from draftheads.train.objectives import CHUNK_SIZE, precedes_answer
+from draftheads.train.losses import CHUNK_SIZE, precedes_answer
+from draftheads.train.report import Movement
 from draftheads.utils.counts import counted
+
+RANK, ALPHA, DROPOUT = 32, 16, 0.05  # of Medusa, section 4
+
+
+class Adapter:
+    """Untrained LoRA layers in place of a model's linear layers; the model object stays the same.
+
+    They are drawn from torch's global generator. ``targets`` are ends of the names of layers; :func:`linear_layers`
+    when left out. The model's own weights are frozen.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        rank: int = RANK,
+        alpha: int = ALPHA,
+        dropout: float = DROPOUT,
+        targets: Sequence[str] = (),
+    ) -> None:
+        peft = require_peft()
+        names = list(targets) or linear_layers(model)
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none", task_type="CAUSAL_LM"
+        )
+        with quiet():
+            try:
+                self.peft_model = peft.get_peft_model(model, config)
+            except ValueError as error:
+                raise InvalidSettings(f"the layers {' '.join(names)} cannot be adapted: {error}") from error
+        self.set_dropout(on=False)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The A and B of all layers."""
+        return [parameter for name, parameter in self.peft_model.named_parameters() if "lora_" in name]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A ``with`` block in which the model is the original one."""
+        layers = self.peft_model.base_model  # peft's disable_adapter() does the same after a slow look at every module
+        layers.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            layers.enable_adapter_layers()
+
+    def set_dropout(self, *, on: bool) -> None:
+        """Dropout before A as in training, or none."""
+        for name, module in self.peft_model.named_modules():
+            if "lora_dropout" in name:
+                module.train(on)
+
+    def save(self, folder: Path) -> None:
+        """Writes the adapter in peft's format, without any of the model's own weights."""
+        with quiet():  # peft would add the embeddings as soon as it sees that the lm_head is adapted
+            self.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # an empty template
+
+    def remove(self) -> None:
+        """Gives the model its own layers back."""
+        self.peft_model.unload()
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Last parts of the names of all linear layers; the whole name if the last part is a number.
+
+    The lm_head is among them if its matrix is its own: where it is the embedding, too, merging would make it a second
+    matrix, and the model larger.
+    """
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - two seconds that --help need not pay
+
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    names = [name for name, module in linear if not (is_tied(model) and module is model.get_output_embeddings())]
+    return sorted({name if name.rpartition(".")[2].isdigit() else name.rpartition(".")[2] for name in names})
 
 
 class TunedModel(TargetModel):
@@ -60,17 +142,6 @@ class TunedModel(TargetModel):
                 weights = [weight + adapted.get_delta_weight(active).detach().to(weight.dtype) for weight in weights]
             matrices += weights
         return matrices
-
-
-@dataclass(frozen=True)
-class Movement:
-    """How far a tuned model is from the original: means over the assistant's tokens of held-out text."""
-
-    num_tokens: int
-    kl: float  # KL(original || tuned), nats per token
-    original_perplexity: float
-    tuned_perplexity: float
-    agreement: float  # how often both have the same most probable token
 
 
 @torch.no_grad()

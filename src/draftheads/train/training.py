@@ -1,0 +1,250 @@
+"""The order of a training run: texts to hidden states, hidden states to a head, the head measured and saved.
+
+What is trained is up to subclasses: heads for a frozen model (``run.py``), or together with it (``joint/run.py``).
+Nothing is printed.
+"""
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from draftheads.checkpoints.checkpoint import copy_for, save_head
+from draftheads.data.batches import PlannedTexts
+from draftheads.data.files import check_readable
+from draftheads.data.records import NO_ANSWER, read_chats
+from draftheads.data.texts import LeftOut, left_out_lines
+from draftheads.errors import DataError, MissingDependency
+from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
+from draftheads.search.measure_acceptance import NUM_TEXTS, measured_profile, recorded, static_profile
+from draftheads.search.settings import ReplaySettings
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.draft import TargetWeights
+from draftheads.train import processes
+from draftheads.train.learner import Learner
+from draftheads.train.loop import Steps, TrainingInterrupted, fit, head_optimizer
+from draftheads.train.new_head import Start, new_head
+from draftheads.train.options import TrainOptions
+from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
+from draftheads.train.run_folder import RunFolder, as_json
+from draftheads.train.schedule import staged_rate
+from draftheads.train.training_data import MOST_BATCH_TOKENS, TrainingData
+from draftheads.utils.counts import counted
+from draftheads.utils.files import write_atomic
+from draftheads.utils.progress import NoProgress, Progress
+
+VALIDATION_TEXTS = 32  # held-out texts that are measured during training; at the end all of them are
+
+
+class Run:
+    """The steps of a training run in their order; what is trained, and on what, is up to the subclasses."""
+
+    options: TrainOptions
+    head_folder = ""  # of the head within the output folder
+
+    target: TargetModel  # the model before training
+    start_head: Start | None  # of --start-from
+    data: TrainingData
+    head: DraftHead
+    features: Path | None = None  # where hidden states are stored, as soon as there may be some
+    reading_seconds = 0.0  # for them
+
+    def __init__(self, options: TrainOptions, progress: Progress) -> None:
+        self.options = options
+        self.progress = progress
+        self.folder = RunFolder(options, self.head_folder)
+        self.left_out: LeftOut = {}
+
+    def run(self) -> Any:
+        """The whole run; returns the report, in the first process at least."""
+        self.check_packages()
+        with self.folder.lock():
+            metrics = self.folder.complete_metrics()
+            if metrics is not None:
+                self.progress.stage(f"{self.options.out} is complete already: nothing is left to do")
+                if processes.is_first():
+                    self.tidy_up()
+                return Report.of(metrics)
+            self.check_files()
+            processes.wait()  # no process writes before all have checked
+            if self.options.resume:
+                checkpoint = self.folder.checkpoint()
+                nothing = f"no checkpoint in {self.options.out}: training starts from the beginning"
+                self.progress.stage(f"resuming from {checkpoint}" if checkpoint else nothing)
+            self.progress.stage(f"loading {self.options.model}")
+            return self.run_for(self.load_target())
+
+    def run_for(self, target: TargetModel) -> Any:
+        """The run with a model that is loaded already, in a folder that is free."""
+        try:
+            return self._run_for(target)
+        except KeyboardInterrupt:
+            raise TrainingInterrupted(f"stopped; {self.folder.kept(self.features)}") from None
+
+    def _run_for(self, target: TargetModel) -> Any:
+        self.target = target
+        self.start_head = self.read_start()
+        self.data = self.read_data()
+        self.head = new_head(self.options, target, self.data.store, self.data.training, start=self.start_head)
+        speed = self.train()
+        if not processes.is_first():
+            processes.wait()
+            return None
+        report = self.measure_and_save(speed)
+        self.tidy_up()
+        processes.wait()
+        return report
+
+    def check_packages(self) -> None:
+        if self.options.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
+            raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes: pip install 'draftheads[quantised]'")
+
+    def check_files(self) -> None:
+        """Reads the start of all text files, before the model is loaded.
+
+        Raises:
+            DataError: a file cannot be read, is empty, or is of another kind.
+        """
+        check_readable(self.options.data)
+        for path in self.options.data:
+            problem = NO_ANSWER
+            for chat in read_chats(path):
+                if not (problem := chat.problem):  # up to the first one
+                    break
+            if problem:
+                raise DataError(problem, path=path)
+
+    def load_target(self) -> TargetModel:
+        raise NotImplementedError
+
+    def read_start(self) -> Start | None:
+        """The head of ``--start-from``, checked before hours of work."""
+        if self.options.start_from is None:
+            return None
+        start = Start.read(self.options.start_from, self.target)
+        part = start.part_of_new(self.options, self.target)
+        if self.folder.checkpoint() is None:
+            self.progress.stage(f"starting from {start.name}, which gives {part:.0%} of the head's parameters")
+        return start
+
+    def read_data(self) -> TrainingData:
+        """Texts and batches; :meth:`claim` is called for them before hours of work."""
+        raise NotImplementedError
+
+    def claim(self, data: TrainingData) -> TrainingData:
+        self.folder.claim(data, model=self.target.model_id, start=self.start_head)
+        return data
+
+    def learner_on(self, weights: TargetWeights) -> Learner:
+        """The head with the objective of the run, for a model with these weights."""
+        options = self.options
+        return Learner(
+            self.head,
+            weights,
+            loss=options.loss,
+            depth_decay=options.depth_decay,
+            noise_alpha=options.noise_alpha,
+        )
+
+    def train(self) -> dict[str, Any]:
+        self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}")
+        started = time.monotonic()
+        first_step = fit(
+            self.module(),
+            self.optimizer(),
+            self.steps(),
+            self.batches(),
+            self.folder,
+            batches_per_step=self.data.batches_per_step,
+            epoch_ends=self.data.epoch_ends,
+            progress=self.progress,
+            validate=self.validate,
+        )
+        seconds = time.monotonic() - started
+        num_tokens = sum(self.data.tokens_per_step[first_step:])
+        return {
+            "reading_seconds": round(self.reading_seconds, 1),
+            "training_seconds": round(seconds, 1),
+            "tokens_per_second": round(num_tokens / seconds, 1),
+        }
+
+    def module(self) -> nn.Module:
+        raise NotImplementedError
+
+    def optimizer(self) -> Optimizer:
+        return head_optimizer(self.options, self.head)
+
+    def steps(self) -> Steps:
+        warmup, final = self.options.warmup, self.options.final_learning_rate
+        return Steps([partial(staged_rate, stages=self.data.stages, warmup=warmup, final=final)])
+
+    def batches(self) -> PlannedTexts:
+        raise NotImplementedError
+
+    def validate(self) -> dict[str, Any]:
+        return self.measure(self.data.held_out[:VALIDATION_TEXTS]).summary()
+
+    def measure(self, documents: Sequence[int]) -> Measurement:
+        size = min(self.options.batch_tokens, MOST_BATCH_TOKENS)
+        return measure(self.measured_learner(), self.data.store, documents, batch_tokens=size)
+
+    def measured_learner(self) -> Learner:
+        """The head as it is now, with the objective for the model that it decodes with."""
+        raise NotImplementedError
+
+    @property
+    def decoding_model(self) -> TargetModel:  # that the head is for
+        return self.target
+
+    def measure_and_save(self, speed: dict[str, Any]) -> Report:
+        self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
+        measured = self.measure(self.data.held_out)
+        held_out, training = map(self.data.texts, (self.data.held_out, self.data.training))
+        report = Report(
+            method=self.head.config.method,
+            model_id=self.decoding_model.model_id,
+            num_training_texts=len(self.data.training),
+            num_held_out_texts=len(self.data.held_out),
+            num_training_tokens=sum(len(token_ids) for token_ids, _ in training),
+            num_answer_tokens=sum(int(mask.sum()) for _, mask in training),
+            num_held_out_tokens=sum(int(mask.sum()) for _, mask in held_out),
+            num_steps=self.data.num_steps,
+            **speed,
+            accuracy_by_rank=[
+                list(part) for part in zip(*map(measured.accuracy, range(1, NUM_RANKS + 1)), strict=True)
+            ],
+            tree=[list(path) for path in measured.tree().paths[1:]],
+            left_out=left_out_lines(self.left_out),
+            **measured.summary(),
+        )
+        return self.save(report, self.acceptance_profile(measured))
+
+    def acceptance_profile(self, measured: Measurement) -> AcceptanceProfile:
+        """The head's profile on some held-out texts; of static trees only if there are too few texts."""
+        answers = recorded(self.data.texts(self.data.held_out[:NUM_TEXTS]))
+        if len(answers) < 2:
+            return static_profile(measured.joint_ranks, top_k=NUM_RANKS)
+        self.progress.stage(f"acceptance profile from {counted(len(answers), 'held-out text')}")
+        head = copy_for(self.head, self.decoding_model)
+        return measured_profile(self.decoding_model, head, answers, ReplaySettings(), progress=NoProgress())[0]
+
+    def save(self, report: Report, profile: AcceptanceProfile) -> Report:
+        made = self.folder.made_from(self.start_head)
+        write_atomic(self.folder.path / "metrics.json", as_json({**asdict(report), **made}))
+        card = model_card(report, made["options"], made["provenance"])
+        # last: if the head is there, the run is complete
+        save_head(self.head, self.folder.head, base=self.decoding_model, card=card, profile=profile)
+        return report
+
+    def tidy_up(self) -> None:
+        self.folder.tidy_up()
+        if self.options.features is None:
+            shutil.rmtree(self.options.out / "features", ignore_errors=True)
