@@ -1,6 +1,6 @@
 """The tiny chat model, chats that it can learn from, stored hidden states of them, and trained heads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,10 +19,12 @@ from training_world import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="package", autouse=True)
+def _few_texts() -> Iterator[None]:
     """Acceptance profiles are measured on few texts: they take longer than the trainings here."""
-    monkeypatch.setattr("draftheads.train.training.NUM_TEXTS", 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftheads.train.training.NUM_TEXTS", 3)
+        yield
 
 
 @pytest.fixture(scope="session")

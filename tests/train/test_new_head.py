@@ -122,7 +122,7 @@ def test_layers_without_a_counterpart_keep_their_initial_values(
             assert torch.equal(value, dict(alone.named_parameters())[name]), name
     total = sum(value.numel() for value in grown.parameters())
     assert 0 < taken < total
-    assert start.part_of_new(settings.heads, target) == pytest.approx(taken / total)
+    assert start.part_of_new(settings, target) == pytest.approx(taken / total)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from training_world import lines
 PROGRAM = """
 import sys
 from draftheads.cli.main import main
-from draftheads.data import compute_features
+from draftheads.data import features as stores
 from draftheads.train import training_data
 from draftheads.train.joint import model
-compute_features.TOKENS_PER_SHARD = 256
+stores.TOKENS_PER_SHARD = 256
 training_data.MOST_BATCH_TOKENS = 96
 model.Adapter.__init__.__kwdefaults__["dropout"] = 0.0
 sys.exit(main())

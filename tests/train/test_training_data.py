@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftheads.data import compute_features
+from draftheads.data import features as stores
 from draftheads.data.batches import split_held_out
 from draftheads.data.features import LiveStore, has_room, needed_bytes
 from draftheads.data.texts import load_blocks, load_texts
@@ -60,7 +60,7 @@ def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
 
 
 @pytest.mark.parametrize("method", ["hydra", "eagle3"])
@@ -90,8 +90,7 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
     own = train_for(target, chat_options(tmp_path / "own", data=(chats,), method=method))
     states = tmp_path / "states"
     extract_as_vllm(target, load_texts(target, [chats], max_length=64), states, [0, 1, 2])
-    monkeypatch.delattr(compute_features, "read_alone")
-    monkeypatch.delattr("draftheads.data.live_features.read_alone")
+    monkeypatch.delattr(stores, "read_alone")
     found = train_for(target, chat_options(tmp_path / "out", data=(chats,), method=method, features=states))
     assert found.losses == pytest.approx(own.losses, rel=0.02)
     assert not (tmp_path / "out" / "features").exists()
@@ -129,7 +128,7 @@ def test_hidden_states_take_at_most_half_of_the_free_disk(
     texts = load_texts(target, [chats], max_length=64)
     needed = needed_bytes(target, texts)
     for free, fits in ((2 * needed, True), (2 * needed - 1, False)):
-        monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(stores.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         assert has_room(target, texts, tmp_path / "there") == fits
     build_features(target, texts, tmp_path / "there")
     made = sum(path.stat().st_size for path in (tmp_path / "there").glob("shard-*"))
