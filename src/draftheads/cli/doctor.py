@@ -34,7 +34,6 @@ EXTRAS = {
     "lora": "train --joint and merge",
     "quantised": "--four-bit, --optimizer adamw-8bit",
     "endpoint": "distill --endpoint",
-    "tensorboard": "train --tensorboard",
 }
 _LOAD_SECONDS = 0.5  # over which the use of the cores is averaged
 _LITTLE = 1_000_000_000  # bytes of memory
