@@ -10,7 +10,7 @@ from torch import nn
 from draftheads.heads import HEADS
 from draftheads.heads.markov import MarkovBias
 from draftheads.models.model import TargetModel
-from draftheads.train.loop import MuonAdamW, hidden_matrices
+from draftheads.train.trainer import MuonAdamW, hidden_matrices
 from families import fitting, tiny_head, tiny_model
 from training_world import lines, train_for, train_options
 

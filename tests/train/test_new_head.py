@@ -19,10 +19,10 @@ from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSetti
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
 from draftheads.train import run
-from draftheads.train.loop import TrainingInterrupted
 from draftheads.train.new_head import Start, frequent_tokens, new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
+from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
 from joint_world import joint_options, train_jointly_for
 from thorough import some

@@ -29,10 +29,10 @@ from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 from draftheads.train import run, training
-from draftheads.train.loop import TrainingInterrupted
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report, measure, verdict_of
+from draftheads.train.trainer import TrainingInterrupted
 from draftheads.train.training_data import plan_training
 from draftheads.utils.progress import Bars, NoProgress
 from fake_progress import FakeProgress

@@ -30,12 +30,12 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train import processes
 from draftheads.train.learner import Learner
-from draftheads.train.loop import Steps, TrainingInterrupted, fit, head_optimizer
 from draftheads.train.new_head import Start, new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json
 from draftheads.train.schedule import staged_rate
+from draftheads.train.trainer import Steps, TrainingInterrupted, fit, head_optimizer
 from draftheads.train.training_data import MOST_BATCH_TOKENS, TrainingData
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic

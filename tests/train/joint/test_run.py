@@ -25,11 +25,11 @@ from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
 from draftheads.train.joint.run import TUNINGS, head_weight
 from draftheads.train.learner import Learner
-from draftheads.train.loop import TrainingInterrupted
 from draftheads.train.new_head import new_head
 from draftheads.train.options import MergeOptions
 from draftheads.train.report import Movement, measure
 from draftheads.train.run import train
+from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
 from joint_world import joint_options, on_disk, train_jointly_for
 from nursery import Nursery

@@ -22,11 +22,11 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.train.joint.learner import JointLearner
 from draftheads.train.joint.model import Adapter, TunedModel, measure_movement
 from draftheads.train.learner import Learner
-from draftheads.train.loop import Steps, computes_in_bf16, make_optimizer
 from draftheads.train.new_head import check_sizes, in_float32, layers_read
 from draftheads.train.report import Report
 from draftheads.train.run_folder import as_json, chat_template_text
 from draftheads.train.schedule import rise_and_cosine
+from draftheads.train.trainer import Steps, computes_in_bf16, make_optimizer
 from draftheads.train.training import Run
 from draftheads.train.training_data import TrainingData, plan_training, read_texts
 from draftheads.utils.files import atomic_directory

@@ -17,9 +17,9 @@ from draftheads.data.batches import choose_texts, plan_batches
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.models.model import TargetModel
-from draftheads.train import loop, run, training, training_data
-from draftheads.train.loop import StepLog
+from draftheads.train import run, trainer, training, training_data
 from draftheads.train.schedule import Stage, staged_rate
+from draftheads.train.trainer import StepLog
 from fake_progress import FakeProgress
 from training_world import (
     KilledError,
@@ -92,7 +92,7 @@ def test_what_was_drawn_before_a_training_does_not_matter(
 def test_matrices_decay_and_vectors_do_not(target: TargetModel, features: Path, tmp_path: Path) -> None:
     settings = train_options(tmp_path, features, weight_decay=0.25, num_layers=2)
     head = training.new_head(settings, target, FeatureStore(features), [0])
-    groups = loop.head_optimizer(settings, head).param_groups
+    groups = trainer.head_optimizer(settings, head).param_groups
     assert {(group["weight_decay"], weight.ndim > 1) for group in groups for weight in group["params"]} == {
         (0.25, True),
         (0.0, False),
@@ -216,6 +216,6 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_line(tmp_path: Path, monkeyp
 def test_auto_is_bf16_where_the_device_computes_in_it(
     monkeypatch: pytest.MonkeyPatch, precision: str, usual: torch.dtype
 ) -> None:
-    monkeypatch.setattr(loop, "default_dtype", lambda _: usual)
+    monkeypatch.setattr(trainer, "default_dtype", lambda _: usual)
     expected = precision == "bf16" if precision in ("fp32", "bf16") else usual == torch.bfloat16
-    assert loop.computes_in_bf16(train_options(Path("out"), Path("x"), precision=precision)) == expected
+    assert trainer.computes_in_bf16(train_options(Path("out"), Path("x"), precision=precision)) == expected
