@@ -38,6 +38,7 @@ from draftheads.models.fingerprint import (
     tokenizer_fingerprints,
 )
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import shown_name
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile
 from draftheads.utils.counts import counted
 from draftheads.utils.file_set import read_set, replaced_set
@@ -116,7 +117,7 @@ def save_head(
     tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
     texts = {
         PROFILE_FILE: profile.to_json().rstrip("\n"),
-        CARD_FILE: (card or f"# {head.config.method} head for {base.model_id}").rstrip("\n"),
+        CARD_FILE: (card or f"# {head.config.method} head for {shown_name(base.model_id)}").rstrip("\n"),
         CONFIG_FILE: json.dumps(
             {
                 "format_version": FORMAT_VERSION,
