@@ -4,6 +4,7 @@ The files of a head and their keys: :mod:`draftheads.checkpoints.head_files`.
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -47,6 +48,8 @@ from draftheads.utils.messages import first_names
 from draftheads.utils.provenance import provenance
 from draftheads.utils.strict_json import read_dataclass
 
+logger = logging.getLogger(__name__)
+_ROUNDING = 0.003  # the relative difference of layers in another 16-bit type
 _FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors as safetensors names them; those of 8 bits need scales
 
 
@@ -68,11 +71,7 @@ class ResolvedHead(SavedHead):
 
 
 def resolve_head(
-    name: str | PathLike[str],
-    model: str | PathLike[str],
-    *,
-    folder: Path | None = None,
-    ignore_profile: bool = False,
+    name: str | PathLike[str], model: str | PathLike[str], *, folder: Path | None = None, ignore_profile: bool = False
 ) -> ResolvedHead:
     """Finds a head by its name, unless its folder is known, and reads it.
 
@@ -323,6 +322,12 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
             f"--method {saved.method} --start-from {saved.folder} --model {base.model_id} --data … --out …`",
             BaseModelWarning,
             stacklevel=4,
+        )
+    elif apart > _ROUNDING:
+        logger.info(
+            "the head %s was trained for %s, whose layers differ by %.1f %% from those of %s: `draftheads tune` tells "
+            "how many draft tokens are accepted",
+            *(saved.folder.name, shown_name(saved.model_id), 100 * apart, shown_name(base.model_id)),
         )
 
 
