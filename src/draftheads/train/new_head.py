@@ -283,7 +283,6 @@ def digest_of(name: str, model_id: str) -> str | None:
 def _as_options(config: HeadConfig) -> dict[str, str]:
     """Its settings as ``--head-options`` takes them."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in asdict(config).items()}
-<<<<<<< HEAD
 
 
 # --- whether a head fits the model and the memory, before the model's weights are read ---
@@ -360,5 +359,3 @@ def reading_dtype(options: TrainOptions, config: Any) -> torch.dtype:
     except ValueError:  # a configuration that only its own code knows
         return usual
     return torch.float32 if fits else usual
-=======
->>>>>>> df50ffa7 (Exports that no current engine reads are gone, a head for a tuned copy is named BASE/NAME, and modules of formats are merged)
