@@ -164,7 +164,7 @@ ON_THE_COMMAND_LINE: dict[str, tuple[str, ...]] = {
     "merge --model model --adapter empty --out merged": ("empty", "adapter_config.json"),
     "distill --model model --out d.jsonl": ("--prompts", "--num-self-talk"),
     "show-batch --data none.jsonl --model model": ("none.jsonl",),
-    "cache clear nothing --yes": ("nothing",),
+    "cache clear nothing": ("nothing",),
     "completion powershell": ("powershell", "bash"),
     "no-such-command": ("no-such-command", "generate"),
 }

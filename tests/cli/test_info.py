@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import tyro
 
 from cli_world import slow_imports
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cli.info import InfoOptions, run
+from draftheads.cli.main import read_options
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models.model import TargetModel
@@ -21,16 +21,6 @@ from families import VOCAB, tiny_model, tiny_profile
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0)])
 DRAWN = "root\n├── 0\n│   └── 0\n└── 1\n"
-CARD = """# A tiny head
-
-Trained on [nothing].
-
-## Figures
-
-| tokens/step | speed-up |
-| --- | --- |
-| 2.17 | 1.42 |
-"""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     head = MedusaHead(MedusaConfig(hidden_size=32, vocab_size=VOCAB, num_heads=2, draft_vocab_size=20))
     head.initialise(base.weights, torch.arange(20))
     place = tmp_path_factory.mktemp("heads") / "tiny-llama" / "medusa"
-    save_head(head, place, base=base, card=CARD, profile=tiny_profile(TREE, num_heads=2))
+    save_head(head, place, base=base, profile=tiny_profile(TREE, num_heads=2))
     return place
 
 
@@ -54,7 +44,7 @@ def zoo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
     """What the command prints."""
-    run(tyro.cli(InfoOptions, args=shlex.split(arguments)))
+    run(read_options("info", shlex.split(arguments)))
     return capsys.readouterr().out
 
 
@@ -87,22 +77,13 @@ def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert text.endswith(DRAWN)
 
 
-def test_the_figures_of_a_card_are_shown_and_its_prose_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, shlex.quote(str(folder)))
-    assert "Figures" in text
-    assert "2.17 1.42" in lines(text)
-    assert "nothing" not in text
-
-
 def test_missing_facts_have_no_heading(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "README.md").write_text("no figures")
     AcceptanceProfile.assumed(2).save(tmp_path / "acceptance.json")
     text = told(capsys, shlex.quote(str(tmp_path)))
     assert "Made by" in text
     assert "measured on nothing: assumed" in lines(text)
-    assert "From its card" not in text
 
 
 def test_a_bundled_head_is_found_by_method_and_model(capsys: pytest.CaptureFixture[str]) -> None:

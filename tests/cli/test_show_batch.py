@@ -115,7 +115,7 @@ def test_its_ends_of_text_are_the_models(tmp_path: Path, ends: list[int] | None)
 def planned(**changes: Any) -> PlannedBatch:
     asked = ShowBatchOptions(
         data=(Path("chats.jsonl"),),
-        **{"max_length": MAX_LENGTH, "batch_tokens": 64, "held_out": 0.2, "epochs": 3, **changes},
+        **{"max_length": MAX_LENGTH, "batch_tokens": 64, "held_out": 0.2, **changes},
     )
     return planned_batch(load_tokenizer("model"), asked)
 
@@ -133,7 +133,7 @@ def test_batches_are_those_of_training(
 
     monkeypatch.setattr("draftheads.train.training.fit", fit)
     chosen = train_options(
-        tmp_path / "out", None, data=(Path("chats.jsonl"),), max_length=MAX_LENGTH, batch_tokens=64, epochs=3, seed=seed
+        tmp_path / "out", None, data=(Path("chats.jsonl"),), max_length=MAX_LENGTH, batch_tokens=64, seed=seed
     )
     with pytest.raises(KilledError):
         train_for(target, chosen)
@@ -150,7 +150,7 @@ def test_batches_are_those_of_training(
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("index", [0, 5])
 def test_a_batch_is_shown_text_by_text(capsys: pytest.CaptureFixture[str], index: int) -> None:
-    out = shown(capsys, f"--index {index} --max-texts 0")
+    out = shown(capsys, f"--index {index}")
     plan = planned()
     batch = plan.batches[index]
     expected = ""
@@ -168,7 +168,7 @@ def test_a_batch_is_shown_text_by_text(capsys: pytest.CaptureFixture[str], index
 
 @pytest.mark.usefixtures("here")
 def test_the_table_holds_all_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    found = table(shown(capsys, "--epochs 3"))
+    found = table(shown(capsys))
     for label, *cells in planned().rows():
         assert found[label] == [cell for cell in cells if cell]
 
@@ -185,24 +185,10 @@ def test_every_text_is_trained_on_held_out_or_left_out() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_only_the_first_texts_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = list(map(len, planned().batches))
-    index = sizes.index(max(sizes))
-    every, some = (shown(capsys, f"--index {index} --epochs 3 --max-texts {number}") for number in (0, 1))
-    first, _, rest = some.partition("… ")
-    assert every.startswith(first)
-    assert first.count(" tokens, ") == 1
-    assert every.partition("⟦learned⟧")[0].count(" tokens, ") == sizes[index]
-    assert rest.startswith(f"texts not shown: {sizes[index] - 1}; --max-texts 0 shows all\n")
-    assert table(every) == table(some)
-
-
-@pytest.mark.usefixtures("here")
 def test_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = shown(capsys, "--index 2")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    assert Text.from_ansi(shown(capsys, "--index 2 --plain-text")).plain.splitlines() == plain.splitlines()
     found = Text.from_ansi(shown(capsys, "--index 2"))
     assert "⟦" not in found.plain
     learned = "".join(
@@ -227,7 +213,7 @@ def test_every_kind_has_its_style() -> None:
 @pytest.mark.usefixtures("here")
 def test_the_page_marks_the_same_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "new" / "batch.html"
-    out = shown(capsys, f"--index 2 --max-texts 0 --html {path}")
+    out = shown(capsys, f"--index 2 --html {path}")
     assert out.endswith(f"\nwrote {path}\n")
     page = path.read_text(encoding="utf-8")
     learned = "".join(re.findall(r'<span class="learned[^"]*">(.*?)</span>', page, re.DOTALL))
@@ -238,9 +224,7 @@ def test_the_page_marks_the_same_tokens(capsys: pytest.CaptureFixture[str], tmp_
     assert learned == expected.replace("<", "&lt;").replace(">", "&gt;")
     check_page(page)
     assert "<h1>Training batch 2 of chats.jsonl</h1>" in page
-    assert all(
-        f"<div>{label}</div></th><td>{here}</td>" in page for label, here, _ in planned(index=2, epochs=2).rows()
-    )
+    assert all(f"<div>{label}</div></th><td>{here}</td>" in page for label, here, _ in planned(index=2).rows())
 
 
 @pytest.mark.usefixtures("here")
@@ -248,7 +232,7 @@ def test_words_of_chats_are_escaped_in_the_page(tmp_path: Path, capsys: pytest.C
     strange = tmp_path / "<script>.jsonl"
     write_chats(strange, [*RECORDS, *[chat("<script> w1", "</pre><script>x</script> w2")] * 3])
     path = tmp_path / "batch.html"
-    shown(capsys, f"--data '{strange}' --max-texts 0 --html {path}")
+    shown(capsys, f"--data '{strange}' --html {path}")
     page = path.read_text(encoding="utf-8")
     check_page(page)
     assert "&lt;script&gt;.jsonl" in page
@@ -263,16 +247,12 @@ def test_words_of_chats_are_escaped_in_the_page(tmp_path: Path, capsys: pytest.C
     [
         ("--index 999", "--index is 999: the run's batches are 0 to "),
         ("--index -1", "--index is -1: must be at least 0"),
-        ("--max-texts -1", "--max-texts is -1: must be at least 0"),
         ("--batch-tokens 0", "--batch-tokens is 0: must be at least 1"),
-        ("--epochs 0", "--epochs is 0: must be at least 1"),
-        ("--max-tokens 0", "--max-tokens is 0: must be at least 1"),
         ("--held-out 1", "--held-out is 1.0: must be at least 0 and below 1"),
         (
             "--max-length 3",
             "34 chats were left out: no answer within the first 3 tokens (the first is chats.jsonl:1)",
         ),
-        ("--max-tokens 1", "only one text: training needs a second one to hold out"),
         ("--data none.jsonl", "none.jsonl: cannot be read"),
         ("--model none/none/none", "none/none/none is not a folder here"),
         ("--html chats.jsonl/page.html", "cannot save chats.jsonl/page.html"),

@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
 from draftheads.checkpoints.head_files import HeadFiles, read_head_files
 from draftheads.checkpoints.profile_store import cached_profile
 from draftheads.checkpoints.registry import DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, ZooHead, find_head, zoo_heads
-from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import head_methods
 from draftheads.models.gguf_models import SMOLLM2_135M
@@ -100,9 +98,6 @@ def _print_head(console: Console, saved: HeadFiles) -> None:
         {name: digits[:16] for name, digits in saved.base_prints.items() if digits},
     )
     _print_section(console, "Made by", saved.provenance)
-    if figures := _figures(saved.card):
-        console.print(Text("\nFrom its card", style="bold"))
-        console.print(Markdown(figures))
     _print_section(console, "Acceptance profile", _described(saved.profile))
     if (cached := cached_profile(saved)) is not None:
         tuned = read_profile(cached)
@@ -124,11 +119,6 @@ def _described(profile: AcceptanceProfile) -> dict[str, object]:
         if any(nodes <= len(profile.tokens(kind)) for kind in KINDS):
             words = ", ".join(f"{_KIND_WORDS[kind]} {tokens:.2f}" for kind, tokens in gains.items())
             shown[f"tokens/step, {counted(nodes, 'node')}"] = words
-    probs = profile.copies or DEFAULT_COPY_PROBS
-    lengths = sorted({1, 1 + len(probs) // 2, len(probs)})
-    shares = ", ".join(f"{length}: {probs[length - 1][0]:.0%}" for length in lengths)
-    usual = "" if profile.copies else " (as usual; not measured)"
-    shown["copied tokens accepted, by length of the match"] = f"{shares}{usual}"
     return shown
 
 
@@ -167,22 +157,3 @@ def _tree_of(text_or_path: str) -> Tree:
 def _print_tree(console: Console, tree: Tree) -> None:
     console.print(Text(f"{counted(tree.num_nodes, 'node')}, root included; depth {tree.max_depth}"))
     console.print(Text(tree.draw()), soft_wrap=True)
-
-
-def _figures(card: str) -> str:
-    r"""The tables of a Markdown text, each with the heading above it.
-
-    >>> _figures("# A\nwords\n## B\n| x |\n|---|\n| 1 |\nwords")
-    '## B\n\n| x |\n|---|\n| 1 |'
-    """
-    lines: list[str] = []
-    heading = ""
-    for line in card.splitlines():
-        if line.startswith("#"):
-            heading = line
-        elif line.startswith("|"):
-            if heading:
-                lines += [*([""] if lines else []), heading, ""]
-                heading = ""
-            lines.append(line)
-    return "\n".join(lines)

@@ -4,7 +4,6 @@ Loads the model's tokenizer only.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -21,6 +20,7 @@ from draftheads.models.chat_template import ChatReader, read_template
 from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.batch_page import KINDS, PlannedBatch, Span, batch_page, spans
 from draftheads.reports.page import render
+from draftheads.train.options import TrainOptions
 from draftheads.utils.files import write_atomic
 from draftheads.utils.provenance import provenance
 
@@ -38,12 +38,11 @@ def run(options: ShowBatchOptions) -> None:
     quiet_transformers()
     model = load_tokenizer(options.model, chat_template=read_template(options.chat_template))
     batch = planned_batch(model, options)
-    max_texts = options.max_texts or None
     console = Console(highlight=False)
-    has_colours = console.color_system is not None and not console.no_color and not options.plain_text
-    _print_all(console, model, batch, max_texts, has_colours=has_colours)
+    has_colours = console.color_system is not None and not console.no_color
+    _print_all(console, model, batch, has_colours=has_colours)
     if options.html is not None:
-        page = batch_page(batch, model.tokenizer, max_texts=max_texts, settings=vars(options), provenance=provenance())
+        page = batch_page(batch, model.tokenizer, max_texts=None, settings=vars(options), provenance=provenance())
         write_atomic(options.html, render(page).encode())
         console.print(Text(f"wrote {options.html}"), soft_wrap=True)
 
@@ -51,8 +50,7 @@ def run(options: ShowBatchOptions) -> None:
 def planned_batch(model: ChatReader, options: ShowBatchOptions) -> PlannedBatch:
     """The batch that a training run with these settings takes from the data."""
     left_out: dict[str, list[str]] = {}
-    limits: dict[str, Any] = {"max_length": options.max_length, "max_tokens": options.max_tokens}
-    texts = load_texts(model, options.data, **limits, left_out=left_out)
+    texts = load_texts(model, options.data, max_length=options.max_length, max_tokens=None, left_out=left_out)
     loss_masks = [torch.tensor(text.loss_mask) for text in texts]
     token_ids = [torch.tensor(text.token_ids) for text in texts]
     training, held_out = choose_texts(token_ids, loss_masks, held_out=options.held_out, seed=options.seed)
@@ -60,7 +58,7 @@ def planned_batch(model: ChatReader, options: ShowBatchOptions) -> PlannedBatch:
         training,
         [len(text.token_ids) for text in texts],
         max_tokens=options.batch_tokens,
-        num_epochs=options.epochs,
+        num_epochs=TrainOptions.epochs,
         seed=options.seed,
     )
     if options.index >= len(batches):
@@ -76,18 +74,13 @@ def planned_batch(model: ChatReader, options: ShowBatchOptions) -> PlannedBatch:
     )
 
 
-def _print_all(
-    console: Console, model: ChatReader, batch: PlannedBatch, max_texts: int | None, *, has_colours: bool
-) -> None:
-    shown = batch.text_indices[:max_texts]
-    for i in shown:
+def _print_all(console: Console, model: ChatReader, batch: PlannedBatch, *, has_colours: bool) -> None:
+    for i in batch.text_indices:
         pieces = spans(model.tokenizer, batch.texts[i])
         console.print(Text(batch.title(i), style="bold"))
         # without colours, a line of the text stays one line of output, however long
         console.print(coloured(pieces) if has_colours else Text(bracketed(pieces)), soft_wrap=not has_colours)
         console.print()
-    if num_more := len(batch.text_indices) - len(shown):
-        console.print(f"… texts not shown: {num_more}; --max-texts 0 shows all\n")
     console.print(Text("  ").join(coloured([kind]) if has_colours else Text(bracketed([kind])) for kind in KINDS))
     console.print()
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)

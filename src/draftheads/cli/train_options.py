@@ -50,20 +50,12 @@ class ShowBatchOptions(OptionGroup):
     """Values of variables of the chat template, NAME=VALUE. Such as enable_thinking=false."""
     index: Annotated[int, FROM_0] = 0
     """Which batch. A training run with the same settings takes batch 0 in its first step."""
-    max_texts: Annotated[int, FROM_0] = 3
-    """Number of texts of the batch to show; 0 for all."""
     html: Path | None = None
     """Write the same as a page of HTML into this file."""
-    plain_text: bool = False
-    """Mark learned tokens with brackets. The default where the terminal has no colours."""
     batch_tokens: Annotated[int, FROM_1] = TrainOptions.batch_tokens
     """Tokens in a batch, padding included."""
     max_length: Annotated[int, FROM_1] = TrainOptions.max_length
     """Cut texts after this number of tokens."""
-    max_tokens: Annotated[int | None, FROM_1] = TrainOptions.max_tokens
-    """Stop reading data after this number of tokens."""
-    epochs: Annotated[int, FROM_1] = TrainOptions.epochs
-    """Passes over the training text."""
     held_out: Annotated[float, FRACTION] = TrainOptions.held_out
     """Share of held-out texts."""
     seed: int = TrainOptions.seed
