@@ -134,7 +134,7 @@ def vllm_medusa(target: TargetModel, *, biases: bool = True, trimmed: bool = Tru
         return [of_head[..., DRAFTED] for of_head in found] if trimmed or one else found
 
     about = {"model_type": "medusa", "hidden_size": target.hidden_size, "num_heads": HEADS, "num_hidden_layers": 1}
-    return Published("medusa", tensors, about, logits, back="vllm-medusa")
+    return Published("medusa", tensors, about, logits)
 
 
 def hydra(target: TargetModel, *, grounded: bool = True, prefix: bool = False, layers: int = 2) -> Published:
@@ -274,8 +274,7 @@ def eagle(target: TargetModel, *, fusion_bias: bool = True, qkv_bias: bool = Fal
         return unrolled(hidden, ids, embedding, last, lambda state: F.linear(state, lm_head))
 
     about = {**SIZES, **rope, "model_type": "llama", "bias": fusion_bias}
-    back = None if scaling else "eagle-sglang"
-    return Published("eagle", tensors, about, logits, back=back, options={"fusion_bias": fusion_bias})
+    return Published("eagle", tensors, about, logits, back="eagle-sglang", options={"fusion_bias": fusion_bias})
 
 
 def eagle3(

@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.errors import DraftHeadsError
     from draftheads.heads import register
     from draftheads.heads.base import DraftHead, HeadConfig
-    from draftheads.interop.export import export_head
-    from draftheads.interop.importing import import_head
+    from draftheads.interop.export import export_head, import_head
     from draftheads.interop.transformers import custom_generate
     from draftheads.loading import load
     from draftheads.models.model import TargetModel
@@ -74,7 +73,7 @@ _HOMES = {
     "compare_heads": "draftheads.bench.compare",
     "custom_generate": "draftheads.interop.transformers",
     "export_head": "draftheads.interop.export",
-    "import_head": "draftheads.interop.importing",
+    "import_head": "draftheads.interop.export",
     "load": "draftheads.loading",
     "load_head": "draftheads.checkpoints.checkpoint",
     "register": "draftheads.heads",

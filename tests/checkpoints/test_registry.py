@@ -93,7 +93,7 @@ def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("telepathy", "smollm2-135m", r"'telepathy': .*installed for smollm2-135m: hydra, medusa$"),
         ("hydar", "smollm2-135m", r"'hydar' \(did you mean hydra\?\)"),
-        ("telepathy", "no-heads-1b", "for no-heads-1b, only medusa for other-1b, hydra for smollm"),
+        ("telepathy", "no-heads-1b", "for no-heads-1b; for a tuned copy of its base: other-1b/medusa, smollm"),
         ("hydra", "smollm2-153m", r"for smollm2-153m \(did you mean smollm2-135m\?\)"),
     ],
 )

@@ -51,7 +51,7 @@ REFUSED = {
     "export ./medusa --model wide --out out": "hidden_size 32, this model, wide, has 48",
     "train --method medusa --model wide --start-from ./medusa --data chats.jsonl --out out": "wide, has 48",
     "distill --model model --head ./broken --prompts chats.jsonl --out o.jsonl": "is missing; a head's folder has",
-    "generate a --model model --head eagle": "Other sizes or another tokenizer than in its training",
+    "generate a --model model --head eagle": "for a tuned copy of its base: smollm2-135m/",
     "distill --prompts none.jsonl --out o.jsonl": "none.jsonl: cannot be read",
     "distill --documents none.txt --out o.jsonl": "none.txt: cannot be read",
     "tune model ./medusa --prompts none.jsonl": "none.jsonl: cannot be read",

@@ -192,6 +192,7 @@ STOPS: dict[str, Callable[[tuple[int, ...]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("tree", ["chain", "cartesian", "ragged"])
 def test_drafted_answers_end_as_plain_ones(model: TargetModel, stop: str, tree: str) -> None:

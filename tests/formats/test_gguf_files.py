@@ -203,11 +203,7 @@ def test_tokenizers_with_merges_keep_them(model: TargetModel) -> None:
     ("method", "options", "message"),
     [
         ("dspark", {}, r"gate \(gated=true\), and llama.cpp .* \(gated=false\): train it with .* gated=false"),
-        (
-            "dspark",
-            {"gated": False, "qkv_bias": True},
-            r"\(qkv_bias=true\), .* reads none \(qkv_bias=false\): ",
-        ),
+        ("dspark", {"gated": False, "qkv_bias": True}, r"\(qkv_bias=true\), .* reads none \(qkv_bias=false\): "),
         ("dflash", {"layers": []}, "what enters layers: train a head"),
         ("dflash", {"is_shifted": True}, "train it with --head-options is_shifted=false"),
     ],

@@ -287,11 +287,7 @@ def test_a_family_that_is_not_known(tmp_path: Path) -> None:
         ({"mtp.layers.1.input_layernorm.weight": (32,)}, UnsupportedModel, "has several MTP layers; a head has one"),
         ({"model.layers.2.self_attn.q_proj.bias": (32,)}, CheckpointCorrupt, "surplus tensor model.layers.2.self_attn"),
         ({"model.layers.2.enorm.weight": None}, CheckpointCorrupt, "missing tensor model.layers.2.enorm.weight"),
-        (
-            {"model.layers.2.mlp.experts.3.up_proj.weight": None},
-            CheckpointCorrupt,
-            r"missing tensor .*\.3\.up_proj",
-        ),
+        ({"model.layers.2.mlp.experts.3.up_proj.weight": None}, CheckpointCorrupt, r"missing tensor .*\.3\.up_proj"),
         ({"model.layers.2.enorm.weight": (31,)}, CheckpointCorrupt, r"enorm.weight is \(31,\); .* makes it \(32,\)"),
         ({"model.layers.2.embed_tokens.weight": (VOCAB, 32)}, CheckpointMismatch, r"embed_tokens.weight differs by"),
         ({"model.layers.2.shared_head.head.weight": (VOCAB, 32)}, CheckpointMismatch, r"differs .* from the lm_head"),
@@ -313,10 +309,7 @@ def test_files_that_are_not_the_layer(
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "gpt2 is none of"),
-        (
-            {"attn_implementation": "some/kernels"},
-            "layer has attn_implementation, which is no setting",
-        ),
+        ({"attn_implementation": "some/kernels"}, "layer has attn_implementation, which is no setting"),
         ({"quantization_config": {}}, "layer has quantization_config"),
         ({"dtype": "float16"}, "layer has dtype"),
         ({"num_attention_heads": 0}, "layer makes no layer of qwen2"),

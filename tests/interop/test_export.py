@@ -117,19 +117,13 @@ SCALED_PART = {**PART, "embedding_scale": 3.0}
 @pytest.mark.parametrize(
     ("method", "options", "to"),
     [
-        ("hydra", {**SCALED_PART, "num_layers": 2}, None),
-        ("hydra", {"lm_head": "low_rank", "lm_head_rank": 5, "embedding_scale": 0.5}, None),
-        ("hydra++", SCALED_PART, None),
         ("mlp-speculator", {**SCALED_PART, "inner_size": 24}, None),
         ("mlp-speculator", {**SCALED_PART, "tie_weights": True, "scale_input": True}, None),
-        ("mlp-speculator", {**SCALED_PART, "tie_weights": True, "inner_size": 24}, "arctic"),
+        ("mlp-speculator", {**SCALED_PART, "tie_weights": True, "inner_size": 24}, None),
         ("mlp-speculator", {"lm_head": "own", "embedding_scale": 3.0}, None),
-        ("mlp-speculator", {"lm_head": "low_rank", "lm_head_rank": 5, "embeddings": "own"}, "arctic"),
+        ("mlp-speculator", {"lm_head": "low_rank", "lm_head_rank": 5, "embeddings": "own"}, None),
         ("medusa", PART, "medusa"),
-        ("medusa", PART, "vllm-medusa"),
         ("medusa", {"lm_head": "low_rank", "lm_head_rank": 5}, "medusa"),
-        ("medusa", PART, "hydra"),
-        ("medusa", {"lm_head": "own", "lm_head_bias": True}, "hydra"),
         ("eagle", SCALED_PART, None),
         ("eagle", {**SCALED_PART, "qkv_bias": True, "fusion_bias": False}, "eagle"),
     ],
@@ -142,7 +136,7 @@ def test_what_the_target_shares_is_written_out(
     monkeypatch.setattr("draftheads.interop.export.as_stored", lambda tensor: tensor.detach().contiguous().clone())
     name = on_disk(tmp_path / "model", dtype=torch.bfloat16, **DEEP)
     target = TargetModel.load(name, dtype=torch.float32)
-    sizes = target.layer_sizes if method in ("hydra++", "eagle") else {}
+    sizes = target.layer_sizes if method == "eagle" else {}
     head = tiny_head(method, target, **sizes, **options)
     for parameter in head.parameters():
         parameter.copy_(numbers(*parameter.shape))
@@ -165,24 +159,14 @@ def test_what_the_target_shares_is_written_out(
 @pytest.mark.parametrize(
     ("method", "options", "to", "message"),
     [
-        ("hydra", {"lm_head": "own"}, None, "kind own for 10 draft tokens of .*: train it with --draft-vocab-size 0"),
-        ("hydra", {"num_layers": 3}, None, "layers of head 0 differ.*--num-layers 2"),
-        ("medusa", {"num_layers": 2}, "hydra", "layers of head 0 differ.*--num-layers 1"),
-        (
-            "hydra",
-            {"lm_head": "low_rank", "lm_head_rank": 4, "num_layers": 3},
-            None,
-            "kind low_rank .*; the layers of head 0 differ",
-        ),
         (
             "mlp-speculator",
             {"lm_head": "low_rank", "lm_head_rank": 4},
             None,
             "the head are of the kind low_rank for 10 draft tokens",
         ),
-        ("medusa", {"lm_head": "own", "num_layers": 2}, None, "--to vllm-medusa; the layers of head 0 .*num-layers 1"),
-        ("medusa", {"lm_head": "own", "lm_head_bias": True}, "vllm-medusa", "have a bias, .* export it --to hydra"),
-        ("medusa", {"lm_head": "own", "lm_head_bias": True}, "medusa", "--to hydra.*; .* --to vllm-medusa"),
+        ("medusa", {"lm_head": "own", "num_layers": 2}, None, "kind own for 10 .*; the layers of head 0 .*-layers 1"),
+        ("medusa", {"lm_head": "own", "lm_head_bias": True}, "medusa", "lm_heads have a bias, .*; .*kind own for 10"),
         (
             "eagle",
             {"lm_head": "own"},
@@ -272,12 +256,6 @@ def test_the_commands_of_medusa(
     assert ("not only its 10 draft tokens" in said) == (len(engines) == 1)
 
 
-def test_the_command_of_hydra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, config, commands, _ = exported("hydra", PART, [], tmp_path, capsys)
-    assert commands == {"Hydra": f"python -m hydra.inference.cli --model {out}"}
-    assert (config["grounded_heads"], config["base_model_name_or_path"]) == (True, str(tmp_path / "model"))
-
-
 @pytest.mark.parametrize("arguments", [["--with-embedding"], ["--to", "speculators"]])
 def test_the_embedding_is_there_on_request_and_for_speculators(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -296,21 +274,6 @@ def test_the_embedding_is_there_on_request_and_for_speculators(
     save_head(tiny_head("medusa", target), tmp_path / "medusa", base=target, profile=tiny_profile(Tree.chain(3)))
     with pytest.raises(InvalidSettings, match="--with-embedding: the layout medusa has no place"):
         export_head(tmp_path / "medusa", tmp_path / "other", model=str(tmp_path / "model"), with_embedding=True)
-
-
-def test_arctic_has_every_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, config, commands, _ = exported(
-        "mlp-speculator", {**PART, "tie_weights": True}, ["--to", "arctic"], tmp_path, capsys
-    )
-    tensors = load_file(out / "model.safetensors")
-    for part in ("emb", "proj", "ln", "head"):
-        assert [f"speculator.{part}.{i}.weight" in tensors for i in range(4)] == [True] * 3 + [False]
-    assert not torch.equal(tensors["speculator.proj.0.weight"], tensors["speculator.proj.1.weight"])
-    assert torch.equal(tensors["speculator.proj.2.weight"], tensors["speculator.proj.1.weight"])
-    assert torch.equal(tensors["speculator.head.2.weight"], tensors["speculator.head.0.weight"])
-    assert config["architectures"] == ["ArcticMLPSpeculatorPreTrainedModel"]
-    assert config["base_model_archs"] == ["LlamaForCausalLM"]
-    assert list(commands) == ["vLLM 0.26 with Arctic Inference"]
 
 
 def test_engines_that_leave_out_a_part_are_named(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_the_folder_holds_the_head_and_how_it_was_made(
     assert f"{report.tokens_per_step_tree:.2f}" in read_head(out).card
     head, profile = load_head(out, target, dtype=torch.float32), read_head(out).profile
     assert Tree.from_paths(report.tree).num_nodes == 16
+    assert str(out.parent) not in read_head(out).card
     assert head.default_shape == profile.tree(10)
     assert profile.num_texts >= 2
     assert profile.num_tokens > 0

@@ -11,7 +11,7 @@ import torch
 
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.checkpoint import ResolvedHead, resolve_head
-from draftheads.checkpoints.registry import base_in_zoo, zoo_heads
+from draftheads.checkpoints.registry import zoo_heads
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
@@ -20,6 +20,7 @@ from draftheads.errors import CheckpointError, InvalidSettings, InvalidTree
 from draftheads.heads.base import DraftHead
 from draftheads.loading import UNTRAINED, engine_on, load_drafter, load_target
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import base_of
 from draftheads.settings import Precision
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.drafting import Drafting
@@ -48,11 +49,11 @@ class Contender:
 
 
 def heads_for(model: str) -> tuple[str, ...]:
-    """All bundled heads of a model or of the base that it is a tuned copy of, and drafters that need no training.
+    """All bundled heads of a model, and drafters that need no training.
 
     Medusa comes first: others are compared with it.
     """
-    base = base_in_zoo(model)
+    base = base_of(model)
     bundled = sorted((head.method for head in zoo_heads() if head.base_name == base), key=lambda m: (m != "medusa", m))
     return (*bundled, *UNTRAINED)
 

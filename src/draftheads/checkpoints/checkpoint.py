@@ -4,6 +4,7 @@ The files of a head and their keys: :mod:`draftheads.checkpoints.head_files`.
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +39,7 @@ from draftheads.models.fingerprint import (
     tokenizer_fingerprints,
 )
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import shown_name
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile
 from draftheads.utils.counts import counted
 from draftheads.utils.file_set import read_set, replaced_set
@@ -46,6 +48,8 @@ from draftheads.utils.messages import first_names
 from draftheads.utils.provenance import provenance
 from draftheads.utils.strict_json import read_dataclass
 
+logger = logging.getLogger(__name__)
+_ROUNDING = 0.003  # the relative difference of layers in another 16-bit type
 _FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors as safetensors names them; those of 8 bits need scales
 
 
@@ -67,11 +71,7 @@ class ResolvedHead(SavedHead):
 
 
 def resolve_head(
-    name: str | PathLike[str],
-    model: str | PathLike[str],
-    *,
-    folder: Path | None = None,
-    ignore_profile: bool = False,
+    name: str | PathLike[str], model: str | PathLike[str], *, folder: Path | None = None, ignore_profile: bool = False
 ) -> ResolvedHead:
     """Finds a head by its name, unless its folder is known, and reads it.
 
@@ -116,7 +116,7 @@ def save_head(
     tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
     texts = {
         PROFILE_FILE: profile.to_json().rstrip("\n"),
-        CARD_FILE: (card or f"# {head.config.method} head for {base.model_id}").rstrip("\n"),
+        CARD_FILE: (card or f"# {head.config.method} head for {shown_name(base.model_id)}").rstrip("\n"),
         CONFIG_FILE: json.dumps(
             {
                 "format_version": FORMAT_VERSION,
@@ -322,6 +322,12 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
             f"--method {saved.method} --start-from {saved.folder} --model {base.model_id} --data … --out …`",
             BaseModelWarning,
             stacklevel=4,
+        )
+    elif apart > _ROUNDING:
+        logger.info(
+            "the head %s was trained for %s, whose layers differ by %.1f %% from those of %s: `draftheads tune` tells "
+            "how many draft tokens are accepted",
+            *(saved.folder.name, shown_name(saved.model_id), 100 * apart, shown_name(base.model_id)),
         )
 
 

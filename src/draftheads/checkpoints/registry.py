@@ -5,8 +5,7 @@ Knows names and places; ``checkpoint.py`` knows what is in a head's folder and w
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable
 from importlib import resources
 from importlib.util import find_spec
 from os import PathLike
@@ -15,39 +14,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, read_head_files
-from draftheads.errors import CheckpointMismatch, DraftHeadsError, ModelNotFound, UnsupportedModel, first_line
+from draftheads.errors import CheckpointMismatch, ModelNotFound, first_line
 from draftheads.models.gguf_models import SMOLLM2_135M
-from draftheads.models.model_names import (
-    base_of,
-    check_model_can_exist,
-    config_of,
-    hint_at,
-    kind_of_folder,
-    model_name,
-)
+from draftheads.models.model_names import base_of, check_model_can_exist, config_of, hint_at, kind_of_folder, model_name
 from draftheads.speculation.drafting import UNTRAINED_HEADS
 from draftheads.utils.files import user_path
-from draftheads.utils.identity import changes
 
 DATA_PACKAGE = "draftheads-zoo"
 DATA_PACKAGE_INSTALL = "pip install ./zoo (in a checkout of draftheads)"
 # heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
 DATA_PACKAGE_HEADS = (
-    "amphista",
-    "dflash",
-    "dspark",
-    "eagle",
-    "eagle3",
-    "hydra++",
-    "markov-medusa",
-    "mlp-speculator",
-    "small-llama",
+    *("amphista", "dflash", "dspark", "eagle", "eagle3"),
+    *("hydra++", "markov-medusa", "mlp-speculator", "small-llama"),
 )
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
 _HUB_TIMEOUT_SECONDS = 10.0
 _OF_OTHERS = ("*.json", "*.safetensors", "*.bin", "*.pt")  # files of heads of other projects
-_SIZES = ("hidden_size", "vocab_size")  # that a head has in common with its base
 _MOST_LAYERS = 8  # of a draft head; a repository with more is a whole model
 
 
@@ -85,127 +68,35 @@ def head_name(name: object) -> str:
     return model_name(name, "head", fix="give a bundled head's name, a folder or a Hugging Face id")
 
 
-def base_in_zoo(model: str, method: str | None = None) -> str:
-    """The base of the installed heads that draft for a model: the model itself, or the one that it is a tuned copy of.
-
-    An adapter counts as its base model. A tuned copy is known by its sizes and its tokenizer. The model's own name is
-    returned where no head (of that method) fits, or those of several bases do.
-    """
-    base = base_of(model)
-    fitting = [name for name, differences in _compared(base, method).items() if not differences]
-    return fitting[0] if len(fitting) == 1 else base
-
-
-def _compared(base_name: str, method: str | None) -> dict[str, list[str]]:
-    """What a model does not have in common with the bases of such heads, by base; nothing with one that it may copy.
-
-    Empty for a base in the zoo, and if the model's configuration cannot be read here.
-    """
-    heads = zoo_heads()
-    if base_name in {head.base_name for head in heads}:
-        return {}
-    if not user_path(base_name).is_dir() and not _HUB_ID.fullmatch(base_name):
-        return {}  # of a loaded model
-    with_data_package = SMOLLM2_135M.name if method in DATA_PACKAGE_HEADS else None
-    bases = {
-        head.base_name: head.folder
-        for head in heads
-        if method in (None, head.method) or head.base_name == with_data_package
-    }
-    if not bases:
-        return {}
-    of_bases = {name: _facts_of_base(head) for name, head in bases.items()}
-    sizes = {name: value for name in _SIZES if (value := config_of(base_name).get(name)) is not None}
-    if not any(_may_fit(facts, sizes) for facts in of_bases.values()):  # no tokenizer has to be read
-        return {name: changes(facts, sizes, names=sizes) for name, facts in of_bases.items()}
-    stamp = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(user_path(base_name).glob("*.json")))
-    facts = _facts_of(base_name, stamp)
-    if facts is None:
-        return {}
-    found = {}
-    for name, before in of_bases.items():
-        found[name] = changes(before, facts, names=facts)
-        if found[name] and _has_grown(before, facts, base_name):
-            found[name] = []
-    return found
-
-
-def _may_fit(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a model of the second sizes may be one of the first sizes, or one with more tokens."""
-    return now.get("hidden_size") in (None, before["hidden_size"]) and (
-        now.get("vocab_size") is None or now["vocab_size"] >= (before["vocab_size"] or 0)
-    )
-
-
-def _has_grown(before: Mapping[str, Any], now: Mapping[str, Any], model: str) -> bool:
-    """Whether the model has this size and this tokenizer, and more tokens."""
-    from draftheads.models.fingerprint import tokenizer_fingerprints  # noqa: PLC0415 - slow to import
-    from draftheads.models.pretrained import load_tokenizer  # noqa: PLC0415
-
-    prints = "tokenizer fingerprint"
-    return (
-        _may_fit(before, now)
-        and prints in now
-        and before[prints] in tokenizer_fingerprints(load_tokenizer(model).tokenizer)
-    )
-
-
-def _facts_of_base(head: Path) -> dict[str, Any]:
-    """What a head records of its base, as :func:`_facts_of`."""
-    files = read_head_files(head, ignore_profile=True)
-    sizes = {name: files.options.get(name) for name in _SIZES}
-    return {**sizes, "tokenizer fingerprint": files.base_prints.get("tokenizer")}
-
-
-@lru_cache(maxsize=8)
-def _facts_of(model: str, stamp: tuple[tuple[str, int], ...]) -> dict[str, Any] | None:
-    """A model's sizes, and its tokenizer's fingerprint if it has one; otherwise the tokenizer is given to ``load``."""
-    from draftheads.models.fingerprint import tokenizer_fingerprint  # noqa: PLC0415 - slow to import
-    from draftheads.models.pretrained import load_config, load_tokenizer  # noqa: PLC0415
-
-    try:
-        config = load_config(model).get_text_config()
-    except UnsupportedModel:  # it has code of its own
-        return None
-    sizes = {name: getattr(config, name, None) for name in _SIZES}
-    try:
-        return {**sizes, "tokenizer fingerprint": tokenizer_fingerprint(load_tokenizer(model).tokenizer)}
-    except DraftHeadsError:
-        return sizes
-
-
 def find_head(name: str | PathLike[str], base_name: str) -> Path:
     """The folder of a head. A head on the Hub is downloaded.
 
     Args:
-        name: a method that is installed for the base (``medusa``; write ``./medusa`` for a folder of that name), a
-            folder, or a Hub repository (``owner/name``, or ``owner/name/subfolder``). They are tried in this order.
+        name: a method that is installed for the base (``medusa``; write ``./medusa`` for a folder of that name), or for
+            another base (``smollm2-135m/medusa``, for a tuned copy of it), a folder, or a Hub repository
+            (``owner/name``, or ``owner/name/subfolder``). They are tried in this order.
         base_name: the model that the head drafts for, such as ``smollm2-135m`` or its Hub id. An adapter in a folder
-            counts as its base model, and heads of a base are also those of its tuned copies.
+            counts as its base model.
     """
     name, base_name = head_name(name), base_of(base_name)
-    if (installed := _installed(name, base_name)) is not None:
+    base, _, method = name.rpartition("/")
+    if (installed := _installed(method, base or base_name)) is not None:
         return installed
     folder = user_path(name)
     if folder.is_dir():
         return folder
-    copied = base_in_zoo(base_name, name)
-    if (installed := _installed(name, copied)) is not None:
-        return installed
-    if copied == SMOLLM2_135M.name and name in DATA_PACKAGE_HEADS:
+    if (base or base_name) == SMOLLM2_135M.name and method in DATA_PACKAGE_HEADS:
         raise ModelNotFound(
-            f"the head {name!r} for {copied} is in the package {DATA_PACKAGE}; install it with: {DATA_PACKAGE_INSTALL}"
+            f"the head {method!r} for {SMOLLM2_135M.name} is in the package {DATA_PACKAGE}; install it with: "
+            f"{DATA_PACKAGE_INSTALL}"
         )
     if match := _HUB_ID.fullmatch(name):
         return _download(match["repo"], match["subfolder"], base_name)
-    if differences := _compared(base_name, name):
-        raise ModelNotFound(_does_not_fit(name, base_name, differences))
     check_model_can_exist(base_name)
-    base = base_in_zoo(base_name)
-    methods = [head.method for head in zoo_heads() if head.base_name == base]
+    methods = [head.method for head in zoo_heads() if head.base_name == base_name]
     raise ModelNotFound(
         f"no head {name!r}{hint_at(name, methods)}: neither a folder here nor an id on the Hugging Face Hub "
-        f"(owner/name); {_installed_for(base)}"
+        f"(owner/name); {_installed_for(base_name)}"
     )
 
 
@@ -278,22 +169,11 @@ def _download(repo: str, subfolder: str | None, base_name: str, names: Iterable[
     return folder / (subfolder or "")
 
 
-def _does_not_fit(method: str, model: str, differences: Mapping[str, Sequence[str]]) -> str:
-    installed = [head for head in zoo_heads() if head.method == method]
-    if fitting := [str(head.folder) for head in installed if not differences[head.base_name]]:
-        return f"heads {method!r} of several models fit {model}: give the folder of one, {' or '.join(fitting)}"
-    differing = "; ".join(f"the one for {base}: {', '.join(values)}" for base, values in differences.items())
-    return (
-        f"no head {method!r} for {model}. Other sizes or another tokenizer than in its training: {differing}. Train a "
-        f"head: `draftheads train --method {method} --model {model} --data … --out …`"
-    )
-
-
 def _installed_for(base_name: str) -> str:
     heads = zoo_heads()
     if methods := [head.method for head in heads if head.base_name == base_name]:
         return f"installed for {base_name}: {', '.join(methods)}"
-    others = ", ".join(f"{head.method} for {head.base_name}" for head in heads)
+    others = ", ".join(f"{head.base_name}/{head.method}" for head in heads)
     is_here = base_name == SMOLLM2_135M.name or user_path(base_name).exists()
     meant = "" if is_here else hint_at(base_name, [SMOLLM2_135M.name])
-    return f"none is installed for {base_name}{meant}" + (f", only {others}" if others else "")
+    return f"none is installed for {base_name}{meant}" + (f"; for a tuned copy of its base: {others}" if others else "")

@@ -23,7 +23,7 @@ class ImportOptions:
 
 
 def run(options: ImportOptions) -> None:
-    from draftheads.interop.importing import import_head  # noqa: PLC0415 - slow to import
+    from draftheads.interop.export import import_head  # noqa: PLC0415 - slow to import
 
     layout = import_head(options.source, options.out, model=options.model)
     print(f"read {layout.format}; saved in {options.out} as a head of the method {layout.config.method}")

@@ -56,7 +56,6 @@ COMMANDS = {
     "import": Command("read a head of another project", "cli.import_.ImportOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions", first="head"),
     "merge": Command("merge a model and its adapter into one model", "train.options.MergeOptions"),
-    "push": Command("upload a head to the Hugging Face Hub", "cli.options.PushOptions"),
     "serve": Command(
         "serve a model to many users, with OpenAI's HTTP interface",
         "serve.options.ServeOptions",

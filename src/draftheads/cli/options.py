@@ -118,28 +118,9 @@ class ExportOptions:
     """The layout, or an engine that reads it (vllm, sglang); by default that of the head's own project. For eagle3
     heads eagle3 (vLLM, SGLang, llama.cpp, OpenVINO) or speculators; for dflash and dspark heads the same name,
     speculators, or gguf (llama.cpp); for eagle heads eagle (vLLM), or eagle-sglang, which those with a bias of fc get;
-    for medusa heads medusa, vllm-medusa (up to 0.32) or hydra; for Hydra's hydra; for MLP speculators mlp-speculator
-    (IBM's) or arctic; for small-llama heads small-llama, an ordinary Llama."""
+    for medusa heads medusa; for MLP speculators mlp-speculator (IBM's); for small-llama heads small-llama, an ordinary
+    Llama."""
     with_embedding: bool = False
     """Write the model's embedding into eagle3 and eagle heads. vllm-project/speculators trains them further from it."""
     model: str = "smollm2-135m"
     """The model of the head. A name, a folder or a Hugging Face id."""
-
-
-@dataclass(frozen=True)
-class PushOptions:
-    """Upload a head to the Hugging Face Hub, for draftheads and for generate of transformers.
-
-    With the head go its card, its acceptance profile, and code by which transformers decodes with it.
-    """
-
-    head: str
-    """The head. A name, a folder or a Hugging Face id."""
-    repo: tyro.conf.Positional[str]
-    """Where it goes on the Hub: owner/name. It is made if it is not there."""
-    private: bool = False
-    """Only you and your organisation may see it."""
-    to_folder: Path | None = None
-    """Write the files to this folder in place of the Hub. The folder is made."""
-    model: str = "smollm2-135m"
-    """The model of a head that is given by its name."""

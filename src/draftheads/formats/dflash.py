@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads: z-lab's, DeepSpec's, ModelOpt's and speculators' files are read, and z-lab's written.
+"""DFlash and DSpark heads: z-lab's, DeepSpec's and speculators' files are read and written, ModelOpt's are read.
 
 The body has the same names in all of them. z-lab and DeepSpec count layers by what leaves them: layer i of ours, whose
 input is read, is i - 1 there, and -1 is the embedding. speculators counts as we do.
@@ -8,6 +8,9 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from draftheads.errors import CheckpointCorrupt, SpeedWarning, UnsupportedModel
 from draftheads.formats.layout import (
@@ -26,18 +29,19 @@ from draftheads.formats.layout import (
     numbers_in,
     refuse,
     scaled_otherwise,
+    speculators_config,
+    vocabulary_maps,
 )
-from draftheads.formats.markov import markov_names, markov_options
 from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.dflash import BlockConfig, DFlashConfig
-from draftheads.heads.dspark import DSparkConfig
+from draftheads.heads.dspark import DSparkConfig, DSparkHead
 from draftheads.models.model import TargetModel
 
 _OF_ITSELF, _SPECULATORS = "dflash_config", "speculators_model_type"
 _SHIFTED = ("sample_from_anchor", "shift_label")
 _ARCHITECTURES = {  # all with Qwen3's layers
-    *("DFlashDraftModel", "DFlashSpeculator", "DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel"),
+    *("DFlashDraftModel", "DFlashSpeculator", "DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel")
 }
 _ONE = {"attention_value_scale": "scaled values", "output_multiplier": "scaled logits"}  # other values than 1
 _OTHERWISE = {  # keys that make other heads of these files, and what they mean
@@ -277,17 +281,148 @@ def write_dflash(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     return about, tensors
 
 
+def write_dspark(head: DraftHead, target: TargetModel, _: str = "") -> Written:
+    """DeepSpec's ``config.json`` and tensors, with copies of the target's embedding and lm_head."""
+    config = head.config
+    assert isinstance(config, DSparkConfig)
+    reasons = [*obstacles(config, target), *not_shared(config), *changed_logits(target)]
+    if not config.is_shifted:
+        reasons.append(
+            "the head's blocks are not shifted, and DeepSpec's layout has no key for that: export it --to speculators"
+        )
+    if config.draft_vocab_size is not None:
+        reasons.append(
+            f"the head predicts {config.draft_vocab_size} of {config.vocab_size} tokens, and DeepSpec's layout has no "
+            "draft vocabulary: export it --to speculators, or train it with --draft-vocab-size 0"
+        )
+    refuse(reasons)
+    layer, tensors = body(head, target)
+    keys = {**block_keys(config, target), **markov_keys(config), "num_anchors": 512}
+    copies = {"embed_tokens.weight": target.weights.embedding, "lm_head.weight": target.weights.lm_head}
+    return {"architectures": ["Qwen3DSparkModel"], **layer, **keys}, {**copies, **tensors, **markov_tensors(head)}
+
+
+def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Written:
+    """The layout of vllm-project/speculators; ``name`` is the base model's.
+
+    Only an lm_head of a part of the tokens is written, with ``d2t`` and ``t2d``.
+    """
+    config = head.config
+    assert isinstance(config, BlockConfig)
+    reasons = [*obstacles(config, target), *changed_logits(target)]
+    if config.draft_vocab_size is None:
+        reasons += not_shared(config)
+    refuse(reasons)
+    layer, tensors = body(head, target)
+    about = {
+        "architectures": ["DSparkDraftModel" if isinstance(config, DSparkConfig) else "DFlashDraftModel"],
+        **speculators_config(config, layer, target, name),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": list(config.layers),
+        "sample_from_anchor": config.is_shifted,
+        **(markov_keys(config) if isinstance(config, DSparkConfig) else {}),
+    }
+    if isinstance(config, DSparkConfig):
+        tensors |= markov_tensors(head)
+    if config.draft_vocab_size is not None:  # whatever kind the lm_head is: the logits of unit vectors are its columns
+        tensors |= {"lm_head.weight": head.lm_heads(torch.eye(config.hidden_size), 0).T, **vocabulary_maps(head)}
+    return about, tensors
+
+
+def markov_options(source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The rank and the gate, which the file says and its tensors have."""
+    shapes = {name.removeprefix("markov_head."): shape for name, shape in source.shapes.items()}
+    kind = "gated" if "gate_proj.weight" in shapes else "vanilla"
+    rank = shapes.get("markov_w1.weight", (0,))[-1] or given.get("markov_rank")
+    for name, value in {"markov_head_type": kind, "markov_rank": rank}.items():
+        if given.get(name, value) != value:
+            raise CheckpointCorrupt(
+                f"{source.folder / CONFIG}: {name} is {given[name]!r}, and the tensors are those of {value!r}"
+            )
+    return {"markov_rank": rank, "gated": kind == "gated", "gate_reads_token": kind == "gated"}
+
+
+def markov_names(config: DSparkConfig, prefix: str = "markov_head.") -> dict[str, str | Made]:
+    """The published name of each tensor of DSpark's Markov head.
+
+    There the bias is W2 (σ(G [h; e] + b) * e) with e = W1[x] (arXiv 2607.05147); our gate is twice that.
+    """
+    size, gate = config.hidden_size, f"{prefix}gate_proj."
+    names: dict[str, str | Made] = {"down.0.weight": f"{prefix}markov_w1.weight"}
+    if not config.gated:
+        return {**names, "up.0.weight": f"{prefix}markov_w2.weight"}
+    return {
+        **names,
+        "up.0.weight": Made((f"{prefix}markov_w2.weight",), lambda w: w / 2),
+        "gates.0.weight": Made((f"{gate}weight",), lambda w: w[:, :size].contiguous()),
+        "token_gates.0.weight": Made((f"{gate}weight",), lambda w: w[:, size:].contiguous()),
+        "gates.0.bias": f"{gate}bias",
+    }
+
+
+def markov_tensors(head: DraftHead) -> dict[str, Tensor]:
+    """W1 (V, r), W2 (V', r), and G (r, D + r) with its bias: see :func:`markov_names`.
+
+    Without an embedding of its own W1 is A E(x) of every token, and a gate that does not read the token has zeros.
+    """
+    assert isinstance(head, DSparkHead)
+    config, prefix = head.config, "markov_head."
+    assert isinstance(config, DSparkConfig)
+    weights, gate = head.state_dict(), 2.0 if config.gated else 1.0
+    tensors = {
+        f"{prefix}markov_w1.weight": head.scores(torch.arange(config.vocab_size), 0),
+        f"{prefix}markov_w2.weight": weights["up.0.weight"] * gate,
+    }
+    if config.gated:
+        unread = torch.zeros(2 * (config.markov_rank,))
+        gates = weights["gates.0.weight"], weights.get("token_gates.0.weight", unread)
+        tensors |= {
+            f"{prefix}gate_proj.weight": torch.cat(gates, 1),
+            f"{prefix}gate_proj.bias": weights["gates.0.bias"],
+        }
+    return tensors
+
+
+def markov_keys(config: DSparkConfig) -> dict[str, Any]:
+    """What a configuration says of the Markov head. A confidence head is not written."""
+    return {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "gated" if config.gated else "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    }
+
+
 FORMATS = (
     Format(
         "dflash",
-        ("dflash",),
-        write_dflash,
-        {
+        is_dflash,
+        block_layout,
+        methods=("dflash",),
+        write=write_dflash,
+        commands={  # vLLM 0.33, SGLang 0.5.23
             "vLLM": "VLLM(dflash)",
             "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm DFLASH "
             "--speculative-draft-model-path <head>",
         },
-        is_dflash,
-        block_layout,
+    ),
+    Format(
+        "dspark",
+        methods=("dspark",),
+        write=write_dspark,
+        commands={  # vLLM 0.33, SGLang 0.5.23
+            "vLLM": "VLLM(dspark)",
+            "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm DSPARK "
+            "--speculative-draft-model-path <head>",
+        },
+        keeps_vocab=True,
+    ),
+    Format(
+        "speculators",
+        methods=("dflash", "dspark"),
+        write=write_speculators,
+        commands={"vLLM": "vllm serve <head>"},  # 0.33
+        keeps_vocab=True,
     ),
 )

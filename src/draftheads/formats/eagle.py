@@ -138,7 +138,7 @@ def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, st
     return names | ({"lm_heads.heads.0.weight": "lm_head.weight"} if config.lm_head == "own" else {})
 
 
-def write_eagle3(head: DraftHead, target: TargetModel, _: str = "") -> Written:
+def write_eagle3(head: DraftHead, target: TargetModel, _: str = "", *, prefix: str = _PUBLISHED) -> Written:
     """The published layout of an EAGLE-3 head: its ``config.json``, and its tensors by name.
 
     ``d2t`` (V',) int64 is the target's id of each draft token minus the token's place; ``t2d`` (V,) bool is true for
@@ -158,12 +158,11 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "") -> Written:
             "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own"
         )
     refuse(reasons)
-    tensors = {
-        theirs: head.state_dict()[ours] for ours, theirs in eagle3_names(config).items() if theirs != "lm_head.weight"
-    }
+    weights, names = head.state_dict(), eagle3_names(config, prefix)
+    tensors = {theirs: weights[ours] for ours, theirs in names.items()}
     # whatever kind the lm_head is: the logits of unit vectors are its columns
     tensors["lm_head.weight"] = head.logits(torch.eye(config.feature_size), 0).T
-    tensors |= {**_output_bias(config, _PUBLISHED), **vocabulary_maps(head)}
+    tensors |= {**_output_bias(config, prefix), **vocabulary_maps(head)}
     about = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -188,24 +187,17 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
 
     ``name`` is the base model's, whose embedding is written if the head has none: the project starts from it.
     """
-    given, tensors = write_eagle3(head, target, name)
+    given, tensors = write_eagle3(head, target, prefix=_SPECULATORS)
     config = head.config
     assert isinstance(config, Eagle3Config)
-    own = ("architectures", "target_hidden_size", "draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
-    layer = {key: value for key, value in given.items() if key not in own and not key.startswith("eagle_")}
+    layer = {"model_type": "llama", **llama_config(config, target), "hidden_size": config.state_size}
+    kept = ("norm_before_residual", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
     about = {
         "architectures": ["Eagle3DraftModel"],
         **speculators_config(config, layer, target, name),
-        "norm_before_residual": config.norm_before_residual,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "eagle_aux_hidden_state_layer_ids": list(config.layers),
+        **{key: given[key] for key in kept},
     }
-    renamed = {
-        _SPECULATORS + name.removeprefix(_PUBLISHED) if name.startswith(_PUBLISHED) else name: tensor
-        for name, tensor in tensors.items()
-    }
-    return about, {_EMBEDDING: target.weights.embedding.detach(), **renamed}
+    return about, {_EMBEDDING: target.weights.embedding.detach(), **tensors}
 
 
 def write_eagle(head: DraftHead, target: TargetModel, _: str = "", *, with_bias: bool = False) -> Written:
@@ -299,9 +291,11 @@ def _output_bias(config: LayerConfig, prefix: str) -> dict[str, Tensor]:
 FORMATS = (
     Format(
         "eagle3",
-        ("eagle3",),
-        write_eagle3,
-        {
+        is_eagle3,
+        eagle3_layout,
+        methods=("eagle3",),
+        write=write_eagle3,
+        commands={  # vLLM 0.33, SGLang 0.5.23, llama.cpp of November 2026, optimum-intel 2.2
             "vLLM": "VLLM(eagle3)",
             "SGLang": SGLANG.format("EAGLE3"),
             "llama.cpp": "python convert_hf_to_gguf.py <head> --target-model-dir <model> --outfile draft.gguf && "
@@ -310,17 +304,28 @@ FORMATS = (
             "optimum-cli export openvino --model <head> --task text-generation-with-past --trust-remote-code "
             "openvino-draft  # then openvino_genai.draft_model('openvino-draft', 'CPU')",
         },
-        is_eagle3,
-        eagle3_layout,
         keeps_vocab=True,
     ),
-    Format("speculators", ("eagle3",), write_speculators, {"vLLM": "vllm serve <head>"}, keeps_vocab=True),
-    Format("eagle", ("eagle",), write_eagle, {"vLLM": "VLLM(eagle)"}, is_eagle, eagle_layout),
+    Format(
+        "speculators",
+        methods=("eagle3",),
+        write=write_speculators,
+        commands={"vLLM": "vllm serve <head>"},  # 0.33
+        keeps_vocab=True,
+    ),
+    Format(
+        "eagle",
+        is_eagle,
+        eagle_layout,
+        methods=("eagle",),
+        write=write_eagle,
+        commands={"vLLM": "VLLM(eagle)"},  # 0.33
+    ),
     Format(
         "eagle-sglang",
-        ("eagle",),
-        partial(write_eagle, with_bias=True),
-        {"SGLang": SGLANG.format("EAGLE")},
+        methods=("eagle",),
+        write=partial(write_eagle, with_bias=True),
+        commands={"SGLang": SGLANG.format("EAGLE")},  # 0.5.23
         keeps_vocab=True,
     ),
 )

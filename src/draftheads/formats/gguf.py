@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from draftheads.errors import MissingDependency
-from draftheads.formats.dflash import obstacles
+from draftheads.formats.dflash import markov_tensors, obstacles
 from draftheads.formats.layout import Format, Written, changed_logits, refuse
-from draftheads.formats.markov import markov_tensors
 from draftheads.heads.base import DraftHead
 from draftheads.heads.dflash import BlockConfig
 from draftheads.heads.dspark import DSparkConfig
@@ -130,9 +129,9 @@ def write_gguf(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, Tensor
 FORMATS = (
     Format(
         "gguf",
-        ("dflash", "dspark"),
-        write_dflash_gguf,
-        {
+        methods=("dflash", "dspark"),
+        write=write_dflash_gguf,
+        commands={  # of November 2026
             "llama.cpp": f"llama-server -m MODEL.gguf -md <head>/{GGUF_FILE} --spec-type draft-<method> "
             "--spec-draft-n-max <steps>"
         },

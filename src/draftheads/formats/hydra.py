@@ -5,19 +5,9 @@ from itertools import product
 from typing import Any
 
 from draftheads.errors import CheckpointCorrupt, UnsupportedModel
-from draftheads.formats.layout import (
-    Format,
-    Layout,
-    Written,
-    numbers_in,
-    partial_vocabulary,
-    refuse,
-    sizes_of,
-    whole_lm_heads,
-)
-from draftheads.formats.medusa import different_layers
+from draftheads.formats.layout import Format, Layout, numbers_in, sizes_of
 from draftheads.formats.source import Source
-from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.heads.base import HeadConfig
 from draftheads.heads.hydra import HydraConfig
 from draftheads.heads.hydra_plus_plus import HydraPlusPlusConfig
 from draftheads.heads.medusa import MedusaConfig
@@ -86,40 +76,4 @@ def hydra_names(config: HeadConfig) -> dict[str, str]:
     return names
 
 
-def write_hydra(head: DraftHead, target: TargetModel, name: str) -> Written:
-    """``config.json`` and the tensors as the project stores them: every head has an lm_head of the whole vocabulary.
-
-    Embeddings that the head scales are scaled by the first block.
-    """
-    config, tensors = head.config, dict(head.state_dict())
-    has_prefix, is_grounded = isinstance(config, HydraPlusPlusConfig), not isinstance(config, MedusaConfig)
-    layers = range(1 if is_grounded else 0, config.num_layers)
-    refuse([*partial_vocabulary(config), *different_layers(tensors, config.num_heads, layers)])
-    about = {
-        "hydra_num_heads": config.num_heads,
-        "hydra_num_layers": config.num_layers,
-        "hydra_head_arch": "prefix-mlp" if has_prefix else "mlp",
-        "grounded_heads": is_grounded,
-        "hidden_state_offset": 0,
-        "base_model_name_or_path": name,
-    }
-    for i, (weight, bias) in enumerate(whole_lm_heads(head, target)):
-        tensors |= {f"lm_heads.heads.{i}.weight": weight, f"lm_heads.heads.{i}.bias": bias}
-    for i, part in product(range(config.num_heads if is_grounded else 0), ("linear", "residual")):
-        name = f"blocks.{i}.0.{part}.weight"  # (D, (i+2)·D): of h_t, and behind it of the embeddings
-        tensors[name] = tensors[name].clone()
-        tensors[name][:, config.hidden_size :] *= head.embedding_scale
-    return about, {theirs: tensors[ours] for ours, theirs in hydra_names(config).items()}
-
-
-FORMATS = (
-    Format(
-        "hydra",
-        ("hydra", "hydra++", "medusa"),
-        write_hydra,
-        {"Hydra": "python -m hydra.inference.cli --model <head>"},
-        is_hydra,
-        hydra_layout,
-        file="hydra_lm_head.pt",
-    ),
-)
+FORMATS = (Format("hydra", is_hydra, hydra_layout),)

@@ -108,17 +108,12 @@ class Layout:
         )
 
     def _check_copy(self, source: Source, name: str, part: str, base: TargetModel) -> None:
-        given, own = source.tensor(name), getattr(base.weights, part)
-        fix = "give the base model that the head was trained for"
-        apart = distance(given, own)
-        if apart is None:
+        apart = distance(source.tensor(name), own := getattr(base.weights, part))
+        if apart is None or not apart <= CLOSE:
+            by = f"{apart:.0%}" if apart is not None else f"its size {source.shapes[name]}, not {tuple(own.shape)},"
             raise CheckpointMismatch(
-                f"{source.path}: its {name} is {tuple(given.shape)} and the {part} of {base.model_id} is "
-                f"{tuple(own.shape)}: {fix}"
-            )
-        if not apart <= CLOSE:
-            raise CheckpointMismatch(
-                f"{source.path}: its {name} differs by {apart:.0%} from the {part} of {base.model_id}: {fix}"
+                f"{source.path}: its {name} differs by {by} from the {part} of {base.model_id}: give the base model "
+                "that the head was trained for"
             )
 
 
@@ -126,11 +121,11 @@ class Format(NamedTuple):
     """How a project stores heads. Without ``read`` it is only written, and without ``write`` only read."""
 
     name: str  # for export
-    methods: tuple[str, ...]  # of the heads that it is written for; the first format of a method is its default
-    write: Callable[[DraftHead, TargetModel, str], Written] | None  # of a head, its base model and that one's name
-    commands: Mapping[str, str]  # that decode with it, by engine; VLLM(method) stands for vLLM's
     fits: Callable[[Mapping[str, tuple[int, ...]]], bool] = lambda _: False  # whether tensors of these shapes are it
     read: Callable[[Source, TargetModel], Layout] | None = None
+    methods: tuple[str, ...] = ()  # of the heads that it is written for; the first format of a method is its default
+    write: Callable[[DraftHead, TargetModel, str], Written] | None = None  # of a head, its base and that one's name
+    commands: Mapping[str, str] = {}  # that decode with it, by engine; VLLM(method) stands for vLLM's
     file: str = TENSORS_FILE
     has_tokenizer: bool = False
     keeps_vocab: bool = False  # whether the draft vocabulary stays; otherwise all tokens are predicted

@@ -1,7 +1,7 @@
-"""Heads of FasterDecoding/Medusa (versions 0.1, 2 and 1.0), and of vLLM up to 0.32."""
+"""Heads of FasterDecoding/Medusa (versions 0.1, 2 and 1.0), and of vLLM up to 0.32, which are only read."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -116,9 +116,7 @@ def write_medusa(head: DraftHead, target: TargetModel, name: str) -> Written:
     """``config.json`` and the tensors as Medusa stores them, with the head's lm_heads written out or shared."""
     config, tensors = head.config, dict(head.state_dict())
     assert isinstance(config, MedusaConfig)
-    layers = different_layers(tensors, config.num_heads, range(config.num_layers))
-    fitting = [f"{reason}, or export it --to vllm-medusa" for reason in (*partial_vocabulary(config), *layers)]
-    refuse([*_biases(head), *fitting])
+    refuse([*_biases(head), *partial_vocabulary(config), *_different_layers(config, tensors)])
     about: dict[str, Any] = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
     about["base_model_name_or_path"] = name
     if config.lm_head == "shared":
@@ -129,45 +127,20 @@ def write_medusa(head: DraftHead, target: TargetModel, name: str) -> Written:
     return about, {theirs: tensors[ours] for ours, theirs in medusa_names(config).items()}
 
 
-def write_vllm(head: DraftHead, *_: object) -> Written:
-    """``config.json`` and the tensors for vLLM 0.10 to 0.32: every head has its lm_head, whatever its kind here."""
-    config = head.config
-    assert isinstance(config, MedusaConfig)
-    refuse(_biases(head))
-    tensors = dict(head.state_dict())
-    for i in range(config.num_heads):
-        # whatever kind the lm_head is: the logits of unit vectors are its columns
-        tensors[f"lm_heads.heads.{i}.weight"] = head.logits(torch.eye(config.hidden_size), i).T.contiguous()
-    about = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "medusa_fc_bias": True,
-        "truncated_vocab_size": config.num_draft_tokens,
-    }
-    return about, {theirs: tensors[ours] for ours, theirs in vllm_names(config).items()}
-
-
-def different_layers(tensors: Mapping[str, Tensor], heads: int, layers: Sequence[int]) -> list[str]:
-    """Why heads cannot be written for Medusa's or Hydra's code, which uses one block for all these layers of a head."""
-    for i, part in product(range(heads), ("weight", "bias")):
-        blocks = [tensors[f"blocks.{i}.{j}.linear.{part}"] for j in layers]
-        if any(not torch.equal(block, blocks[0]) for block in blocks[1:]):
+def _different_layers(config: MedusaConfig, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Why a head cannot be written for Medusa's code, which uses one block for all layers of a head."""
+    for i, part in product(range(config.num_heads), ("weight", "bias")):
+        first, *others = (tensors[f"blocks.{i}.{j}.linear.{part}"] for j in range(config.num_layers))
+        if not all(torch.equal(first, other) for other in others):
             what = f"the layers of head {i} differ, and the original code would read the last one into all of them"
-            return [f"{what}: train a head with --num-layers {layers[0] + 1}"]
+            return [f"{what}: train a head with --num-layers 1"]
     return []
 
 
 def _biases(head: DraftHead) -> list[str]:
-    """Why no layout of Medusa's holds a head whose lm_heads have biases."""
-    if head.lm_heads.shared_bias is None and not head.lm_heads.bias:
-        return []
-    return [
-        "the lm_heads have a bias, for which the layout has no place: export it --to hydra, as heads without tokens"
-    ]
+    """Why the layout does not hold a head whose lm_heads have biases."""
+    has_bias = head.lm_heads.shared_bias is not None or head.lm_heads.bias
+    return ["the lm_heads have a bias, for which the layout has no place"] if has_bias else []
 
 
 def _choices(source: Source, heads: int) -> Tree | None:
@@ -192,25 +165,17 @@ def _counts(source: Source, places: list[tuple[int, ...]]) -> tuple[int, int]:
 FORMATS = (
     Format(
         "medusa",
-        ("medusa",),
-        write_medusa,
-        {
+        is_medusa,
+        medusa_layout,
+        methods=("medusa",),
+        write=write_medusa,
+        commands={  # Medusa 1.0, TensorRT-LLM 1.0 with engines of TensorRT
             "Medusa": "python -m medusa.inference.cli --model <head>",
             "TensorRT-LLM": "python examples/medusa/convert_checkpoint.py --model_dir <model> "
             "--medusa_model_dir <head> --num_medusa_heads <steps> --output_dir checkpoint "
             "&& trtllm-build --checkpoint_dir checkpoint --speculative_decoding_mode medusa --output_dir engine",
         },
-        is_medusa,
-        medusa_layout,
         file="medusa_lm_head.safetensors",
     ),
-    Format(
-        "vllm-medusa",
-        ("medusa",),
-        write_vllm,
-        {"vLLM 0.10 to 0.32": "VLLM(medusa)"},
-        is_vllm_medusa,
-        vllm_layout,
-        keeps_vocab=True,
-    ),
+    Format("vllm-medusa", is_vllm_medusa, vllm_layout),
 )

@@ -1,4 +1,4 @@
-"""IBM's accelerators (fms-extras), which vLLM up to 0.9.2, TGI and Arctic Inference read, too."""
+"""IBM's accelerators (fms-extras), which TGI and vLLM up to 0.9.2 read, too."""
 
 import math
 import re
@@ -103,8 +103,8 @@ def mlp_names(config: MlpSpeculatorConfig) -> dict[str, str]:
     }
 
 
-def write_mlp(head: DraftHead, target: TargetModel, _: str = "", *, every_stage: bool = False) -> Written:
-    """``config.json`` and the tensors as the project stores them; ``every_stage`` repeats tied ones, as vLLM needs.
+def write_mlp(head: DraftHead, target: TargetModel, _: str = "") -> Written:
+    """``config.json`` and the tensors as the project stores them.
 
     Parts of the target that the head reads become its own: the embeddings with their scale and projection, the lm_head
     with the layer before it. A bias has no place there: if there is one, states get numbers that are always the same.
@@ -125,21 +125,7 @@ def write_mlp(head: DraftHead, target: TargetModel, _: str = "", *, every_stage:
         "tie_weights": config.tie_weights,
         "scale_input": config.scale_input,
     }
-    tensors = {theirs: given[ours] for ours, theirs in mlp_names(own).items()}
-    if every_stage and config.tie_weights:
-        for theirs, parts in _PARTS.values():
-            for i in range(config.num_heads):
-                for part in parts:
-                    first = f"{_PREFIX}{theirs}.{min(i, 1) if theirs == 'proj' else 0}.{part}"
-                    tensors.setdefault(f"{_PREFIX}{theirs}.{i}.{part}", tensors[first].clone())
-    return about, tensors
-
-
-def write_arctic(head: DraftHead, target: TargetModel, name: str) -> Written:
-    """As Arctic Inference reads it."""
-    about, tensors = write_mlp(head, target, name, every_stage=True)
-    base = getattr(target.config, "architectures", None) or [type(target.model).__name__]
-    return {**about, "architectures": ["ArcticMLPSpeculatorPreTrainedModel"], "base_model_archs": list(base)}, tensors
+    return about, {theirs: given[ours] for ours, theirs in mlp_names(own).items()}
 
 
 def _as_own(head: DraftHead, target: TargetModel) -> tuple[MlpSpeculatorConfig, dict[str, Tensor]]:
@@ -216,16 +202,11 @@ def _are_equal(source: Source, prefix: str, theirs: str, part: str, places: Sequ
 FORMATS = (
     Format(
         "mlp-speculator",
-        ("mlp-speculator",),
-        write_mlp,
-        {"vLLM up to 0.9.2": "VLLM(mlp_speculator)"},
         is_mlp_speculator,
         mlp_layout,
-    ),
-    Format(
-        "arctic",
-        ("mlp-speculator",),
-        write_arctic,
-        {"vLLM 0.26 with Arctic Inference": "ARCTIC_INFERENCE_ENABLED=1 VLLM(arctic)"},
+        methods=("mlp-speculator",),
+        write=write_mlp,
+        # TGI 3.3
+        commands={"TGI": "text-generation-launcher --model-id <head>", "vLLM up to 0.9.2": "VLLM(mlp_speculator)"},
     ),
 )

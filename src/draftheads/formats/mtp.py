@@ -73,4 +73,4 @@ def _of_experts(name: str, count: int) -> Made:
     return Made(tuple(f"{stem}.{expert}.{kind}_proj.weight" for expert in range(count) for kind in kinds), stacked)
 
 
-FORMATS = (Format("mtp", (), None, {}, lambda shapes: bool(find_layers(shapes)), mtp_layout),)
+FORMATS = (Format("mtp", lambda shapes: bool(find_layers(shapes)), mtp_layout),)

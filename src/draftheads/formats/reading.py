@@ -15,8 +15,8 @@ from draftheads.checkpoints.checkpoint import save_head, weightless_head
 from draftheads.checkpoints.head_files import FORMAT_VERSION
 from draftheads.drafters.copying import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
+from draftheads.formats import dflash, eagle, gguf, hydra, medusa, mlp_speculator, mtp, small_llama
 from draftheads.formats.layout import Format, Layout
-from draftheads.formats.registry import FORMATS
 from draftheads.formats.source import Source
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder
@@ -25,6 +25,8 @@ from draftheads.utils.cache import cache_folder
 from draftheads.utils.messages import first_names
 
 NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DSpark and MTP layers in a model's own files"
+_PROJECTS = (medusa, hydra, mlp_speculator, dflash, gguf, eagle, small_llama, mtp)
+FORMATS: tuple[Format, ...] = tuple(form for project in _PROJECTS for form in project.FORMATS)
 _EMBEDDINGS = {"model.embed_tokens.weight", "model.language_model.embed_tokens.weight"}  # of whole models
 
 

@@ -1,9 +1,6 @@
 """A small Llama as an ordinary folder of transformers, for the draft-model options of other programs."""
 
-import torch
-from torch import Tensor
-
-from draftheads.formats.layout import Format, Written, llama_config, refuse, scaled_otherwise
+from draftheads.formats.layout import Format, Written, layer_names, llama_config, refuse, scaled_otherwise
 from draftheads.heads.base import DraftHead
 from draftheads.heads.small_llama import SmallLlamaConfig
 from draftheads.models.model import TargetModel
@@ -25,37 +22,22 @@ def write_small_llama(head: DraftHead, target: TargetModel, _: str = "") -> Writ
     if target.weights.lm_head_bias is not None:
         reasons.append("the model's lm_head has a bias, for which a Llama has no place")
     refuse(reasons)
-    tensors = {f"model.{theirs}": tensor for theirs, tensor in _layers(head).items()}
+    names = {"norm.weight": "norm.weight"}
+    for layer in (f"layers.{i}." for i in range(config.num_layers)):
+        names |= {**layer_names(config, layer, layer), f"{layer}input_norm.weight": f"{layer}input_layernorm.weight"}
+    tensors = {f"model.{theirs}": head.state_dict()[ours] for ours, theirs in names.items()}
     tensors["model.embed_tokens.weight"] = target.weights.embedding.detach()
     tensors["lm_head.weight"] = target.weights.lm_head.detach() * target.weights.logit_scale
     about = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **llama_config(config, target)}
-    return about, {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
-
-
-def _layers(head: DraftHead) -> dict[str, Tensor]:
-    names = {
-        "input_norm.": "input_layernorm.",
-        "middle_norm.": "post_attention_layernorm.",
-        "feed_forward.": "mlp.",
-        "": "self_attn.",
-    }
-    found = {}
-    for name, tensor in head.state_dict().items():
-        if name == "norm.weight":
-            found[name] = tensor
-        elif name.startswith("layers."):
-            _, number, part = name.split(".", 2)
-            ours = next(prefix for prefix in names if part.startswith(prefix))
-            found[f"layers.{number}.{names[ours]}{part.removeprefix(ours)}"] = tensor
-    return found
+    return about, tensors
 
 
 FORMATS = (
     Format(
         "small-llama",
-        ("small-llama",),
-        write_small_llama,
-        {
+        methods=("small-llama",),
+        write=write_small_llama,
+        commands={  # vLLM 0.33, SGLang 0.5.23, transformers 5, llama.cpp of November 2026
             "vLLM": "VLLM(draft_model)",
             "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm STANDALONE "
             "--speculative-draft-model-path <head> --speculative-num-steps <steps>",

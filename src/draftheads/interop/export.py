@@ -1,4 +1,4 @@
-"""Writes a head in the layout of another project, for its engine."""
+"""Heads of other projects: a head is written in the layout of one, for its engine, and one of theirs is read."""
 
 import json
 import re
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import load_head
 from draftheads.checkpoints.head_files import CONFIG_FILE, read_head_files
-from draftheads.checkpoints.registry import find_head
+from draftheads.checkpoints.registry import find_head, find_published
 from draftheads.errors import InvalidSettings, SpeedWarning, no_such
 from draftheads.formats.gguf import GGUF_FILE, write_gguf
-from draftheads.formats.layout import Format
-from draftheads.formats.registry import FORMATS
+from draftheads.formats.layout import Format, Layout
+from draftheads.formats.reading import FORMATS, convert
 from draftheads.heads.base import HeadConfig
 from draftheads.heads.eagle3 import Eagle3Config
 from draftheads.loading import Loadable, load_target, name_of
@@ -107,6 +107,25 @@ def export_head(
             target.tokenizer.save_pretrained(staged)
     left_out = None if form.keeps_vocab else loaded.config.draft_vocab_size
     return Exported(folder, form.name, _commands(form, folder, base, loaded.config), left_out)
+
+
+def import_head(source: str | PathLike[str], out: str | PathLike[str], *, model: Loadable = "smollm2-135m") -> Layout:
+    """Writes a head of another project as one of this package.
+
+    Args:
+        source: a folder, a file or a Hub id.
+        out: the folder to make.
+        model: the model that it was trained for: a name, a folder, a Hub id, or a loaded model.
+
+    Returns:
+        What it was read as.
+
+    Raises:
+        ModelNotFound, CheckpointError, UnsupportedModel, InvalidSettings, StorageError: as for
+            :func:`draftheads.formats.reading.convert`.
+    """
+    path = find_published(source, name_of(model))
+    return convert(path, out, base=load_target(model, device="cpu", fast=False))
 
 
 def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Format:

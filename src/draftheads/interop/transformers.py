@@ -5,8 +5,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from os import PathLike, fspath
+from os import PathLike
 from threading import Lock
 from types import FrameType
 from typing import Any
@@ -205,21 +204,6 @@ class CustomGenerate:
             return known[1]
 
 
-def generate_from_repository(model: Any, head: str, **arguments: Any) -> Any:
-    """``model.generate`` with the head of a repository: what its ``custom_generate/generate.py`` calls.
-
-    Args:
-        model: a loaded causal language model.
-        head: the repository. If ``generate`` was given another name or a folder, that is taken.
-        **arguments: of ``generate``.
-    """
-    named = _custom_generate_of(inspect.currentframe())
-    return model.generate(**arguments, custom_generate=_of_head(named or head))
-
-
-_of_head = lru_cache(maxsize=8)(custom_generate)  # one for each head, so that the model is prepared once
-
-
 @torch.no_grad()
 def _state_of(model: Any) -> bytes:
     """A digest that changes with the weights: what is prepared of them would be wrong then."""
@@ -310,16 +294,6 @@ def _looks_at_one_row(rule: object) -> bool:
     """Whether it is a rule of transformers that does not depend on the other rows, and keeps no state."""
     kind = type(rule)
     return kind.__name__ in _OF_ONE_ROW and kind.__module__.startswith("transformers.generation.")
-
-
-def _custom_generate_of(frame: FrameType | None) -> str | None:
-    """The name that the calling ``generate`` was given as ``custom_generate``."""
-    while frame is not None:
-        name = frame.f_locals.get("custom_generate")
-        if frame.f_code.co_name == "generate" and isinstance(name, str | PathLike):
-            return fspath(name)
-        frame = frame.f_back
-    return None
 
 
 def _left_out_by(frame: FrameType | None) -> tuple[dict[str, Any], dict[str, Any]] | None:

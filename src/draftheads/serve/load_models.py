@@ -12,13 +12,13 @@ import torch
 from pydantic import Field
 
 from draftheads.checkpoints.checkpoint import resolve_head
-from draftheads.checkpoints.registry import base_in_zoo, zoo_heads
+from draftheads.checkpoints.registry import zoo_heads
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import compiler_for
 from draftheads.errors import DraftHeadsError, InvalidSettings, ModelNotFound
 from draftheads.loading import engine_on, load_target, name_of, resolve, template_of
 from draftheads.models.model import TargetModel
-from draftheads.models.model_names import shown_name
+from draftheads.models.model_names import base_of, shown_name
 from draftheads.runners import bytes_of_states, bytes_per_slot
 from draftheads.serve.fields import Fields
 from draftheads.serve.scheduler import Scheduler
@@ -150,10 +150,11 @@ class HeadExchange:
 
     def find(self, head: str) -> Path:
         """The folder of a head that is installed with a package, or lies below the folder of heads."""
-        base = base_in_zoo(self.model)
+        base = base_of(self.model)
         installed = {in_zoo.method: in_zoo.folder for in_zoo in zoo_heads() if in_zoo.base_name == base}
-        if head in installed:
-            return installed[head]
+        known = installed | {f"{in_zoo.base_name}/{in_zoo.method}": in_zoo.folder for in_zoo in zoo_heads()}
+        if head in known:
+            return known[head]
         if self.head_folder is not None and _NAME.fullmatch(head):
             root = self.head_folder.resolve()
             folder = (root / head).resolve()  # a link may lead elsewhere

@@ -5,6 +5,7 @@ any tree can be evaluated from ranks.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -15,6 +16,7 @@ from torch import Tensor
 from draftheads.data.batches import Batch, bucket_by_length, collate
 from draftheads.data.features import Documents
 from draftheads.errors import DataError
+from draftheads.models.model_names import shown_name
 from draftheads.search.tree_search import best_tree, expected_tokens
 from draftheads.speculation.tree import Tree
 from draftheads.train.learner import Learner
@@ -177,6 +179,9 @@ def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tens
     return sums.cpu(), numbers.cpu(), ranks[:, used].T.cpu(), counts[:, used].T.cpu()
 
 
+_FOLDERS = re.compile(r"(?<![\w./~-])/(?:[^\s/\"']+/)+")  # of absolute paths: a card names none of this machine
+
+
 def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     """The text of a head's ``README.md``, Markdown; the settings of its run and where it was made are JSON values."""
     rows = zip(report.losses, report.top1, report.top3, report.top10, strict=True)
@@ -186,10 +191,12 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
     )
     seconds = report.reading_seconds + report.training_seconds
     drafted, steps = counted(len(report.losses), "token"), counted(report.num_steps, "step")
+    made = _FOLDERS.sub("", json.dumps({"options": dict(options), "provenance": dict(provenance)}, indent=2))
+    model = shown_name(report.model_id)
     texts, held_out = counted(report.num_training_texts, "text"), counted(report.num_held_out_texts, "held-out text")
-    return f"""# {report.method} head for {report.model_id}
+    return f"""# {report.method} head for {model}
 
-Drafts {drafted} beyond the next one. With `draftheads`, {report.model_id} checks them itself.
+Drafts {drafted} beyond the next one. With `draftheads`, {model} checks them itself.
 
 Trained on {texts} ({counted(report.num_training_tokens, "token")}, {report.num_answer_tokens:,} of them in answers)
 in {steps}, {seconds:,.0f} seconds with the hidden states. On {held_out}, how often the true
@@ -205,7 +212,7 @@ Expected tokens per step: {report.tokens_per_step_chain:.2f} with a chain of the
 ## How it was made
 
 ```json
-{json.dumps({"options": dict(options), "provenance": dict(provenance)}, indent=2)}
+{made}
 ```
 """
 

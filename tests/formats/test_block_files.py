@@ -1,4 +1,4 @@
-"""DeepSpec's, ModelOpt's and speculators' files of block drafters beside a row-by-row version, there and back."""
+"""Files of block drafters of z-lab, DeepSpec, ModelOpt and speculators beside a row-by-row version, there and back."""
 
 import json
 import shlex
@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from block_files import BASE, BLOCK, DRAFTED, GROUPS, HEADS, MASK, write_file, write_markov_file
 from draftheads import export_head
 from draftheads.checkpoints.checkpoint import load_head, save_head
 from draftheads.decode.engine import Engine
@@ -23,7 +22,7 @@ from draftheads.errors import (
     SpeedWarning,
     UnsupportedModel,
 )
-from draftheads.formats.dspark import write_dspark, write_speculators
+from draftheads.formats.dflash import write_dflash, write_dspark, write_speculators
 from draftheads.formats.reading import convert
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -33,8 +32,113 @@ from families import tiny_head, tiny_model, tiny_profile
 from joint_world import on_disk
 from slow_heads import slow_block
 
+HEADS, GROUPS, SIZE, INNER, LAYERS, BLOCK, MASK, BASE = 4, 2, 8, 24, 2, 4, 9, 5000.0
+RANK = 6
+DRAFTED = [2, 3, 5, 7, 8, 11, 20, 21]  # draft tokens of a reduced vocabulary
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, 5, 3]])
 READ = 6  # tokens before the block's first
+
+
+def write_file(folder: Path, model: TargetModel, **changes: Any) -> dict[str, Tensor]:
+    """A head as z-lab saves it, which reads what leaves the embedding and the first layer."""
+    size, chance = model.hidden_size, torch.Generator().manual_seed(0)
+    tensors = {"fc.weight": (size, 2 * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
+    for i in range(LAYERS):
+        shapes = {
+            "input_layernorm": (size,),
+            "post_attention_layernorm": (size,),
+            "self_attn.q_proj": (HEADS * SIZE, size),
+            "self_attn.k_proj": (GROUPS * SIZE, size),
+            "self_attn.v_proj": (GROUPS * SIZE, size),
+            "self_attn.o_proj": (size, HEADS * SIZE),
+            "self_attn.q_norm": (SIZE,),
+            "self_attn.k_norm": (SIZE,),
+            "mlp.gate_proj": (INNER, size),
+            "mlp.up_proj": (INNER, size),
+            "mlp.down_proj": (size, INNER),
+        }
+        tensors |= {f"layers.{i}.{name}.weight": shape for name, shape in shapes.items()}
+    made = {  # norms lie around 1
+        name: (len(shape) == 1) + 0.3 * torch.randn(shape, generator=chance) for name, shape in tensors.items()
+    }
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": size,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": SIZE,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": BASE,
+        "num_target_layers": 2,
+        "block_size": BLOCK,
+        "layer_types": ["full_attention"] * LAYERS,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [-1, 0], **changes.pop("dflash_config", {})},
+        **changes,
+    }
+    folder.mkdir()
+    save_file(made, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return made
+
+
+def write_markov_file(
+    folder: Path,
+    model: TargetModel,
+    *,
+    form: str = "deepspec",
+    kind: str = "gated",
+    reduced: bool = False,
+    **changes: Any,
+) -> dict[str, Tensor]:
+    """A head as z-lab, DeepSpec, ModelOpt or speculators saves it; kind "none" is a DFlash head."""
+    if form == "zlab":
+        return write_file(folder, model, **changes)
+    body = write_file(folder, model)
+    layer = json.loads((folder / "config.json").read_text())
+    chance = torch.Generator().manual_seed(1)
+    size, tokens = model.hidden_size, len(DRAFTED) if reduced else model.vocab_size
+    prefix = "" if form == "modelopt" else "markov_head."
+    shapes: dict[str, tuple[int, ...]] = {}
+    if kind != "none":
+        shapes = {"markov_w1.weight": (model.vocab_size, RANK), "markov_w2.weight": (tokens, RANK)}
+    if kind == "gated":
+        shapes |= {"gate_proj.weight": (RANK, size + RANK), "gate_proj.bias": (RANK,)}
+    tensors = body | {prefix + name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+    markov = {"markov_rank": RANK, "markov_head_type": kind} if kind != "none" else {}
+    given = {"block_size": BLOCK, "mask_token_id": MASK, **markov}
+    if form == "deepspec":
+        layer.pop("dflash_config")
+        tensors["embed_tokens.weight"] = model.weights.embedding.clone()
+        tensors["lm_head.weight"] = model.weights.lm_head.clone()
+        config = {**layer, **given, "architectures": ["Qwen3DSparkModel"], "target_layer_ids": [-1, 0]}
+    elif form == "modelopt":
+        about = {**given, "projector_type": "dspark", "shift_label": True, "target_layer_ids": [0, -1]}
+        config = {**layer, "dflash_config": about}
+    else:
+        name = "dflash" if kind == "none" else "dspark"
+        config = {
+            **given,
+            "architectures": ["DFlashDraftModel" if kind == "none" else "DSparkDraftModel"],
+            "speculators_model_type": name,
+            "transformer_layer_config": {
+                key: layer[key] for key in layer if key not in ("dflash_config", "block_size")
+            },
+            "aux_hidden_state_layer_ids": [0, 1],
+            "sample_from_anchor": kind != "none",
+            "draft_vocab_size": tokens,
+        }
+    if reduced:
+        ids = torch.tensor(DRAFTED)
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(model.vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+        tensors["lm_head.weight"] = torch.randn(tokens, size, generator=chance)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +147,10 @@ def model() -> TargetModel:
 
 
 def expected_log_probs(
-    tensors: dict[str, Tensor], model: TargetModel, hidden: Tensor, *, shifted: bool, lm_head: Tensor
+    tensors: dict[str, Tensor], model: TargetModel, hidden: Tensor, *, shifted: bool, lm_head: Tensor, scale: float
 ) -> Tensor:
     """(K, V') of all places of the block behind ``READ`` tokens; the text's tokens stand where draft tokens would."""
-    embedding, text = model.weights.embedding, TEXT[0].tolist()
+    embedding, text = model.weights.embedding * scale, TEXT[0].tolist()
     block = [embedding[token] for token in (text[READ], *[MASK] * (BLOCK - 1))]
     rows = slow_block(tensors, block, list(hidden[:READ]), heads=HEADS, groups=GROUPS, base=BASE)
     weight = {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items()}
@@ -77,7 +181,18 @@ def drafted_log_probs(head: DraftHead, hidden: Tensor, known: int) -> Tensor:
     return torch.stack(found)
 
 
+PART = {"draft_vocab_size": 20}
+SCALED = {"attention_value_scale": 1.0, "input_embedding_scale": 3.0}
+
+
+def own(**given: Any) -> dict[str, Any]:
+    """Keys of z-lab's own part of a configuration."""
+    return {"form": "zlab", "dflash_config": given}
+
+
 FILES: dict[str, dict[str, Any]] = {
+    "z-lab": {"form": "zlab"},
+    "z-lab, scaled": {"form": "zlab", "output_multiplier": 1.0, "dflash_config": SCALED},
     "deepspec": {},
     "deepspec, vanilla": {"kind": "vanilla"},
     "modelopt": {"form": "modelopt"},
@@ -100,7 +215,8 @@ def test_a_published_head_has_the_log_probs_of_its_layout(tmp_path: Path, case: 
     convert(tmp_path / "theirs", tmp_path / "ours", base=target)
     head = load_head(tmp_path / "ours", target)
     config: Any = head.config
-    kind = options.get("kind", "gated")
+    kind = "none" if options.get("form") == "zlab" else options.get("kind", "gated")
+    scale = options.get("dflash_config", {}).get("input_embedding_scale", 1.0)
     shifted = options.get("sample_from_anchor", kind != "none")
     assert config.method == ("dflash" if kind == "none" else "dspark")
     assert (config.is_shifted, config.num_heads, config.mask_token_id) == (shifted, BLOCK - (not shifted), MASK)
@@ -108,7 +224,7 @@ def test_a_published_head_has_the_log_probs_of_its_layout(tmp_path: Path, case: 
     states = target.model(TEXT, output_hidden_states=True).hidden_states
     hidden = torch.cat([states[layer] for layer in head.hidden_layers], -1)[0]
     lm_head = tensors["lm_head.weight"] if options.get("reduced") else target.weights.lm_head
-    expected = expected_log_probs(tensors, target, hidden, shifted=shifted, lm_head=lm_head)
+    expected = expected_log_probs(tensors, target, hidden, shifted=shifted, lm_head=lm_head, scale=scale)
     for known in (0, 4):
         torch.testing.assert_close(drafted_log_probs(head, hidden, known), expected, rtol=1e-4, atol=1e-4)
     features = head(hidden[None], TEXT)[:, 0, READ - 1]
@@ -165,6 +281,22 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
             r"final_logit_softcapping is 30\.0",
         ),
         ({"form": "modelopt", "architectures": ["Other"]}, UnsupportedModel, r"\['Other'\]"),
+        (
+            {"form": "zlab", "dflash_config": {"sample_from_anchor": True}, "shift_label": False},
+            CheckpointCorrupt,
+            "sample_from_anchor is True and shift_label is False; give one of them",
+        ),
+        ({"form": "zlab", "architectures": ["Gemma4DFlashModel"]}, UnsupportedModel, "only heads with Qwen3's layers"),
+        ({"form": "zlab", "num_hidden_layers": 3}, CheckpointCorrupt, r"missing tensors? layers\.2"),
+        (own(causal=True), UnsupportedModel, "causal is True, and heads with rows"),
+        ({"form": "zlab", "final_logit_softcapping": 30.0}, UnsupportedModel, "capped logits cannot be read"),
+        (own(output_multiplier=2.0), UnsupportedModel, "scaled logits cannot be read"),
+        ({"form": "zlab", "layer_types": ["sliding_attention"] * 2}, UnsupportedModel, "windows cannot be read"),
+        (own(target_layer_ids=[0, 1]), CheckpointCorrupt, r"makes the layers \[1, 2\]; .* has 2"),
+        (own(target_layer_ids=[]), CheckpointCorrupt, r"makes the layers \[\]"),
+        (own(mask_token_id=None), CheckpointCorrupt, "mask_token_id None; give both"),
+        (own(mask_token_id=4000), InvalidSettings, "mask_token_id is 4000; it must lie in 0"),
+        ({"form": "zlab", "block_size": 1}, CheckpointCorrupt, "block_size is 1"),
     ],
 )
 def test_other_kinds_of_heads_are_refused(
@@ -198,7 +330,8 @@ def _dropped(name: str) -> Callable[[dict[str, Tensor]], Any]:
             CheckpointCorrupt,
             r"made of markov_head\.gate_proj\.weight \(6, 33\) is \(6, 1\); .* makes it \(6, 6\)",
         ),
-        ({"embed_tokens.weight": torch.ones(2, 2)}, CheckpointMismatch, r"its embed_tokens\.weight is \(2, 2\)"),
+        ({"embed_tokens.weight": torch.ones(2, 2)}, CheckpointMismatch, r"embed_tokens\.weight differs by .*\(2, 2\)"),
+        ({"candidate_selector.weight": torch.ones(2, 2)}, UnsupportedModel, r"do not have \(candidate_selector\)"),
         ("lm_head.weight", CheckpointMismatch, r"its lm_head\.weight differs by 100% from the lm_head of"),
         ("t2d", CheckpointCorrupt, "t2d and d2t name different draft tokens"),
     ],
@@ -244,12 +377,12 @@ def test_relatives_that_cannot_be_represented_are_refused_by_name(tmp_path: Path
         write_dspark(tiny_head("dspark", scaled), scaled)
 
 
-PART = {"draft_vocab_size": 20}
-
-
 @pytest.mark.parametrize(
     ("method", "write", "options"),
     [
+        ("dflash", write_dflash, {}),
+        ("dflash", write_dflash, {"embedding_scale": 7.0, "num_layers": 2}),
+        ("dflash", write_dflash, PART),
         ("dspark", write_dspark, {}),
         ("dspark", write_dspark, {"gated": False, "embedding_scale": 7.0}),
         ("dspark", write_dspark, {"own_embedding": True, "gate_reads_token": True, "num_layers": 2}),
@@ -275,11 +408,13 @@ def test_ours_comes_back(
     convert(tmp_path / "theirs", tmp_path / "back", base=model)
     back = load_head(tmp_path / "back", model)
     assert back.config.num_heads == head.config.num_heads
-    assert back.config.draft_vocab_size == head.config.draft_vocab_size
+    assert back.config.draft_vocab_size == (None if write is write_dflash else head.config.draft_vocab_size)
     hidden = head.split(model.hidden_states(TEXT, head.hidden_layers))[0]
     ours, theirs = (
         torch.stack([one.logits(rows, i).float() for i, rows in enumerate(one(hidden, TEXT))]) for one in (head, back)
     )
+    if write is write_dflash and "draft_vocab_size" in options:  # all tokens are predicted then
+        theirs = theirs[..., head.draft_vocab]
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
     plain = Engine(model).generate([[5, 6, 7]], max_new_tokens=20, ignore_eos=True)
     drafted = Engine(model, back).generate([[5, 6, 7]], max_new_tokens=20, ignore_eos=True)
@@ -287,6 +422,13 @@ def test_ours_comes_back(
 
 
 def test_the_files_that_are_written_have_what_engines_read(model: TargetModel) -> None:
+    given, tensors = write_dflash(tiny_head("dflash", model, num_layers=2, mask_token_id=5), model)
+    assert given["architectures"] == ["DFlashDraftModel"]
+    assert (given["block_size"], given["num_target_layers"], given["num_hidden_layers"]) == (4, 2, 2)
+    own = given["dflash_config"]
+    assert (own["mask_token_id"], own["target_layer_ids"]) == (5, [-1, 0])
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.q_norm.weight"} <= set(tensors)
+    assert not {name for name in tensors if name.startswith(("embed_tokens", "lm_head"))}
     given, tensors = write_dspark(tiny_head("dspark", model, mask_token_id=5, markov_rank=4), model)
     assert given["architectures"] == ["Qwen3DSparkModel"]
     assert (given["block_size"], given["mask_token_id"], given["target_layer_ids"]) == (3, 5, [-1, 0])
@@ -312,6 +454,8 @@ def test_the_files_that_are_written_have_what_engines_read(model: TargetModel) -
 @pytest.mark.parametrize(
     ("method", "write", "options", "message"),
     [
+        ("dflash", write_dflash, {"layers": []}, "what enters layers: train a head"),
+        ("dflash", write_dflash, {"lm_head": "own", **PART}, "with --lm-head shared, or export it --to speculators"),
         ("dspark", write_dspark, {"layers": []}, "what enters layers: train a head"),
         ("dspark", write_dspark, {"lm_head": "own"}, "engines take the target's for block drafters"),
         ("dspark", write_dspark, {"is_shifted": False}, "not shifted, .* export it --to speculators"),
