@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from draftheads.bench.compare import FORMAT_VERSION
 from draftheads.bench.table import Row
 from draftheads.reports.page import Plot, Point
 
@@ -100,7 +101,6 @@ def bench_row(name: str, *, speedup: float, settings: Mapping[str, Any] = GROWIN
         "tree": "growing, 24",
         "tokens_per_step": 2.5,
         "tokens_per_step_interval": [2.25, 2.75],
-        "accepted_per_step": 1.5,
         "tokens_per_second": 40 * speedup,
         "speedup": speedup,
         "speedup_interval": [speedup - 0.25, speedup + 0.25],
@@ -134,7 +134,7 @@ def bench_record(*rows: Row, **changes: Any) -> dict[str, Any]:
 
 
 BENCH: dict[str, Any] = {
-    "format_version": 3,
+    "format_version": FORMAT_VERSION,
     "model": "tiny",
     "precision": "fp32",
     "threads": 1,

@@ -245,6 +245,13 @@ def test_every_combination_of_settings_has_its_rows(model: TargetModel, tmp_path
     assert found == expected
 
 
+def test_a_time_box_bounds_the_answers_and_saves_none(model: TargetModel, tmp_path: Path):
+    one = bench(model, tmp_path, contenders(model)[-1:], max_seconds=1e-6)
+    rows = named(one.run())
+    assert {row.num_answers for row in rows.values()} == {1}, "no prompt is begun that would not be answered in time"
+    assert one.saved == []
+
+
 def test_transformers_is_timed_one_prompt_at_a_time(model: TargetModel, tmp_path: Path):
     settings = replace(SETTINGS, batch_sizes=(1, 2))
     rows = bench(model, tmp_path, contenders(model)[:1], settings, stock=model).run()
@@ -338,7 +345,7 @@ def test_the_last_group_takes_the_prompts_that_are_left(model: TargetModel, tmp_
 
 def test_a_turn_that_one_way_does_not_reach_is_left_out_of_both():
     def answer(turn: int, seconds: float) -> Answers:
-        return Answers(((1, 2),), (1,), seconds, questions=(turn,), turn=turn, group=turn)
+        return Answers(token_ids=((1, 2),), num_steps=(1,), seconds=seconds, questions=(turn,), turn=turn, group=turn)
 
     own, plain = [answer(0, 1.0), answer(1, 1.0)], [answer(0, 2.0)]
     assert together(own, plain) == (own[:1], plain)

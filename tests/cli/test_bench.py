@@ -5,26 +5,46 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import LlamaForCausalLM
 
 from cli_world import Run
+from draftheads.bench import compare
 from draftheads.bench.options import BenchOptions
 from draftheads.bench.settings import BenchSettings
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli import bench
+from draftheads.cli.show import print_table
 from draftheads.models.model import TargetModel
 from draftheads.utils.machine import OtherPrograms
 
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill"]
-QUICK = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--precision", "fp32"]
+QUICK = ["--max-new-tokens", "8", "--num-nodes", "5", "--precision", "fp32"]
 BENCH = ["bench", "./model", *QUICK, "--prompts", "four.jsonl", "--limit", "3"]
 
 
 @pytest.fixture(autouse=True)
 def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    (here / "calibration.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
+    monkeypatch.setattr(compare, "own_prompts", lambda _: here / "calibration.jsonl")
     (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
     (here / "one.jsonl").write_text(json.dumps({"prompt": "mom"}))
+
+
+@pytest.mark.parametrize("lines", [1, 9])
+def test_tables_fit_80_columns_and_wide_ones_have_their_columns_as_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    headings = ["drafter", "tree", *(f"number {n}" for n in range(12))]
+    print_table(
+        Console(), headings, [[f"{'name' * 9}{n}", "defaults, with copies", *["12345.67"] * 12] for n in range(lines)]
+    )
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert ("number 11" in " ".join(" ".join(shown).split())) == (lines == 1)
+    assert "…" not in "".join(shown)
 
 
 @pytest.mark.parametrize("disturbed", [True, False])

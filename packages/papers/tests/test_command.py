@@ -68,7 +68,8 @@ def test_a_table_is_written_and_shown_whole(here: Path, run: Run, parts: int) ->
     assert ("kind 3 tokens/step" in text) == (parts == 4)
     assert "…" not in shown, "no column is cut"
     assert all(len(line) <= 80 for line in shown.splitlines() if "wrote" not in line)
-    assert sum(line.startswith("hydra") for line in shown.splitlines()) >= 1 + (parts == 4), "in every part"
+    assert "hydra" in shown
+    assert ("kind 3 tokens/step" in shown) == (parts == 4), "a wide table has its columns as lines"
     assert "wrote out/table.md and out/table.json" in shown
     record = json.loads((here / "out" / "table.json").read_text())
     assert record["cells"]["hydra"]["all tokens/step"] >= 1
@@ -110,7 +111,7 @@ def test_each_row_is_over_the_plain_decoding_that_is_printed(here: Path, run: Ru
         for size in (1, 2):
             ratio = line[f"batch {size} tokens/s"] / plain[f"batch {size} tokens/s"]
             assert line[f"batch {size} × plain"] == pytest.approx(ratio), "of the same comparison"
-    assert "k = 0, prompt 4" in shown
+    assert "k = 0," in shown
     assert "k = 9" not in shown, "nobody measured it"
     assert "A quick run: 3 questions, answers of at most 6 tokens, fp32" in " ".join(shown.split())
     assert "The paper's baseline is IBM's own inference code" in " ".join(shown.split())

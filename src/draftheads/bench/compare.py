@@ -4,6 +4,7 @@ Heads draft on trees of the same size, found on other prompts, and as :func:`dra
 are the one record of a comparison: all numbers follow from them.
 """
 
+import math
 import shutil
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import torch
 from draftheads.bench.contenders import DRAFT_MODEL, heads_for, load_contenders, names_of
 from draftheads.bench.quality import Measure, Perplexity
 from draftheads.bench.rounds import Bench
-from draftheads.bench.settings import MIN_PROMPTS, BenchSettings
+from draftheads.bench.settings import LOADED, MIN_PROMPTS, BenchSettings
 from draftheads.bench.table import Row
 from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.checkpoints.registry import head_name
@@ -38,6 +39,8 @@ from draftheads.utils.identity import identity_digest
 from draftheads.utils.machine import OtherPrograms
 from draftheads.utils.progress import Progress, shown
 from draftheads.utils.provenance import provenance
+
+FORMAT_VERSION = 4  # of the record
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def compare_heads(
     precision: Precision = "auto",
     fresh: bool = False,
     keep: bool = False,
+    max_seconds: float = math.inf,
     progress: Progress | bool = True,
     **load_options: Any,
 ) -> Comparison:
@@ -93,6 +97,7 @@ def compare_heads(
         precision: as for :func:`draftheads.load`.
         fresh: ignore what was saved.
         keep: the finished answers stay saved until :meth:`Comparison.forget` is called.
+        max_seconds: for all answers; on a slow machine they get shorter (at least 32 tokens), then fewer.
         progress: True shows bars in a notebook or on a terminal; or receives each stage.
         load_options: other arguments of :func:`draftheads.load` for the model, such as ``device`` or ``four_bit``.
 
@@ -125,7 +130,9 @@ def compare_heads(
     measures = [Perplexity(original) if measure == "perplexity" else measure for measure in quality]
     more: dict[str, Any] = {"draft_model": draft_model, "precision": precision, **load_options}
     contenders = list(load_contenders(drafts, target, **more))
-    calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay(2))
+    calibration = []
+    if not set(settings.trees) <= set(LOADED):  # trees are found on these prompts
+        calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay(2))
     identity = {
         "model": [target.model_id, target.weights_fingerprint],
         "machine": machine_of(target),
@@ -147,12 +154,13 @@ def compare_heads(
                 measures=measures,
                 folder=folder / "found",
                 progress=progress,
+                max_seconds=max_seconds,
             )
             others = OtherPrograms()
             rows = bench.run()
             disturbed = target.device.type == "cpu" and others.disturb(torch.get_num_threads())
     record = {
-        "format_version": 3,
+        "format_version": FORMAT_VERSION,
         "model": model,
         "precision": target.precision,
         "threads": torch.get_num_threads(),

@@ -7,7 +7,7 @@ from typing import Literal
 import tyro
 
 from draftheads.bench.settings import BenchSettings
-from draftheads.settings import LoadSettings
+from draftheads.settings import Precision
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class BenchOptions:
     json: str | None = None
     """Write all numbers as JSON to this file. - writes them to standard output."""
     settings: tyro.conf.OmitArgPrefixes[BenchSettings] = field(default_factory=BenchSettings)
-    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+    precision: Precision = "auto"
+    """Number format, as for `draftheads generate`."""
     fresh: bool = False
     """Ignore what an earlier comparison saved. Needed after a change of the code: saved trees and answers of a stopped
     comparison are found again by model, drafter, settings, machine and versions only."""
@@ -55,14 +56,18 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Answer prompts in several ways: transformers, our plain decoding, and draft heads; compare speed and text."""
+    """Answer prompts by transformers, by our plain decoding, and with draft heads; compare speed and text.
+
+    A short `draftheads bench` in a time box.
+    """
 
     model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
     heads: tuple[str, ...] = ("hydra", "medusa")
-    """Draft heads, the best one first. Names, folders or Hugging Face ids."""
+    """Draft heads: names, folders or Hugging Face ids."""
     prompts: Path | None = None
-    """A JSONL file of prompts, in place of six built-in ones. "prompt", "messages" or "turns" in each line."""
+    """A JSONL file of at least three prompts, in place of six built-in ones. "prompt", "messages" or "turns" in each
+    line."""
     limit: int | None = None
     """Use only the first LIMIT prompts."""
     max_new_tokens: int = 128
@@ -70,12 +75,7 @@ class DemoOptions:
     seconds: float = 100.0
     """Time for all answers together. On a slow machine, answers get shorter (at least 32 tokens), then fewer. inf: no
     limit."""
-    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
-    copy: bool = True
-    """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
-    transformers: bool = True
-    """Measure transformers' own generate, too."""
-    stream: bool = True
-    """Show one answer as it is decoded."""
+    precision: Precision = "auto"
+    """Number format, as for `draftheads generate`."""
     json: str | None = None
     """Write all numbers as JSON to this file. - writes them to standard output."""

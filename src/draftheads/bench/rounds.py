@@ -1,5 +1,6 @@
 """The rounds of a comparison: all ways of decoding answer the same questions in turn, and their numbers are rows."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ class Bench:
     """A comparison of drafters for one model.
 
     Trees are found on the ``calibration`` prompts, token ids. ``stock`` is transformers' own model, timed as well.
-    Findings are saved in the folder, and used again.
+    Findings are saved in the folder, and used again; answers in a time box of ``max_seconds`` are not.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Bench:
         measures: Sequence[Measure | Literal["agreement", "perplexity"]] = (),
         folder: Path,
         progress: Progress,
+        max_seconds: float = math.inf,
     ) -> None:
+        self.max_seconds = max_seconds
         self.target, self.contenders, self.settings, self.stock = target, contenders, settings, stock
         self.measures, self.folder, self.progress = measures, folder, progress
         self.ratings = Ratings(measures, folder, progress)
@@ -209,7 +212,7 @@ class Bench:
             ]
         )
         stage = f"timing {len(ways)} ways on {counted(len(questions), 'prompt')}{where}"
-        advance = counted_stage(self.progress, stage, len(groups) * self.settings.rounds)
+        advance = counted_stage(self.progress, stage, len(groups))
 
         def saved(number: int, find: Callable[[], Any]) -> Any:
             answers = saved_json(self.folder / f"timed-{key}-{number}.json", find)
@@ -220,8 +223,8 @@ class Bench:
             {key: talks.way(way.decode) for key, way in ways.items()},
             groups,
             max_new_tokens=self.settings.max_new_tokens,
-            rounds=self.settings.rounds,
-            saved=saved,
+            max_seconds=self.max_seconds,
+            saved=saved if math.isinf(self.max_seconds) else lambda _, find: (find(), advance())[0],
         )
         self.saved += self.folder.glob(f"timed-{key}-*.json")
         return timings.answers
@@ -278,7 +281,7 @@ class Bench:
     # --- quality ---
 
     def _items(self, point: Point, own: Sequence[Answers]) -> list[Item]:
-        """The answers question by question; with several rounds, of the first one."""
+        """The answers question by question."""
         talks, texts = self._talks(point), first_texts(own)
         items = []
         for question in self.questions:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args
+
+import tyro
 
 from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import AcceptanceRule, SamplingSettings
-from draftheads.utils.option_group import FROM_1, OptionGroup, at_least
+from draftheads.utils.option_group import OptionGroup, at_least
 
 TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths", "adaptive"]
 MIN_PROMPTS = 3  # or groups of them, for an interval
@@ -37,7 +39,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class BenchSettings(OptionGroup):
-    """What is compared, on how much; each of several values is measured."""
+    """What is compared, on how much; each of several values is measured.
+
+    The command has no options for what few studies need; tables of papers and Python have them.
+    """
 
     trees: tuple[str, ...] = ("best", "defaults")
     """Kinds of trees: best, defaults, static, growing, product, dense, chain, paths, adaptive. best: a head's better
@@ -56,24 +61,22 @@ class BenchSettings(OptionGroup):
     typical changes the distribution."""
     epsilons: tuple[float, ...] = (0.09,)
     """Thresholds ε of typical acceptance."""
-    prompt_tokens: tuple[int, ...] = ()
+    prompt_tokens: tyro.conf.Suppress[tuple[int, ...]] = ()
     """Cut or repeat every prompt to so many tokens. Default: prompts as they are."""
-    longest_prompt: Annotated[int | None, at_least(2)] = None
+    longest_prompt: tyro.conf.Suppress[Annotated[int | None, at_least(2)]] = None
     """Longer prompts lose their middle. So many tokens are left, such as 2048 for summaries; default: a prompt that the
     model does not take is left out."""
     max_new_tokens: Annotated[int, at_least(2)] = 128
     """Tokens of each answer."""
-    ignore_eos: bool = False
+    ignore_eos: tyro.conf.Suppress[bool] = False
     """Every answer has exactly so many tokens."""
-    rounds: Annotated[int, FROM_1] = 1
-    """How often each way answers all prompts."""
-    num_calibration_prompts: Annotated[int, at_least(2)] = 64
+    num_calibration_prompts: tyro.conf.Suppress[Annotated[int, at_least(2)]] = 64
     """Built-in prompts on which the heads' trees are found."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # from JSON, or a single value
             value = getattr(self, field.name)
-            if get_origin(field.type) is tuple and not isinstance(value, tuple):
+            if isinstance(field.default, tuple) and not isinstance(value, tuple):
                 object.__setattr__(self, field.name, tuple(value) if isinstance(value, list) else (value,))
         super().__post_init__()
         for name in ("trees", "num_nodes", "batch_sizes", "temperatures", "acceptance", "epsilons"):

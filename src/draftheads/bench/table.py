@@ -1,13 +1,12 @@
 """The table of a comparison: a row for each way of decoding, and the columns.
 
-A column that is computed from a way's answers is one entry of :data:`NUMBERS`: terminals, Markdown, JSON, pages and
-tables of papers have it. Numbers over plain decoding, with intervals, are fields of :class:`Row`.
+A column is one entry of :data:`COLUMNS`: terminals, Markdown, JSON, pages and tables of papers have it. Numbers over
+plain decoding, with intervals, are fields of :class:`Row`.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from draftheads.bench.settings import MIN_PROMPTS
 from draftheads.bench.timing import PLAIN, STOCK, Answers
 from draftheads.utils.counts import short_count
-from draftheads.utils.estimates import Estimate, bootstrap, quartiles
+from draftheads.utils.estimates import Estimate, bootstrap
 
 PARTS = ("drafting", "verification", "accept and rest")  # of a step
 ALL = "all"  # rows over all questions
@@ -38,29 +37,35 @@ class Row:
     predicted_tokens_per_step: float | None = None  # by the search for its tree, on other prompts
     tokens_per_step: float  # the token after the accepted ones counts
     tokens_per_step_interval: Interval | None = None
-    accepted_per_step: float = 0.0  # without it
     tokens_per_second: float  # mean over prompts (with several at a time, over groups), reading prompts included
     tokens_per_second_interval: Interval | None = None
     speedup: float  # over plain decoding: ratio of these means, as in Spec-Bench
     speedup_interval: Interval | None = None
     speedup_error: float = 0.0  # one standard error
-    speedup_quartiles: Interval | None = None  # of the ratio prompt by prompt
     decode_speedup: float | None = None  # without the time in which prompts are read: ratio of sums
     decode_speedup_interval: Interval | None = None
     decode_tokens_per_second: float | None = None
     overhead: float | None = None  # time of a step over that of plain decoding; tokens per step / it = decode_speedup
     speedup_over_transformers: float | None = None
-    numbers: Mapping[str, float] = field(default_factory=dict)  # by name, see NUMBERS
+    numbers: Mapping[str, float] = field(default_factory=dict)  # by name, of columns that compute
     acceptance_by_depth: Sequence[float] = ()  # share of the steps that accepted a draft token at depth 1, 2, …
     steps_by_tokens: Sequence[int] = ()  # how many steps gave 1, 2, … tokens
     num_different: int = 0  # answers that are not the reference's
-    worst_margin: float | None = None  # largest gap between the best logit and an emitted token's, re-scored in fp32
     num_tokens: int = 0  # of all timed answers
-    num_drafted: int = 0  # accepted draft tokens
-    num_copied: int = 0  # those of them that only a copy from the text brought
     quality: Mapping[str, float] = field(default_factory=dict)  # by measure
     quality_intervals: Mapping[str, Interval] = field(default_factory=dict)
     quality_counts: Mapping[str, int] = field(default_factory=dict)  # questions that have a value, where some have none
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Tokens per step without the one after the accepted ones."""
+        return self.tokens_per_step - 1
+
+    @property
+    def same_text(self) -> str | None:
+        """How many answers are plain decoding's; None of those that were drawn."""
+        is_drawn = self.name == PLAIN or self.settings.get("temperature")
+        return None if is_drawn else f"{self.num_answers - self.num_different} of {self.num_answers}"
 
     @property
     def parts(self) -> dict[str, float]:
@@ -129,31 +134,28 @@ def timed_row(
     decode = bootstrap(lambda chosen: _ratio(sums.decode_speed(chosen), of_plain.decode_speed(chosen)), count)
     per_step = bootstrap(sums.tokens_per_step, count)
     everything = np.arange(count)[None]
-    low, _, high = quartiles((sums.tokens / sums.seconds / (of_plain.tokens / of_plain.seconds)).tolist())
     rate = bootstrap(sums.speed, count)
     return Row(
         name=name,
         num_answers=sum(len(answer.token_ids) for answer in own),
         tokens_per_step=per_step.value,
         tokens_per_step_interval=_interval(per_step, count),
-        accepted_per_step=per_step.value - 1,
         tokens_per_second=rate.value,
         tokens_per_second_interval=_interval(rate, count),
         speedup=speed.value,
         speedup_interval=_interval(speed, count),
         speedup_error=speed.error,
-        speedup_quartiles=(low, high),
         decode_speedup=decode.value,
         decode_speedup_interval=_interval(decode, count),
         decode_tokens_per_second=float(sums.decode_speed(everything)[0]),
         overhead=per_step.value / decode.value,
         speedup_over_transformers=rate.value / float(_Sums.of(stock).speed(everything)[0]) if stock else None,
-        numbers={one.name: value for one in NUMBERS if (value := one.compute(own)) is not None},
+        numbers={
+            column.name: value for column in COLUMNS if column.compute and (value := column.compute(own)) is not None
+        },
         acceptance_by_depth=_acceptance(own),
         steps_by_tokens=_histogram(own),
         num_tokens=sum(answer.num_tokens for answer in own),
-        num_drafted=sum(answer.num_drafted for answer in own),
-        num_copied=sum(answer.num_copied for answer in own),
     )
 
 
@@ -162,13 +164,27 @@ def _interval(estimate: Estimate, count: int) -> Interval | None:
     return None if count < MIN_PROMPTS else (estimate.low, estimate.high)
 
 
-class Number(NamedTuple):
-    """A number of a way of decoding, and its column."""
+class Column(NamedTuple):
+    """A column: what it shows of a row, and how that is computed from a way's answers where it is no field of a row."""
 
-    name: str  # in JSON and in tables of papers
+    name: str  # in JSON and in tables of papers: a field of a row, one of its numbers, or a measure of quality
     heading: str
-    compute: Callable[[Sequence[Answers]], float | None]  # from the way's answers; None: was not measured
-    form: str = ".1f"
+    form: str | Callable[[Any], str] = ".2f"
+    kind: str = "speed"  # or "time" or "quality": terminals show a table for each
+    compute: Callable[[Sequence[Answers]], float | None] | None = None  # None: was not measured
+
+    def cell(self, row: Row, *, intervals: bool = True) -> str:
+        """The number of a row, with its interval if there is one."""
+        value, form = row.number(self.name), self.form
+        if value is None:
+            return ""
+        if not isinstance(form, str):
+            return form(value)
+        words, bounds = format(value, form), row.interval(self.name)
+        if bounds is not None and intervals:
+            words += f" ({bounds[0]:{form}}-{bounds[1]:{form}})"
+        count = row.quality_counts.get(self.name)
+        return words if count is None else f"{words}, of {count}"
 
 
 def _of_step(*parts: str) -> Callable[[Sequence[Answers]], float | None]:
@@ -200,16 +216,38 @@ def _token(own: Sequence[Answers]) -> float | None:
     return 1e3 * (lasts - firsts) / num_later if num_later else None
 
 
-NUMBERS = (
-    Number("first_token_milliseconds", "first token ms", _first_token, ".0f"),  # median, waiting in the group included
-    Number("token_milliseconds", "ms/token", _token),  # mean time of a token of an answer after its first one
-    Number("draft_milliseconds", "draft ms", _of_step("draft")),
-    Number("verify_milliseconds", "verify ms", _of_step("verify")),
-    Number("rest_milliseconds", "rest ms", _of_step("rest")),
-    Number("step_milliseconds", "step ms", _of_step("draft", "verify", "rest")),
-    *(Number(f"p{share}_seconds", f"p{share} s", _latency(share), ".2f") for share in (50, 90, 99)),
-    # of an accelerator
-    Number("peak_gigabytes", "peak memory GB", lambda own: max(one.peak_bytes for one in own) / 1e9 or None, ".2f"),
+def _peak(own: Sequence[Answers]) -> float | None:
+    """Of an accelerator."""
+    return max(one.peak_bytes for one in own) / 1e9 or None
+
+
+def _copied(own: Sequence[Answers]) -> float | None:
+    copied, drafted = (sum(getattr(answer, f"num_{kind}") for answer in own) for kind in ("copied", "drafted"))
+    return 100 * copied / drafted if copied and drafted else None
+
+
+COLUMNS = (
+    Column("tree", "tree", str),
+    Column("tokens_per_step", "tokens/step"),
+    Column("predicted_tokens_per_step", "predicted"),
+    Column("speedup", "× plain"),
+    Column("decode_speedup", "× plain, decode"),
+    Column("overhead", "overhead"),
+    Column("tokens_per_second", "tokens/s", ".1f"),
+    Column("speedup_over_transformers", "× transformers"),
+    Column("same_text", "same text", str),
+    Column("copied_percent", "copied %", ".0f", "time", _copied),  # of accepted draft tokens, those only copies brought
+    # median, waiting in the group included
+    Column("first_token_milliseconds", "first token ms", ".0f", "time", _first_token),
+    # mean time of a token of an answer after its first one
+    Column("token_milliseconds", "ms/token", ".1f", "time", _token),
+    Column("draft_milliseconds", "draft ms", ".1f", "time", _of_step("draft")),
+    Column("verify_milliseconds", "verify ms", ".1f", "time", _of_step("verify")),
+    Column("rest_milliseconds", "rest ms", ".1f", "time", _of_step("rest")),
+    Column("step_milliseconds", "step ms", ".1f", "time", _of_step("draft", "verify", "rest")),
+    *(Column(f"p{share}_seconds", f"p{share} s", ".2f", "time", _latency(share)) for share in (50, 90, 99)),
+    Column("peak_gigabytes", "peak memory GB", ".2f", "time", _peak),
+    Column("num_parameters", "parameters", lambda count: short_count(count) if count else "", "time"),
 )
 
 
@@ -241,48 +279,14 @@ def parts_of(answers: Sequence[Answers], categories: Sequence[str]) -> Iterator[
             yield f"{TURN}{turn + 1}", lambda answer, turn=turn: answer.turn == turn  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table."""
-
-    heading: str
-    cell: Callable[[Row], str]
-    kind: str = "speed"  # or "time" or "quality": terminals show a table for each
-
-
-def _shown(value: float | None, form: str = ".2f") -> str:
-    return "" if value is None else format(value, form)
-
-
-def columns(rows: Sequence[Row], *, intervals: bool = True) -> list[Column]:
-    """All columns with a number in these rows, their names first; with ``intervals``, cells show them."""
-
-    def number(row: Row, name: str) -> str:
-        value, interval = row.number(name), row.interval(name) if intervals else None
-        return _shown(value) + ("" if value is None or interval is None else f" ({_numbers(*interval)})")
-
-    def own_number(row: Row, one: Number) -> str:
-        return _shown(row.numbers.get(one.name), one.form)
-
-    def quality(row: Row, measure: str) -> str:
-        count = row.quality_counts.get(measure)
-        return number(row, measure) + (f", of {count}" if count is not None else "")
-
+def table_of(rows: Sequence[Row], *kinds: str, intervals: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines of the columns of these kinds, or of all, that have a number. Empty without any."""
     measures = dict.fromkeys(measure for row in rows for measure in row.quality)
-    shown = [
-        Column("drafter", namer(rows)),
-        Column("tree", lambda row: row.tree),
-        Column("tokens/step", partial(number, name="tokens_per_step")),
-        Column("predicted", lambda row: _shown(row.predicted_tokens_per_step)),
-        Column("× plain", partial(number, name="speedup")),
-        Column("× plain, decode", partial(number, name="decode_speedup")),
-        Column("overhead", lambda row: _shown(row.overhead)),
-        Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
-        *(Column(one.heading, partial(own_number, one=one), "time") for one in NUMBERS),
-        Column("parameters", lambda row: short_count(row.num_parameters) if row.num_parameters else "", "time"),
-        *(Column(measure, partial(quality, measure=measure), "quality") for measure in measures),
-    ]
-    return [column for column in shown if any(map(column.cell, rows))]
+    every = [*COLUMNS, *(Column(measure, measure, kind="quality") for measure in measures)]
+    chosen = [column for column in every if (not kinds or column.kind in kinds) and any(map(column.cell, rows))]
+    name = namer(rows)
+    lines = [[name(row), *(column.cell(row, intervals=intervals) for column in chosen)] for row in rows]
+    return (["drafter", *(column.heading for column in chosen)], lines) if chosen else ([], [])
 
 
 # settings that can tell rows of one drafter apart, and the words before their values
@@ -319,22 +323,6 @@ def setting_in_words(settings: Mapping[str, Any], name: str) -> str:
     return f"{SETTINGS[name]} {value:g}" if isinstance(value, float) else f"{SETTINGS[name]} {value}".strip()
 
 
-def _numbers(*values: float) -> str:
-    return "-".join(map(_shown, values))
-
-
-# of ways of decoding as users have them, beside transformers
-SPEED_COLUMNS = [
-    Column("method", lambda row: row.name),
-    Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
-    Column("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
-    Column("speed-up (quartiles)", lambda row: f"{row.speedup:.2f} ({_numbers(*row.speedup_quartiles or ())})"),
-    Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _shown(row.speedup_over_transformers)),
-    Column("same text", lambda row: "yes" if row.num_different == 0 else f"no ({row.num_different})"),
-    Column("worst margin", lambda row: _shown(row.worst_margin, ".1g")),
-]
-
-
 def by_part(rows: Sequence[Row], value: str = "speedup") -> tuple[list[str], list[list[str]]]:
     """A table of one number by part of the questions: headings, and a line for each way. Empty without parts.
 
@@ -346,7 +334,7 @@ def by_part(rows: Sequence[Row], value: str = "speedup") -> tuple[list[str], lis
     name = namer(rows)
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        lines.setdefault(name(row), {})[row.part] = _shown(getattr(row, value))
+        lines.setdefault(name(row), {})[row.part] = f"{getattr(row, value):.2f}"
     others = [part for part in parts if part != ALL]
     return (
         ["drafter", *others, ALL],
@@ -365,10 +353,7 @@ def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> I
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
     """The lines of the tables in Markdown: all numbers, and speed and tokens per step by part."""
     overall = [row for row in rows if row.part == ALL]
-    shown = columns(overall)
-    yield from markdown_table(
-        [column.heading for column in shown], ([column.cell(row) for column in shown] for row in overall)
-    )
+    yield from markdown_table(*table_of(overall))
     yield ""
     yield f"In brackets: 95 % bootstrap intervals over the prompts. {copies_note(overall)}"
     for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):

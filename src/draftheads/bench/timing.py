@@ -32,7 +32,7 @@ _FEW_PROMPTS, _FEW_TOKENS, _FEW_SECONDS = 6, 64, 60.0  # of a short comparison w
 _SAFETY = 0.9  # share of the time that is planned for: later tokens of a text take longer than the first ones
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Answers:
     """One way's answers to a group of prompts."""
 
@@ -43,8 +43,7 @@ class Answers:
     first_seconds: tuple[float, ...] = ()  # of each answer: until its first token, from the group's start
     last_seconds: tuple[float, ...] = ()  # the same, until its last token
     step_tokens: tuple[tuple[int, ...], ...] = ()  # of each answer: the new tokens of every step
-    drafted_by_depth: tuple[int, ...] = ()  # draft tokens at depth 1, 2, … of all answers
-    accepted_by_depth: tuple[int, ...] = ()  # how many of them were accepted
+    accepted_by_depth: tuple[int, ...] = ()  # accepted draft tokens at depth 1, 2, … of all answers
     num_drafted: int = 0  # accepted draft tokens
     num_copied: int = 0  # those of them that only a copy from the text brought
     # milliseconds of each part of a step, summed over ``num_timed_steps`` steps of the whole group
@@ -200,10 +199,17 @@ def stock_way(model: TargetModel, sampling: SamplingSettings = _GREEDY) -> Way:
             reading += streamer.time - last
             last = clock.now
             lasts.append(last - start)
-        num_steps = tuple(len(text) - 1 for text in texts)
-        ones = tuple((1,) * steps for steps in num_steps)
-        times = (last - start, reading, tuple(firsts), tuple(lasts))
-        return [Answers(tuple(texts), num_steps, *times, ones)]
+        return [
+            Answers(
+                token_ids=tuple(texts),
+                num_steps=tuple(len(text) - 1 for text in texts),
+                seconds=last - start,
+                prompt_seconds=reading,
+                first_seconds=tuple(firsts),
+                last_seconds=tuple(lasts),
+                step_tokens=tuple((1,) * (len(text) - 1) for text in texts),
+            )
+        ]
 
     return decode
 
@@ -243,28 +249,24 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
         num_drafted += event.num_drafted
     seconds = clock.now - start
     results = [request.result() for request in requests]
+    accepted = zip_longest(*(result.accepted_by_depth for result in results), fillvalue=0)
     return Answers(
-        tuple(result.token_ids for result in results),
-        tuple(result.num_steps for result in results),
-        seconds,
-        clock.prompt_seconds,
-        tuple(first),
-        tuple(last),
-        tuple(map(tuple, steps)),
-        _summed(result.drafted_by_depth for result in results),
-        _summed(result.accepted_by_depth for result in results),
-        num_drafted,
-        sum(result.num_copied for result in results),
+        token_ids=tuple(result.token_ids for result in results),
+        num_steps=tuple(result.num_steps for result in results),
+        seconds=seconds,
+        prompt_seconds=clock.prompt_seconds,
+        first_seconds=tuple(first),
+        last_seconds=tuple(last),
+        step_tokens=tuple(map(tuple, steps)),
+        accepted_by_depth=tuple(map(sum, accepted)),
+        num_drafted=num_drafted,
+        num_copied=sum(result.num_copied for result in results),
         draft_milliseconds=clock.milliseconds["draft"],
         verify_milliseconds=clock.milliseconds["verify"],
         rest_milliseconds=clock.milliseconds["rest"],
         num_timed_steps=clock.num_steps,
         peak_bytes=torch.cuda.max_memory_allocated(engine.model.device) if is_cuda else 0,
     )
-
-
-def _summed(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 def over_plain(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]]) -> dict[str, tuple[float, float]]:
@@ -296,7 +298,6 @@ def take_turns(
     groups: Sequence[Any],
     *,
     max_new_tokens: int,
-    rounds: int = 1,
     max_seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
     on_answer: Callable[[], None] = lambda: None,
@@ -307,7 +308,6 @@ def take_turns(
     Args:
         ways: what is compared, by name; each is warmed up first.
         groups: prompts, or what else the ways take, that are answered together. At least one group is answered.
-        rounds: how often all groups are answered.
         max_new_tokens: of an answer. In a time box fewer, if else three groups would not be answered; but at least 32.
         max_seconds: the time box of all ways together. No group is begun that would not be answered in time.
         clock: gives seconds.
@@ -325,7 +325,7 @@ def take_turns(
         tokens = affordable_tokens(left, each, num_groups=num_groups, most=max_new_tokens)
     answers: dict[str, list[Answers]] = {name: [] for name in ways}
     longest = 0.0
-    for number, group in enumerate([*groups] * rounds):
+    for number, group in enumerate(groups):
         begun = clock()
         if number and begun + longest - start > max_seconds:
             break
@@ -339,7 +339,7 @@ def take_turns(
 
         for name, values in (saved(number, answered) if saved else answered()).items():
             found = [Answers.from_json(value) for value in values]
-            answers[name] += [replace(each, group=number % len(groups)) for each in found]
+            answers[name] += [replace(each, group=number) for each in found]
         longest = max(longest, clock() - begun)
     return Timings(answers, tokens, clock() - start)
 

@@ -51,6 +51,12 @@ def remarks(rows: Iterable[Row]) -> list[str]:
     fixed = any(row.settings.get("num_nodes") and not row.tree.startswith("its own") for row in (best, *others))
     if best.speedup - best.speedup_error <= 1 and fixed:
         sentences.append("Trees may be too large for this machine: try a smaller `--num-nodes`.")
+    slower = [row.name for row in (best, *others) if row.settings.get("tree") in LOADED and row.speedup < 0.995]
+    if slower:
+        sentences.append(
+            f"Slower than plain decoding here: {', '.join(dict.fromkeys(slower))}. Try `--precision int8`, or measure "
+            "trees on your own prompts with `draftheads tune`."
+        )
     if any(row.num_different for row in (best, *others)):
         sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")
     accepted = {str(row.settings.get("acceptance")) for row in (best, *others)}

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from draftheads.bench.compare import Comparison, compare_heads
 from draftheads.bench.options import BenchOptions
-from draftheads.bench.table import ALL, Row, by_part, columns, markdown
+from draftheads.bench.table import ALL, Row, by_part, markdown, table_of
 from draftheads.bench.verdict import remarks, verdict
 from draftheads.cli.config import keep_config
 from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.show import check_json_path, quiet_transformers, write_json, write_page
-from draftheads.cli.show_comparison import print_lines, print_table
+from draftheads.cli.show import check_json_path, print_table, quiet_transformers, write_json, write_page
 from draftheads.data.records import Record, read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
@@ -46,7 +45,7 @@ def run(options: BenchOptions) -> None:
             settings=options.settings,
             quality=options.quality,
             transformers=options.transformers,
-            **options.load.given(),
+            precision=options.precision,
             fresh=options.fresh,
             progress=progress,
         )
@@ -110,23 +109,15 @@ def write(console: Console, out: Path, comparison: Comparison) -> None:
 def show(console: Console, rows: Sequence[Row]) -> None:
     """A table of each kind of columns, so that they fit a terminal, and the verdict. The files have intervals, too."""
     overall = [row for row in rows if row.part == ALL]
-    shown = columns(overall, intervals=False)
-    name, *others = shown
-    for kind in ("speed", "time", "quality"):
-        if chosen := [column for column in others if column.kind == kind]:
-            print_table(overall, [name, *chosen], console)
-            console.print()
-    for value, title in (("speedup", "× plain"), ("tokens_per_step", "tokens/step")):
-        headings, lines = by_part(rows, value)
+    tables = [("", table_of(overall, kind, intervals=False)) for kind in ("speed", "time", "quality")]
+    tables += [
+        (f"{title} by category and turn", by_part(rows, value))
+        for value, title in (("speedup", "× plain"), ("tokens_per_step", "tokens/step"))
+    ]
+    for title, (headings, lines) in tables:
         if headings:
-            console.print(f"{title} by category and turn")
-            print_lines(headings, lines, console)
+            print_table(console, headings, lines, title)
             console.print()
-    greedy = [row for row in overall if not row.settings.get("temperature")]
-    different = {name.cell(row): row.num_different for row in greedy if row.num_different}
-    if different:
-        numbers = ", ".join(f"{name} {number}" for name, number in different.items())
-        console.print(f"answers that differ from plain decoding: {numbers}")
     for sentence in (verdict(rows), *remarks(rows)):
         console.print(sentence.replace("`", ""), markup=False)
 

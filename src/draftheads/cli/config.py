@@ -54,7 +54,8 @@ def words_of(kind: type, path: Path) -> Iterator[str]:
 
 def as_yaml(options: Any) -> str:
     """The options as ``--config`` reads them."""
-    settings = dict(flat(options))
+    known = {option.name for option in options_of(type(options))}
+    settings = {name: value for name, value in flat(options) if name in known}
     for name, value in settings.items():
         if isinstance(value, tuple):
             settings[name] = [str(each) if isinstance(each, Path) else each for each in value]

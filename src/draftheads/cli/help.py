@@ -16,7 +16,7 @@ import tyro
 
 from draftheads.cli.main import Command
 
-_POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
+_POSITIONAL, _HIDDEN = (typing.get_args(mark[int])[1] for mark in (tyro.conf.Positional, tyro.conf.Suppress))
 _VALUES = {int: "N", float: "X", Path: "PATH", bool: ""}
 _WIDTH = 100  # of the text, where the terminal is wider
 _COLUMN = 28  # of the flags
@@ -71,7 +71,7 @@ def options_of(kind: Any, default: Any = None, group: str = "") -> Iterator[Opti
         if is_dataclass(hint):
             title = (hint.__doc__ or "").partition("\n")[0].rstrip(".")
             yield from options_of(hint, None if value is tyro.MISSING else value, group or title)
-        else:
+        elif _HIDDEN not in marks:
             helps = [mark.help for mark in marks if getattr(mark, "help", None)]  # of tyro.conf.arg
             text = next(iter(helps), documented(kind).get(field.name, ""))
             yield Option(field.name, group or _OWN, _POSITIONAL in marks, hint, text, value)

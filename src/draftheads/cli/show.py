@@ -2,12 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from draftheads.decode.text import TextStream
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # `doctor` writes JSON, too, and must not wait for models
     from draftheads.decode.request import GenerationResult, Request, StreamEvent
 
 DRAFTED = "bold green"
+_BREAKS = re.compile(r"(?<=\S) (?=\S)|(?<=[/_])(?=\w)")  # where a heading goes on in the next line
 _FIRST_IDEOGRAPH = "\u2e80"  # from here on, scripts are written without spaces
 _PARTS = re.compile(f"\\s+|[^\\s{_FIRST_IDEOGRAPH}-\U0010ffff]+|[{_FIRST_IDEOGRAPH}-\U0010ffff]")
 
@@ -121,6 +124,28 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def print_table(console: Console, headings: Sequence[str], lines: Sequence[Sequence[str]], title: str = "") -> None:
+    """A table. Headings break at blanks, and long cells of text are folded.
+
+    One that is too wide, and has more columns than lines, is printed with its columns as lines.
+    """
+
+    def made(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+        table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left")
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if number else "left", overflow="fold", vertical="bottom")
+        for line in lines:
+            table.add_row(*map(Text, line))
+        return table
+
+    broken = [_BREAKS.sub("\n", heading) for heading in headings]
+    table, wide = made(broken, lines), console.options.update(max_width=10_000)
+    if table.__rich_measure__(console, wide).minimum > console.width and len(lines) < len(headings) - 1:
+        first, *others = zip(headings, *lines, strict=True)
+        table = made(first, others)
+    console.print(table)
 
 
 def write_page(console: Console, folder: Path, kind: Literal["training", "tune", "bench"]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from draftheads.bench.table import ALL, PARTS, TURN, Row, by_part, columns, has_copies, heads_only, setting_in_words
+from draftheads.bench.table import ALL, PARTS, TURN, Row, by_part, has_copies, heads_only, setting_in_words, table_of
 from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.bench.verdict import remarks, verdict
 from draftheads.reports.page import Page, Plot, Point, Style, Table
@@ -82,17 +82,14 @@ def _at(row: Row) -> str:
 
 def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> Iterator[Table]:
     overall = [row for row in rows if row.part == ALL]
-    name, *others = columns(overall)
-    quality = [column for column in others if column.kind == "quality"]
-    for title, shown, note in (
-        ("Speed, tokens per step and times", [each for each in others if each not in quality], f" {_HEADINGS}"),
-        ("Quality of the answers", quality, ""),
+    place = [row is best for row in overall].index(True)
+    for title, kinds, note in (
+        ("Speed, tokens per step and times", ("speed", "time"), f" {_HEADINGS}"),
+        ("Quality of the answers", ("quality",), ""),
     ):
-        cells = [[column.cell(row) for column in (name, *shown)] for row in overall]
-        headings = [column.heading for column in (name, *shown)]
-        if shown:
-            place = [row is best for row in overall].index(True)
-            yield Table(title, headings, cells, _INTERVALS + note, best=place, is_wide=True)
+        headings, lines = table_of(overall, *kinds)
+        if headings:
+            yield Table(title, headings, lines, _INTERVALS + note, best=place, is_wide=True)
     first = [row for row in rows if _point(row) == _point(rows[0])]
     for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):
         headings, lines = by_part(first, value)

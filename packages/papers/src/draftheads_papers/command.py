@@ -9,8 +9,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.show import quiet_transformers
-from draftheads.cli.show_comparison import print_lines
+from draftheads.cli.show import print_table, quiet_transformers
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
@@ -48,7 +47,7 @@ def run(options: ReproduceOptions) -> None:
         if isinstance(block, str):
             console.print(Markdown(block))
         else:
-            print_lines(*block, console)
+            print_table(console, *block)
         console.print()
     console.print(f"wrote {out / 'table.md'} and {out / 'table.json'}", soft_wrap=True)
 

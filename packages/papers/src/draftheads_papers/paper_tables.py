@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from draftheads.bench.quality import Agreement
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import ALL, NUMBERS, Interval, Row, markdown_table, setting_in_words
+from draftheads.bench.table import ALL, COLUMNS, Interval, Row, markdown_table, setting_in_words
 from draftheads.bench.timing import PLAIN
 from draftheads.errors import DataError
 from draftheads.heads import head_methods
@@ -161,15 +161,7 @@ def _add_columns(table: PaperTable, cells: Cells) -> None:
 
 
 # numbers of a row as the papers call them
-WORDS = {
-    "speedup": "× plain",
-    "decode_speedup": "× plain, decode",
-    "tokens_per_step": "tokens/step",
-    "accepted_per_step": "accepted/step",
-    "tokens_per_second": "tokens/s",
-    **{one.name: one.heading for one in NUMBERS},
-    "num_parameters": "parameters",
-}
+WORDS = {**{column.name: column.heading for column in COLUMNS}, "accepted_per_step": "accepted/step"}
 
 
 # what the papers call rows, by the paper; and whose plain decoding their speeds are over
