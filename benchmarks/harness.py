@@ -22,7 +22,7 @@ import torch
 
 from draftheads.data.records import TextPrompt, own_prompts
 from draftheads.models.devices import default_dtype
-from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder
+from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, converted_folder
 from draftheads.utils.estimates import quartiles
 from draftheads.utils.provenance import provenance
 
@@ -69,9 +69,9 @@ def exact_precision(name: str) -> str:
 
 def real_model() -> Path:
     """The folder of smollm2-135m; exits where it is not installed."""
-    folder = converted_folder(SMOLLM2_135M)
+    folder = converted_folder()
     if folder is None:
-        sys.exit(f"error: {SMOLLM2_135M.name} is not installed: {SMOLLM2_135M.pip_install}")
+        sys.exit(f"error: {SMOLLM2_135M} is not installed: {SMOLLM2_INSTALL}")
     return folder
 
 

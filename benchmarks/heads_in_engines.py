@@ -118,17 +118,17 @@ def main(options: Options) -> None:
     named = options.heads or {"vllm": ("medusa", "hydra"), "openvino": ("eagle3",)}.get(options.engine, ("dflash",))
     prompts = encoded(spread(prompts_in(options.prompts), options.limit), real_model())
     precision = "int8" if options.engine == "openvino" else options.precision
-    ours = {"name": SMOLLM2_135M.name, "precision": precision, "max_batch_size": max(options.batch_sizes)}
+    ours = {"name": SMOLLM2_135M, "precision": precision, "max_batch_size": max(options.batch_sizes)}
     ways: list[DecodingMethod] = []
     for head in (None, *named):
-        most = read_head(find_head(head, SMOLLM2_135M.name)).config.num_heads if head else 0
+        most = read_head(find_head(head, SMOLLM2_135M)).config.num_heads if head else 0
         chain = min(options.chain or most, most)
         ways += theirs(options, head, chain, max(map(len, prompts)))
         own = {**ours, "head": head, "chain": chain}
         ways.append(DecodingMethod(f"draftheads {head or 'plain'}", "draftheads", own))
     comparison = Comparison(options, ways, prompts)
     comparison.run()
-    scorer = load_target(SMOLLM2_135M.name, precision="fp32")
+    scorer = load_target(SMOLLM2_135M, precision="fp32")
 
     def cells(row: Row) -> list[str]:
         plain = comparison.rows[f"{row.name.split()[0]} plain", row.batch_size]

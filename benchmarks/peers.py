@@ -159,14 +159,14 @@ def blocks(prompts: Sequence[Ids], size: int) -> Iterator[list[Ids]]:
 def all_ways(options: Options, longest_prompt: int) -> list[DecodingMethod]:
     """All rows that there can be, in the table's order."""
     precision = exact_precision(options.precision)
-    folder, gguf = str(real_model()), str(find_gguf(SMOLLM2_135M))
+    folder, gguf = str(real_model()), str(find_gguf())
     exported = options.environments / "models"
     common = {
         "threads": options.threads,
         "max_length": longest_prompt + options.max_new_tokens + 16,  # room for draft tokens at the end
         "max_batch_size": max(options.batch_sizes),
     }
-    ours = {"name": SMOLLM2_135M.name, **common}
+    ours = {"name": SMOLLM2_135M, **common}
     ways = [
         DecodingMethod(
             f"draftheads {kind}{f' {head}' if head else ''}", "draftheads", {**ours, "head": head, "precision": kind}

@@ -185,7 +185,7 @@ def test_gpus(
 
 def test_where_the_default_model_is(here: Path, monkeypatch: pytest.MonkeyPatch):
     def found(*, package: bool, **changed: Any) -> Finding:
-        monkeypatch.setattr(doctor, "find_gguf", lambda _: Path("model.gguf") if package else None)
+        monkeypatch.setattr(doctor, "find_gguf", lambda: Path("model.gguf") if package else None)
         versions(monkeypatch, **changed)
         return one(doctor.find_models(), "smollm2-135m")
 

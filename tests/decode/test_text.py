@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
 from draftheads.decode.text import StopText, TextStream
-from draftheads.models.prompt_text import byte_of_letter
+from draftheads.models.chat_template import byte_of_letter
 from families import IntegerTokenizer
 
 BROKEN = "\ufffd"

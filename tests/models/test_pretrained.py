@@ -33,12 +33,12 @@ from transformers.utils import logging
 from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import gguf_models
 from draftheads.models.devices import default_dtype
-from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, find_gguf
+from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, converted_folder, find_gguf
 from draftheads.models.model_names import resolve_model
 from draftheads.models.pretrained import load_pretrained
 
-NAME = SMOLLM2_135M.name
-HUB_ID = SMOLLM2_135M.hub_id
+NAME = SMOLLM2_135M
+HUB_ID = SMOLLM2_HUB_ID
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "hi", "12"]
 MERGES = ["h i", "1 2"]
@@ -292,7 +292,7 @@ def test_without_gguf_the_conversion_names_the_extra(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("site")
 def test_a_second_start_converts_nothing_and_needs_no_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = converted_folder(SMOLLM2_135M)
+    first = converted_folder()
     monkeypatch.setattr(gguf_models, "find_gguf", Mock(side_effect=AssertionError))
     monkeypatch.setattr(gguf_models, "_convert", Mock(side_effect=AssertionError))
     assert resolve_model(NAME) == first
@@ -442,7 +442,7 @@ def test_the_default_type_follows_the_gpu(
 @pytest.mark.real
 @pytest.mark.thorough
 def test_the_real_conversion_equals_the_conversion_of_transformers(cache: Path) -> None:
-    source = find_gguf(SMOLLM2_135M)
+    source = find_gguf()
     assert source is not None
     model, tokenizer, _ = load_pretrained(NAME, dtype=torch.bfloat16, device="cpu")
     theirs: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from byte_tokenizers import LETTERS, TOKENIZERS, byte_fallback, byte_level
 from draftheads.decode.engine import Engine
 from draftheads.errors import PromptTooLong
-from draftheads.models.prompt_text import token_ids_of
+from draftheads.models.chat_template import token_ids_of
 from families import IntegerTokenizer
 from serve_world import Running, running, tiny_engines
 

@@ -10,10 +10,10 @@ import pytest
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
 from draftheads.errors import InvalidSettings, StorageError
-from draftheads.models.gguf_models import SMOLLM2_135M, place_in_cache
+from draftheads.models.gguf_models import place_in_cache
 from draftheads.utils.cache import PARTS, CachePart, cache_folder, clear, contents_of
 from draftheads.utils.files import locked
-from draftheads.utils.identity import identity_digest
+from draftheads.utils.provenance import identity_digest
 
 PART = {part.name: part for part in PARTS}
 FILES = {
@@ -93,7 +93,7 @@ def test_the_parts_have_the_names_that_are_written(
 ) -> None:
     """By the functions that name or write them."""
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
-    assert PART["smollm2-135m"].is_own(place_in_cache(SMOLLM2_135M).name)
+    assert PART["smollm2-135m"].is_own(place_in_cache().name)
     saved = read_head(world / "medusa")
     assert PART["profiles"].is_own(cached_profile_folder(saved).name)
     for name in ("answers", "bench"):

@@ -7,8 +7,7 @@ import pytest
 
 from draftheads.errors import DataError, StorageError
 from draftheads.utils import file_set
-from draftheads.utils.file_set import current, finish_replacing, read_set, replaced_set
-from draftheads.utils.files import write_atomic
+from draftheads.utils.files import current, finish_replacing, read_set, replaced_set, write_atomic
 
 NAMES = ("a", "b")
 

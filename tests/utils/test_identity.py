@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftheads.errors import InvalidSettings
-from draftheads.utils.identity import as_json_values, changes, identity_digest, require_same, saved_json
+from draftheads.utils.provenance import as_json_values, changes, identity_digest, require_same, saved_json
 
 
 def test_another_run_is_refused_with_its_differences() -> None:

@@ -21,8 +21,8 @@ from cli_world import PROMPTS, TEMPLATE, write_model
 from draftheads.cli.main import COMMANDS, main
 from draftheads.decode import batch
 from draftheads.decode.engine import Engine
+from draftheads.models.chat_template import TokenBytes
 from draftheads.models.model import TargetModel
-from draftheads.models.prompt_text import TokenBytes
 from draftheads.settings import Grammar
 from draftheads_audit import COMMAND, command, run
 from draftheads_audit import server as servers

@@ -35,10 +35,9 @@ from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import counted
 from draftheads.utils.files import locked
-from draftheads.utils.identity import identity_digest
 from draftheads.utils.machine import OtherPrograms
 from draftheads.utils.progress import Progress, shown
-from draftheads.utils.provenance import provenance
+from draftheads.utils.provenance import identity_digest, provenance
 
 FORMAT_VERSION = 4  # of the record
 

@@ -24,7 +24,7 @@ from draftheads.models.model_names import base_of
 from draftheads.settings import Precision
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.drafting import Drafting
-from draftheads.utils.identity import identity_digest
+from draftheads.utils.provenance import identity_digest
 
 DRAFT_MODEL = "draft-model"
 # the drafters of UNTRAINED, with trees of at most so many nodes

@@ -22,8 +22,8 @@ from draftheads.drafters.copying import Copying
 from draftheads.errors import DataError, InvalidPrompt, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
-from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.progress import Progress, counted_stage
+from draftheads.utils.provenance import identity_digest, saved_json
 
 _QUEUE = 4  # prompts in a group for each one that is at work: the next one takes the place of one that is answered
 

@@ -19,7 +19,7 @@ from draftheads.models.generation import ALL_TOKENS
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.utils.estimates import Share, ratio_with_error
-from draftheads.utils.identity import identity_digest
+from draftheads.utils.provenance import identity_digest
 
 PLAIN = "plain"
 STOCK = "transformers"

@@ -17,8 +17,8 @@ from draftheads.search.tree_search import product_order
 from draftheads.speculation.shapes import BestFirst, Sampled, Shape, in_words
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.speculation.tree import Tree
-from draftheads.utils.identity import saved_json
 from draftheads.utils.progress import Progress
+from draftheads.utils.provenance import saved_json
 
 
 @dataclass(frozen=True)

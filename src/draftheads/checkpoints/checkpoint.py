@@ -42,8 +42,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile
 from draftheads.utils.counts import counted
-from draftheads.utils.file_set import read_set, replaced_set
-from draftheads.utils.files import atomic_directory, user_path
+from draftheads.utils.files import atomic_directory, read_set, replaced_set, user_path
 from draftheads.utils.messages import first_names
 from draftheads.utils.provenance import provenance
 from draftheads.utils.strict_json import read_dataclass

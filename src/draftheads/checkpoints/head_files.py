@@ -27,7 +27,7 @@ from draftheads.errors import CheckpointCorrupt, ModelNotFound, UnknownMethod
 from draftheads.heads import check_method
 from draftheads.models.model_names import kind_of_folder
 from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
-from draftheads.utils.file_set import current, read_set
+from draftheads.utils.files import current, read_set
 from draftheads.utils.strict_json import checked, read_object
 
 FORMAT_VERSION = 1

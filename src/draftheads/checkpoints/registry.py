@@ -85,9 +85,9 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
     folder = user_path(name)
     if folder.is_dir():
         return folder
-    if (base or base_name) == SMOLLM2_135M.name and method in DATA_PACKAGE_HEADS:
+    if (base or base_name) == SMOLLM2_135M and method in DATA_PACKAGE_HEADS:
         raise ModelNotFound(
-            f"the head {method!r} for {SMOLLM2_135M.name} is in the package {DATA_PACKAGE}; install it with: "
+            f"the head {method!r} for {SMOLLM2_135M} is in the package {DATA_PACKAGE}; install it with: "
             f"{DATA_PACKAGE_INSTALL}"
         )
     if match := _HUB_ID.fullmatch(name):
@@ -174,6 +174,6 @@ def _installed_for(base_name: str) -> str:
     if methods := [head.method for head in heads if head.base_name == base_name]:
         return f"installed for {base_name}: {', '.join(methods)}"
     others = ", ".join(f"{head.base_name}/{head.method}" for head in heads)
-    is_here = base_name == SMOLLM2_135M.name or user_path(base_name).exists()
-    meant = "" if is_here else hint_at(base_name, [SMOLLM2_135M.name])
+    is_here = base_name == SMOLLM2_135M or user_path(base_name).exists()
+    meant = "" if is_here else hint_at(base_name, [SMOLLM2_135M])
     return f"none is installed for {base_name}{meant}" + (f"; for a tuned copy of its base: {others}" if others else "")

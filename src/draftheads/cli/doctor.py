@@ -19,7 +19,14 @@ from rich.text import Text
 
 from draftheads.checkpoints.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, zoo_heads
 from draftheads.errors import DraftHeadsError, MissingDependency, first_line
-from draftheads.models.gguf_models import SMOLLM2_135M, find_gguf, place_in_cache
+from draftheads.models.gguf_models import (
+    SMOLLM2_135M,
+    SMOLLM2_HUB_ID,
+    SMOLLM2_INSTALL,
+    SMOLLM2_PACKAGE,
+    find_gguf,
+    place_in_cache,
+)
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import byte_size, counted
 from draftheads.utils.environment import Environment
@@ -183,27 +190,27 @@ def find_models() -> Iterator[Finding]:
     """The default model and the installed heads."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
 
-    model, text, advice, mark = SMOLLM2_135M, "is downloaded at the first use; or install it", "", "!"
+    text, advice, mark = "is downloaded at the first use; or install it", "", "!"
     try:
-        is_converted = place_in_cache(model).is_dir()
+        is_converted = place_in_cache().is_dir()
     except DraftHeadsError:
         is_converted = False
     if is_converted:
         text = "in the cache, converted from its package"
-    elif find_gguf(model) is not None:
-        text = f"in its package {model.distribution}; converted at the first use"
+    elif find_gguf() is not None:
+        text = f"in its package {SMOLLM2_PACKAGE}; converted at the first use"
         advice = "pip install 'draftheads[demo]': gguf converts it" if installed_version("gguf") is None else ""
-    elif isinstance(try_to_load_from_cache(model.hub_id, "config.json"), str):
+    elif isinstance(try_to_load_from_cache(SMOLLM2_HUB_ID, "config.json"), str):
         text = "downloaded from the Hugging Face Hub"
     else:
-        advice, mark = model.pip_install, "-"
-    yield Finding(model.name, text, advice, mark)
+        advice, mark = SMOLLM2_INSTALL, "-"
+    yield Finding(SMOLLM2_135M, text, advice, mark)
     heads: dict[str, list[str]] = {}
     for head in zoo_heads():
         heads.setdefault(head.base_name, []).append(head.method)
     text = "; ".join(f"{', '.join(methods)} for {base}" for base, methods in heads.items())
     yield Finding("heads", text or "none", "" if heads else "reinstall draftheads: its wheel has two")
-    if missing := set(DATA_PACKAGE_HEADS).difference(heads.get(model.name, [])):
+    if missing := set(DATA_PACKAGE_HEADS).difference(heads.get(SMOLLM2_135M, [])):
         yield Finding(DATA_PACKAGE, f"not installed; it has {len(missing)} more of them", DATA_PACKAGE_INSTALL, "-")
 
 

@@ -30,7 +30,7 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             check_model(value)
         elif name == "chat_template":
             read_template(value)
-    model = dict(pairs).get("model") or SMOLLM2_135M.name
+    model = dict(pairs).get("model") or SMOLLM2_135M
     for name, value in [] if ("resume", True) in pairs else pairs:  # its head may be gone
         if name in _HEADS and value is not None:
             check_head(str(value), model)

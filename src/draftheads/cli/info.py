@@ -66,8 +66,8 @@ def _print_zoo(console: Console) -> None:
         console.print("No heads are installed. Train one with `draftheads train`.", markup=False)
     else:
         console.print(_zoo_table(heads))
-    if not {head.method for head in heads if head.base_name == SMOLLM2_135M.name}.issuperset(DATA_PACKAGE_HEADS):
-        console.print(f"More heads for {SMOLLM2_135M.name}: {DATA_PACKAGE_INSTALL}", markup=False)
+    if not {head.method for head in heads if head.base_name == SMOLLM2_135M}.issuperset(DATA_PACKAGE_HEADS):
+        console.print(f"More heads for {SMOLLM2_135M}: {DATA_PACKAGE_INSTALL}", markup=False)
     console.print(f"Methods that can be trained: {', '.join(head_methods())}", markup=False, soft_wrap=True)
 
 

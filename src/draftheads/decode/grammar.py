@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
-from draftheads.models.chat_template import continuing_ids
-from draftheads.models.prompt_text import TokenBytes
+from draftheads.models.chat_template import TokenBytes, continuing_ids
 from draftheads.settings import Grammar
 from draftheads.speculation.draft import AFTER_END, FORBIDDEN
 

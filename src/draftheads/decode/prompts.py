@@ -6,9 +6,8 @@ from numbers import Integral
 from typing import Any
 
 from draftheads.errors import ChatTemplateWarning, InvalidPrompt
-from draftheads.models.chat_template import BUILT_IN, render, template_of
+from draftheads.models.chat_template import BUILT_IN, render, template_of, token_ids_of
 from draftheads.models.model import TargetModel
-from draftheads.models.prompt_text import token_ids_of
 from draftheads.utils.messages import Message, half_character, message_problem, short
 
 Prompt = str | Sequence[Message] | Sequence[int]  # a user's text, a list of messages, or token ids as they are

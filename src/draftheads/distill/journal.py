@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self
 from draftheads.distill.prompts import Seen
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.utils.files import append_synced, locked, write_atomic
-from draftheads.utils.identity import as_json_values, require_same
+from draftheads.utils.provenance import as_json_values, require_same
 
 WORK = ("generations", "tokens", "steps", "milliseconds")  # counts also of what is left out
 

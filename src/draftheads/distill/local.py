@@ -12,7 +12,7 @@ from draftheads.distill.options import NO_CHATS, DistillOptions
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
 from draftheads.models.chat_template import ChatReader, continuing_ids, render, special_ids, template_of
 from draftheads.settings import SamplingSettings
-from draftheads.utils.identity import identity_digest
+from draftheads.utils.provenance import identity_digest
 
 DOCUMENT_TOKENS = 64  # of each text that the model reads
 QUESTION_TOKENS = 256  # a self-talk question that is longer is dropped

@@ -18,9 +18,8 @@ from draftheads.distill.prompts import SELF_TALK, Prompt, Survey, survey, unique
 from draftheads.errors import DistillationInterrupted, EndpointError
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable
-from draftheads.utils.identity import as_json_values
 from draftheads.utils.progress import Progress
-from draftheads.utils.provenance import provenance
+from draftheads.utils.provenance import as_json_values, provenance
 
 _BATCHES_AT_ONCE = 8  # that are in memory; at their end the batch is not full, which costs a tenth of the speed
 _MAY_CHANGE = (  # the answers do not depend on these (batch_size only by rounding)

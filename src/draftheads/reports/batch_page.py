@@ -10,7 +10,7 @@ from draftheads.data.chat_tokens import EncodedChat
 from draftheads.models.chat_template import special_ids
 from draftheads.reports.page import Page, Pieces, Table
 from draftheads.utils.counts import counted
-from draftheads.utils.identity import as_json_values
+from draftheads.utils.provenance import as_json_values
 
 _UNFINISHED = "\ufffd"  # what a tokenizer gives for bytes that are not a whole character yet
 _VISIBLE = str.maketrans(  # control characters, which a terminal would execute

@@ -26,8 +26,8 @@ from draftheads.settings import SamplingSettings
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.utils.counts import counted
-from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.progress import Progress, counted_stage
+from draftheads.utils.provenance import identity_digest, saved_json
 
 _ANSWERS_AT_ONCE = 16
 _ROWS_AT_ONCE = 64  # answers along which growing trees are drafted together

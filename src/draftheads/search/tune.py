@@ -26,8 +26,7 @@ from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import KINDS, PROFILE_FILE, AcceptanceProfile
 from draftheads.speculation.drafting import Drafting
 from draftheads.utils.cache import cache_folder
-from draftheads.utils.file_set import finish_replacing
-from draftheads.utils.files import check_writable, locked, user_path, write_atomic
+from draftheads.utils.files import check_writable, finish_replacing, locked, user_path, write_atomic
 from draftheads.utils.progress import Progress, shown
 from draftheads.utils.provenance import provenance
 

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.text import TextStream
-from draftheads.models.chat_template import template_of
-from draftheads.models.prompt_text import TokenBytes
+from draftheads.models.chat_template import TokenBytes, template_of
 from draftheads.serve.request_params import RequestParams
 from draftheads.utils.provenance import installed_version
 

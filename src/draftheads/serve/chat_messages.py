@@ -10,10 +10,16 @@ from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import DraftHeadsError, InvalidPrompt, first_line
-from draftheads.models.chat_template import effort_variables, render, reserved_names, template_of, thinking_tags
+from draftheads.models.chat_template import (
+    effort_variables,
+    render,
+    reserved_names,
+    template_of,
+    thinking_tags,
+    token_ids_of,
+)
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
-from draftheads.models.prompt_text import token_ids_of
 from draftheads.serve.fields import ApiError, Fields, NoEffect, api_error_of, text_or_list, wrong
 from draftheads.serve.request_params import CommonFields, RequestParams
 from draftheads.serve.tools import OPEN, ToolUse, check_template

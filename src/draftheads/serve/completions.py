@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
-from draftheads.models.prompt_text import token_ids_of
+from draftheads.models.chat_template import token_ids_of
 from draftheads.runners import runner_for
 from draftheads.serve.call import Call, DraftPieces, completion_logprobs, tokens_with_logprobs
 from draftheads.serve.fields import NoEffect, api_error_of, wrong

@@ -25,8 +25,7 @@ from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel
 from draftheads.settings import LoadSettings
 from draftheads.speculation.drafting import Drafting
-from draftheads.utils.file_set import current
-from draftheads.utils.files import user_path
+from draftheads.utils.files import current, user_path
 from draftheads.utils.machine import find_memory
 
 _UNKNOWN_BYTES = 2 << 30  # of free memory, where it is not known

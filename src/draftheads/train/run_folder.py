@@ -22,10 +22,8 @@ from draftheads.train.new_head import Start, digest_of
 from draftheads.train.options import TrainOptions
 from draftheads.train.training_data import TrainingData
 from draftheads.utils.counts import counted
-from draftheads.utils.file_set import current
-from draftheads.utils.files import locked, remove_leftovers, write_atomic
-from draftheads.utils.identity import as_json_values, changes, require_same
-from draftheads.utils.provenance import provenance
+from draftheads.utils.files import current, locked, remove_leftovers, write_atomic
+from draftheads.utils.provenance import as_json_values, changes, provenance, require_same
 
 # settings that do not change the result: a complete run is the same with other values
 _WITHOUT_EFFECT = frozenset({"out", "resume", "save_steps"})

@@ -11,8 +11,7 @@ from draftheads.data.records import TextPrompt
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.errors import InvalidSettings
-from draftheads.models.chat_template import special_ids
-from draftheads.models.prompt_text import TokenBytes, token_ids_of
+from draftheads.models.chat_template import TokenBytes, special_ids, token_ids_of
 from draftheads.runners import runner_for
 from draftheads.settings import Grammar, SamplingSettings
 from draftheads_audit.compare import Score, common_length, gap_by_logprobs

@@ -25,9 +25,9 @@ from draftheads.bench.quality import Item, Measure, Outcome, Scores
 from draftheads.data.files import at_line, read_values
 from draftheads.errors import DataError, EndpointError, InvalidSettings
 from draftheads.utils.files import user_path
-from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.messages import short
 from draftheads.utils.progress import Progress
+from draftheads.utils.provenance import identity_digest, saved_json
 
 _OPENAI = "https", "api.openai.com", 443  # the only address that has a key by default
 _RATINGS = re.compile(r"\[\[(\d+(?:\.\d+)?)\]\]"), re.compile(r"\[(\d+(?:\.\d+)?)\]")
