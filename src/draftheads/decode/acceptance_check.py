@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from draftheads.errors import BaseModelWarning
+from draftheads.utils.counts import counted
 
 _STEPS = 500  # the last ones, of all rows
 # accepted draft tokens for each expected one; measured, see "Heads of tuned copies" in research/LOG.md
@@ -38,11 +39,12 @@ class AcceptanceCheck:
         if self.is_said or expected < _LEAST_EXPECTED or accepted >= _LOW * expected:
             return None
         self.is_said = True
+        steps = counted(len(self.steps), "step")
         measured, usual = (1 + count / len(self.steps) for count in (accepted, expected))
         whose = "a head is assumed to give" if self.is_assumed else "its acceptance profile expects"
         return (
             f"{self.head} gives {measured:.2f} tokens per step with {self.model}, and {whose} {usual:.2f} (the last "
-            f"{len(self.steps)} steps, without copies): the model or these texts differ from those that it was trained "
+            f"{steps}, without copies): the model or these texts differ from those that it was trained "
             f"for. Train it further: `draftheads train --method {self.method} --start-from {self.head} --model "
             f"{self.model} --data … --out …`"
         )
