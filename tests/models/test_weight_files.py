@@ -263,8 +263,11 @@ def test_whole_weights_that_are_called_quantised_are_refused(bits: dict[str, Any
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
 @pytest.mark.parametrize("place", ["argument", "dictionary", "config.json", "loaded"])
-def test_8_bits_of_bitsandbytes_are_refused_with_their_reason(place: str, tmp_path: Path) -> None:
+def test_8_bits_of_bitsandbytes_are_refused_unless_each_row_is_for_itself(place: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "model")
+    if place == "argument":
+        apart = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+        assert ask(folder, quantization_config=apart, head="prompt-lookup") == ask(folder, quantization_config=apart)
     quantisation: Any = BitsAndBytesConfig(load_in_8bit=True)
     options: dict[str, Any] = {}
     if place == "config.json":
@@ -279,13 +282,6 @@ def test_8_bits_of_bitsandbytes_are_refused_with_their_reason(place: str, tmp_pa
     reason = r"LLM\.int8\(\).* depends on the rows .*: use precision int8 or four_bit"
     with pytest.raises(UnsupportedModel, match=reason):
         draftheads.load(model, **options)
-
-
-@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
-def test_8_bits_in_which_each_row_is_for_itself_are_read(tmp_path: Path) -> None:
-    folder = written(tmp_path / "model")
-    apart = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    assert ask(folder, quantization_config=apart, head="prompt-lookup") == ask(folder, quantization_config=apart)
 
 
 @pytest.mark.parametrize("kind", KINDS)

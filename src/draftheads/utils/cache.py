@@ -87,30 +87,13 @@ _DIGEST, _LONG_DIGEST = r"[0-9a-f]{16}", r"[0-9a-f]{24}"
 _MEASURED = rf"{_LONG_DIGEST}\.json"
 PARTS = (
     CachePart(
-        _DEFAULT_MODEL,
-        "the default model, converted from its package",
-        "converted again, or downloaded",
-        rf"{_DEFAULT_MODEL}-v\d+",
+        _DEFAULT_MODEL, "the default model, converted", "converted again, or downloaded", rf"{_DEFAULT_MODEL}-v\d+"
     ),
     CachePart("gguf", "models converted from GGUF files", "converted again", rf"[^/]+-{_DIGEST}-v\d+"),
-    CachePart(
-        "costs", "milliseconds of steps, by model and head", "measured again in a second for each head", _MEASURED
-    ),
-    CachePart(
-        "profiles",
-        "acceptance profiles by `draftheads tune`",
-        "lost: heads use their own until you tune again",
-        rf"[\w.+-]+-{_DIGEST}",
-    ),
-    CachePart(
-        "answers", "prompts of `draftheads tune`, with answers", "answered again by the next `draftheads tune`", _DIGEST
-    ),
-    CachePart(
-        "bench",
-        "results from which `draftheads bench` continues",
-        "measured again; files in --out stay",
-        _DIGEST,
-    ),
+    CachePart("costs", "milliseconds of steps, by model, head", "measured again in a second for each head", _MEASURED),
+    CachePart("profiles", "profiles by `draftheads tune`", "lost: heads use their own", rf"[\w.+-]+-{_DIGEST}"),
+    CachePart("answers", "prompts of `draftheads tune`, with answers", "answered again by the next tune", _DIGEST),
+    CachePart("bench", "results from which `bench` continues", "measured again; files in --out stay", _DIGEST),
 )
 
 
