@@ -712,8 +712,8 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("method", "option", "words"),
     [
-        ("hydra", "depth=2", r"depth=2: hydra has no option 'depth'; it has no further options"),
-        ("hydra", "depth", r"depth: hydra has no option 'depth'; it has no further options"),
+        ("hydra", "depth=2", r"depth=2: hydra has no option 'depth'; choose among lm_head_rank"),
+        ("hydra", "depth", r"depth: hydra has no option 'depth'; choose among lm_head_rank"),
         (
             "amphista",
             "num_heads=2",

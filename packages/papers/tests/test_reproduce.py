@@ -338,15 +338,13 @@ def test_a_model_without_bundled_heads_needs_heads(folder: Path, tmp_path: Path)
 
 def test_options_of_a_variant_are_its_recipe_s_its_own_and_the_budget_s(tmp_path: Path):
     budget: dict[str, Any] = {"data": (Path("chats.jsonl"),), "max_tokens": 99, "batch_tokens": 512}
-    changes = {"recipe": "medusa-2", "joint": True, "heads_first": 0.0, "epochs": 7}
+    changes = {"recipe": "medusa-2", "joint": "direct", "epochs": 7}
     options = options_of(changes, "smollm2-135m", tmp_path, budget)
-    assert options.joint
-    flat = options.flat()
-    assert (flat["lora_alpha"], flat["heads_first"], flat["epochs"]) == (16, 0.0, 7)
-    assert (flat["max_tokens"], flat["batch_tokens"], flat["resume"]) == (99, 512, True)
-    assert options_of(changes, "smollm2-135m", tmp_path, {**budget, "epochs": 2}).flat()["epochs"] == 2
+    assert (options.joint, options.warmup, options.epochs) == ("direct", 40, 7)
+    assert (options.max_tokens, options.batch_tokens, options.resume) == (99, 512, True)
+    assert options_of(changes, "smollm2-135m", tmp_path, {**budget, "epochs": 2}).epochs == 2
     both = {**budget, "text": (Path("text.txt"),)}
     for only_text, data in ((True, ()), (False, budget["data"])):
         changes = {"recipe": "mlp-speculator", "only_text": only_text}
-        flat = options_of(changes, "smollm2-135m", tmp_path, both).flat()
+        flat = vars(options_of(changes, "smollm2-135m", tmp_path, both))
         assert (flat["text"], flat["data"]) == (both["text"], data)

@@ -27,8 +27,8 @@ def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
     for option in options:
         name, equals, text = option.partition("=")
         if name not in known:
-            others = f"choose among {', '.join(sorted(known))}" if known else "it has no further options"
-            raise InvalidSettings(f"--head-options {option}: {method} has no option {name!r}; {others}")
+            others = ", ".join(sorted(known))
+            raise InvalidSettings(f"--head-options {option}: {method} has no option {name!r}; choose among {others}")
         if not equals:
             raise InvalidSettings(f"--head-options {option}: it has no value; give {name}=VALUE")
         try:
