@@ -18,7 +18,7 @@ COMMANDS = {
     "tune": ["tune", "./damaged", "./hydra", "--prompts", "p.jsonl"],
     "distill": ["distill", "--prompts", "p.jsonl", "--out", "out.jsonl", "--model", "./damaged"],
     "train": ["train", "--method", "medusa", "--model", "./damaged", "--data", "c.jsonl", "--out", "out"],
-    "train --joint": ["train", "--joint", "--model", "./damaged", "--data", "c.jsonl", "--out", "out"],
+    "train --joint": ["train", "--joint", "text", "--model", "./damaged", "--data", "c.jsonl", "--out", "out"],
     "export": ["export", "./medusa", "--model", "./damaged", "--out", "out"],
     "import": ["import", "./theirs", "--model", "./damaged", "--out", "out"],
     "merge": ["merge", "--model", "./damaged", "--adapter", "./lora", "--out", "out"],

@@ -231,6 +231,7 @@ def test_the_passes_of_a_model_are_known_from_its_configuration(family: str, tmp
     assert family != "llama" or is_native
 
 
+@pytest.mark.skipif(load_library() is None, reason="there is no native library")
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

@@ -56,9 +56,8 @@ REFUSED = {
     "distill --documents none.txt --out o.jsonl": "none.txt: cannot be read",
     "tune model ./medusa --prompts none.jsonl": "none.jsonl: cannot be read",
     "train --method medusa --data chats.jsonl none.jsonl --out out": "none.jsonl: cannot be read",
-    "train --joint --model model --head ./hydar --data chats.jsonl --out out": "no head './hydar'",
+    "train --joint text --model model --start-from ./hydar --data chats.jsonl --out out": "no head './hydar'",
     "generate a --model model --chat-template none.jinja": "chat template 'none.jinja' cannot be read",
-    "bench --model ./modle --limt 3": "no option --limt; did you mean --limit?",
     "generate a --model model --tree 0": "num_nodes is 0",
     "chat model --temperature -1": "temperature is -1.0",
 }

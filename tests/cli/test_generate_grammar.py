@@ -54,10 +54,6 @@ def test_any_json(run: Run):
         (["--json-schema", '{"type": "strin"}'], "the grammar cannot be used: Invalid type: strin"),
         (["--regex", "(a"], "the grammar cannot be used: "),
         (["--regex", ""], "the grammar allows no text"),
-        (
-            ["--json", "--ignore-eos"],
-            "ignore_eos is True, but an answer with a grammar ends where the grammar ends",
-        ),
     ],
 )
 @pytest.mark.usefixtures("folder")

@@ -1,12 +1,16 @@
-"""Options that messages, docstrings and the chat page name exist."""
+"""Options that messages, docstrings and the chat page name exist, and there are not too many."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 import draftheads
 from draftheads.cli.help import options_of as options_in
-from draftheads.cli.main import COMMANDS, options_of
+from draftheads.cli.main import COMMANDS, all_commands, main, options_of
 
+MOST = {"train": 35, "generate": 25, "serve": 20, "chat": 15, "distill": 15, "bench": 28, "demo": 14}  # others: 10
+MOST_IN_ALL = 260
 OF_OTHERS = {"help", "help-verbose", "version", "force-reinstall", "upgrade", "no-deps"}
 CALL_OTHERS = {"export.py", "provenance.py"}  # files with options of other programs, as all in formats/
 
@@ -25,3 +29,16 @@ def test_every_option_that_is_named_exists():
                 if name not in names:
                     unknown.setdefault(name, path.name)
     assert unknown == {}
+
+
+def test_commands_have_few_options():
+    """Of the packages beside this one, too."""
+    counts = {name: len(list(options_in(*options_of(name)))) for name in all_commands()}
+    assert {name: count for name, count in counts.items() if count > MOST.get(name, 10)} == {}
+    assert sum(counts.values()) <= MOST_IN_ALL
+
+
+def test_help_of_train_fits_60_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    main(["train", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 60

@@ -82,6 +82,6 @@ def test_a_variable_that_is_not_read(run: Run, model: Path) -> None:
     assert "NAME=VALUE" in run([*words[:-1], "thinks"], code=1).err
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "distill", "serve"])
+@pytest.mark.parametrize("command", ["generate", "train", "distill"])
 def test_every_command_has_it(run: Run, command: str) -> None:
     assert "--template-variables" in run([command, "--help"]).out

@@ -48,8 +48,8 @@ def words_of(kind: type, path: Path) -> Iterator[str]:
             yield from (f"--{flag}", *map(str, value))
         elif isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
-        elif value is not None:
-            yield f"--{flag}={value}"
+        elif value is not None:  # argparse takes "--out=a b" for a value
+            yield from [f"--{flag}={value}"] if str(value).startswith("-") else [f"--{flag}", str(value)]
 
 
 def as_yaml(options: Any) -> str:

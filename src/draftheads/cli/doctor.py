@@ -39,7 +39,7 @@ EXTRAS = {
     "serve": "serve, and grammars",
     "report": "HTML pages of train, tune and bench",
     "lora": "train --joint and merge",
-    "quantised": "--four-bit, --optimizer adamw-8bit",
+    "quantised": "train --precision 4bit and --optimizer adamw-8bit",
     "endpoint": "distill --endpoint",
 }
 _LOAD_SECONDS = 0.5  # over which the use of the cores is averaged

@@ -45,7 +45,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
 
 
 def _plots(log: Lines, validation: Lines) -> Iterator[Plot]:
-    if not validation:  # --eval-steps 0 measures nothing during training
+    if not validation:  # nothing was measured during training
         yield _losses(log, validation)
         return
 
