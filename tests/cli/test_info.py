@@ -88,7 +88,7 @@ def test_missing_facts_have_no_heading(folder: Path, tmp_path: Path, capsys: pyt
 
 def test_a_bundled_head_is_found_by_method_and_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "method medusa" in lines(told(capsys, "medusa --model tiny-llama"))
-    with pytest.raises(ModelNotFound, match="none is installed for smollm2-135m; .*tiny-llama/medusa"):
+    with pytest.raises(ModelNotFound, match=r"none is installed for smollm2-135m; .*tiny-llama/medusa"):
         told(capsys, "medusa")
 
 
