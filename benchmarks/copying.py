@@ -14,9 +14,8 @@ import tyro
 from harness import median_ms
 
 from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, votes_of
-from draftheads.drafters.copy_tree import Voter, copy_tree
-from draftheads.drafters.copying import MOST_PLACES, NUM_TOKENS
-from draftheads.drafters.text_index import RowTexts
+from draftheads.drafters.mixed import NUM_TOKENS, copy_tree
+from draftheads.drafters.sources import RowTexts, TextSoFar
 from draftheads.speculation.candidates import Candidates, merged, selected
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import BestFirst
@@ -61,8 +60,7 @@ def costs(rows: int, options: Options) -> Iterator[tuple[str, float]]:
     def look_up() -> None:
         texts.read(step)
         for text in texts.rows:
-            places = text.matches(MOST_PLACES, len(votes)).items()
-            copy_tree([Voter(text.following(place, NUM_TOKENS), match, votes) for place, match in places], NUM_TOKENS)
+            copy_tree(TextSoFar().copies(text, NUM_TOKENS, len(votes)), votes, NUM_TOKENS)
 
     yield "look up", median_ms(look_up, options.rounds)
     found = candidates(rows)

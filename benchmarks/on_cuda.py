@@ -41,7 +41,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt
 from draftheads.decode.request import Request
 from draftheads.decode.step_costs import StepTimer, typical_tree, wait_for
-from draftheads.drafters.copying import Copying
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import MissingDependency, ModelNotFound
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
@@ -153,7 +153,7 @@ class Subject:
         if method is None:
             return Engine(target, max_batch_size=size)
         if self.name == RANDOM:
-            return Engine(target, Copying(self.head(method)), shape=SHAPES["growing"], max_batch_size=size)
+            return Engine(target, Mixed(self.head(method)), shape=SHAPES["growing"], max_batch_size=size)
         drafts, head = resolve_head(method, self.name), self.head(method)
         return engine_on(target, drafts, Drafting(method), drafter=head, max_batch_size=size)
 
@@ -214,7 +214,7 @@ def check(options: Options, clock: Clock) -> Iterator[Row]:
         for name, shape in SHAPES.items():
             if not clock.allows(f"check of {method}, {name} tree"):
                 continue
-            drafter = Copying(subject.head(method))
+            drafter = Mixed(subject.head(method))
             one, num_graphs, per_step = texts(Engine(captured, drafter, shape=shape), subject.prompts)
             other, _, _ = texts(Engine(ordinary, drafter, shape=shape), subject.prompts)
             equal = same(ordinary, subject.prompts, plain, captured=one, ordinary=other)

@@ -12,8 +12,8 @@ from torch import Tensor
 from distribution import ODDS, SAMPLED, joint_distribution, p_value
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
+from draftheads.drafters.mixed import Mixed
 from draftheads.heads.base import DraftHead
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.drafter import Drafter
@@ -91,7 +91,7 @@ def plain() -> list[tuple[int, ...]]:
 def test_texts_are_plain_decodings(kind: str, shape: str, method: str, copies: bool) -> None:
     for options in ({}, {"rows": 4}, {"from_depth": 1}):
         head = damaged_head(method, kind, **options)
-        found = decode(Copying(head) if copies else head, SHAPES[shape])
+        found = decode(Mixed(head) if copies else head, SHAPES[shape])
         assert ids(found) == plain()
         if options != {"rows": 4}:
             assert max(result.tokens_per_step for result in found) > 1.0, "other rows and depths draft as before"
@@ -118,7 +118,7 @@ def test_grammars_and_biases(kind: str, shape: str) -> None:
     ]
     expected = ids(Engine(model).generate([[40, 41, 42]] * 3, own))
     head.predict = lambda state, depth: predict(head, state, depth)
-    for drafter in (head, Copying(head)):
+    for drafter in (head, Mixed(head)):
         assert ids(Engine(model, drafter, shape=SHAPES[shape]).generate([[40, 41, 42]] * 3, own)) == expected
 
 

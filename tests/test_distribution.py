@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distribution import NUM_ANSWERS, ODDS, SAMPLED, Answer, joint_distribution, p_value, sampled_answers
 from draftheads.decode.engine import Engine
-from draftheads.drafters.copying import Copying
+from draftheads.drafters.mixed import Mixed
 from draftheads.heads import HEADS
 from draftheads.models.model import StepMode, TargetModel
 from draftheads.runners.transformers_runner import TransformersRunner
@@ -165,7 +165,7 @@ def test_a_typical_answer_is_the_same_for_every_seed(model: TargetModel, copies:
     """Next to rows of other rules, with copies, a penalty and static steps."""
     model = replace(model, step_mode=StepMode(graphs=graphs))
     head = tiny_head("hydra", model)
-    engine = Engine(model, Copying(head) if copies else head, shape=TREES["ragged"], max_batch_size=4)
+    engine = Engine(model, Mixed(head) if copies else head, shape=TREES["ragged"], max_batch_size=4)
     own = replace(SAMPLED, max_new_tokens=24, temperature=1.5, top_k=None, top_p=1.0, acceptance="typical", logprobs=0)
     penalised = replace(own, repetition_penalty=1.3)
     others = [replace(SAMPLED, max_new_tokens=9), SamplingSettings(max_new_tokens=15, logprobs=1)]

@@ -14,10 +14,9 @@ from torch import Tensor
 from draftheads.data.batches import Batch as TrainingBatch
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import StepTimer
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import StepMode, TargetModel
@@ -92,8 +91,8 @@ def moved_drafter(drafter: Any, model: TargetModel) -> Any:
         return head
     if isinstance(drafter, DraftModel):
         return DraftModel(moved(drafter.model, graphs=model.has_static_steps), model)
-    if isinstance(drafter, Copying):
-        return Copying(moved_drafter(drafter.drafter, model))
+    if isinstance(drafter, Mixed):
+        return Mixed(moved_drafter(drafter.drafter, model))
     return drafter
 
 
@@ -252,7 +251,7 @@ def test_logit_biases_with_a_draft_vocabulary(shape: str) -> None:
 
 
 def copying(method: str, **options: Any) -> Make:
-    return lambda model: Copying(tiny_head(method, model), **options)
+    return lambda model: Mixed(tiny_head(method, model), **options)
 
 
 def draft_model(model: TargetModel) -> DraftModel:
@@ -260,7 +259,7 @@ def draft_model(model: TargetModel) -> DraftModel:
 
 
 DRAFTERS: dict[str, tuple[Make, str | None, int]] = {  # how it is made, the shape, and the most copies
-    "prompt lookup": (lambda _: PromptLookup(), None, 4),
+    "prompt lookup": (lambda _: Mixed(None), None, 4),
     "lookahead": (lambda _: Lookahead(), None, 3),
     "copying, static": (copying("hydra"), "ragged", 5),
     "copying, growing": (copying("eagle"), "best first", 5),

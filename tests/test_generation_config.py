@@ -13,7 +13,7 @@ import structured_world
 from draftheads.bench.timing import engine_way, stock_way
 from draftheads.decode.engine import Engine
 from draftheads.decode.token_rules import BatchRules
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import GenerationWarning, UnsupportedModel
 from draftheads.interop.transformers import custom_generate
 from draftheads.loading import load
@@ -94,7 +94,7 @@ def test_texts_are_those_of_generate(family: str, seed: int) -> None:
     expected = [theirs(model, prompt) for prompt in PROMPTS]
     assert ours(Engine(model)) == expected
     answers = {tuple(prompt): text for prompt, text in zip(PROMPTS, expected, strict=True)}
-    drafters = PlantedDrafter(TREES["ragged"], answers), tiny_head("hydra", model), PromptLookup()
+    drafters = PlantedDrafter(TREES["ragged"], answers), tiny_head("hydra", model), Mixed(None)
     assert ours(Engine(model, drafters[seed % 3])) == expected
 
 
@@ -141,7 +141,7 @@ def test_what_is_not_applied_is_named_once(settings: dict[str, Any], name: str) 
     model = with_config("llama", **settings)
     with pytest.warns(GenerationWarning, match=name) as told:
         engine = Engine(model)
-    Engine(model, PromptLookup()).generate(PROMPTS, max_new_tokens=3)
+    Engine(model, Mixed(None)).generate(PROMPTS, max_new_tokens=3)
     assert len(told) == 1
     assert ours(engine) == ours(Engine(tiny_model("llama")))
     # the baseline of benchmarks does the same work

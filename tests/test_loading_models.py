@@ -502,7 +502,7 @@ def test_arguments_of_heads_and_engines(world: Path, tmp_path: Path) -> None:
         (lambda: Engine(target, "hydra"), "drafter is of type str; give a Drafter"),
         (lambda: Engine(target, max_batch_size=2.5), "max_batch_size is 2.5; it must be an integer"),
         (lambda: Engine(target, head, shape=Tree.chain(4)), "the tree is 4 deep but the head has 3 heads"),
-        (lambda: Engine(target, loading.Copying(head), shape=Tree.chain(4)), "the tree is 4 deep but the head has 3"),
+        (lambda: Engine(target, loading.Mixed(head), shape=Tree.chain(4)), "the tree is 4 deep but the head has 3"),
         (lambda: Engine(target, head, shape=3.5), "tree is 3.5; give a Tree"),
         (lambda: draftheads.load(world / "model", head), r"head is of type MedusaHead.*use Engine\(target, head\)"),
     ):

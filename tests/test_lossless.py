@@ -183,7 +183,7 @@ class ShapeChanger(Drafter, DraftSession):
         self.generator = torch.Generator().manual_seed(seed)
         self.met: set[object] = set()
 
-    default_shape = None
+    fills_shapes = False
 
     def start(self) -> Self:
         self.session = self.head.start()

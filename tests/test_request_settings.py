@@ -9,9 +9,8 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import StepMode, TargetModel
 from draftheads.settings import Grammar, SamplingSettings
@@ -134,8 +133,8 @@ def drafters_of(family: str, offset: int) -> dict[str, tuple[Drafter, Shape | No
         "medusa, growing": (tiny_head("medusa", model), GROWING["best first"]),
         "eagle, growing": (tiny_head("eagle", model), GROWING["sure ones"]),
         "hydra, drawn": (tiny_head("hydra", model), Sampled(TREES["cartesian"])),
-        "medusa, with copies": (Copying(tiny_head("medusa", model)), TREES["ragged"]),
-        "prompt lookup": (PromptLookup(), None),
+        "medusa, with copies": (Mixed(tiny_head("medusa", model)), TREES["ragged"]),
+        "prompt lookup": (Mixed(None), None),
         "lookahead": (Lookahead(), None),
     }
 

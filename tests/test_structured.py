@@ -11,10 +11,9 @@ from torch import Tensor
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.heads import HEADS
 from draftheads.loading import load_drafter, load_target
 from draftheads.models.model import TargetModel
@@ -150,12 +149,12 @@ def test_other_drafters(name: str, settings: str):
 
 def other_drafter(name: str, model: TargetModel) -> tuple[Drafter, dict[str, Any]]:
     if name == "prompt lookup":
-        return PromptLookup(num_tokens=5), {}
+        return Mixed(None, num_tokens=5), {}
     if name == "lookahead":
         return Lookahead(), {}
     if name == "draft model":
         return DraftModel(json_model(seed=1), model), {"shape": SHAPES["best first"]}
-    return Copying(tiny_head("hydra", model)), {"shape": RAGGED if name == "copying static" else SHAPES["best first"]}
+    return Mixed(tiny_head("hydra", model)), {"shape": RAGGED if name == "copying static" else SHAPES["best first"]}
 
 
 @pytest.mark.few(7)
@@ -289,7 +288,7 @@ def test_forbidden_copies_take_no_place_in_the_tree(verified: list[tuple[Draft, 
     prompt = [*yes, *no, *yes, *no]
     spelling = " ".join(f"<[{token}]>" for token in yes)
     grammar = Grammar.lark(f"start: {spelling} DIGITS\nDIGITS: /[0-9]{{3}}/")
-    drafter = Copying(tiny_head("hydra", model), probs=((0.9, 0.8, 0.7),) * 4)
+    drafter = Mixed(tiny_head("hydra", model), probs=((0.9, 0.8, 0.7),) * 4)
     Engine(model, drafter, shape=BestFirst(3, top_k=2)).generate([prompt], grammar=grammar)
     assert [draft.num_nodes for draft, _ in verified][: len(yes)] == [3] * len(yes)
 

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from os import PathLike, fspath
 from os.path import isfile
@@ -18,10 +18,10 @@ from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import costs_of
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import LOOKUP_TOKENS, Mixed
+from draftheads.drafters.sources import Corpus, Source, TextSoFar
 from draftheads.errors import (
     NO_BATCH_INVARIANT,
     ChatTemplateWarning,
@@ -39,15 +39,11 @@ from draftheads.models.model_names import kind_of_folder, model_name, name_of_lo
 from draftheads.models.pretrained import LoadOptions, tokenizer_of
 from draftheads.runners.structure import checked
 from draftheads.settings import ROUNDED_BITS, Precision
-from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.drafting import UNTRAINED_HEADS, Drafting, TreeChoice
 from draftheads.speculation.shapes import ByProfile, calibrated
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
 from draftheads.utils.template_variables import split_variables, with_variables
-
-# what drafts without a head, by name
-UNTRAINED: dict[str, Callable[[], Drafter]] = dict(zip(UNTRAINED_HEADS, (PromptLookup, Lookahead), strict=True))
 
 # what the model computes in; int8 and int4 multiply integers between fp32 numbers
 PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, **dict.fromkeys(ROUNDED_BITS, torch.float32)}
@@ -76,6 +72,7 @@ def load(
     template_variables: Mapping[str, Any] | None = None,
     tree: TreeChoice = "auto",
     copy: bool = True,
+    corpus: str | PathLike[str] | None = None,
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
     max_batch_size: int = 16,
@@ -112,6 +109,7 @@ def load(
             or a file of it; a :class:`Tree`, :class:`BestFirst` or :class:`Sampled`; or an
             ``acceptance.json`` or a folder with one: as ``auto``, by this profile.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
+        corpus: a text file, from which drafts hold copies, too: documents or code that answers quote.
         precision: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``int4``; ``auto`` is bf16 where the machine computes
             in it, else fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8`` and ``int4``, for CPUs, hold linear layers in
             8 and 4 bits: faster, but they change the model, int8 a little and int4 more.
@@ -157,7 +155,7 @@ def load(
     name = name_of(model)
     if draft_model is not None:
         name_of(draft_model, "draft_model")
-    drafting = Drafting(head, draft_model, tree, copy)  # type: ignore[arg-type]
+    drafting = Drafting(head, draft_model, tree, copy, None if corpus is None else fspath(corpus))  # type: ignore[arg-type]
     drafts, published = _find_drafts(None if drafting.is_plain else head, name)
     how: dict[str, Any] = {"fast": fast, "cuda_graphs": cuda_graphs}
     of_names: dict[str, Any] = {"precision": precision, "trust_remote_code": trust_remote_code}
@@ -181,7 +179,8 @@ def load(
         more = {"device": target.device, **of_names} if is_named else {"tokenizer": target.tokenizer}
         draft = DraftModel(load_target(draft_model, **how, **more), target)
         shape = None if isinstance(drafting.shape, ByProfile) else drafting.shape
-        return Engine(target, Copying(draft) if copy else draft, shape=shape, max_batch_size=max_batch_size)
+        sources = sources_of(target, drafting)
+        return Engine(target, Mixed(draft, sources) if sources else draft, shape=shape, max_batch_size=max_batch_size)
     return engine_on(target, drafts, drafting, max_batch_size=max_batch_size, fast=fast)
 
 
@@ -189,7 +188,7 @@ def resolve(
     head: str | PathLike[str], model: str | PathLike[str], *, ignore_profile: bool = False
 ) -> ResolvedHead | str:
     """A head that was found and read, for :func:`engine_on`; the name of what drafts without training stays a name."""
-    return str(head) if head in UNTRAINED else resolve_head(head, model, ignore_profile=ignore_profile)
+    return str(head) if head in UNTRAINED_HEADS else resolve_head(head, model, ignore_profile=ignore_profile)
 
 
 def engine_on(
@@ -215,14 +214,15 @@ def engine_on(
         fast: as for :func:`load`.
         keep_cost: off: costs that have to be measured now are not cached, as other work may slow them down.
     """
-    shape = drafting.shape
-    if drafts is None or drafting.is_plain:
+    shape, sources = drafting.shape, sources_of(target, drafting)
+    if drafting.is_plain or (drafts is None and drafting.corpus is None):
         return Engine(target, max_batch_size=max_batch_size)
-    if isinstance(drafts, str):
-        return Engine(target, UNTRAINED[drafts](), max_batch_size=max_batch_size)
+    if not isinstance(drafts, ResolvedHead):
+        untrained = Lookahead() if drafts == "lookahead" else Mixed(None, sources, num_tokens=LOOKUP_TOKENS)
+        return Engine(target, untrained, max_batch_size=max_batch_size)
     drafter = load_drafter(drafts, target, fast=fast) if drafter is None else drafter
     acceptance = find_profile(drafts, shape.profile if isinstance(shape, ByProfile) else "auto")
-    whole = Copying.by_profile(drafter, acceptance) if drafting.copy else drafter
+    whole = Mixed.by_profile(drafter, acceptance, sources) if sources else drafter
     if isinstance(shape, ByProfile) and shape.static_nodes:
         shape = acceptance.tree(shape.static_nodes)
     if not isinstance(shape, ByProfile):
@@ -233,6 +233,16 @@ def engine_on(
     if not acceptance.temperature:  # greedy answers are compared with greedy ones
         check = AcceptanceCheck(drafts.method, drafts.name, drafts.model, is_assumed=not acceptance.num_tokens)
     return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, costs=costs, check=check)
+
+
+def sources_of(target: TargetModel, drafting: Drafting) -> list[Source]:
+    """What drafts are copied from.
+
+    Raises:
+        InvalidSettings: the corpus cannot be read.
+    """
+    copies: list[Source] = [TextSoFar()] if drafting.copy or drafting.head == "prompt-lookup" else []
+    return copies if drafting.corpus is None else [*copies, Corpus.read(drafting.corpus, target.tokenizer)]
 
 
 def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead | str | None) -> str | None:
@@ -266,7 +276,7 @@ def _shown(variables: Mapping[str, Any]) -> str:
 
 def _find_drafts(head: str | PathLike[str] | None, model: str) -> tuple[ResolvedHead | str | None, Path | None]:
     """What drafts; or else the file or folder of a head of another project, to be converted for the loaded model."""
-    if head is None or head in UNTRAINED:
+    if head is None or head in UNTRAINED_HEADS:
         return None if head is None else str(head), None
     path = user_path(fspath(head))
     if isfile(path):  # noqa: PTH113 - the method is an error for names that are too long

@@ -27,8 +27,8 @@ from draftheads.data.records import Record
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
-from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.drafters.text_index import RowTexts
+from draftheads.drafters.mixed import Mixed
+from draftheads.drafters.sources import RowTexts
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -63,7 +63,7 @@ def contenders(model: TargetModel) -> list[Contender]:
     return [
         *heads,
         Contender("draft-model", small, "small-1", draws=True),
-        Contender("prompt-lookup", PromptLookup(), "lookup-1"),
+        Contender("prompt-lookup", Mixed(None), "lookup-1"),
     ]
 
 
@@ -92,8 +92,8 @@ class Scripted(Drafter):
     """Drafts chains of two tokens along the model's own texts, of which 0, 2, 1, 0, 2, 1 … are right."""
 
     needs_history = True
-    default_shape = None
-    most_nodes, max_depth = 3, 2
+    fills_shapes = False
+    default_shape, max_depth = Tree.chain(2), 2
 
     def __init__(self, texts: Sequence[list[int]]) -> None:
         self.texts = texts
@@ -262,8 +262,8 @@ def test_transformers_is_timed_one_prompt_at_a_time(model: TargetModel, tmp_path
 
 
 def test_drafters_are_also_timed_as_they_are_loaded(model: TargetModel, tmp_path: Path):
-    usual = Engine(model, PromptLookup(num_tokens=2), max_batch_size=7)
-    each = [Contender("lookup", PromptLookup(), "lookup", as_loaded=lambda _: usual)]
+    usual = Engine(model, Mixed(None, num_tokens=2), max_batch_size=7)
+    each = [Contender("lookup", Mixed(None), "lookup", as_loaded=lambda _: usual)]
     rows = bench(model, tmp_path, each, replace(SETTINGS, trees=("best", "defaults"))).run()
     assert [(row.name, row.settings.get("tree")) for row in rows] == [
         (PLAIN, None), ("lookup", "best"), ("lookup", "defaults")
@@ -290,7 +290,7 @@ QUESTIONS = [
 def test_the_model_s_own_answers_continue_a_conversation(world: Path, tmp_path: Path):
     engine = draftheads.load(str(world / "model"), precision="fp32", fast=False)
     settings = replace(SETTINGS, max_new_tokens=6)
-    one = bench(engine.model, tmp_path, [Contender("lookup", PromptLookup(), "1")], settings, QUESTIONS)
+    one = bench(engine.model, tmp_path, [Contender("lookup", Mixed(None), "1")], settings, QUESTIONS)
     rows = one.run()
     second = next(line for line in one.lines if (line["way"], line["question_id"], line["turn"]) == ("lookup", "81", 2))
     (first,) = engine.generate(["a dog"], max_new_tokens=6)
@@ -324,7 +324,7 @@ def test_what_is_too_long_is_a_problem_of_its_question(world: Path, tmp_path: Pa
     assert limit is not None
     long = "a dog " * limit
     questions = [asked(long, number=1), *QUESTIONS, asked("hello", long, number=9)]
-    one = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "1")], SETTINGS, questions)
+    one = bench(model, tmp_path, [Contender("lookup", Mixed(None), "1")], SETTINGS, questions)
     rows = one.run()
     assert named(rows)["lookup"].num_answers == 6
     problems = [(problem["question"], problem["turn"]) for problem in one.problems]
@@ -338,7 +338,7 @@ def test_what_is_too_long_is_a_problem_of_its_question(world: Path, tmp_path: Pa
 def test_the_last_group_takes_the_prompts_that_are_left(model: TargetModel, tmp_path: Path):
     settings = replace(SETTINGS, batch_sizes=(1, 2), max_new_tokens=3)
     prompts = [[5 + n, 6, 7] for n in range(19)]
-    rows = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "1")], settings, prompts).run()
+    rows = bench(model, tmp_path, [Contender("lookup", Mixed(None), "1")], settings, prompts).run()
     assert [row.num_answers for row in rows] == [19] * 4
     assert [row.speedup_interval is None for row in rows] == [False, False, True, True], "two groups say nothing"
 
@@ -362,7 +362,7 @@ def test_prompts_can_have_one_length(model: TargetModel, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(rounds, "engine_way", way)
     settings = replace(SETTINGS, prompt_tokens=(3, 9), max_new_tokens=3, ignore_eos=True)
-    rows = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "1")], settings).run()
+    rows = bench(model, tmp_path, [Contender("lookup", Mixed(None), "1")], settings).run()
     assert set(lengths) == {3, 9}
     assert [row.settings["prompt_tokens"] for row in rows] == [3, 3, 9, 9]
     assert all(row.num_tokens == 3 * 6 for row in rows), "exactly so many tokens"
@@ -393,7 +393,7 @@ class Length(Measure):
 
 def test_quality_is_measured_for_each_way_and_part(world: Path, tmp_path: Path):
     model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
-    each = [Contender("lookup", PromptLookup(), "1")]
+    each = [Contender("lookup", Mixed(None), "1")]
     one = bench(model, tmp_path, each, SETTINGS, QUESTIONS, measures=("agreement", Length()))
     rows = one.run()
     by_part = {row.part: row.quality for row in rows if row.name == "lookup"}

@@ -9,11 +9,11 @@ import pytest
 from draftheads.bench import contenders
 from draftheads.bench.contenders import heads_for, load_contenders, names_of
 from draftheads.checkpoints.checkpoint import ResolvedHead, save_head
-from draftheads.drafters.copying import Copying
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import InvalidSettings
-from draftheads.loading import UNTRAINED, load_target, resolve
+from draftheads.loading import load_target, resolve
 from draftheads.models.model import TargetModel
+from draftheads.speculation.drafting import UNTRAINED_HEADS
 from families import TREES, tiny_head, tiny_profile
 
 
@@ -37,9 +37,9 @@ def test_each_drafter_needs_a_name_of_its_own(heads: list[str]):
 def test_by_default_all_heads_of_the_model_and_the_untrained_drafters_are_compared():
     found = heads_for("smollm2-135m")
     assert found[0] == "medusa"
-    assert found[-len(UNTRAINED) :] == tuple(UNTRAINED)
+    assert found[-len(UNTRAINED_HEADS) :] == tuple(UNTRAINED_HEADS)
     assert heads_for("HuggingFaceTB/SmolLM2-135M-Instruct") == found
-    assert heads_for("elsewhere") == tuple(UNTRAINED)
+    assert heads_for("elsewhere") == tuple(UNTRAINED_HEADS)
 
 
 def _found(named: dict[str, str], world: Path) -> dict[str, ResolvedHead | str]:
@@ -53,7 +53,7 @@ def test_untrained_drafters_keep_to_a_number_of_nodes(world: Path, target: Targe
         for num_nodes in (1, 4, 6, 24):
             drafter = found.within(num_nodes)
             assert type(drafter) is type(found.drafter)
-            assert drafter.most_nodes <= max(num_nodes, 6), "lookahead has at least six"
+            assert drafter.default_shape.num_nodes <= max(num_nodes, 6), "lookahead has at least six"
 
 
 @pytest.mark.usefixtures("cheap_nodes")
@@ -71,11 +71,11 @@ def test_drafters_come_with_the_engine_that_users_have(
     assert not made.called, "what it needs is measured when it is wanted"
     usual = hydra.as_loaded(True)
     assert usual is not None
-    assert (usual.profile, type(usual.drafter)) == (profile, Copying)
+    assert (usual.profile, type(usual.drafter)) == (profile, Mixed)
     assert hydra.as_loaded(True) is usual
     assert made.call_count == 1
     alone = hydra.as_loaded(False)
     assert alone is not None
     assert (alone.profile, alone.drafter) == (profile, hydra.drafter), "the head, without copies"
-    assert isinstance(getattr(lookup.as_loaded(True), "drafter", None), PromptLookup)
+    assert isinstance(getattr(lookup.as_loaded(True), "drafter", None), Mixed)
     assert broken.as_loaded(True) is None, "such a head is compared, but cannot be loaded"

@@ -21,8 +21,8 @@ from draftheads.bench.timing import (
 )
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead, LookaheadSession
+from draftheads.drafters.mixed import Mixed
 from draftheads.heads.base import HeadSession
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
@@ -174,7 +174,7 @@ def test_prompts_and_tokens_fit_the_time_box(
 
 @pytest.mark.parametrize("group", [PROMPTS[:1], PROMPTS])
 def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, group: list[list[int]]):
-    engine = Engine(model, Copying(tiny_head("hydra", model), probs=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
+    engine = Engine(model, Mixed(tiny_head("hydra", model), probs=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
     results = engine.generate(group, max_new_tokens=20)
     start = time.perf_counter()
     (found,) = engine_way(engine)(group, 20)

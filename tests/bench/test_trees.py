@@ -122,7 +122,7 @@ def test_drafters_with_trees_of_their_own_are_measured_once(model: TargetModel, 
     found = {tree: one.find(lookahead, Variant(tree, 9)) for tree in ("static", "best")}  # type: ignore[arg-type]
     assert found["best"] is None
     assert found["static"] is not None
-    assert found["static"].words == f"its own, up to {Lookahead.within(9).most_nodes}"
+    assert found["static"].words == f"its own, up to {Lookahead.within(9).default_shape.num_nodes}"
     assert one.find(lookahead, Variant("static", 9, "rejection")) is None
 
 

@@ -8,8 +8,7 @@ import torch
 from draftheads.decode import step_tokens
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, StreamEvent
-from draftheads.drafters.copying import Copying
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.drafter import Drafter
@@ -51,7 +50,7 @@ def test_they_are_those_of_transformers_plain_and_drafted(family: str, temperatu
     plain = Engine(model, max_batch_size=2).generate(FIVE, temperature=temperature, logprobs=3, **ON)
     check(model, FIVE, plain, 3)
     answers = {tuple(prompt): result.token_ids for prompt, result in zip(FIVE, plain, strict=True)}
-    for drafter in (PlantedRandomTrees(answers, max_nodes=16), Copying(tiny_head("hydra", model))):
+    for drafter in (PlantedRandomTrees(answers, max_nodes=16), Mixed(tiny_head("hydra", model))):
         results = Engine(model, drafter, max_batch_size=3).generate(FIVE, temperature=temperature, logprobs=3, **ON)
         assert sum(result.num_steps for result in results) < sum(result.num_steps for result in plain)
         assert [result.token_ids for result in results] == [result.token_ids for result in plain]
@@ -62,7 +61,7 @@ CHAIN = Tree.chain(3)
 WAYS: dict[str, tuple[Any, Shape | None, dict[str, Any]]] = {
     "a growing tree": ("hydra", GROWING["best first"], {}),
     "whole paths": ("medusa", GROWING["best paths"], {}),
-    "copies alone": (PromptLookup(), None, {}),
+    "copies alone": (Mixed(None), None, {}),
     "typical": ("hydra", TREES["64 nodes"], {"temperature": 1.5, "acceptance": "typical"}),
     "rejection": ("hydra", Sampled(TREES["cartesian"]), {"temperature": 1.1, "acceptance": "rejection"}),
     "block": ("hydra", Sampled(CHAIN), {"temperature": 1.1, "acceptance": "block"}),

@@ -9,8 +9,8 @@ import pytest
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane, Request, StreamEvent
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import TooLarge
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.drafter import NoDraft
@@ -143,7 +143,7 @@ def test_a_long_answer_reserves_no_more_than_its_next_tokens(engine: Engine) -> 
 @pytest.mark.parametrize("drafter", ["plain", "hydra", "eagle", "small-llama", "copying", "lookahead"])
 def test_interrupted_answers_are_plain_answers(drafter: str, settings: dict[str, Any]) -> None:
     model = tiny_model("llama")
-    made = {"plain": NoDraft, "lookahead": Lookahead, "copying": lambda: Copying(tiny_head("hydra", model))}
+    made = {"plain": NoDraft, "lookahead": Lookahead, "copying": lambda: Mixed(tiny_head("hydra", model))}
     engine = Engine(model, made.get(drafter, lambda: tiny_head(drafter, model))())
     core = core_of(engine, kv_bytes=128 * 5 * engine.bytes_per_token, headroom_tokens=4)
     prompts = [[3 + n, 4, 5] for n in range(3)]

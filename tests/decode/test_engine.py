@@ -15,9 +15,8 @@ from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, 
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.batch import Batch
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import (
     ChatTemplateWarning,
     DraftHeadsError,
@@ -270,9 +269,9 @@ def test_an_engine_names_its_parts(model: TargetModel, tiny_by_name: list[dict[s
         "tiny-llama, fp32, cpu, plain decoding": Engine(model),
         "tiny-llama, fp32, cpu, medusa, tree: static, 22": Engine(model, medusa, shape=TREES["cartesian"]),
         "tiny-llama, fp32, cpu, medusa with copies, tree: growing, 24": Engine(
-            model, Copying(medusa), shape=BestFirst(24)
+            model, Mixed(medusa), shape=BestFirst(24)
         ),
-        "tiny-llama, fp32, cpu, PromptLookup, trees of its own": Engine(model, PromptLookup()),
+        "tiny-llama, fp32, cpu, copies, trees of its own": Engine(model, Mixed(None)),
         "tiny-llama, fp32, cpu, tiny-llama, tree: static, 5": Engine(model, DraftModel(model, model)),
         "tiny-llama, bf16, cpu, hydra with copies, trees by profile": draftheads.load(
             "tiny", head_folder, precision="bf16", device="cpu"

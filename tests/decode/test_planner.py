@@ -10,13 +10,12 @@ import torch
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import CostCorrection, Plan, Planner, ways_of
 from draftheads.decode.step_costs import StepCosts
-from draftheads.drafters.copying import Copying
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import Draft
-from draftheads.speculation.shapes import ROOT_ONLY, BestFirst
+from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, PlantedDrafter, by_hand, tiny_head, tiny_model, tiny_profile
 from scheduler_world import join
@@ -124,7 +123,7 @@ def grown(probabilities: list[list[float]], copied: list[list[bool]] | None = No
 def step(plan: Plan, accepted: Callable[[int], list[int]], rows: int = 1, **options: Any) -> int:
     """Nodes of a step whose drafts have the probabilities that the profile expects."""
     shape, _ = plan.shape(rows, **options)
-    nodes = 1 if shape == ROOT_ONLY else shape.num_nodes  # type: ignore[union-attr]
+    nodes = shape.num_nodes
     draft = plan.cut(Draft.on_tree(Tree.chain(nodes - 1), torch.zeros(rows, nodes, dtype=torch.long)))
     plan.note(draft, accepted(nodes), [0] * rows, [True] * rows, (0.1, 20.0))
     return nodes
@@ -176,7 +175,7 @@ def test_rows_are_cut_together_by_what_they_gain_together() -> None:
 
 
 def test_copies_are_judged_by_what_the_request_accepts_of_copies() -> None:
-    plan = Planner(STATIC, machine(2.0), extra_nodes=2).start()
+    plan = Planner(STATIC, machine(2.0), budget=2).start()
     draft = grown([[1.0, 0.6, 0.4]], [[False, True, True]])
     for accepted, nodes in ((2, 3), (0, 1)):
         for _ in range(300):
@@ -189,10 +188,10 @@ def test_copies_are_judged_by_what_the_request_accepts_of_copies() -> None:
 
 
 def test_copies_may_use_what_is_almost_free_where_nothing_is_cut() -> None:
-    for per_token, free in ((0.0, 16), (0.3, 3), (5.0, 0)):
-        plan = Planner(tiny_profile(Tree.chain(0), paths=[], static_tokens=[1.0]), machine(per_token), extra_nodes=16)
+    for per_token, free in ((0.0, 17), (0.3, 4), (5.0, 1)):
+        plan = Planner(tiny_profile(Tree.chain(0), paths=[], static_tokens=[1.0]), machine(per_token), budget=16)
         assert plan.start().shape(1, cuts=False)[1] == free
-        assert plan.start().shape(1)[1] == 16
+        assert plan.start().shape(1)[1] == 17
 
 
 # --- how long steps take ---
@@ -209,7 +208,7 @@ class World:
     def step(self) -> tuple[int, float]:
         """Nodes, and milliseconds for each token."""
         shape, _ = self.plan.shape(self.rows)
-        nodes = 1 if shape == ROOT_ONLY else shape.num_nodes  # type: ignore[union-attr]
+        nodes = shape.num_nodes
         draft = self.plan.cut(Draft.on_tree(Tree.chain(nodes - 1), torch.zeros(self.rows, nodes, dtype=torch.long)))
         tokens = self.rows * nodes
         verifying = self.factor(tokens) * float(self.planner.costs.passes(tokens))
@@ -303,7 +302,7 @@ def family(request: pytest.FixtureRequest) -> TargetModel:
 @pytest.mark.parametrize("per_token", [0.0, 0.4, 30.0])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_heads_with_a_planner_equal_plain(family: TargetModel, method: str, per_token: float, batch_size: int) -> None:
-    head = Copying(tiny_head("hydra", family)) if method == "copying" else tiny_head(method, family)
+    head = Mixed(tiny_head("hydra", family)) if method == "copying" else tiny_head(method, family)
     options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
     expected = Engine(family).generate(PROMPTS, **options)
     engine = Engine(family, head, profile=BOTH, costs=machine(per_token), max_batch_size=batch_size)
@@ -355,7 +354,7 @@ def test_a_profile_needs_costs_and_a_drafter_with_shapes() -> None:
     for options in ({"profile": BOTH}, {"costs": machine(1.0)}):
         with pytest.raises(InvalidSettings, match="go together"):
             Engine(model, head, **options)  # type: ignore[arg-type]
-    for drafter in (None, PromptLookup()):
+    for drafter in (None, Mixed(None)):
         with pytest.raises(InvalidSettings, match="a profile is for a drafter that fills trees"):
             Engine(model, drafter, profile=BOTH, costs=machine(1.0))
         with pytest.raises(InvalidSettings, match="a shape is for a drafter that fills trees"):

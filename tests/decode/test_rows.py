@@ -6,9 +6,9 @@ import torch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prefix_cache import ReadText
 from draftheads.decode.request import Request
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.mixed import Mixed
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
 from draftheads.speculation.drafter import Drafter
@@ -19,7 +19,7 @@ from scheduler_world import join, plain_answer, request_of
 
 
 def drafters(model: TargetModel) -> dict[str, Drafter]:
-    heads = {method: Copying(tiny_head(method, model)) for method in ("hydra", "eagle", "eagle3", "small-llama")}
+    heads = {method: Mixed(tiny_head(method, model)) for method in ("hydra", "eagle", "eagle3", "small-llama")}
     return {**heads, "lookahead": Lookahead(), "model": DraftModel(tiny_model("llama", num_hidden_layers=1), model)}
 
 

@@ -7,10 +7,9 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
@@ -41,7 +40,7 @@ SHAPES: dict[str, Shape] = {
 def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graphs: bool) -> None:
     small = tiny_model("llama", seed=3, num_hidden_layers=1, num_key_value_heads=4)
     small.step_mode.graphs = graphs
-    drafter = Copying(DraftModel(small, model))
+    drafter = Mixed(DraftModel(small, model))
     session = drafter.start()
     hidden, tokens = torch.zeros(3, 200, model.hidden_size), torch.ones(3, 200, dtype=torch.long)
     session.observe(Context(hidden, tokens, torch.tensor([200, 3, 9]), tokens[:, 0]))
@@ -49,13 +48,13 @@ def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graph
     runner: Any = session.session._runner
     rows, slots = runner.cache.shape
     assert drafter.bytes_per_slot == runner.num_bytes / (rows * slots) == 2 * 4 * 8 * 4
-    assert Copying(tiny_head("medusa", model)).bytes_per_slot == 0
+    assert Mixed(tiny_head("medusa", model)).bytes_per_slot == 0
 
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_the_states_of_a_recurrent_draft_model_are_in_the_memory_of_its_rows(model: TargetModel, family: str) -> None:
     small = tiny_model(family)
-    drafter = Copying(DraftModel(small, model))
+    drafter = Mixed(DraftModel(small, model))
     session = drafter.start()
     hidden, tokens = torch.zeros(3, 20, model.hidden_size), torch.ones(3, 20, dtype=torch.long)
     session.observe(Context(hidden, tokens, torch.tensor([20, 3, 9]), tokens[:, 0]))
@@ -67,7 +66,7 @@ def test_the_states_of_a_recurrent_draft_model_are_in_the_memory_of_its_rows(mod
     engine, without = Engine(model, drafter), Engine(model)
     reserved = engine.num_bytes([20, 3, 9], draft_nodes=0) - without.num_bytes([20, 3, 9], draft_nodes=0)
     assert reserved >= runner.num_bytes
-    assert Copying(tiny_head("medusa", model)).bytes_of_rows(3) == 0
+    assert Mixed(tiny_head("medusa", model)).bytes_of_rows(3) == 0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -182,7 +181,7 @@ def test_a_draft_model_of_a_smaller_vocabulary_changes_no_text(model: TargetMode
 def test_a_missing_row_that_was_not_dropped_raises(kind: str, model: TargetModel) -> None:
     drafter = {
         "draft model": DraftModel(tiny_model("llama", seed=5), model),
-        "prompt lookup": PromptLookup(),
+        "prompt lookup": Mixed(None),
         "lookahead": Lookahead(),
     }[kind]
     session, roots = drafter.start(), torch.tensor([3, 4, 5])

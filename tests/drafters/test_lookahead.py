@@ -11,10 +11,9 @@ from torch import Tensor
 import draftheads
 from draft_paths import paths_of
 from draftheads.decode.engine import Engine
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.errors import InvalidSettings
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context, Draft
@@ -48,7 +47,7 @@ def test_ngrams_of_the_pool_are_the_models_outputs(window: int, ngram: int, gues
     for _ in range(40):
         draft = session.propose(last_step(text), ROOT_ONLY)
         assert int(draft.depths.max()) == draft.max_depth
-        assert draft.num_nodes <= lookahead.most_nodes
+        assert draft.num_nodes <= lookahead.default_shape.num_nodes
         session.on_read(session.on_verify(draft, lambda draft=draft: said(draft).argmax(-1)).tolist())
         row = session._rows[0]
         assert all(len(level) == window for level in row.levels)
@@ -126,7 +125,7 @@ def test_drafters_without_a_head_change_nothing(kind: str, family: str) -> None:
     small = tiny_model("llama", seed=3, num_hidden_layers=1)
     drafter, shape = {
         "lookahead": (Lookahead(), None),
-        "prompt lookup": (PromptLookup(), None),
+        "prompt lookup": (Mixed(None), None),
         "draft model": (DraftModel(small, target), Tree.cartesian([3, 2])),
         "draft model that grows": (DraftModel(small, target), BestFirst(12, top_k=4)),
     }[kind]
@@ -145,7 +144,7 @@ def test_drafters_without_a_head_change_nothing(kind: str, family: str) -> None:
     ("kind", "name", "value"),
     [
         *((Lookahead, name, value) for name, value in (("window", 0), ("ngram", 1), ("guesses", 0))),
-        *((PromptLookup, name, 0) for name in ("num_tokens", "max_ngram")),
+        *((Mixed, name, 0) for name in ("num_tokens", "max_ngram")),
     ],
 )
 def test_impossible_numbers(kind: type[Drafter], name: str, value: int) -> None:
@@ -156,7 +155,7 @@ def test_impossible_numbers(kind: type[Drafter], name: str, value: int) -> None:
 # --- by name ---
 
 
-@pytest.mark.parametrize(("name", "kind"), [("prompt-lookup", PromptLookup), ("lookahead", Lookahead)])
+@pytest.mark.parametrize(("name", "kind"), [("prompt-lookup", Mixed), ("lookahead", Lookahead)])
 def test_drafters_without_training_are_loaded_by_name(world: Path, name: str, kind: type) -> None:
     engine = draftheads.load(world / "model", name, precision="fp32")
     assert isinstance(engine.drafter, kind)
@@ -173,7 +172,7 @@ def test_drafters_without_training_are_loaded_by_name(world: Path, name: str, ki
 def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
     options: dict[str, Any] = {"precision": "fp32"}
     engine = draftheads.load(world / "model", draft_model=world / "model", tree=Sampled(Tree.chain(3)), **options)
-    assert isinstance(engine.drafter, Copying)
+    assert isinstance(engine.drafter, Mixed)
     assert isinstance(engine.drafter.drafter, DraftModel)
     alone = draftheads.load(world / "model", draft_model=world / "model", copy=False, **options)
     assert isinstance(alone.drafter, DraftModel)
@@ -184,7 +183,7 @@ def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
 @pytest.mark.parametrize(
     ("drafter", "shape"),
     [
-        (PromptLookup(num_tokens=4), None),
+        (Mixed(None, num_tokens=4), None),
         (Lookahead(window=3, ngram=3, guesses=2), None),
     ],
     ids=["lookup", "lookahead"],

@@ -35,7 +35,7 @@ from distribution import LENGTH, ODDS, PROMPT, joint_distribution, p_value
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Plan
-from draftheads.drafters.copying import CopyingSession
+from draftheads.drafters.mixed import MixedSession
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.interop.transformers import CustomGenerate, custom_generate
 from draftheads.models.model import TargetModel
@@ -200,7 +200,7 @@ def test_a_drafter_sees_what_it_sees_in_the_engine(world: World, monkeypatch: py
 
         monkeypatch.setattr(owner, name, noted)
 
-    noting(CopyingSession, "propose", lambda context, _: (context.ids, context.num_accepted.tolist()))
+    noting(MixedSession, "propose", lambda context, _: (context.ids, context.num_accepted.tolist()))
     noting(Plan, "note", lambda draft, *counts: [draft.num_nodes, *map(list, counts[:3])])
     noting(Plan, "keep", list)
     copying = [[20], [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 11, 12]]  # the engine reads the shortest first

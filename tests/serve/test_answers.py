@@ -9,9 +9,8 @@ import pytest
 
 from adapter_world import merged, saved_adapter
 from draftheads.decode.engine import Engine
-from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed
 from draftheads.models.model import TargetModel
 from draftheads.serve.scheduler import Lane
 from draftheads.speculation.drafter import Drafter
@@ -28,9 +27,9 @@ def engines_of(model: TargetModel, *methods: str) -> dict[str, Engine]:
 
     def engine(method: str) -> Engine:
         shape = GROWING["best first"] if method in ("hydra", "eagle") else TREES["ragged"]
-        return Engine(model, Copying(tiny_head(method, model)), shape=shape)
+        return Engine(model, Mixed(tiny_head(method, model)), shape=shape)
 
-    without_head: dict[str, Drafter] = {"lookup": PromptLookup(), "lookahead": Lookahead()}
+    without_head: dict[str, Drafter] = {"lookup": Mixed(None), "lookahead": Lookahead()}
     return {name: Engine(model, without_head[name]) if name in without_head else engine(name) for name in methods}
 
 

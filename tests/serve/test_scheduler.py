@@ -13,7 +13,7 @@ import pytest
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent
-from draftheads.drafters.copying import Copying, CopyingSession
+from draftheads.drafters.mixed import Mixed, MixedSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
 from draftheads.heads.stateful import StatefulSession
 from draftheads.runners.runner import Row
@@ -249,7 +249,7 @@ def test_a_token_takes_the_states_of_all_layers_that_a_head_reads():
 
 @pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "amphista", "small-llama"])
 def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(method: str):
-    engine = Engine(MODEL, Copying(tiny_head(method, MODEL)), shape=TREES["chain"])
+    engine = Engine(MODEL, Mixed(tiny_head(method, MODEL)), shape=TREES["chain"])
     limit = 6 * 128 * engine.bytes_per_token
     scheduler = scheduler_of({"m": engine}, kv_bytes=limit, max_rows=8)
     for n, length in enumerate((20, 110, 20, 3, 40, 100, 7)):
@@ -264,7 +264,7 @@ def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(method: str
 
 def history_bytes(batch: Batch) -> int:
     session = batch.session
-    assert isinstance(session, CopyingSession)
+    assert isinstance(session, MixedSession)
     assert isinstance(session.session, StatefulSession)
     kept = [layer for layer in session.session.history.layers if layer is not None]
     return sum(part.untyped_storage().nbytes() for layer in kept for part in layer)

@@ -15,7 +15,7 @@ from draftheads.bench.table import ALL, COLUMNS, Row
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.registry import zoo_heads
 from draftheads.data.records import Record, read_suite, select
-from draftheads.loading import UNTRAINED
+from draftheads.speculation.drafting import UNTRAINED_HEADS
 from draftheads_papers.measures import Rouge
 from draftheads_papers.options import table_names
 from draftheads_papers.paper_tables import Cells, PaperTable, blocks_of, cells_of, drafting_cells, read_table
@@ -54,7 +54,7 @@ def test_a_table_can_be_measured(name: str):
     table = read_table(name)
     assert table.name == name
     assert bool(table.heads) != bool(table.variants), "heads or variants"
-    assert set(table.heads) <= {head.method for head in zoo_heads()} | set(UNTRAINED)
+    assert set(table.heads) <= {head.method for head in zoo_heads()} | set(UNTRAINED_HEADS)
     assert {*table.rows, *({table.columns} - {"values"})} <= KNOWN_FACETS
     known = {*MEASURES, *(one.name for one in COLUMNS), *Row.__dataclass_fields__}
     assert set(table.values) <= known

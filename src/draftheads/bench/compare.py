@@ -64,6 +64,7 @@ def compare_heads(
     *,
     chat_template: str | PathLike[str] | None = None,
     draft_model: str | PathLike[str] | None = None,
+    corpus: str | None = None,
     settings: BenchSettings | None = None,
     quality: Sequence[Measure | Literal["agreement", "perplexity"]] = (),
     original_model: str | PathLike[str] | None = None,
@@ -88,6 +89,7 @@ def compare_heads(
             :func:`draftheads.data.records.read_suite` have all turns and categories.
         chat_template: as for :func:`draftheads.load`.
         draft_model: a smaller model of the same tokenizer, compared as well.
+        corpus: a text file from which heads as they are loaded copy, too.
         settings: what is measured, and on how much.
         quality: measures of the answers. ``"agreement"`` compares them with plain decoding's, ``"perplexity"`` is under
             the original model; both are measured for typical acceptance when nothing is given.
@@ -127,7 +129,7 @@ def compare_heads(
     if original_model is not None and "perplexity" in quality:
         original = load_target(original_model, chat_template=template, precision=precision, **load_options)
     measures = [Perplexity(original) if measure == "perplexity" else measure for measure in quality]
-    more: dict[str, Any] = {"draft_model": draft_model, "precision": precision, **load_options}
+    more: dict[str, Any] = {"draft_model": draft_model, "corpus": corpus, "precision": precision, **load_options}
     contenders = list(load_contenders(drafts, target, **more))
     calibration = []
     if not set(settings.trees) <= set(LOADED):  # trees are found on these prompts

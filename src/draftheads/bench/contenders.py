@@ -15,22 +15,22 @@ from draftheads.checkpoints.registry import zoo_heads
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import LOOKUP_TOKENS, Mixed
 from draftheads.errors import CheckpointError, InvalidSettings, InvalidTree
 from draftheads.heads.base import DraftHead
-from draftheads.loading import UNTRAINED, engine_on, load_drafter, load_target
+from draftheads.loading import engine_on, load_drafter, load_target
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of
 from draftheads.settings import Precision
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.drafting import Drafting
+from draftheads.speculation.drafting import UNTRAINED_HEADS, Drafting
 from draftheads.utils.provenance import identity_digest
 
 DRAFT_MODEL = "draft-model"
-# the drafters of UNTRAINED, with trees of at most so many nodes
+# the untrained drafters, with trees of at most so many nodes
 _WITHIN: dict[str, Callable[[int], Drafter]] = {
     "lookahead": Lookahead.within,
-    "prompt-lookup": lambda num_nodes: PromptLookup(num_tokens=max(1, min(8, num_nodes - 1))),
+    "prompt-lookup": lambda num_nodes: Mixed(None, num_tokens=max(1, min(LOOKUP_TOKENS, num_nodes - 1))),
 }
 
 
@@ -55,7 +55,7 @@ def heads_for(model: str) -> tuple[str, ...]:
     """
     base = base_of(model)
     bundled = sorted((head.method for head in zoo_heads() if head.base_name == base), key=lambda m: (m != "medusa", m))
-    return (*bundled, *UNTRAINED)
+    return (*bundled, *UNTRAINED_HEADS)
 
 
 def names_of(heads: Sequence[str], *, taken: Sequence[str] = (PLAIN,)) -> dict[str, str]:
@@ -81,6 +81,7 @@ def load_contenders(
     target: TargetModel,
     *,
     draft_model: str | PathLike[str] | None = None,
+    corpus: str | None = None,
     precision: Precision = "auto",
     **load_options: Any,
 ) -> Iterator[Contender]:
@@ -90,18 +91,21 @@ def load_contenders(
         named: by their names in the table what ``resolve`` found.
         target: the target.
         draft_model: a smaller model that drafts as well.
+        corpus: a text file from which heads as they are loaded copy, too.
         precision: of the draft model.
         load_options: of the draft model, as for :func:`draftheads.load`.
     """
     for name, saved in named.items():
         if not isinstance(saved, ResolvedHead):
-            usual = Engine(target, UNTRAINED[saved](), max_batch_size=1)
+            usual = engine_on(
+                target, saved, Drafting(saved, corpus=None if saved == "lookahead" else corpus), max_batch_size=1
+            )
             within = _WITHIN[saved]
             yield Contender(name, usual.drafter, saved, as_loaded=partial(_same, usual), within=within)
             continue
         head = load_drafter(saved, target, fast=load_options.get("fast", True))
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
-        size, as_loaded = saved.num_parameters, cache(partial(_as_loaded, target, head, saved))
+        size, as_loaded = saved.num_parameters, cache(partial(_as_loaded, target, head, saved, corpus))
         yield Contender(name, head, identity, size, as_loaded=as_loaded, head=head, draws=True)
     if draft_model is not None:
         small = load_target(draft_model, precision=precision, **load_options)
@@ -117,10 +121,19 @@ def _same(engine: Engine, _copy: bool) -> Engine:  # noqa: FBT001
     return engine
 
 
-def _as_loaded(target: TargetModel, head: DraftHead, saved: ResolvedHead, copy: bool) -> Engine | None:  # noqa: FBT001
+def _as_loaded(
+    target: TargetModel,
+    head: DraftHead,
+    saved: ResolvedHead,
+    corpus: str | None,
+    copy: bool,  # noqa: FBT001
+) -> Engine | None:
     """The engine that users have; None if its profile cannot be read, and loading would fail."""
     try:
-        resolved, drafting = resolve_head(saved.name, saved.model), Drafting(saved.name, copy=copy)
+        resolved, drafting = (
+            resolve_head(saved.name, saved.model),
+            Drafting(saved.name, copy=copy, corpus=corpus if copy else None),
+        )
         return engine_on(target, resolved, drafting, drafter=head, max_batch_size=1)
     except (CheckpointError, InvalidTree):
         return None

@@ -27,6 +27,8 @@ class BenchOptions:
     draft_model: str | None = None
     """Also compare a smaller model that drafts. With the same tokenizer, on growing trees: a folder or a Hugging Face
     id."""
+    corpus: str | None = None
+    """A text file from which heads with the tree "defaults" copy, too."""
     transformers: bool = False
     """Also time transformers' own generate. One prompt at a time."""
     prompts: str | None = None

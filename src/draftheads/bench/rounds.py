@@ -18,7 +18,6 @@ from draftheads.data.records import Record
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt
 from draftheads.decode.text import TextStream, pieces_of
-from draftheads.drafters.copying import Copying
 from draftheads.errors import DataError, InvalidPrompt, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
@@ -131,7 +130,7 @@ class Bench:
             if engine is None:
                 return None
             engine.max_batch_size = point.batch_size
-            tree += f", {WITH_COPIES}" if isinstance(engine.drafter, Copying) else ""
+            tree += f", {WITH_COPIES}" if engine.drafter.budget else ""
         else:
             chosen = self.trees.find(contender, variant)
             if chosen is None:

@@ -57,7 +57,7 @@ class TreeFinder:
     def find(self, contender: Contender, variant: Variant) -> Chosen | None:
         """What a drafter with ``num_nodes`` nodes drafts; None if it cannot draft such trees, or not so drawn."""
         nodes, kind = variant.num_nodes or 0, variant.tree
-        if contender.drafter.default_shape is None:
+        if not contender.drafter.fills_shapes:
             return self._own(contender, variant)
         if variant.acceptance in DRAWN:
             return self._drawn(contender, variant)
@@ -74,7 +74,7 @@ class TreeFinder:
         if variant.tree != first or variant.acceptance in DRAWN:
             return None
         drafter = contender.drafter if contender.within is None else contender.within(variant.num_nodes or 0)
-        return Chosen(None, f"its own, up to {drafter.most_nodes}")
+        return Chosen(None, f"its own, up to {drafter.default_shape.num_nodes}")
 
     def _drawn(self, contender: Contender, variant: Variant) -> Chosen | None:
         """Drafts of drawn tokens: rejection has the head's static tree or a chain, block verification a chain."""

@@ -42,6 +42,7 @@ def run(options: BenchOptions) -> None:
             options.heads,
             questions,
             draft_model=options.draft_model,
+            corpus=options.corpus,
             settings=options.settings,
             quality=options.quality,
             transformers=options.transformers,

@@ -59,7 +59,7 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         loaded.append((served, scheduler_limits))
         scheduler = Scheduler(served.engines, scheduler_limits)
         folder = None if options.head_folder is None else user_path(options.head_folder)
-        service.exchange = HeadExchange(scheduler, options.model, folder).exchange
+        service.exchange = HeadExchange(scheduler, options.model, folder, options.corpus).exchange
         return served.models, scheduler
 
     def on_ready() -> None:
@@ -88,6 +88,7 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
         options.head,
         options.load,
         adapters=options.adapters,
+        corpus=options.corpus,
         name=options.name,
         max_rows=options.max_rows,
     )

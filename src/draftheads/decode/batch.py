@@ -72,7 +72,7 @@ class Batch:
         self.runner = runner_for(model, drafter.hidden_layers)
         self.drafter = drafter
         self.session = drafter.start()
-        self.shape = shape or drafter.default_shape or ROOT_ONLY
+        self.shape = shape or drafter.default_shape
         self.plan = None if planner is None else planner.start()
         self.on_phase = on_phase
         self.requests: list[Request] = []
@@ -302,11 +302,11 @@ class Batch:
             return self.session.propose(context, self.shape)
         rows, cuts = context.rows, context.root_ids.device.type == "cpu"
         depends = rows is not None and (rows.any_typical or rows.any_rejection)
-        shape, extra_nodes = self.plan.shape(len(context.root_ids), may_follow=not depends, cuts=cuts)
-        if shape == ROOT_ONLY and not extra_nodes:
+        shape, num_nodes = self.plan.shape(len(context.root_ids), may_follow=not depends, cuts=cuts)
+        if num_nodes == 1:
             self.session.observe(context)
             return self.plan.cut(Draft.on_tree(ROOT_ONLY, context.root_ids[:, None]))
-        return self.plan.cut(self.session.propose(replace(context, extra_nodes=extra_nodes), shape))
+        return self.plan.cut(self.session.propose(replace(context, num_nodes=num_nodes), shape))
 
     @property
     def num_bytes(self) -> int:

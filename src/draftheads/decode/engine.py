@@ -81,7 +81,7 @@ class Engine:
             raise InvalidSettings("an acceptance profile and costs go together: give both or none")
         if profile is not None and shape is not None:
             raise InvalidSettings("give a shape, or a profile that decides on one")
-        fills_shapes = drafter is not None and drafter.default_shape is not None
+        fills_shapes = drafter is not None and drafter.fills_shapes
         if not fills_shapes and (profile is not None or shape is not None):
             what = "shape" if profile is None else "profile"
             raise InvalidSettings(f"a {what} is for a drafter that fills trees, such as a draft head")
@@ -102,7 +102,7 @@ class Engine:
         if profile is not None and costs is not None:
             # then no text depends on what is drafted
             follows = model.native is not None
-            self.planner = Planner(profile, costs, check, extra_nodes=self.drafter.extra_nodes, follows=follows)
+            self.planner = Planner(profile, costs, check, budget=self.drafter.budget, follows=follows)
         self._lock = Lock()  # threads take turns, step by step: two at once would only share the cores
 
     def generate(
@@ -262,7 +262,7 @@ class Engine:
         require_at_least(0, draft_nodes=draft_nodes)
         if draft_nodes is not None and draft_nodes > MAX_NODES:
             raise InvalidSettings(f"draft_nodes is {draft_nodes}; it must be at most {MAX_NODES}")
-        if draft_nodes and self.drafter.default_shape is None:
+        if draft_nodes and not self.drafter.fills_shapes:
             raise InvalidSettings(
                 f"draft_nodes is {draft_nodes}, which is for drafters that fill trees, such as draft heads; "
                 f"{self.drafter.name} does not: leave draft_nodes out"
@@ -273,9 +273,8 @@ class Engine:
         if draft_nodes is not None:
             return max(1, draft_nodes)
         if self.profile is not None:
-            return self.profile.most_nodes + self.drafter.extra_nodes
-        shape = self.shape or self.drafter.default_shape
-        return self.drafter.most_nodes if shape is None else shape.num_nodes
+            return self.profile.most_nodes + self.drafter.budget
+        return (self.shape or self.drafter.default_shape).num_nodes
 
     @property
     def bytes_per_token(self) -> int:
@@ -323,11 +322,12 @@ class Engine:
             "device": str(self.model.device),
             "drafter": self.drafter.name,
         }
-        shape = self.shape or self.drafter.default_shape
         if self.profile is not None:
             parts["drafts"] = "trees by profile"
-        elif self.drafter.name != NoDraft.name:
-            parts["drafts"] = "trees of its own" if shape is None else f"tree: {in_words(shape)}"
+        elif self.drafter.fills_shapes:
+            parts["drafts"] = f"tree: {in_words(self.shape or self.drafter.default_shape)}"
+        elif not isinstance(self.drafter, NoDraft):
+            parts["drafts"] = "trees of its own"
         return parts
 
 

@@ -109,7 +109,7 @@ class Planner:
         profile: tokens per step by tree.
         costs: milliseconds by tokens and levels.
         check: receives the accepted draft tokens of each step, and those that the profile expects.
-        extra_nodes: that copies from the text may add to a tree.
+        budget: nodes that copies may add to a tree.
         follows: whether costs follow the time of steps: for models whose texts do not depend on what is drafted.
     """
 
@@ -119,14 +119,14 @@ class Planner:
         costs: StepCosts,
         check: AcceptanceCheck | None = None,
         *,
-        extra_nodes: int = 0,
+        budget: int = 0,
         follows: bool = False,
     ) -> None:
-        self.profile, self.costs, self.check, self.extra_nodes = profile, costs, check, extra_nodes
+        self.profile, self.costs, self.check, self.budget = profile, costs, check, budget
         self.correction = CostCorrection() if follows else None
         self.ways = ways_of(profile)
         most = max((len(way.gains) for way in self.ways), default=1)
-        self._nodes = np.arange(1.0, most + extra_nodes + 1)
+        self._nodes = np.arange(1.0, most + budget + 1)
         self._levels = range(max((max(way.levels) for way in self.ways), default=0) + 1)
         self._measured = lru_cache(maxsize=64)(self._of_rows)  # a method's cache would keep the planner
         self._side: bool | None = None  # whether the last steps drafted
@@ -217,9 +217,9 @@ class Plan:
         self._expected: Sequence[Sequence[float]] = ()  # of each row, its own and copied draft tokens
 
     def shape(self, rows: int, *, may_follow: bool = True, cuts: bool = True) -> tuple[Shape, int]:
-        """What is drafted for so many rows in the next step, and how many copied tokens may be added.
+        """What is drafted for so many rows in the next step, and how many nodes the trees may have, copies included.
 
-        The shape is ``ROOT_ONLY`` where nothing is drafted.
+        The shape has one node where nothing is drafted.
 
         Args:
             rows: B.
@@ -234,10 +234,10 @@ class Plan:
         self._levels = 0 if way is None else way.levels[nodes - 1]
         self._shape = ROOT_ONLY if way is None else planner.shape(way, nodes, rows, self._rate)
         if cuts:
-            return self._shape, planner.extra_nodes
+            return self._shape, nodes + planner.budget
         passes, _ = planner.costs_now(rows, follows=may_follow)
         free = int(np.searchsorted(passes, _ALMOST_FREE * passes[nodes - 1], side="right")) - nodes
-        return self._shape, min(free, planner.extra_nodes)
+        return self._shape, nodes + min(free, planner.budget)
 
     def cut(self, draft: Draft) -> Draft:
         """The first nodes of all trees, as many as gain more tokens than their time is worth.

@@ -47,7 +47,7 @@ class DraftModel(Drafter):
 
     needs_history = True
     reads_whole_text = True
-    default_shape: Shape = Tree.chain(4)
+    default_shape = Tree.chain(4)
 
     def __init__(self, model: TargetModel, target: TargetModel, *, max_depth: int = 6) -> None:
         ours, theirs = model.fingerprints.tokenizer, target.fingerprints.tokenizer

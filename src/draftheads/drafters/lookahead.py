@@ -19,7 +19,7 @@ from draftheads.errors import require_at_least
 from draftheads.speculation.candidates import ancestors_of
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
-from draftheads.speculation.shapes import Shape
+from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.utils.transfer import to_device
 
 _POOL = 4096  # n-grams' first tokens that a row remembers, those used last
@@ -111,21 +111,21 @@ class Lookahead(Drafter):
     """
 
     needs_history = True
-    default_shape = None
+    fills_shapes = False
 
     def __init__(self, *, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
         require_at_least(1, window=window, guesses=guesses)
         require_at_least(2, ngram=ngram)
         self.window, self.ngram, self.guesses = window, ngram, guesses
         # the first level and N-2 more of W columns, and G n-grams of N-1
-        self.most_nodes = window * (ngram - 1) + guesses * (ngram - 1)
+        self.default_shape = BestFirst((window + guesses) * (ngram - 1))
 
     @classmethod
     def within(cls, num_nodes: int, *, ngram: int = 4) -> Self:
         """As many columns as n-grams, so many that a step reads no more than ``num_nodes`` tokens.
 
-        >>> Lookahead.within(24).most_nodes, Lookahead.within(7).most_nodes
-        (24, 6)
+        >>> Lookahead.within(24).default_shape.num_nodes, Lookahead.within(7).default_shape.num_nodes
+        [24, 6]
         """
         columns = max(1, num_nodes // (2 * (ngram - 1)))
         return cls(window=columns, ngram=ngram, guesses=columns)

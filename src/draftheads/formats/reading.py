@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import save_head, weightless_head
 from draftheads.checkpoints.head_files import FORMAT_VERSION
-from draftheads.drafters.copying import node_values
+from draftheads.drafters.mixed import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
 from draftheads.formats import dflash, eagle, gguf, hydra, medusa, mlp_speculator, mtp, small_llama
 from draftheads.formats.layout import Format, Layout

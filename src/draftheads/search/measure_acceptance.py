@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, MAX_NGRAM, CopyProbs
-from draftheads.drafters.text_index import TextIndex
+from draftheads.drafters.sources import TextIndex
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.calibrate import Answer

@@ -51,6 +51,7 @@ def load_served(
     load: LoadSettings,
     *,
     adapters: Mapping[str, Path] | None = None,
+    corpus: str | None = None,
     name: str | None = None,
     max_rows: int = 16,
 ) -> Served:
@@ -61,6 +62,7 @@ def load_served(
         heads: the first is used by the model's own name, each further one by NAME:HEAD; none decodes plainly.
         load: how the model is loaded.
         adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
+        corpus: a text file from which drafts are copied, too.
         name: under which it is served; the model's own name when left out.
         max_rows: answers that are decoded together.
     """
@@ -77,7 +79,7 @@ def load_served(
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
-        engines[served] = engine_on(target, drafts, Drafting(head), max_batch_size=max_rows)
+        engines[served] = engine_on(target, drafts, Drafting(head, corpus=corpus), max_batch_size=max_rows)
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():
         if adapter in engines:
@@ -129,13 +131,15 @@ class HeadExchange:
     scheduler: Scheduler  # whose engines are exchanged
     model: str  # by which the base model was loaded
     head_folder: Path | None = None  # heads in it may be used, besides those that are installed with a package
+    corpus: str | None = None  # drafts are copied from this file, too
 
     def exchange(self, served: str, head: str) -> None:
         """Loads and checks a head, and uses it for all later requests of a served model. Takes seconds."""
         old, folder = self.scheduler.engines[served], self.find(head)
         try:
             drafts = resolve_head(folder, self.model)
-            new = engine_on(old.model, drafts, Drafting(head), max_batch_size=old.max_batch_size, keep_cost=False)
+            drafting = Drafting(head, corpus=self.corpus)
+            new = engine_on(old.model, drafts, drafting, max_batch_size=old.max_batch_size, keep_cost=False)
         except DraftHeadsError as error:  # no path of this machine is shown to clients
             own = old.model.model_id
             error.args = (str(error).replace(str(folder), head).replace(own, shown_name(own)), *error.args[1:])

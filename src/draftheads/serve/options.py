@@ -31,6 +31,8 @@ class ServeOptions(OptionGroup):
     head: tuple[str, ...] = ()
     """Draft heads, the default one first. Names, folders or Hugging Face ids. Requests choose a further one by the
     model name NAME:HEAD. Plain decoding when left out."""
+    corpus: str | None = None
+    """Also draft copies from this text file: documents or code that answers quote, or earlier answers."""
     adapter: tuple[str, ...] = ()
     """LoRA adapters of the model (peft folders), as NAME=FOLDER. Requests choose them by the model name NAME."""
     host: str = "127.0.0.1"

@@ -194,7 +194,7 @@ class Context:
     draws: Callable[[int], Tensor] | None = None  # n -> (B, n) float64 random numbers in [0, 1), new ones at each call
     rules: TokenRules | None = None  # where a row has a grammar or logit biases
     known_ids: Sequence[Sequence[int]] | None = None  # :attr:`ids`, where the host has them already
-    extra_nodes: int = 0  # that copies from the text may add to the shape's own
+    num_nodes: int | None = None  # of the draft, where copies may add to the shape's own
 
     @cached_property
     def ids(self) -> Sequence[Sequence[int]]:

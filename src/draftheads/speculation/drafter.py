@@ -17,7 +17,7 @@ class DraftSession(ABC):
     def propose(self, context: Context, shape: Shape) -> Draft:
         """Draft tokens for every row of the context, in the given shape.
 
-        A drafter without a ``default_shape`` makes trees of its own, whatever the shape.
+        A drafter that does not fill shapes makes trees of its own, whatever the shape.
         """
 
     def observe(self, context: Context) -> None:  # noqa: B027 - many keep nothing
@@ -47,14 +47,14 @@ class Drafter(ABC):
     """Whether a context must carry all accepted tokens (stateful) or the last one only (stateless)."""
     reads_whole_text: bool = False
     """Whether layers read all accepted tokens, which takes time."""
-    default_shape: Shape | None = None
-    """What is drafted where no shape is given; None for a drafter that makes trees of its own."""
-    most_nodes: int = 1
-    """Of a tree of its own, root included."""
+    default_shape: Shape = ROOT_ONLY
+    """What is drafted where no shape is given."""
+    fills_shapes: bool = True
+    """Off: it makes trees of its own, which have at most as many nodes as ``default_shape``."""
     max_depth: int = 1
     """Of trees whose shape gives no depth."""
-    extra_nodes: int = 0
-    """Nodes that its trees may have beyond a shape's own."""
+    budget: int = 0
+    """Nodes that its trees may have beyond a shape's own: copies."""
     hidden_layers: tuple[int, ...] = ()
     """The layers of the target whose inputs it reads in place of h_t; empty for one that reads h_t. Index 0 is the
     first layer, whose input are the embeddings; so index i is ``hidden_states[i]`` of transformers."""
@@ -89,6 +89,7 @@ class NoDraft(Drafter, DraftSession):
     """Plain decoding: the root alone. The reference of every drafter. It keeps nothing, so it is its own session."""
 
     name = "plain decoding"
+    fills_shapes = False
 
     def start(self) -> Self:
         """Itself."""

@@ -37,12 +37,16 @@ class Drafting:
     as auto."""
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
+    corpus: str | None = None
+    """Also draft copies from this text file: documents or code that answers quote, or earlier answers."""
 
     def __post_init__(self) -> None:
         require_bool(copy=self.copy)
         if self.head is not None and self.draft_model is not None:
             model = getattr(self.draft_model, "name_or_path", self.draft_model)
             raise InvalidSettings(f"head {self.head} and draft_model {model}: give one of them")
+        if self.corpus is not None and self.head == "lookahead":
+            raise InvalidSettings(f"corpus {self.corpus}: lookahead makes trees of its own; give another head, or none")
         shape = self.shape
         is_head = self.head is not None and self.head not in UNTRAINED_HEADS
         fills_shapes = self.draft_model is not None and not isinstance(shape, ByProfile)

@@ -1,4 +1,4 @@
-"""Copies from the text so far in the trees of heads and draft models: the same text in fewer steps."""
+"""Copies in the trees of heads and draft models, and alone: the same text in fewer steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,10 +10,10 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request
-from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.drafters.mixed import Mixed, MixedSession
+from draftheads.drafters.sources import Corpus, TextSoFar
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.settings import SamplingSettings
@@ -91,10 +91,10 @@ def drafter_of(kind: str, name: str) -> Drafter:
 def test_copies_change_nothing_but_the_number_of_steps(kind: str, name: str, shape: str) -> None:
     """Greedy and sampled text is plain's, and something was copied."""
     drafter = drafter_of(kind, name)
-    results = decode(name, Copying(drafter), shape=SHAPES[shape])
+    results = decode(name, Mixed(drafter), shape=SHAPES[shape])
     assert ids(results) == plain(name)
     assert copied(results) > 0, "tiny models repeat themselves"
-    assert ids(decode(name, Copying(drafter), shape=SHAPES[shape], temperature=0.8, seed=5)) == plain(name, 0.8)
+    assert ids(decode(name, Mixed(drafter), shape=SHAPES[shape], temperature=0.8, seed=5)) == plain(name, 0.8)
     without = decode(name, drafter, shape=SHAPES[shape])
     assert num_steps(results) < num_steps(without)
     assert copied(without) == 0
@@ -105,26 +105,26 @@ def test_a_row_does_not_depend_on_its_neighbours(shape: str) -> None:
     """Neither its tokens nor its steps; but a threshold is for all rows of a step together."""
     head = tiny_head("hydra", some_model("llama"))
     options: dict[str, Any] = {"shape": SHAPES[shape], "temperature": 0.7, "seed": 5}
-    alone, together = (decode("llama", Copying(head), batch_size=size, **options) for size in (1, 6))
+    alone, together = (decode("llama", Mixed(head), batch_size=size, **options) for size in (1, 6))
     assert ids(alone) == ids(together) == plain("llama", 0.7)
     if shape != "sure ones":
         assert [result.num_steps for result in alone] == [result.num_steps for result in together]
         assert [result.num_copied for result in alone] == [result.num_copied for result in together]
 
 
-class Varied(Copying):
+class Varied(Mixed):
     """A drafter that copies, whose session gets other arguments at each step."""
 
     def __init__(self, drafter: Drafter, vary: Callable[[int, Shape], tuple[Shape, int]]) -> None:
         super().__init__(drafter)
         self.vary = vary  # from the tokens so far and the shape to the shape and the extra nodes of a step
 
-    def start(self) -> CopyingSession:
+    def start(self) -> MixedSession:
         session = super().start()
 
         def propose(context: Context, shape: Shape, *, as_usual: Any = session.propose) -> Draft:
-            shape, extra_nodes = self.vary(sum(len(text.ids) for text in session._texts.rows), shape)
-            return as_usual(replace(context, extra_nodes=extra_nodes), shape)
+            shape, extra = self.vary(sum(len(text.ids) for text in session._texts.rows), shape)
+            return as_usual(replace(context, num_nodes=shape.num_nodes + extra), shape)
 
         session.propose = propose  # type: ignore[method-assign]
         return session
@@ -142,35 +142,35 @@ def test_shapes_that_change_from_step_to_step(method: str) -> None:
 # --- what is drafted ---
 
 
-def context_of(texts: list[list[int]], extra_nodes: int = 0) -> Context:
+def context_of(texts: list[list[int]], num_nodes: int | None = None) -> Context:
     """Rows that have just joined; the last token of a text is its root."""
     width = max(map(len, texts)) - 1
     tokens = torch.tensor([[*text[:-1], *[0] * (width + 1 - len(text))] for text in texts])
     hidden = torch.randn(len(texts), width, 32, generator=torch.Generator().manual_seed(0))
     roots = torch.tensor([text[-1] for text in texts])
-    return Context(hidden, tokens, torch.tensor([len(text) - 1 for text in texts]), roots, extra_nodes=extra_nodes)
+    return Context(hidden, tokens, torch.tensor([len(text) - 1 for text in texts]), roots, num_nodes=num_nodes)
 
 
 def copied_below_a_root(text: list[int], num_nodes: int, **options: Any) -> Draft:
     """What is drafted for one text without a head."""
-    copying = Copying(tiny_head("medusa", some_model("llama")), **options)
-    return propose(copying, context_of([text], num_nodes), ROOT_ONLY)
+    copying = Mixed(tiny_head("medusa", some_model("llama")), **options)
+    return propose(copying, context_of([text], 1 + num_nodes), ROOT_ONLY)
 
 
 TEXTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5], [9, 10, 11]]  # the first has something to copy
 
 
-@pytest.mark.parametrize("extra_nodes", [0, 3])
+@pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("shape", ["ragged", "best first"])
-def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
-    head, context = tiny_head("medusa", some_model("llama")), context_of(TEXTS, extra_nodes)
-    draft = propose(Copying(head, probs=[[0.99, 0.98, 0.97, 0.96, 0.95]]), context, SHAPES[shape])
-    assert draft.num_nodes == propose(head, context, SHAPES[shape]).num_nodes + extra_nodes
+def test_a_draft_keeps_to_its_budget(shape: str, extra: int) -> None:
+    head, context = tiny_head("medusa", some_model("llama")), context_of(TEXTS, SHAPES[shape].num_nodes + extra)
+    draft = propose(Mixed(head, probs=[[0.99, 0.98, 0.97, 0.96, 0.95]]), context, SHAPES[shape])
+    assert draft.num_nodes == propose(head, context, SHAPES[shape]).num_nodes + extra
     assert draft.copied is not None
     assert draft.token_ids[0, :6].tolist() == [5, 6, 7, 8, 3, 4]
     assert draft.depths[0, :6].tolist() == [0, 1, 2, 3, 4, 5]
     assert not draft.copied[1].any()
-    assert (draft.depths[1, 1:] > 0).sum() == draft.num_nodes - 1 - extra_nodes
+    assert (draft.depths[1, 1:] > 0).sum() == draft.num_nodes - 1 - extra
     assert draft.first(4).copied is not None
     assert draft.first(4).copied.shape == (2, 4)  # type: ignore[union-attr]
 
@@ -178,19 +178,19 @@ def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
 def test_without_a_head_only_copies_are_drafted() -> None:
     """And the head takes note of the text."""
     head = tiny_head("eagle", some_model("llama"))
-    session = Copying(head).start()
-    draft = session.propose(context_of(TEXTS, 3), ROOT_ONLY)
+    session = Mixed(head).start()
+    draft = session.propose(context_of(TEXTS, 4), ROOT_ONLY)
     assert draft.token_ids[0].tolist() == [5, 6, 7, 8]
     assert draft.depths.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
     assert session.session.num_rows == 2  # type: ignore[attr-defined]
-    assert propose(Copying(head), context_of(TEXTS), ROOT_ONLY).num_nodes == 1
+    assert propose(Mixed(head), context_of(TEXTS), ROOT_ONLY).num_nodes == 1
 
 
 def test_drawn_trees_are_left_as_they_are() -> None:
     shape = Sampled(Tree.chain(2))
     head = tiny_head("hydra", some_model("llama"))
     options: dict[str, Any] = {"shape": shape, "temperature": 0.7, "seed": 5, "acceptance": "rejection"}
-    found = decode("llama", Copying(head), **options)
+    found = decode("llama", Mixed(head), **options)
     assert ids(found) == ids(decode("llama", head, **options))
     assert copied(found) == 0
 
@@ -213,10 +213,10 @@ def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0), (2,)])
     values = {(0,): 0.6, (1,): 0.1, (0, 0): 0.5, (2,): 0.4}
     whole = propose(head, context, tree)
-    draft = propose(Copying(head, probs=[[0.45, 0.2]], values=values), context, tree)
+    draft = propose(Mixed(head, probs=[[0.45, 0.2]], values=values), context, tree)
     token = {path: int(whole.token_ids[0, node]) for node, path in enumerate(tree.paths)}
     assert 6 not in token.values(), "the copied token is another one"
-    unlikely = propose(Copying(head, probs=[[0.02, 0.001]], values=dict.fromkeys(tree.paths, 0.5)), context, tree)
+    unlikely = propose(Mixed(head, probs=[[0.02, 0.001]], values=dict.fromkeys(tree.paths, 0.5)), context, tree)
     assert sorted(unlikely.token_ids[0].tolist()) == sorted(whole.token_ids[0].tolist())
     assert draft.token_ids[0].tolist() == [5, token[0,], token[0, 0], 6, token[2,]]
 
@@ -237,7 +237,7 @@ def test_a_drafter_that_watches_sees_what_was_checked_and_learns_what_it_asked_f
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain("llama"), strict=True)}
     watching: Any = Watching(Tree.chain(2), answers)
     watching.seen, watching.learnt = [], []
-    found = decode("llama", Copying(watching), batch_size=1)
+    found = decode("llama", Mixed(watching), batch_size=1)
     assert len(watching.seen) == num_steps(found)
     assert watching.learnt == watching.seen
 
@@ -255,14 +255,32 @@ def test_a_drafter_that_watches_sees_what_was_checked_and_learns_what_it_asked_f
 )
 def test_impossible_settings(options: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidSettings, match=named):
-        Copying(tiny_head("medusa", some_model("llama")), **options)
+        Mixed(tiny_head("medusa", some_model("llama")), **options)
 
 
-@pytest.mark.parametrize("drafter", [Lookahead(), PromptLookup()])
+@pytest.mark.parametrize("drafter", [Lookahead(), Mixed(None)], ids=["lookahead", "copies"])
 def test_copies_are_not_added_to_trees_that_a_drafter_makes_itself(drafter: Drafter) -> None:
     """Such a drafter is given no shape, so nothing would be drafted at all."""
     with pytest.raises(InvalidSettings, match=type(drafter).__name__):
-        Copying(drafter)
+        Mixed(drafter)
+
+
+# --- a corpus ---
+
+
+@pytest.mark.parametrize("kind", ["hydra", "draft model", "copies"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_corpus_that_holds_the_answers_saves_steps_and_changes_no_text(kind: str, temperature: float) -> None:
+    answers = plain("llama", temperature)
+    corpus = Corpus([token for answer in answers for token in answer])
+    drafter = None if kind == "copies" else drafter_of(kind, "llama")
+    shape = None if drafter is None else SHAPES["best first"]
+    options: dict[str, Any] = {"shape": shape, "temperature": temperature, "seed": 5}
+    found = decode("llama", Mixed(drafter, [TextSoFar(), corpus]), **options)
+    without = decode("llama", Mixed(drafter), **options)
+    assert ids(found) == ids(without) == answers
+    assert num_steps(found) < 0.7 * num_steps(without)
+    assert ids(decode("llama", Mixed(drafter, [Corpus([3])]), **options)) == answers, "it holds nothing"
 
 
 # --- counting ---

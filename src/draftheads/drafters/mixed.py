@@ -1,22 +1,22 @@
-"""A drafter that adds copies from the text so far to the trees of another one."""
+"""Drafts of a head or draft model together with copies from sources, or copies alone."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, MAX_NGRAM, CopyProbs, check_copy_probs, votes_of
-from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
-from draftheads.drafters.text_index import RowTexts, TextIndex
+from draftheads.drafters.sources import Copy, RowTexts, Source, TextIndex, TextSoFar
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.candidates import Candidates, merged
 from draftheads.speculation.draft import Context, Draft, TokenRules
-from draftheads.speculation.drafter import Drafter, DraftSession
+from draftheads.speculation.drafter import Drafter, DraftSession, NoDraft
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Path, Tree
 from draftheads.utils.transfer import to_device
@@ -27,19 +27,76 @@ _BEST_RANK = 0.45
 _NEXT_RANK = 0.3
 
 NUM_TOKENS = 16  # that are copied at most
-MOST_PLACES = 8  # of a text's last tokens that are looked at
+LOOKUP_TOKENS = 8  # the same without a drafter
 _SEVERAL, _LIKELY_MATCH = 4, 3  # rows; tokens before a copied one
+_LEAST = 0.01  # probability of a copied token
 
 
-class Copying(Drafter):
-    """Merges copies from the text so far into each tree of a drafter.
+class Copied(NamedTuple):
+    """A node of the tree."""
 
-    Copies are what followed earlier places of the text's last tokens, see :func:`copy_tree`. The nodes with the highest
-    probability of being accepted are kept, whether copied or drafted. Trees that are drawn (``Sampled``) and
-    ``BestPaths`` are left as they are.
+    token_id: int
+    parent: int  # 0 is the root, n the n-th node of the list
+    probability: float  # that it and all tokens above it are right
+
+
+def copy_tree(copies: Sequence[Copy], votes: Sequence[float], count: int) -> list[Copied]:
+    """The most probable continuations of a text.
+
+    Each earlier place of the text's last tokens votes for the token that follows it there. A token's probability is its
+    share of all votes and of one further vote, which is for none of them. So a single place with v votes is right with
+    a probability of v / (1 + v). Below a copied token only the places that go on with it vote, and their match is one
+    token longer.
 
     Args:
-        drafter: a draft head or draft model.
+        copies: the places.
+        votes: after a match of 1, 2, … tokens; the last for all longer ones.
+        count: how many tokens to copy at most.
+
+    Returns:
+        Parents before children, the most probable first.
+
+    >>> copies = [Copy([1, 8], 2), Copy([2, 7], 1)]
+    >>> [(node.token_id, node.parent, round(node.probability, 2)) for node in copy_tree(copies, [0.5, 1.0], 3)]
+    [(1, 0, 0.4), (2, 0, 0.2), (8, 1, 0.2)]
+    """
+    tree: list[Copied] = []
+    waiting: list[tuple[float, int, int, int, int, list[Copy]]] = []  # the most probable first, the oldest of equals
+    depth, parent, above = 0, 0, 1.0
+    while len(tree) < count:
+        shares: dict[int, float] = {}
+        agreeing: dict[int, list[Copy]] = {}
+        total = 1.0
+        for copy in copies:
+            vote = votes[min(copy.match + depth, len(votes)) - 1]
+            total += vote
+            if depth < len(copy.following):
+                token = copy.following[depth]
+                shares[token] = shares.get(token, 0.0) + vote
+                agreeing.setdefault(token, []).append(copy)
+        for token, share in shares.items():
+            probability = above * share / total
+            if probability >= _LEAST:
+                heappush(waiting, (-probability, len(tree), token, parent, depth + 1, agreeing[token]))
+        if not waiting:
+            break
+        negative, _, token, parent, depth, copies = heappop(waiting)
+        above = -negative
+        tree.append(Copied(token, parent, above))
+        parent = len(tree)
+    return tree
+
+
+class Mixed(Drafter):
+    """Merges copies into each tree of a drafter; without one, the copies are the tree.
+
+    Copies are what followed the text's last tokens elsewhere, see :func:`copy_tree`. The nodes with the highest
+    probability of being accepted are kept, whether copied or drafted. Trees that are drawn (``Sampled``) are left as
+    they are.
+
+    Args:
+        drafter: a draft head or draft model; None: copies alone.
+        sources: of the copies; the text so far when left out.
         probs: of copied tokens, by the length of the match, see :func:`copy_probs`.
         values: the measured probability that a node of a static tree is accepted, by its path of ranks. Without it
             the probability falls geometrically with depth and rank.
@@ -51,7 +108,8 @@ class Copying(Drafter):
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
+        sources: Sequence[Source] = (TextSoFar(),),
         *,
         probs: CopyProbs = DEFAULT_COPY_PROBS,
         values: Mapping[Path, float] | None = None,
@@ -59,28 +117,30 @@ class Copying(Drafter):
     ) -> None:
         check_copy_probs(probs)
         require_at_least(1, num_tokens=num_tokens)
-        if drafter.default_shape is None:
+        if drafter is not None and not drafter.fills_shapes:
             raise InvalidSettings(
                 f"{type(drafter).__name__} makes trees of its own: copies can be added only to trees of a given shape, "
                 "such as those of a draft head"
             )
-        self.drafter = drafter
-        self.needs_history = True
-        self.reads_whole_text, self.hidden_layers = drafter.reads_whole_text, drafter.hidden_layers
-        self.default_shape, self.max_depth = drafter.default_shape, drafter.max_depth
-        self.extra_nodes = num_tokens
-        self.probs, self.values, self.num_tokens = probs, values or {}, num_tokens
+        self.is_alone, self.drafter = drafter is None, drafter or NoDraft()
+        self.sources, self.probs, self.values, self.num_tokens = tuple(sources), probs, values or {}, num_tokens
+        self.needs_history, self.fills_shapes = True, not self.is_alone
+        self.reads_whole_text, self.hidden_layers = self.drafter.reads_whole_text, self.drafter.hidden_layers
+        self.default_shape = BestFirst(1 + num_tokens) if self.is_alone else self.drafter.default_shape
+        self.max_depth, self.budget = self.drafter.max_depth, 0 if self.is_alone else num_tokens
 
     @classmethod
-    def by_profile(cls, drafter: Drafter, profile: AcceptanceProfile) -> Self:
+    def by_profile(
+        cls, drafter: Drafter, profile: AcceptanceProfile, sources: Sequence[Source] = (TextSoFar(),)
+    ) -> Self:
         """Copies compete for nodes by the probabilities in the profile."""
         gains = [after - before for before, after in pairwise(profile.static_tokens)]
         values = {tuple(path): gain for path, gain in zip(profile.paths, gains, strict=False) if 0.0 < gain < 1.0}
-        return cls(drafter, probs=profile.copies or DEFAULT_COPY_PROBS, values=values)
+        return cls(drafter, sources, probs=profile.copies or DEFAULT_COPY_PROBS, values=values)
 
     @property
     def name(self) -> str:
-        return f"{self.drafter.name} with copies"
+        return "copies" if self.is_alone else f"{self.drafter.name} with copies"
 
     @property
     def bytes_per_slot(self) -> int:
@@ -92,42 +152,39 @@ class Copying(Drafter):
     def check_shape(self, shape: Shape) -> None:
         self.drafter.check_shape(shape)
 
-    def start(self) -> "CopyingSession":
-        return CopyingSession(self)
+    def start(self) -> "MixedSession":
+        return MixedSession(self)
 
 
-class CopyingSession(DraftSession):
+class MixedSession(DraftSession):
     """The texts of one batch, and the drafter's session."""
 
-    def __init__(self, copying: Copying) -> None:
-        self.session = copying.drafter.start()
-        self.values, self.num_tokens = copying.values, copying.num_tokens
-        self._votes = votes_of(copying.probs)
+    def __init__(self, mixed: Mixed) -> None:
+        self.mixed, self.session = mixed, mixed.drafter.start()
+        self._votes = votes_of(mixed.probs)
         self._texts = RowTexts(max_ngram=MAX_NGRAM)
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, with the copies of the rows that have a match."""
         self._texts.read(context)
-        if shape == ROOT_ONLY:  # it needs no drafter
+        if shape.num_nodes > 1:
+            draft = self.session.propose(context, shape)
+        else:  # it needs no drafter
             self.session.observe(context)
             draft = Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
-        else:
-            draft = self.session.propose(context, shape)
-        if not isinstance(shape, Tree | BestFirst):
+        num_nodes = context.num_nodes or shape.num_nodes
+        if not isinstance(shape, Tree | BestFirst) or num_nodes == 1 or (shape.num_nodes == 1 and not self._has_match):
             return draft
-        num_nodes = shape.num_nodes + context.extra_nodes
-        if num_nodes == 1 or (shape == ROOT_ONLY and not self._has_match):
-            return draft
-        copies = [copy_tree(self._voters(text), self.num_tokens) for text in self._texts.rows]
+        trees = [copy_tree(self._copies(text), self._votes, self.mixed.num_tokens) for text in self._texts.rows]
         if context.rules is not None:
-            copies = [_allowed(tree, row, context.rules) for row, tree in enumerate(copies)]
-        if not any(copies):
+            trees = [_allowed(tree, row, context.rules) for row, tree in enumerate(trees)]
+        if not any(trees):
             return draft
-        candidates = self._candidates(copies, context.root_ids)
-        if isinstance(shape, Tree):
-            return merged(self._valued(draft, shape), candidates, BestFirst(num_nodes))
-        return merged(draft, candidates, replace(shape, num_nodes=num_nodes))
+        if draft.path_log_probs is None:
+            draft = self._valued(draft, shape if isinstance(shape, Tree) and draft.num_nodes > 1 else ROOT_ONLY)
+        rule = shape if isinstance(shape, BestFirst) else BestFirst(num_nodes)
+        return merged(draft, self._candidates(trees, context.root_ids), replace(rule, num_nodes=num_nodes))
 
     def observe(self, context: Context) -> None:
         self._texts.read(context)
@@ -148,17 +205,17 @@ class CopyingSession(DraftSession):
     def _has_match(self) -> bool:
         """Whether a copy may be worth the time of looking for it: for several rows one that is not likely never is."""
         rows = self._texts.rows
-        return len(rows) < _SEVERAL or any(text.has(_LIKELY_MATCH) for text in rows)
+        return len(rows) < _SEVERAL or len(self.mixed.sources) > 1 or any(text.has(_LIKELY_MATCH) for text in rows)
 
-    def _voters(self, text: TextIndex) -> list[Voter]:
-        """The earlier places of a text's last tokens."""
-        places = text.matches(MOST_PLACES, len(self._votes))
-        return [Voter(text.following(place, self.num_tokens), match, self._votes) for place, match in places.items()]
+    def _copies(self, text: TextIndex) -> list[Copy]:
+        sources, count = self.mixed.sources, self.mixed.num_tokens
+        return [copy for source in sources for copy in source.copies(text, count, len(self._votes))]
 
     def _candidates(self, copies: Sequence[Sequence[Copied]], root_ids: Tensor) -> Candidates:
         """The copies of all rows; a row with fewer is filled up with tokens of probability 0."""
         root, nothing = Copied(0, 0, probability=1.0), Copied(0, 0, probability=0.0)
-        trees = [[root, *tree, *[nothing] * (self.num_tokens - len(tree))] for tree in copies]
+        width = max(map(len, copies)) if self.mixed.is_alone else self.mixed.num_tokens
+        trees = [[root, *tree, *[nothing] * (width - len(tree))] for tree in copies]
         ids = [[node.token_id for node in tree] for tree in trees]
         parents = [[node.parent for node in tree] for tree in trees]
         log_probs = [[math.log(p) if (p := node.probability) else -math.inf for node in tree] for tree in trees]
@@ -170,7 +227,7 @@ class CopyingSession(DraftSession):
     def _valued(self, draft: Draft, tree: Tree) -> Draft:
         """A draft on a static tree with the probabilities of its nodes."""
         if tree not in self._static:
-            values = torch.tensor([node_values(tree, self.values)], dtype=torch.float32)
+            values = torch.tensor([node_values(tree, self.mixed.values)], dtype=torch.float32)
             self._static[tree] = to_device(values.log(), draft.token_ids.device)
         return replace(draft, path_log_probs=self._static[tree].expand_as(draft.token_ids))
 

@@ -1,10 +1,81 @@
-"""The text of each row so far, and where its n-grams stood earlier."""
+"""Where drafts are copied from: what followed the text's last tokens at earlier places of it, or in a corpus."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
+import numpy as np
 from torch import Tensor
 
+from draftheads.errors import InvalidSettings
 from draftheads.speculation.draft import Context
+from draftheads.utils.files import user_path
+
+MOST_PLACES = 8  # of a text's last tokens that are looked at
+_NGRAM, _CANDIDATES = 3, 256  # of a corpus: tokens that are looked up, and places that are compared
+_FACTORS = np.array([1_000_003, 8_191, 1])  # of a hash
+
+
+class Copy(NamedTuple):
+    """A place of a text's last tokens."""
+
+    following: Sequence[int]  # the tokens from there on
+    match: int  # how many tokens before the place equal the text's last ones
+
+
+class Source(Protocol):
+    """What drafts are copied from."""
+
+    def copies(self, text: "TextIndex", count: int, longest: int) -> list[Copy]:
+        """Places of the text's last tokens, up to so many tokens from there on; matches are counted to ``longest``."""
+
+
+class TextSoFar:
+    """Earlier places in the text itself, the latest first."""
+
+    def copies(self, text: "TextIndex", count: int, longest: int) -> list[Copy]:
+        places = text.matches(MOST_PLACES, longest)
+        return [Copy(text.following(place, count), match) for place, match in places.items()]
+
+
+class Corpus:
+    """A text of others, such as a file of documents or code: the places with the longest matches.
+
+    Args:
+        ids: its tokens.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = np.asarray([*[-1] * _NGRAM, *ids], dtype=np.int64)
+        keys = np.lib.stride_tricks.sliding_window_view(self.ids, _NGRAM) @ _FACTORS
+        self._order = keys.argsort(kind="stable")
+        self._keys = keys[self._order]
+
+    @classmethod
+    def read(cls, path: str, tokenizer: Any) -> Self:
+        """The text in a file.
+
+        Raises:
+            InvalidSettings: it cannot be read.
+        """
+        try:
+            text = user_path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidSettings(f"corpus {path} cannot be read: give a text file ({error})") from None
+        return cls(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def copies(self, text: "TextIndex", count: int, longest: int) -> list[Copy]:
+        if len(text.ids) < _NGRAM:
+            return []
+        key = np.array(text.ids[-_NGRAM:]) @ _FACTORS
+        first, last = np.searchsorted(self._keys, key), np.searchsorted(self._keys, key, side="right")
+        places = self._order[first:last][-_CANDIDATES:] + _NGRAM
+        tail = np.array(text.ids[-longest:])[::-1]
+        before = places[:, None] - 1 - np.arange(len(tail))
+        same = (self.ids[before.clip(0)] == tail) & (before >= 0)
+        matches = same.cumprod(1).sum(1)  # 0 where only the hashes are equal
+        best = (-matches).argsort(kind="stable")[:MOST_PLACES]
+        found = zip(places[best].tolist(), matches[best].tolist(), strict=True)
+        return [Copy(self.ids[at : at + count].tolist(), match) for at, match in found if match]
 
 
 class TextIndex:
