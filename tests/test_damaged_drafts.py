@@ -40,7 +40,7 @@ DAMAGE: dict[str, Callable[[Tensor], object]] = {
     "largest": lambda logits: logits.mul_(3e38),
     "first node": lambda logits: logits[:, :1].fill_(NAN),
 }
-FEW_SHAPES = some(SHAPES, "best first", "two nodes", "best paths", "static", "drawn")
+FEW_SHAPES = some(SHAPES, "best first", "two nodes", "static", "drawn")
 FEW_KINDS = some(DAMAGE, "one nan", "one infinite")
 Own = Callable[[Any, Any, int], Tensor]
 some_model = cache(tiny_model)

@@ -60,7 +60,6 @@ def test_they_are_those_of_transformers_plain_and_drafted(family: str, temperatu
 CHAIN = Tree.chain(3)
 WAYS: dict[str, tuple[Any, Shape | None, dict[str, Any]]] = {
     "a growing tree": ("hydra", GROWING["best first"], {}),
-    "whole paths": ("medusa", GROWING["best paths"], {}),
     "copies alone": (Mixed(None), None, {}),
     "typical": ("hydra", TREES["64 nodes"], {"temperature": 1.5, "acceptance": "typical"}),
     "rejection": ("hydra", Sampled(TREES["cartesian"]), {"temperature": 1.1, "acceptance": "rejection"}),

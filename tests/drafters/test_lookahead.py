@@ -144,7 +144,6 @@ def test_drafters_without_a_head_change_nothing(kind: str, family: str) -> None:
     ("kind", "name", "value"),
     [
         *((Lookahead, name, value) for name, value in (("window", 0), ("ngram", 1), ("guesses", 0))),
-        *((Mixed, name, 0) for name in ("num_tokens", "max_ngram")),
     ],
 )
 def test_impossible_numbers(kind: type[Drafter], name: str, value: int) -> None:
