@@ -27,6 +27,7 @@ from draftheads.speculation.drafting import UNTRAINED_HEADS, Drafting
 from draftheads.utils.provenance import identity_digest
 
 DRAFT_MODEL = "draft-model"
+_USUAL_NODES = 30  # of lookahead; prompt lookup has fewer
 # the untrained drafters, with trees of at most so many nodes
 _WITHIN: dict[str, Callable[[int], Drafter]] = {
     "lookahead": Lookahead.within,

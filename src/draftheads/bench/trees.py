@@ -89,10 +89,10 @@ class TreeFinder:
     def _paths(self, contender: Contender, num_paths: int) -> Chosen | None:
         """A static tree with as many nodes as the most probable of 6 · 3 · 2 paths may have (MLP Speculator)."""
         widths, depth = (6, 3, 2), contender.drafter.max_depth
-        if contender.head is None or depth < len(widths) or num_paths > math.prod(widths):
+        if depth < len(widths) or num_paths > math.prod(widths):
             return None
         nodes = 1 + sum(min(math.prod(widths[: level + 1]), num_paths) for level in range(depth))
-        return _chosen(self._static(contender, nodes))
+        return self._searched(contender, "static", nodes)
 
     def _searched(self, contender: Contender, kind: str, nodes: int) -> Chosen | None:
         """Trees by the accuracy of a head; other drafters only grow."""
