@@ -98,10 +98,8 @@ def load_contenders(
     """
     for name, saved in named.items():
         if not isinstance(saved, ResolvedHead):
-            usual = engine_on(
-                target, saved, Drafting(saved, corpus=None if saved == "lookahead" else corpus), max_batch_size=1
-            )
             within = _WITHIN[saved]
+            usual = Engine(target, within(_USUAL_NODES), max_batch_size=1)
             yield Contender(name, usual.drafter, saved, as_loaded=partial(_same, usual), within=within)
             continue
         head = load_drafter(saved, target, fast=load_options.get("fast", True))
@@ -131,10 +129,7 @@ def _as_loaded(
 ) -> Engine | None:
     """The engine that users have; None if its profile cannot be read, and loading would fail."""
     try:
-        resolved, drafting = (
-            resolve_head(saved.name, saved.model),
-            Drafting(saved.name, copy=copy, corpus=corpus if copy else None),
-        )
-        return engine_on(target, resolved, drafting, drafter=head, max_batch_size=1)
+        drafting = Drafting(saved.name, copy=copy, corpus=corpus if copy else None)
+        return engine_on(target, resolve_head(saved.name, saved.model), drafting, drafter=head, max_batch_size=1)
     except (CheckpointError, InvalidTree):
         return None
