@@ -12,7 +12,6 @@ import draftheads
 from draftheads import loading
 from draftheads.checkpoints.checkpoint import read_head, save_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
-from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import StepCosts
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
@@ -158,17 +157,6 @@ def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatc
 def test_plain_drafts_nothing(world: Path) -> None:
     engine = load(world, tree="plain")
     assert (type(engine.drafter), engine.profile, engine.costs) == (NoDraft, None, None)
-
-
-def test_the_command_line_warns_in_one_line(world: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cache.write_text("in the way")
-    arguments = ["generate", "why", "--model", str(world / "model"), "--head", str(world / "head")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        assert main([*arguments, "--max-new-tokens", "3", "--precision", "fp32"]) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert len(said) == 1
-    assert said[0].startswith("warning: the costs of steps are not kept")
 
 
 @pytest.mark.usefixtures("cost")

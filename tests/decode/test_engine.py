@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ import torch
 
 import draftheads
 from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, TargetModel, Tree
-from draftheads.checkpoints.checkpoint import save_head
-from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.batch import Batch
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.mixed import Mixed
@@ -22,7 +19,6 @@ from draftheads.errors import (
     DraftHeadsError,
     InvalidPrompt,
     InvalidSettings,
-    ModelNotFound,
     UnsupportedModel,
 )
 from draftheads.runners.transformers_runner import TransformersRunner
@@ -35,6 +31,7 @@ from families import (
     VOCAB,
     IntegerTokenizer,
     PlantedDrafter,
+    by_hand,
     tiny_head,
     tiny_model,
     tiny_profile,
@@ -263,8 +260,9 @@ def test_a_stop_string_ends_one_row_and_no_other(model: TargetModel, plain: list
 # --- what a notebook shows ---
 
 
-def test_an_engine_names_its_parts(model: TargetModel, tiny_by_name: list[dict[str, Any]], head_folder: Path):
-    medusa = tiny_head("medusa", model)
+def test_an_engine_names_its_parts(model: TargetModel):
+    medusa, half = tiny_head("medusa", model), tiny_model("llama", dtype=torch.bfloat16)
+    costs = by_hand([("verify", 1, 1, 10.0), ("static", 1, 1, 1.0)])
     shown = {
         "tiny-llama, fp32, cpu, plain decoding": Engine(model),
         "tiny-llama, fp32, cpu, medusa, tree: static, 22": Engine(model, medusa, shape=TREES["cartesian"]),
@@ -273,12 +271,11 @@ def test_an_engine_names_its_parts(model: TargetModel, tiny_by_name: list[dict[s
         ),
         "tiny-llama, fp32, cpu, copies, trees of its own": Engine(model, Mixed(None)),
         "tiny-llama, fp32, cpu, tiny-llama, tree: static, 5": Engine(model, DraftModel(model, model)),
-        "tiny-llama, bf16, cpu, hydra with copies, trees by profile": draftheads.load(
-            "tiny", head_folder, precision="bf16", device="cpu"
+        "tiny-llama, bf16, cpu, hydra with copies, trees by profile": Engine(
+            half, Copying(tiny_head("hydra", half)), profile=tiny_profile(TREES["chain"]), costs=costs
         ),
     }
     assert {repr(engine) for engine in shown.values()} == {f"Engine({parts})" for parts in shown}
-    assert len(tiny_by_name) == 1
 
 
 def test_an_engine_is_a_table_in_a_notebook(model: TargetModel):
@@ -419,11 +416,6 @@ def test_the_longest_prompt_leaves_room_for_one_token(model: TargetModel):
     assert result.tokens_per_step == 1.0
 
 
-def test_a_batch_needs_room(model: TargetModel):
-    with pytest.raises(InvalidSettings, match="max_batch_size is 0; it must be at least 1"):
-        Engine(model, max_batch_size=0)
-
-
 # --- chat templates ---
 
 
@@ -497,44 +489,6 @@ def test_a_given_template_is_one_models_own(model: TargetModel):
     own = Engine(TargetModel(model.model, tokenizer, "own"))
     assert [VOCAB_OF_CHATS[token] for token in given.encode("w1")] == ["w1", "<e>"]
     assert [VOCAB_OF_CHATS[token] for token in own.encode("w1")] == ["<s>", "w1"]
-
-
-# --- load: from names to an engine ---
-
-
-@pytest.fixture
-def tiny_by_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """``tiny`` is a model; what it was asked to load with."""
-    asked: list[dict[str, Any]] = []
-
-    def load(name: str, **options: Any) -> TargetModel:
-        if name != "tiny":
-            raise ModelNotFound(f"{name} is no folder here")
-        asked.append(options)
-        return tiny_model("llama", dtype=options["dtype"] or torch.float32)
-
-    monkeypatch.setattr(TargetModel, "load", load)
-    return asked
-
-
-@pytest.fixture(scope="module")
-def head_folder(model: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved Hydra head of three heads."""
-    head = tiny_head("hydra", model)
-    folder = tmp_path_factory.mktemp("heads") / "hydra"
-    save_head(head, folder, base=model, dtype=torch.float32, profile=tiny_profile(TREES["chain"]))
-    return folder
-
-
-@pytest.mark.usefixtures("tiny_by_name")
-def test_kernels_of_a_loaded_model():
-    def layers(**options: Any) -> set[type]:
-        kinds = (torch.nn.Linear, PackedLinear)
-        modules = draftheads.load("tiny", **options).model.model.modules()
-        return {type(module) for module in modules if isinstance(module, kinds)}
-
-    assert layers(fast=False) == {torch.nn.Linear}
-    assert layers() == layers(precision="bf16") == {PackedLinear}
 
 
 def test_a_model_that_cannot_read_trees_is_refused_on_loading(monkeypatch: pytest.MonkeyPatch):
