@@ -55,7 +55,7 @@ class Option:
             text += f": {', '.join(choices)}"
         if self.default is tyro.MISSING:
             return f"{text} (required)"
-        if self.default in (None, False, ()):
+        if self.default is None or self.default is False or self.default == ():
             return text
         words = " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
         return f"{text} [{'on' if self.default is True else words}]"
@@ -63,9 +63,9 @@ class Option:
 
 def options_of(kind: Any, default: Any = None, group: str = "") -> Iterator[Option]:
     """The options of a command's dataclass and of its groups; ``default`` is an instance with other defaults."""
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints, annotated = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        hint, *marks = _without_annotations(hints[field.name])
+        hint, marks = hints[field.name], getattr(annotated[field.name], "__metadata__", ())
         value = field.default_factory() if field.default_factory is not MISSING else field.default
         value = getattr(default, field.name, tyro.MISSING if value is MISSING else value)
         if is_dataclass(hint):
@@ -103,14 +103,6 @@ def print_help(name: str, command: Command, kind: Any, default: Any = None) -> N
         for flag, line in lines.items():
             start, indent = f"  {flag:<{_COLUMN}}  ", " " * (_COLUMN + 4)
             print(textwrap.fill(start + line, width, subsequent_indent=indent, break_on_hyphens=False))
-
-
-def _without_annotations(hint: Any) -> tuple[Any, ...]:
-    """A type without ``Annotated``, and what it was annotated with."""
-    if typing.get_origin(hint) is typing.Annotated:
-        inner, *marks = typing.get_args(hint)
-        return (*_without_annotations(inner), *marks)
-    return (hint,)
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
