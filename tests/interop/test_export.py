@@ -1,7 +1,6 @@
 """An exported EAGLE-3 head is the head itself, in the layout that other engines read."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,13 @@ from torch import Tensor, nn
 
 from draftheads import export_head, import_head
 from draftheads.checkpoints.checkpoint import load_head, save_head
+from draftheads.checkpoints.head_files import TENSORS_FILE
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings, SpeedWarning, StorageError
 from draftheads.formats.eagle import write_eagle3
+from draftheads.heads.base import DraftHead
 from draftheads.heads.eagle3 import Eagle3Config, Eagle3Head
-from draftheads.interop.export import as_stored
+from draftheads.interop.export import as_stored, format_for
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 from families import VOCAB, tiny_head, tiny_model, tiny_profile
@@ -177,67 +178,57 @@ def test_what_the_target_shares_is_written_out(
         ("small-llama", {"lm_head": "own"}, None, "lm_head of the whole vocabulary; this head's is own"),
     ],
 )
-def test_all_reasons_are_told_at_once(
-    method: str, options: dict[str, Any], to: Any, message: str, tmp_path: Path
-) -> None:
-    name = on_disk(tmp_path / "model", **DEEP)
-    target = TargetModel.load(name, dtype=torch.float32)
+def test_all_reasons_are_told_at_once(method: str, options: dict[str, Any], to: Any, message: str) -> None:
+    target = tiny_model("llama", **DEEP)
     head = tiny_head(method, target, **{"draft_vocab_size": 10, **options})
-    save_head(head, tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)))
+    write = format_for(method, to, head.config.options()).write
+    assert write is not None
     with pytest.raises(InvalidSettings, match=message):
-        export_head(tmp_path / "head", tmp_path / "out", model=name, to=to)
-    assert not (tmp_path / "out").exists()
+        write(head, target, "")
+
+
+def kept(head: DraftHead, target: TargetModel, folder: Path) -> Path:
+    """Its folder."""
+    save_head(head, folder, base=target, profile=tiny_profile(Tree.chain(3)))
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> TargetModel:
+    """One in a folder, which is its name."""
+    return TargetModel.load(on_disk(tmp_path / "model", **DEEP), dtype=torch.float32)
 
 
 def exported(
     method: str, options: dict[str, Any], arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> tuple[Path, dict[str, Any], dict[str, str], str]:
     """By the command: the folder, its configuration, the commands by engine, and all that was printed."""
-    name = on_disk(tmp_path / "model", **DEEP)
-    target = TargetModel.load(name, dtype=torch.float32)
+    target = TargetModel.load(on_disk(tmp_path / "model", **DEEP), dtype=torch.float32)
     head = eagle3(target, **options) if method == "eagle3" else tiny_head(method, target, **options)
-    save_head(head, tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)))
-    out = tmp_path / "out"
-    assert main(["export", str(tmp_path / "head"), "--model", name, "--out", str(out), *arguments]) == 0
+    source, out = str(kept(head, target, tmp_path / "head")), tmp_path / "out"
+    assert main(["export", source, "--model", target.model_id, "--out", str(out), *arguments]) == 0
     said = capsys.readouterr().out
     lines = [line.split(": ", 1) for line in said.splitlines()[1:] if ": " in line]
     return out, json.loads((out / "config.json").read_text()), dict(lines), said
 
 
-def test_an_eagle_head_with_a_bias_is_for_sglang_with_its_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, _, commands, said = exported("eagle", PART, [], tmp_path, capsys)
+def test_the_layouts_of_eagle_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a bias of fc it is for SGLang, with a file of its draft tokens; without one for vLLM."""
+    out, config, commands, said = exported("eagle", {**PART, "qkv_bias": True}, [], tmp_path / "bias", capsys)
     assert "in the layout eagle-sglang" in said
     assert "not only" not in said, "the map keeps the draft tokens"
     assert list(commands) == ["SGLang"]
     assert f"--speculative-token-map {out / 'token_map.pt'}" in commands["SGLang"]
-    tokens = torch.load(out / "token_map.pt", weights_only=True)
-    assert tokens.dtype == torch.int64
-    assert tokens.tolist() == load_head_vocab(tmp_path / "head")
-
-
-def load_head_vocab(folder: Path) -> list[int]:
-    return load_file(folder / "model.safetensors")["draft_vocab"].tolist()
-
-
-def test_one_without_a_bias_is_for_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, config, commands, said = exported("eagle", {**PART, "fusion_bias": False}, [], tmp_path, capsys)
+    tokens, known = torch.load(out / "token_map.pt", weights_only=True), load_file(out.parent / "head" / TENSORS_FILE)
+    assert torch.equal(tokens, known["draft_vocab"])
+    assert config["attention_bias"]
+    behind = load_file(out / TENSORS_FILE)["layers.0.self_attn.o_proj.bias"]  # else engines make it of random memory
+    assert behind.tolist() == [0.0] * config["hidden_size"]
+    out, config, commands, said = exported("eagle", {**PART, "fusion_bias": False}, [], tmp_path / "none", capsys)
     assert "in the layout eagle\n" in said
-    assert re.search("it predicts all tokens of the model, not only its 10 draft tokens", said)
+    assert "it predicts all tokens of the model, not only its 10 draft tokens" in said
     assert not (out / "token_map.pt").exists()
     assert (list(commands), config["architectures"]) == (["vLLM"], ["LlamaForCausalLMEagle"])
-
-
-def test_biases_of_attention_come_with_one_of_zero_behind_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Engines make that one of random memory where there is none."""
-    out, config, _, _ = exported("eagle", {**PART, "qkv_bias": True}, [], tmp_path, capsys)
-    tensors = load_file(out / "model.safetensors")
-    assert config["attention_bias"]
-    assert tensors["layers.0.self_attn.o_proj.bias"].shape == (config["hidden_size"],)
-    assert not tensors["layers.0.self_attn.o_proj.bias"].any()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +253,7 @@ def test_the_embedding_is_there_on_request_and_for_speculators(
 ) -> None:
     out, config, _, said = exported("eagle3", {}, arguments, tmp_path, capsys)
     target = TargetModel.load(str(tmp_path / "model"), dtype=torch.float32)
-    found = load_file(out / "model.safetensors")["embed_tokens.weight"]
+    found = load_file(out / TENSORS_FILE)["embed_tokens.weight"]
     assert torch.equal(found, target.weights.embedding.bfloat16())
     if "speculators" in arguments:
         about = config["speculators_config"]
@@ -271,25 +262,17 @@ def test_the_embedding_is_there_on_request_and_for_speculators(
         assert config["target_hidden_size"] == target.hidden_size
         assert said.splitlines()[1] == f"vLLM: vllm serve {out}"
     import_head(out, tmp_path / "again", model=str(tmp_path / "model"))
-    save_head(tiny_head("medusa", target), tmp_path / "medusa", base=target, profile=tiny_profile(Tree.chain(3)))
+    kept(tiny_head("medusa", target), target, tmp_path / "medusa")
     with pytest.raises(InvalidSettings, match="--with-embedding: the layout medusa has no place"):
         export_head(tmp_path / "medusa", tmp_path / "other", model=str(tmp_path / "model"), with_embedding=True)
 
 
-def test_engines_that_leave_out_a_part_are_named(tmp_path: Path) -> None:
-    name = on_disk(tmp_path / "model", **DEEP)
-    target = TargetModel.load(name, dtype=torch.float32)
-    save_head(eagle3(target, norm_output=True), tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)))
-    with pytest.warns(SpeedWarning, match=r"norm_output: llama.cpp and optimum-intel \(OpenVINO\) ignore it"):
-        export_head(tmp_path / "head", tmp_path / "out", model=name)
-    head = eagle3(target, norm_before_residual=True, qkv_bias=True)
-    save_head(head, tmp_path / "more", base=target, profile=tiny_profile(Tree.chain(3)))
-    with pytest.warns(SpeedWarning) as warned:
-        export_head(tmp_path / "more", tmp_path / "more_out", model=name)
-    assert [str(warning.message).split(":")[0] for warning in warned] == [
-        "the head has norm_before_residual",
-        "the head has qkv_bias",
-    ]
+def test_engines_that_leave_out_a_part_are_named(target: TargetModel, tmp_path: Path) -> None:
+    for options in ({"norm_output": True}, {"norm_before_residual": True, "qkv_bias": True}):
+        folder = kept(eagle3(target, **options), target, tmp_path / "-".join(options))
+        with pytest.warns(SpeedWarning) as warned:
+            export_head(folder, folder / "out", model=target.model_id)
+        assert [str(one.message).split(":")[0] for one in warned] == [f"the head has {name}" for name in options]
 
 
 def test_what_the_layout_cannot_hold_is_an_error() -> None:
@@ -301,15 +284,9 @@ def test_what_the_layout_cannot_hold_is_an_error() -> None:
         write_eagle3(eagle3(target, layers=[0, 3]), TargetModel(target.model, target.tokenizer, "biased"))
 
 
-def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = on_disk(tmp_path / "model", **DEEP)
-    target = TargetModel.load(name, dtype=torch.float32)
-    head = eagle3(target)
-    save_head(head, tmp_path / "head", base=target, profile=tiny_profile(Tree.chain(3)))
-    out = tmp_path / "out"
-    assert main(["export", str(tmp_path / "head"), "--model", name, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    commands = dict(line.split(": ", 1) for line in said.splitlines()[1:])
+def test_a_folder_for_other_engines(target: TargetModel, tmp_path: Path) -> None:
+    name, head, out = target.model_id, eagle3(target), tmp_path / "out"
+    commands = export_head(kept(head, target, tmp_path / "head"), out, model=name).commands
     assert list(commands) == ["vLLM", "SGLang", "llama.cpp", "OpenVINO"]
     assert commands["OpenVINO"].startswith("pip install optimum-intel")
     assert f"--model {out} --task text-generation-with-past --trust-remote-code" in commands["OpenVINO"]
@@ -323,11 +300,11 @@ def test_a_folder_for_other_engines(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(torch.equal(found[key], tensors[key]) for key in tensors)
     with pytest.raises(StorageError, match="already exists"):
         export_head(tmp_path / "head", out, model=name)
-    save_head(tiny_head("medusa", target), tmp_path / "medusa", base=target, profile=tiny_profile(Tree.chain(3)))
+    kept(tiny_head("medusa", target), target, tmp_path / "medusa")
     with pytest.raises(InvalidSettings, match=r"plug-in .*; --to medusa is read by .*train --method eagle3`"):
         export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagle3")
     with pytest.raises(InvalidSettings, match="no layout 'eagel-sglang'; did you mean eagle-sglang"):
         export_head(tmp_path / "medusa", tmp_path / "other", model=name, to="eagel-sglang")
-    save_head(tiny_head("amphista", target), tmp_path / "amphista", base=target, profile=tiny_profile(Tree.chain(3)))
+    kept(tiny_head("amphista", target), target, tmp_path / "amphista")
     with pytest.raises(InvalidSettings, match="heads of the method amphista are not written for other projects"):
         export_head(tmp_path / "amphista", tmp_path / "other", model=name)
