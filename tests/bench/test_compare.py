@@ -496,19 +496,6 @@ def test_a_comparison_that_was_stopped_continues(model: TargetModel, tmp_path: P
     assert stopping.count == 6 * 3, "times are measured anew"
 
 
-def test_a_sweep_that_was_stopped_loses_no_finished_answer(
-    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    stopping = Stopping(monkeypatch)
-    one, settings = contenders(model)[:1], replace(SETTINGS, temperatures=(0.0, 0.8))
-    stopping.stop_at = 2 * 6 + 3  # in the second prompt at the second temperature
-    with pytest.raises(KeyboardInterrupt):
-        bench(model, tmp_path, one, settings).run()
-    stopping.count, stopping.stop_at = 0, -1
-    bench(model, tmp_path, one, settings).run()
-    assert stopping.count == 2 * 5
-
-
 @pytest.fixture
 def found_trees(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Heads whose tree was searched for."""

@@ -37,11 +37,6 @@ def test_the_verdict_names_the_fastest_drafter_and_counts_equal_answers():
     assert [value for value, _ in page.numbers] == ["1.75", "2.50", "70.0", "6"]
 
 
-def test_remarks_limit_the_verdict():
-    page = page_of(bench_row("close", speedup=1.51), bench_row("hydra", speedup=1.75, num_different=2))
-    assert "Within the errors, close can be as fast as hydra. Texts can differ" in page.note
-
-
 def test_a_record_of_plain_decoding_alone_has_a_page():
     page = page_of(plain_row())
     assert page.verdict == "There is no drafter to compare."
@@ -121,10 +116,6 @@ def test_plots_of_one_category_and_one_point():
         "head 2": [("medusa", 0), ("hydra", 0.25)],
     }
     assert not any("Shown" in plot.caption or "Measured" in plot.caption for plot in page.plots)
-
-
-def test_without_drafting_costs_there_is_no_plot_of_them():
-    assert "drafting" not in plots(page_of(bench_row("hydra", speedup=1.5), drafting={}))
 
 
 def test_batch_sizes_have_curves_of_speed_and_latency():

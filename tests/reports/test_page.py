@@ -2,14 +2,12 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
-from draftheads.reports import page as page_module
 from draftheads.reports.page import COLOURS, Page, Plot, Point, Style, Table, render
 from html_pages import check_page
 
@@ -69,29 +67,6 @@ def test_words_of_a_page_are_text_and_not_html():
     html = render(page)
     assert html.count("<script") == 1
     assert html.count("&lt;script&gt;a &amp; &#34;b&#34;&lt;/script&gt;") == 25
-
-
-@pytest.mark.parametrize(
-    ("change", "by"),
-    [
-        ('<p class="verdict">', "<p>"),
-        ("(prefers-color-scheme: dark)", "(min-width: 1px)"),
-        ("overflow-x: auto", "overflow-x: visible"),
-        ('<div class="wide"', "<div"),
-        ("<details", '<details id="one1" style="background: url(http://x)"'),
-        ('scope="row"', ""),
-        ("</main>", '<script src="x.js"></script></main>'),
-        ("currentColor", "black"),
-        ("<caption>", "<p>"),
-        ("<script>", "<script>alert(1);"),
-        ("default-src 'none'", "default-src *"),
-    ],
-)
-def test_the_check_of_pages_finds_what_is_missing(change: str, by: str):
-    html = render(WHOLE)
-    assert change in html
-    with pytest.raises(AssertionError):
-        check_page(html.replace(change, by))
 
 
 # --- plots ---
@@ -221,20 +196,3 @@ def test_a_drawing_has_the_colour_of_its_page_and_no_background(plot: Plot):
     assert not re.search("#000000|fill: (#ffffff|white|black)", svg)
     words = replace(plot, panels={"": {"$a$ <b>": [Point(1, 1.5)], "b": [Point(1, 1.5)]}}, guide=()).svg()
     assert ">$a$ &lt;b&gt;</text>" in words, "names are no formulas"
-
-
-def test_colours_are_readable_on_light_and_dark_cards():
-    """Contrast of at least 3, as WCAG asks for graphics."""
-    template = Path(page_module.__file__).with_name("page.html.j2").read_text()
-    cards = [f"#{card * 2 if len(card) == 3 else card}" for card in re.findall(r"--card: #(\w+)", template)]
-    assert len(cards) == 2
-    for colour in COLOURS:
-        for card in cards:
-            low, high = sorted((luminance(colour), luminance(card)))
-            assert (high + 0.05) / (low + 0.05) >= 3
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

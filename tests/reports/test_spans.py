@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
 from draftheads.data.chat_tokens import EncodedChat, encode_chat
-from draftheads.models.pretrained import ModelTokenizer, load_tokenizer
+from draftheads.models.pretrained import ModelTokenizer
 from draftheads.reports.batch_page import Span, spans
 from training_world import EOS, chat, chat_tokenizer
 
@@ -106,19 +106,3 @@ def test_the_mask_of_a_chat_is_what_the_assistant_says():
 
 def test_control_characters_are_visible():
     assert Span("a\x1b[2J\r\n\tb\x9b\x7f\0c", is_learned=True, is_special=False).visible == "a␛[2J␍↵\n⇥   b\\x9b␡␀c"
-
-
-@pytest.mark.real
-def test_the_real_tokenizer_keeps_characters_of_several_tokens_whole():
-    answers = ["A squid: 🦑, and 日本 — <b>naïve</b>.\n\nDone.", "Bye 👩‍👩‍👧"]
-    messages = chat("Hello 🦑", answers[0], "Again?", answers[1])["messages"]
-    model = load_tokenizer("smollm2-135m")
-    text = encode_chat(model, messages, finished=True, max_length=999)
-    pieces = spans(model.tokenizer, text)
-    assert joined(pieces, learned=True) == "".join(f"{answer}<|im_end|>" for answer in answers)
-    assert joined(pieces) == model.tokenizer.decode(text.token_ids)
-    assert {piece.text for piece in pieces if piece.is_special} == {"<|im_start|>", "<|im_end|>"}
-    assert [piece.text for piece in pieces if piece.is_special and piece.is_learned] == ["<|im_end|>"] * 2
-    assert len(model.tokenizer("🦑", add_special_tokens=False)["input_ids"]) > 1
-    assert [piece.is_learned for piece in pieces if "🦑" in piece.text] == [False, True]
-    assert not any(BROKEN in piece.text for piece in pieces)

@@ -39,27 +39,6 @@ def test_each_kind_of_record_gives_a_page_with_its_facts(tmp_path: Path, kind: A
     assert [fact for fact in facts if fact not in html] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "record"), [("training", "metrics.json"), ("tune", "tune.json"), ("bench", "bench.json")]
-)
-def test_everything_from_files_is_escaped(tmp_path: Path, kind: Any, record: str):
-    """Names of models, heads, prompts and settings."""
-    path = folder_with(tmp_path, kind) / record
-    path.write_text(json.dumps(with_words(json.loads(path.read_text()), "<script>alert('$x')</script>")))
-    html = write_page(tmp_path, kind).read_text()
-    check_page(html)
-    assert html.count("&lt;script&gt;alert(") > 3
-
-
-def with_words(value: Any, words: str) -> Any:
-    """The record with these words before all its texts but the names of kinds of trees and of parts of questions."""
-    if isinstance(value, dict):
-        return {name: part if name in ("kind", "part") else with_words(part, words) for name, part in value.items()}
-    if isinstance(value, list):
-        return [with_words(part, words) for part in value]
-    return f"{words}{value}" if isinstance(value, str) else value
-
-
 def test_commands_print_which_page_they_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show.write_page(Console(), folder_with(tmp_path, "tune"), "tune")
     assert capsys.readouterr().out == f"wrote {tmp_path / 'tune.html'}\n"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from draftheads.bench.timing import Answers, Way
 from draftheads.data.records import Record
@@ -21,19 +22,28 @@ class Question:
     before: tuple[Message, ...] = ()
     role: str = "user"  # of the turns
     is_ids: tuple[int, ...] | None = None  # token ids in place of all
+    name: str = ""  # of a record, else its number from 1
+    category: str = ""
+    reference: Any = None
 
 
 def question_of(number: int, prompt: Prompt | Record) -> Question:
     """The question of a prompt or a record."""
-    if isinstance(prompt, Record) and prompt.is_text:
-        return Question(number, prompt.user_turns)
-    messages = list(prompt.messages) if isinstance(prompt, Record) else prompt
-    if isinstance(messages, str):
-        return Question(number, (messages,))
-    if isinstance(messages[0], int):
-        return Question(number, ("",), is_ids=tuple(messages))  # type: ignore[arg-type]
-    *before, last = messages
-    return Question(number, (last["content"],), tuple(before), role=last["role"])  # type: ignore[index,arg-type]
+    if isinstance(prompt, Record):
+        labels = prompt.labels
+        name = str(next((labels[label] for label in ("question_id", "id") if label in labels), number + 1))
+        about: dict[str, Any] = {"name": name, "category": prompt.category, "reference": prompt.reference}
+        if prompt.is_text:
+            return Question(number, prompt.user_turns, **about)
+        *before, last = prompt.messages
+        return Question(number, (last["content"],), tuple(before), role=last["role"], **about)
+    name = str(number + 1)
+    if isinstance(prompt, str):
+        return Question(number, (prompt,), name=name)
+    if isinstance(prompt[0], int):
+        return Question(number, ("",), is_ids=tuple(prompt), name=name)  # type: ignore[arg-type]
+    *before, last = prompt
+    return Question(number, (last["content"],), tuple(before), role=last["role"], name=name)  # type: ignore[index,arg-type]
 
 
 class Conversations:

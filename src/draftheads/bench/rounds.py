@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.bench.contenders import Contender
-from draftheads.bench.conversations import Conversations, question_of
+from draftheads.bench.conversations import Conversations, Question, question_of
 from draftheads.bench.drafting import drafting_cost
 from draftheads.bench.quality import Item, Measure, Ratings, Scores, quality_fields
 from draftheads.bench.settings import DRAWN, LOADED, MIN_PROMPTS, BenchSettings, Point, Variant
@@ -66,16 +66,8 @@ class Bench:
         self.measures, self.folder, self.progress = measures, folder, progress
         self.ratings = Ratings(measures, folder, progress)
         self.questions = [question_of(number, prompt) for number, prompt in enumerate(prompts)]
-        records = [prompt if isinstance(prompt, Record) else Record(()) for prompt in prompts]
-        self.categories = [str(record.labels.get("category") or "") for record in records]
-        labels = ("question_id", "id")
-        numbers = [str(number + 1) for number in range(len(records))]
-        ids = [
-            next((str(record.labels[label]) for label in labels if label in record.labels), number)
-            for number, record in zip(numbers, records, strict=True)
-        ]
-        self.ids = ids if len(set(ids)) == len(ids) else numbers
-        self.references = [record.reference for record in records]
+        if len({question.name for question in self.questions}) < len(self.questions):
+            self.questions = [replace(question, name=str(question.number + 1)) for question in self.questions]
         self.trees = TreeFinder(target, calibration, settings, folder=folder, progress=progress)
         self.lines: list[dict[str, Any]] = []  # every answer
         self.problems: list[dict[str, Any]] = []  # what was not answered or measured, and why
@@ -163,7 +155,7 @@ class Bench:
             own = found[key]
             self._note(way, point, own)
             scores = self._scores(point, own, plain)
-            for part, belongs in parts_of(plain, self.categories):
+            for part, belongs in parts_of(plain, [question.category for question in self.questions]):
                 chosen, of_plain = together(list(filter(belongs, own)), list(filter(belongs, plain)))
                 chosen, of_stock = together(chosen, list(filter(belongs, stock or chosen)))
                 if not chosen:
@@ -179,7 +171,7 @@ class Bench:
                     # of whole conversations, so it says nothing about a single turn
                     **quality_fields(
                         [] if part.startswith(TURN) else scores,
-                        {self.ids[number] for answer in chosen for number in answer.questions},
+                        {self.questions[number].name for answer in chosen for number in answer.questions},
                     ),
                 )
 
@@ -237,8 +229,8 @@ class Bench:
                     {
                         "way": way.name,
                         "settings": way.settings,
-                        "question_id": self.ids[number],
-                        "category": self.categories[number],
+                        "question_id": self.questions[number].name,
+                        "category": self.questions[number].category,
                         "turn": answers.turn + 1,
                         "text": self.target.tokenizer.decode(ids, skip_special_tokens=True),
                         "token_ids": ids,
@@ -266,14 +258,17 @@ class Bench:
                 ids, steps = line["token_ids"], line["step_tokens"]
                 pieces = pieces_of(line["text"], ids, TextStream(self.target.tokenizer))
                 drafted = [False, *(place < count - 1 for count in steps for place in range(count))]
-                question = self.questions[self.ids.index(line["question_id"])].turns[0]
+                question = self._named(line["question_id"]).turns[0]
                 marked = [[piece, mark] for piece, mark in zip(pieces, drafted, strict=False)]
                 self.example = {"way": best.name, "question": question, "pieces": marked}
                 return
 
+    def _named(self, name: str) -> Question:
+        return next(question for question in self.questions if question.name == name)
+
     def _problem(self, number: int | None, turn: int, reason: str) -> None:
         """Notes a problem of a question, or of all (None)."""
-        problem = {"question": None if number is None else self.ids[number], "turn": turn, "problem": reason}
+        problem = {"question": None if number is None else self.questions[number].name, "turn": turn, "problem": reason}
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -290,11 +285,11 @@ class Bench:
             if ids:
                 items.append(
                     Item(
-                        self.ids[number],
-                        self.categories[number],
+                        question.name,
+                        question.category,
                         question.turns[: len(ids)],
                         tuple(answers),
-                        self.references[number],
+                        question.reference,
                         tuple(tuple(talks.ids(question, answers[:turn])) for turn in range(len(ids))),
                         tuple(ids),
                     )
@@ -306,7 +301,7 @@ class Bench:
             return []
         scores, problems = self.ratings.of(self._items(point, own), self._items(point, plain))
         for question_id, reason in problems:
-            self._problem(self.ids.index(question_id), 0, reason)
+            self._problem(self._named(question_id).number, 0, reason)
         return scores
 
 
