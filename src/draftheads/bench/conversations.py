@@ -29,21 +29,19 @@ class Question:
 
 def question_of(number: int, prompt: Prompt | Record) -> Question:
     """The question of a prompt or a record."""
+    about: dict[str, Any] = {"name": str(number + 1)}
     if isinstance(prompt, Record):
-        labels = prompt.labels
-        name = str(next((labels[label] for label in ("question_id", "id") if label in labels), number + 1))
-        about: dict[str, Any] = {"name": name, "category": prompt.category, "reference": prompt.reference}
+        found = (prompt.labels[label] for label in ("question_id", "id") if label in prompt.labels)
+        about = {"name": str(next(found, number + 1)), "category": prompt.category, "reference": prompt.reference}
         if prompt.is_text:
             return Question(number, prompt.user_turns, **about)
-        *before, last = prompt.messages
-        return Question(number, (last["content"],), tuple(before), role=last["role"], **about)
-    name = str(number + 1)
-    if isinstance(prompt, str):
-        return Question(number, (prompt,), name=name)
-    if isinstance(prompt[0], int):
-        return Question(number, ("",), is_ids=tuple(prompt), name=name)  # type: ignore[arg-type]
-    *before, last = prompt
-    return Question(number, (last["content"],), tuple(before), role=last["role"], name=name)  # type: ignore[index,arg-type]
+    messages = list(prompt.messages) if isinstance(prompt, Record) else prompt
+    if isinstance(messages, str):
+        return Question(number, (messages,), **about)
+    if isinstance(messages[0], int):
+        return Question(number, ("",), is_ids=tuple(messages), **about)  # type: ignore[arg-type]
+    *before, last = messages
+    return Question(number, (last["content"],), tuple(before), role=last["role"], **about)  # type: ignore[index,arg-type]
 
 
 class Conversations:
