@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from pydantic import Field
 
 from draftheads.serve import request_params
 from draftheads.serve.call import Call
 from draftheads.serve.chat_completions import ChatFields, read_chat
 from draftheads.serve.completions import CompletionFields, read_completion
+from draftheads.serve.fields import Fields, NoEffect
 from draftheads.serve.response_input import ResponseFields
 from draftheads.serve.responses import read_response
 from draftheads.settings import SamplingSettings
@@ -211,3 +213,20 @@ def test_every_derived_field_reaches_the_settings(name: str, reasoning: Running)
     [request] = read_chat(body, reasoning.service).requests
     expected = replace(SamplingSettings(), **{name: {3: 1.0} if name == "logit_bias" else value})
     assert getattr(request.settings, name) == getattr(expected, name)
+
+
+def test_a_class_with_two_fields_of_one_name_is_refused() -> None:
+    class Other(Fields):
+        user: str = ""
+
+    class Renamed(Fields):
+        name: str = Field("", alias="user")
+
+    for bases in ((Other, CompletionFields), (Other, Renamed)):
+        with pytest.raises(TypeError, match="several fields user"):
+            type("Both", bases, {})
+
+    class Own(Other, CompletionFields):
+        user: NoEffect = None  # the class itself decides
+
+    assert Own.model_validate({"model": "m", "prompt": "p", "user": 5}).user == 5

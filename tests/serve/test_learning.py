@@ -1,13 +1,11 @@
 """A server with adapters that records, a head that is trained on the records, and its exchange while streams run."""
 
 import json
-import signal
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx2
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -196,17 +194,3 @@ def test_a_head_learns_from_traffic_and_takes_the_place_of_the_old_one_under_a_s
     assert server.exchange_head("medusa").status_code == 200
     assert server.text("w3 w4", **LONG) == expected
     assert server.text("w3 w4", model="tuned", **SHORT) == plain(world / "tuned", "w3 w4", **SHORT)
-
-
-def test_after_a_kill_the_next_server_records_on(server: ServerProcess, world: Path) -> None:
-    before = len(records(world, "model"))
-    with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(server.text, text, **LONG) for text in PROMPTS[:8]]
-        answers[0].result()
-        server.process.send_signal(signal.SIGKILL)
-        assert any(isinstance(answer.exception(), httpx2.TransportError) for answer in answers)
-    server.process.wait(timeout=600)
-    with started(world) as again:
-        again.text("w7 w8 w9", **SHORT)
-    assert len(records(world, "model")) > before
-    assert "w7 w8 w9" in json.dumps(records(world, "model")[-1])

@@ -208,15 +208,6 @@ def test_head_and_tree_are_chosen(head: str, tree: str | None, world: World, pag
     assert bool(drafted(turn)) == (head != "tuned")
 
 
-def test_without_drafting(world: World, page: Any):
-    page.check("#plain")
-    assert page.is_disabled("#tree")
-    turn = answered(page, "dead cab")
-    assert texts(turn) == [world.offline("dead cab").text]
-    assert drafted(turn) == ""
-    assert figures(turn)["tokens/step"] == 1.0
-
-
 def test_the_conversation_goes_on_and_is_kept_in_the_page_only(world: World, page: Any):
     setting(page, "system", "kilo")
     for question in ("dead cab", "hello"):

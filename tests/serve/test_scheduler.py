@@ -91,21 +91,6 @@ def test_a_full_queue_refuses_and_names_the_time_after_which_to_retry():
     assert scheduler.snapshot().waiting == 2
 
 
-def test_no_client_fills_the_queue_alone():
-    scheduler = scheduler_of(ENGINES, max_rows=1, max_waiting=8)
-    for _ in range(4):
-        submit(scheduler, [3, 4], client="greedy")
-    message = "4 requests of this client wait, and as many places stay free for other clients: retry after 1 s"
-    with pytest.raises(QueueFull, match=message):
-        submit(scheduler, [3, 4], client="greedy")
-    for client in ("b", "c", "b"):  # what is left is shared in the same way
-        submit(scheduler, [3, 4], client=client)
-    with pytest.raises(QueueFull):
-        submit(scheduler, [3, 4], client="b")
-    submit(scheduler, [3, 4], client="d")
-    assert scheduler.snapshot().waiting == 8
-
-
 def test_a_request_that_cannot_fit_is_refused_at_once():
     exact = 128 * PER_SLOT
     fits = scheduler_of(ENGINES, kv_bytes=exact)
@@ -179,29 +164,6 @@ def test_a_cancelled_job_gets_no_event_and_leaves_within_a_step(after: int):
     run_to_end(scheduler)
     assert len(inbox.events) == count
     assert other.answer == plain([3, 4])
-    check_empty(scheduler)
-
-
-def test_a_deadline_ends_a_job_wherever_it_is():
-    clock = Clock()
-    scheduler = scheduler_of(ENGINES, clock=clock, max_rows=2, chunk_tokens=8)
-    _, running = submit(scheduler, [3, 4], deadline=5.0, max_new_tokens=50)
-    _, reading = submit(scheduler, [5] * 60, deadline=5.0)
-    _, waiting = submit(scheduler, [5, 6], deadline=5.0)
-    _, patient = submit(scheduler, [5, 6], deadline=50.0)
-    iterate(scheduler, 3)
-    found = scheduler.snapshot()
-    assert (found.running, found.reading, found.waiting) == (1, 1, 2)
-    clock.now = 4.9
-    iterate(scheduler)
-    assert not running.ends
-    clock.now = 5.0
-    iterate(scheduler)
-    for inbox in (running, reading, waiting):
-        assert inbox.failure == JobFailed("deadline", "the deadline passed before the answer was finished")
-    run_to_end(scheduler)
-    assert patient.answer == plain([5, 6])
-    assert (scheduler.snapshot().failed, scheduler.snapshot().finished) == (3, 1)
     check_empty(scheduler)
 
 

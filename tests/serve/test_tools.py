@@ -48,7 +48,7 @@ def parsed(pieces: list[str]) -> tuple[str, list[ToolCall], str]:
         content += text
         calls += found
         thought += parser.thought
-    text, found = parser.flush()
+    text, found = parser.push("", is_end=True)
     return content + text, [*calls, *found], thought + parser.thought
 
 

@@ -59,14 +59,6 @@ class RecordedTokens(NamedTuple):
     answer_ids: tuple[int, ...]
     tokenizer: str  # its fingerprint
 
-    def check_tokenizer(self, own_fingerprint: str) -> None:
-        """Raises DataError where another tokenizer than a model's own made the tokens."""
-        if self.tokenizer != own_fingerprint:
-            raise DataError(
-                f"recorded with a tokenizer of fingerprint {self.tokenizer}; that of this model is {own_fingerprint}: "
-                "give the model that was served"
-            )
-
 
 @dataclass(frozen=True)
 class Record:

@@ -84,7 +84,9 @@ def limited(length: int, model: ChatReader) -> int:
 def _encoded(model: ChatReader, chat: Record, max_length: int, own_fingerprint: Callable[[], str]) -> EncodedChat:
     """The text of a chat, or of tokens that a server recorded."""
     if chat.tokens is not None:
-        chat.tokens.check_tokenizer(own_fingerprint())
+        if (own := own_fingerprint()) != (other := chat.tokens.tokenizer):
+            fix = "give the model that was served"
+            raise DataError(f"recorded with a tokenizer of fingerprint {other}; that of this model is {own}: {fix}")
         return encode_answer(chat.tokens.prompt_ids, chat.tokens.answer_ids, max_length=max_length)
     if chat.problem:
         raise UnlearnableChat(chat.problem)

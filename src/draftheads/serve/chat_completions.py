@@ -8,7 +8,7 @@ from pydantic import Field
 
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.serve.call import Call, DraftPieces, chat_logprobs, tokens_with_logprobs
-from draftheads.serve.chat_messages import ChatBody, Message, Thinking, chat_prompt
+from draftheads.serve.chat_messages import ChatBody, Message, Thinking
 from draftheads.serve.fields import wrong
 from draftheads.serve.request_params import ChoiceFields, read_params
 from draftheads.serve.state import Service
@@ -86,16 +86,21 @@ class AnswerStream:
     """Separates one answer into its parts, event by event; all routes of chats send these."""
 
     def __init__(self, call: ChatCall, request: Request) -> None:
-        self._call = call
-        self._request = request
-        self._text = AnswerText(call.tools, call.thinking)
+        self._call, self._request = call, request
+        tools, thinking = call.tools, call.thinking
+        self._parts = None
+        if thinking or (tools is not None and not tools.forced):
+            tags, in_thought = (thinking.tags, thinking.has_begun) if thinking else (None, False)
+            self._parts = ToolCallText(tags, in_thought=in_thought, has_tools=tools is not None)
+        self._forced = ""  # the text of a forced call, which is the whole answer
+        self._num_calls = 0
         has_pieces = call.params.fields.stream_options.include_draft
         self._pieces = DraftPieces(request.new_stream()) if has_pieces else None
 
     def add(self, event: StreamEvent | Request) -> AnswerPart:
         """What an event adds, or a whole finished request."""
-        content, calls = self._text.push(event.text, is_end=event.finish_reason is not None)
-        texts = {"reasoning_content": self._text.thought, "content": content}
+        content, calls = self._separated(event.text, is_end=event.finish_reason is not None)
+        texts = {"reasoning_content": self._parts.thought if self._parts else "", "content": content}
         texts = {name: text for name, text in texts.items() if text}
         tokens = tokens_with_logprobs(self._request, event)
         logprobs = None if tokens is None else chat_logprobs(self._call.names, *tokens)
@@ -103,38 +108,23 @@ class AnswerStream:
         if self._pieces is not None and isinstance(event, StreamEvent):
             self._pieces.add(event)
             pieces = {name: self._pieces.take(text) for name, text in texts.items()}
-        num_calls = self._text.num_calls
-        reason = "tool_calls" if event.finish_reason is not None and num_calls else event.finish_reason
-        return AnswerPart(texts, calls, num_calls, logprobs, pieces, reason)
+        reason = "tool_calls" if event.finish_reason is not None and self._num_calls else event.finish_reason
+        return AnswerPart(texts, calls, self._num_calls, logprobs, pieces, reason)
 
-
-class AnswerText:
-    """Separates the text of an answer from its calls and its thoughts; ``thought`` is that of the last piece."""
-
-    def __init__(self, tools: ToolUse | None, thinking: Thinking | None = None) -> None:
-        self._tools = tools
-        self._parts = None
-        if thinking or (tools is not None and not tools.forced):
-            tags, in_thought = (thinking.tags, thinking.has_begun) if thinking else (None, False)
-            self._parts = ToolCallText(tags, in_thought=in_thought, has_tools=tools is not None)
-        self._forced = ""  # the text of a forced call, which is the whole answer
-        self.num_calls = 0
-        self.thought = ""
-
-    def push(self, text: str, *, is_end: bool) -> tuple[str, list[ToolCall]]:
-        """Adds text; returns the new text outside of calls and thoughts, and the calls that end in it."""
+    def _separated(self, text: str, *, is_end: bool) -> tuple[str, list[ToolCall]]:
+        """The new text outside of calls and thoughts, and the calls that end in it."""
+        tools = self._call.tools
         if self._parts is not None:
             content, calls = self._parts.push(text, is_end=is_end)
-            self.thought = self._parts.thought
-        elif self._tools is None:
+        elif tools is None:
             return text, []
         else:
             self._forced += text
             call = call_of(self._forced) if is_end else None
             content, calls = ("" if call or not is_end else self._forced), [call] if call else []
-        if self._tools is not None and not self._tools.parallel:
-            calls = calls[: max(0, 1 - self.num_calls)]
-        self.num_calls += len(calls)
+        if tools is not None and not tools.parallel:
+            calls = calls[: max(0, 1 - self._num_calls)]
+        self._num_calls += len(calls)
         return content, calls
 
 
@@ -174,7 +164,7 @@ def read_chat(fields: ChatBody, service: Service) -> ChatCall:
         raise wrong(names["form"], "and tools exclude each other: leave one of them out")
     params = read_params(fields, service, fields.grammar if tools is None else tools.grammar())
     messages = fields.template_messages()
-    ids, thinking = chat_prompt(params.engine, messages, fields.template_use(params, tools), param=names["messages"])
+    ids, thinking = fields.read_prompt(params, messages, tools)
     requests = params.requests(ids, param=names["messages"])
     params.check_logprobs(service.limits.logprobs, requests[0].most_new_tokens, tokens=names["max_tokens"])
     return ChatCall(params, len(ids), requests, messages, tools, thinking)

@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from reprlib import repr as short_repr
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
-from draftheads.decode.engine import Engine
 from draftheads.errors import DraftHeadsError, InvalidPrompt, first_line
 from draftheads.models.chat_template import (
     effort_variables,
@@ -130,17 +129,6 @@ class Thinking:
     has_begun: bool  # whether the prompt ends in the thought
 
 
-@dataclass(frozen=True)
-class TemplateUse:
-    """How a chat template is applied."""
-
-    tools: ToolUse | None = None
-    has_form: bool = False  # a grammar decides on the whole answer, which is no thought then
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
-
-
 class ChatBody(CommonFields):
     """Fields of the routes of chats. Those about the chat template are as in vLLM."""
 
@@ -163,77 +151,69 @@ class ChatBody(CommonFields):
         """The messages as a chat template reads them."""
         raise NotImplementedError
 
-    def template_use(self, params: RequestParams, tools: ToolUse | None) -> TemplateUse:
-        """How the request uses the chat template of its model."""
+    def read_prompt(
+        self, params: RequestParams, messages: list[dict[str, Any]], tools: ToolUse | None
+    ) -> tuple[list[int], Thinking | None]:
+        """Token ids of the chat up to where its answer begins, and the thoughts that the answer may have."""
+        model, param = params.engine.model, self.names["messages"]
         if self.continue_final_message and self.add_generation_prompt:
             raise wrong("continue_final_message", "begins no new message: send add_generation_prompt: false with it")
         if tools is not None and tools.forced and not self.add_generation_prompt:
             raise wrong("add_generation_prompt", "is false; a forced call begins a new message: use tool_choice auto")
-        model, variables, param = params.engine.model, dict(self.chat_template_kwargs), self.names["effort"]
-        if reserved := variables.keys() & reserved_names(model):
+        variables = self._variables(model)
+        if template_of(model) is None:
+            name = shown_name(model.model_id)
+            fix = "use /v1/completions, or start the server with --chat-template"
+            raise ApiError(400, f"{name} has no chat template: {fix}", param=param)
+        if tools is not None:
+            check_template(model)
+        try:
+            text = self._rendered(model, messages, tools, variables)
+            thinking = None
+            has_form = params.settings.grammar is not None  # which decides on the whole answer: it is no thought
+            if tags := thinking_tags(model):
+                # only the words of the model itself can begin a thought
+                begun = str(messages[-1]["content"]) if self.continue_final_message else text.rstrip()[-len(tags[0]) :]
+                thinking = Thinking(tags, begun.rfind(tags[0]) > begun.rfind(tags[1]))
+                if thinking.has_begun and has_form:
+                    text += f"\n{tags[1]}\n\n"
+            if tools is not None and tools.forced:
+                text += f"{OPEN}\n"  # the answer is the call itself
+            ids = params.engine.encode(token_ids_of(model, text, add_special_tokens=False))
+        except DraftHeadsError as error:
+            raise api_error_of(error, param=param) from None
+        return ids, None if has_form else thinking
+
+    def _variables(self, model: TargetModel) -> dict[str, Any]:
+        """Those of the chat template, with what the effort means for it."""
+        given, param = dict(self.chat_template_kwargs), self.names["effort"]
+        if reserved := given.keys() & reserved_names(model):
             raise wrong(f"chat_template_kwargs.{min(reserved)}", "is not a variable that can be set here: leave it out")
-        if self.effort is not None:
-            if "reasoning_effort" in variables:
-                raise wrong(param, "and chat_template_kwargs.reasoning_effort exclude each other: send one of them")
-            variables = {**_variables_of_effort(model, self.effort, param), **variables}
-        has_form = params.settings.grammar is not None
-        return TemplateUse(tools, has_form, self.add_generation_prompt, self.continue_final_message, variables)
+        if self.effort is None:
+            return given
+        if "reasoning_effort" in given:
+            raise wrong(param, "and chat_template_kwargs.reasoning_effort exclude each other: send one of them")
+        if (of_effort := effort_variables(model, self.effort)) is None:
+            problem = f"but the chat template of {shown_name(model.model_id)} has no reasoning_effort"
+            fix = "leave it out, or send what the template reads in chat_template_kwargs"
+            raise wrong(param, f"is {self.effort!r}, {problem}: {fix}")
+        return {**of_effort, **given}
 
-
-def _variables_of_effort(model: TargetModel, effort: str, param: str) -> dict[str, Any]:
-    variables = effort_variables(model, effort)
-    if variables is None:
-        raise wrong(
-            param,
-            f"is {effort!r}, but the chat template of {shown_name(model.model_id)} has no reasoning_effort: leave it "
-            "out, or send what the template reads in chat_template_kwargs",
-        )
-    return variables
-
-
-def chat_prompt(
-    engine: Engine, messages: list[dict[str, Any]], use: TemplateUse, *, param: str
-) -> tuple[list[int], Thinking | None]:
-    """Token ids of a chat up to where its answer begins, and the thoughts that the answer may have."""
-    model = engine.model
-    if template_of(model) is None:
-        raise ApiError(
-            400,
-            f"{shown_name(model.model_id)} has no chat template: use /v1/completions, or start the server with "
-            "--chat-template",
-            param=param,
-        )
-    if use.tools is not None:
-        check_template(model)
-    try:
-        ids, thinking = _encoded(model, messages, use)
-        return engine.encode(ids), thinking
-    except DraftHeadsError as error:
-        raise api_error_of(error, param=param) from None
-
-
-def _encoded(model: TargetModel, messages: list[dict[str, Any]], use: TemplateUse) -> tuple[list[int], Thinking | None]:
-    tools = use.tools
-    try:
-        text = render(
-            model,
-            messages,
-            add_generation_prompt=use.add_generation_prompt,
-            continue_final_message=use.continue_final_message,
-            tools=None if tools is None else list(tools.tools),
-            variables=use.variables,
-        )
-    except Exception as error:  # a template is a program of the model's author: it may refuse in any way
-        raise InvalidPrompt(f"the model's chat template refuses these messages: {first_line(error)}") from error
-    if problem := half_character(text):  # of a call, a tool or a variable
-        raise InvalidPrompt(f"the chat {problem}")
-    thinking = None
-    if tags := thinking_tags(model):
-        # only the words of the model itself can begin a thought
-        begun = str(messages[-1]["content"]) if use.continue_final_message else text.rstrip()[-len(tags[0]) :]
-        thinking = Thinking(tags, begun.rfind(tags[0]) > begun.rfind(tags[1]))
-        if thinking.has_begun and use.has_form:
-            text += f"\n{tags[1]}\n\n"
-    if tools is not None and tools.forced:
-        text += f"{OPEN}\n"  # the answer is the call itself
-    return token_ids_of(model, text, add_special_tokens=False), None if use.has_form else thinking
+    def _rendered(
+        self, model: TargetModel, messages: list[dict[str, Any]], tools: ToolUse | None, variables: dict[str, Any]
+    ) -> str:
+        """The text of the chat."""
+        try:
+            text = render(
+                model,
+                messages,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                tools=None if tools is None else list(tools.tools),
+                variables=variables,
+            )
+        except Exception as error:  # a template is a program of the model's author: it may refuse in any way
+            raise InvalidPrompt(f"the model's chat template refuses these messages: {first_line(error)}") from error
+        if problem := half_character(text):  # of a call, a tool or a variable
+            raise InvalidPrompt(f"the chat {problem}")
+        return text

@@ -39,14 +39,8 @@ from draftheads.errors import (
 from draftheads.utils.messages import half_character, short
 from draftheads.utils.strict_json import depth_of
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_TYPES |= {500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
 class ErrorFields(BaseModel):

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -117,19 +118,15 @@ class Recorder:
         self._held.close()
 
     def _run(self) -> None:
-        more = True
-        while more:
+        exchanges: list[Exchange | None] = []
+        while not exchanges or exchanges[-1] is not None:
             exchanges = [self._queue.get()]
-            while exchanges[-1] is not None:  # all that came meanwhile are flushed to the disk together
-                try:
+            with suppress(Empty):
+                while exchanges[-1] is not None:  # all that came meanwhile are flushed to the disk together
                     exchanges.append(self._queue.get_nowait())
-                except Empty:
-                    break
-            more = exchanges[-1] is not None
-            by_model: dict[str, list[bytes]] = {}
-            for exchange in exchanges:
-                if exchange is not None:
-                    by_model.setdefault(exchange.model, []).append(exchange.line())
+            by_model = defaultdict[str, list[bytes]](list)
+            for exchange in filter(None, exchanges):
+                by_model[exchange.model].append(exchange.line())
             for model, lines in by_model.items():
                 self._write(model, lines)
 

@@ -1,6 +1,5 @@
 """The fields that both routes have: model, sampling, streaming, the grammar of an answer."""
 
-import re
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
@@ -31,36 +30,27 @@ _SETTINGS = {field.name: field for field in dataclass_fields(SamplingSettings)}
 _SAMPLING = [name for name in _SETTINGS if name not in _OTHERWISE | _NOT_SERVED]  # these have fields of the same name
 _OUR_NAMES = {"max_new_tokens": "max_tokens"}
 _NAMES = {"draft_nodes", *_SETTINGS}
-_MOST_STOP_CHARACTERS = 256
-_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 
-def _short_stops(stops: list[str]) -> list[str]:
-    if (longest := max(map(len, stops), default=0)) > _MOST_STOP_CHARACTERS:
-        raise ValueError(f"has a string of {longest} characters; it must have at most {_MOST_STOP_CHARACTERS}")
-    return stops
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
 
-_Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
-_BIASES: dict[str, Any] = {
-    "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
-    "additionalProperties": {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS},
-}
+def _by_token_id(biases: dict[str, float]) -> dict[Any, float]:
+    return {int(token): bias for token, bias in biases.items()}
 
 
-def _by_token_id(biases: dict[Any, Any]) -> dict[Any, Any]:
-    for key in biases:
-        if not _TOKEN_ID.fullmatch(key):
-            raise ValueError(f"has the key {key[:20]!r}; keys are token ids")
-    return {int(key): bias for key, bias in biases.items()}
+class NamedSchema(Fields):
+    """What changes no answer in a schema of answers: schemas are always strict."""
 
-
-class _JsonSchema(Fields):
-    of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] = Field(alias="schema")
-    # change no answer: schemas are always strict
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
+
+
+class _JsonSchema(NamedSchema):
+    of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] = Field(alias="schema")
 
 
 class ResponseFormat(Fields):
@@ -111,14 +101,11 @@ class CommonFields(_OfSettings):
     model: str = ""
     top_k: Annotated[int, Field(ge=-1)] | None = None
     stop: Annotated[
-        list[str],
-        AfterValidator(_short_stops),
+        list[_Stop],
         BeforeValidator(text_or_list, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=16)]),
     ] = Field([], max_length=16)
     stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
-    logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field(
-        {}, max_length=1024, json_schema_extra=_BIASES
-    )
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024), AfterValidator(_by_token_id)] = Field({})
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from draftheads.serve.chat_messages import Arguments, ChatBody, Texts, message_of, tool_call
 from draftheads.serve.fields import Fields, NoEffect, Unsupported, check_schema, read_fields, text_or_list, wrong
-from draftheads.serve.request_params import StreamOptions, grammar_of
+from draftheads.serve.request_params import NamedSchema, StreamOptions, grammar_of
 from draftheads.serve.tools import ToolName, ToolUse, as_sent, use_of
 from draftheads.settings import MOST_LOGPROBS, Effort, Grammar
 
@@ -78,13 +78,9 @@ class _FunctionTool(Fields):
     strict: bool | None = None  # changes no answer: forced calls always follow the schema
 
 
-class _TextFormat(Fields):
+class _TextFormat(NamedSchema):
     type: Literal["text", "json_object", "json_schema"]
     of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] | None = Field(None, alias="schema")
-    # change no answer: schemas are always strict
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class _TextOptions(Fields):

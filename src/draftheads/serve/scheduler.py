@@ -149,7 +149,7 @@ class Scheduler:
         with self._changed:
             if self._live.pop(job.request, None):
                 self.core.cancel(job.request)
-                self._count(cancelled=1)
+                self._count("cancelled")
                 self._changed.notify_all()
 
     def snapshot(self) -> Snapshot:
@@ -285,10 +285,10 @@ class Scheduler:
                 return
             if isinstance(event, JobFailed):
                 del self._live[request]
-                self._count(failed=1)
+                self._count("failed")
             elif event.finish_reason is not None:
                 del self._live[request]
-                self._count(finished=1)
+                self._count("finished")
                 self._finishes.append(self._clock())
             try:
                 job.on_event(event)
@@ -296,14 +296,8 @@ class Scheduler:
                 logger.exception("an event could not be delivered; its job is cancelled")
                 self.cancel(job)
 
-    def _count(self, *, finished: int = 0, failed: int = 0, cancelled: int = 0) -> None:
-        counts = self._counts
-        self._counts = replace(
-            counts,
-            finished=counts.finished + finished,
-            failed=counts.failed + failed,
-            cancelled=counts.cancelled + cancelled,
-        )
+    def _count(self, name: str) -> None:
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + 1})
 
     def _publish(self) -> None:
         core = self.core

@@ -207,9 +207,6 @@ class ToolCallText:
             content += self._content.push("", is_end=True)
         return content, calls
 
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        return self.push("", is_end=True)
-
     def _end_call(self, calls: list[ToolCall]) -> str:
         """Adds the call; a text that is none is returned."""
         text, self._call = self._call or "", None
