@@ -1,11 +1,10 @@
 """Hidden states are computed once, kept, completed after a stop, and refused where they do not fit."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -96,35 +95,34 @@ def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[Enc
         build_features(chat_model(seed=1), texts, store.folder)
 
 
-def damages() -> Iterator[Any]:
-    yield pytest.param(lambda folder: (folder / "meta.json").unlink(), "no meta.json", id="no meta")
-    yield pytest.param(lambda folder: (folder / "meta.json").write_text("{"), "Expecting", id="no json")
-    for key, value in [
-        ("format_version", 1),
-        ("format_version", 3),
-        ("num_shards", "3"),
-        ("colour", 1),
-        ("num_documents", 11),
-    ]:
+def changed(key: str, value: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        meta = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps({**meta, key: value}))
 
-        def change(folder: Path, key: str = key, value: object = value) -> None:
-            meta = json.loads((folder / "meta.json").read_text())
-            (folder / "meta.json").write_text(json.dumps({**meta, key: value}))
-
-        message = "10 texts in the shards" if key == "num_documents" else key
-        yield pytest.param(change, message, id=key)
-    yield pytest.param(lambda folder: shard_path(folder, 1).write_bytes(b"x" * 99), "damaged shard", id="shard")
-
-    def shorten(folder: Path) -> None:
-        tensors = load_file(shard_path(folder, 1))
-        short = {**tensors, "loss_mask": tensors["loss_mask"][1:].clone()}
-        save_file(short, shard_path(folder, 1), metadata={"sources": '["", "", "", ""]'})
-
-    yield pytest.param(shorten, "have sizes", id="short mask")
+    return change
 
 
-@pytest.mark.parametrize(("damage", "message"), list(damages()))
-def test_a_damaged_store_is_an_error(store: FeatureStore, damage: Any, message: str):
+def shorten(folder: Path) -> None:
+    tensors = load_file(shard_path(folder, 1))
+    short = {**tensors, "loss_mask": tensors["loss_mask"][1:].clone()}
+    save_file(short, shard_path(folder, 1), metadata={"sources": '["", "", "", ""]'})
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / "meta.json").unlink(), "no meta.json"),
+    (lambda folder: (folder / "meta.json").write_text("{"), "Expecting"),
+    *((changed("format_version", version), "format_version") for version in (1, 3)),
+    (changed("num_shards", "3"), "num_shards"),
+    (changed("colour", 1), "colour"),
+    (changed("num_documents", 11), "10 texts in the shards"),
+    (lambda folder: shard_path(folder, 1).write_bytes(b"x" * 99), "damaged shard"),
+    (shorten, "have sizes"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_a_damaged_store_is_an_error(store: FeatureStore, damage: Callable[[Path], object], message: str):
     damage(store.folder)
     with pytest.raises(DataError, match=message):
         FeatureStore(store.folder)

@@ -37,10 +37,6 @@ _TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
 
-def _by_token_id(biases: dict[str, float]) -> dict[Any, float]:
-    return {int(token): bias for token, bias in biases.items()}
-
-
 class NamedSchema(Fields):
     """What changes no answer in a schema of answers: schemas are always strict."""
 
@@ -105,7 +101,7 @@ class CommonFields(_OfSettings):
         BeforeValidator(text_or_list, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=16)]),
     ] = Field([], max_length=16)
     stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
-    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024), AfterValidator(_by_token_id)] = Field({})
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024)] = Field({})
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -213,6 +209,7 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
     # OpenAI's defaults, but those that the model's own generation configuration names
     defaults = {"temperature": 1.0, "top_k": 0, **engine.generation.sampling}
     sampling = {**defaults, **fields.model_dump(include={*_SAMPLING}, exclude_unset=True)}
+    sampling["logit_bias"] = {int(token): bias for token, bias in fields.logit_bias.items()}
     if sampling.get("seed") == -1:  # a random one, as in other servers
         sampling["seed"] = None
     if sampling["top_k"] < 1:  # all tokens, as in vLLM
