@@ -88,14 +88,15 @@ def add_lora(model: Any, matrices: Mapping[str, LowRank]) -> None:
     """
     modules = dict(model.named_modules())
     for name, pair in matrices.items():
-        _add(modules[name], pair)
+        layer = modules[name]
+        if isinstance(layer, PackedLinear):
+            layer.product = WithLora(layer.product, pair.a, pair.b)
+            layer.tied = None  # the adapter changes the lm_head, but not the embedding
+        else:
+            _hook(layer, pair)
 
 
-def _add(layer: nn.Module, pair: LowRank) -> None:
-    if isinstance(layer, PackedLinear):
-        layer.product = WithLora(layer.product, pair.a, pair.b)
-        layer.tied = None  # the adapter changes the lm_head, but not the embedding
-        return
+def _hook(layer: nn.Module, pair: LowRank) -> None:
     weight = next(layer.parameters())
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
     a, b = (matrix.to(weight.device, dtype) for matrix in (pair.a, pair.b))

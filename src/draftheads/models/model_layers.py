@@ -48,10 +48,12 @@ def problems_of(target: "TargetModel") -> Iterator[str]:
             f"has {', '.join(sorted(unknown)) or 'a recurrent state'}: drafts are rewound by removing cache entries, "
             f"or by states that follow a tree in families that are tested: {', '.join(sorted(FAMILIES))}"
         )
-    if target.is_recurrent and (missing := missing_functions(target.config.model_type, target.decoder)):
+    called = FAMILIES[target.config.model_type] if target.is_recurrent else ()
+    modules = recurrent_modules(target.decoder) if called else []
+    if missing := [name for name in called if not any(hasattr(module, name) for module in modules)]:
         yield (
-            f"is not supported with transformers {transformers.__version__}: its layers do not call "
-            f"{' and '.join(missing)} there, which trees need: install another version, such as 5.24"
+            f"cannot read trees: its layers do not call {' and '.join(missing)} in transformers "
+            f"{transformers.__version__}, which trees need: install another version of transformers, such as 5.24"
         )
     if target.config.model_type in _SLOT_BOUND_TYPES or getattr(target.config, "alibi", False):
         yield "derives positions from cache slots: trees need attention that depends on positions and masks only"
@@ -95,12 +97,6 @@ def recurrent_modules(decoder: Any) -> list[ModuleType]:
     """The modules of ``transformers`` with the mixers of a decoder, whose names they call."""
     names = {type(module).__module__ for module in decoder.modules()}
     return [sys.modules[name] for name in sorted(names) if hasattr(sys.modules[name], CONVOLUTION)]
-
-
-def missing_functions(family: str, decoder: Any) -> list[str]:
-    """Functions that this version of ``transformers`` does not have."""
-    namespaces = recurrent_modules(decoder)
-    return [name for name in FAMILIES[family] if not any(hasattr(module, name) for module in namespaces)]
 
 
 @contextmanager

@@ -154,7 +154,7 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def hint_at(name: str, known: Iterable[str]) -> str:
+def hint_at(name: str, known: Iterable[str] = (SMOLLM2_135M,)) -> str:
     """The known name, or the folder beside the missing one, that was probably meant, to be read after the name.
 
     >>> hint_at("hydar", ["hydra", "medusa"])
@@ -204,8 +204,7 @@ def check_model_can_exist(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError:
         raise ModelNotFound(
-            f"{name}{hint_at(name, [SMOLLM2_135M])} is not a folder here, and cannot be an id on the Hugging Face "
-            "Hub (owner/name)"
+            f"{name}{hint_at(name)} is not a folder here, and cannot be an id on the Hugging Face Hub (owner/name)"
         ) from None
 
 
@@ -219,7 +218,7 @@ def _resolve_on_hub(model_id: str) -> Path | str:
     )
 
     check_model_can_exist(model_id)
-    shown = model_id + hint_at(model_id, [SMOLLM2_135M])
+    shown = model_id + hint_at(model_id)
     try:
         info = HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
         if any(file.rfilename == ADAPTER_CONFIG for file in info.siblings or ()):
