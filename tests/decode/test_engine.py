@@ -272,7 +272,7 @@ def test_an_engine_names_its_parts(model: TargetModel):
         "tiny-llama, fp32, cpu, copies, trees of its own": Engine(model, Mixed(None)),
         "tiny-llama, fp32, cpu, tiny-llama, tree: static, 5": Engine(model, DraftModel(model, model)),
         "tiny-llama, bf16, cpu, hydra with copies, trees by profile": Engine(
-            half, Copying(tiny_head("hydra", half)), profile=tiny_profile(TREES["chain"]), costs=costs
+            half, Mixed(tiny_head("hydra", half)), profile=tiny_profile(TREES["chain"]), costs=costs
         ),
     }
     assert {repr(engine) for engine in shown.values()} == {f"Engine({parts})" for parts in shown}
