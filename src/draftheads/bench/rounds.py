@@ -79,7 +79,7 @@ class Bench:
         """The table: for each combination of settings a row for each way, over all questions and by part."""
         self.progress.stage("timing the drafting of each head")
         for contender in self.contenders:
-            if contender.head is not None:
+            if contender.head is not None and math.isinf(self.max_seconds):  # else the time is for answers
                 self.drafting[contender.name] = drafting_cost(self.target, contender.head).record
         points = list(self.settings.points())
         rows: list[Row] = []
