@@ -98,7 +98,6 @@ class NativeGrowth:
         products = [part.product for pair in parts for part in pair if part is not None]
         if not all(isinstance(product, Native) for product in products):
             raise TypeError("a layer is not a native one")
-        self.most_depths = len(depths)
         layers = [_head_layer(*pair) for depth in depths for pair in depth.layers]
         if len(depths) > _MOST_DEPTHS or len(layers) > _MOST_LAYERS:
             raise ValueError("it has more depths or layers than the library takes")

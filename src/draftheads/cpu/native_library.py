@@ -131,6 +131,22 @@ class Growth(ctypes.Structure):
 STRUCTURES = (Weight, Norm, Gate, Experts, Layer, Model, Pass, HeadLayer, Depth, Growth)
 
 
+_POINTER, _INT = c_void_p, c_int32
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what they return, and their arguments
+    "kernels": (c_char_p, c_char_p),
+    "threads": (None, _INT),
+    "forked": (None,),
+    "packed_size": (c_int64, *3 * [_INT]),
+    "pack": (None, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT),
+    "multiply": (None, POINTER(Weight), _POINTER, _INT, _INT, _POINTER),
+    "best_outputs": (None, POINTER(Weight), _POINTER, _INT, _INT, c_float, _POINTER),
+    "grow": (_INT, POINTER(Growth)),
+    "best": (None, _POINTER, _POINTER, *3 * [_INT], *4 * [_POINTER]),
+    "top": (None, _INT, _POINTER, *3 * [_INT], c_float, *3 * [_POINTER]),
+    "pass": (_INT, POINTER(Model), POINTER(Pass)),
+}
+
+
 def _layout() -> str:
     """Name, offset and size of each field, a line each, as the library tells them."""
     fields = ((each, name, getattr(each, name)) for each in STRUCTURES for name, *_ in each._fields_)
@@ -150,29 +166,9 @@ def load_library() -> Any:
             return None  # of another version: `make native`
     except (AttributeError, OSError):  # the same, or built for another machine
         return None
-    found.draftheads_kernels.restype, found.draftheads_kernels.argtypes = c_char_p, (c_char_p,)
-    found.draftheads_threads.restype, found.draftheads_threads.argtypes = None, (c_int32,)
-    found.draftheads_forked.restype, found.draftheads_forked.argtypes = None, ()
-    found.draftheads_packed_size.restype = c_int64
-    found.draftheads_packed_size.argtypes = (c_int32, c_int32, c_int32)
-    found.draftheads_pack.restype = None
-    found.draftheads_pack.argtypes = (c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int32)
-    found.draftheads_multiply.restype = None
-    found.draftheads_multiply.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_void_p)
-    found.draftheads_best_outputs.restype = None
-    found.draftheads_best_outputs.argtypes = (POINTER(Weight), c_void_p, c_int32, c_int32, c_float, c_void_p)
-    found.draftheads_grow.restype, found.draftheads_grow.argtypes = c_int32, (POINTER(Growth),)
-    found.draftheads_best.restype = None
-    found.draftheads_best.argtypes = (
-        *(c_void_p, c_void_p, c_int32, c_int32, c_int32),
-        *(c_void_p, c_void_p, c_void_p, c_void_p),
-    )
-    found.draftheads_top.restype = None
-    found.draftheads_top.argtypes = (
-        *(c_int32, c_void_p, c_int32, c_int32, c_int32),
-        *(c_float, c_void_p, c_void_p, c_void_p),
-    )
-    found.draftheads_pass.restype, found.draftheads_pass.argtypes = c_int32, (POINTER(Model), POINTER(Pass))
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(found, f"draftheads_{name}")
+        function.restype, function.argtypes = result, arguments
     if found.draftheads_kernels(wanted.encode() if wanted else None) is None:
         raise InvalidSettings(
             f"DRAFTHEADS_KERNELS is {wanted!r}; this machine has {', '.join(sets_here(found))}, and off"

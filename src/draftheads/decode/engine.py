@@ -257,7 +257,7 @@ class Engine:
         """Can trees have so many nodes? None and 0 are always possible.
 
         Raises:
-            InvalidSettings: no integer from 0 to 64, or above 0 without a drafter that fills trees.
+            InvalidSettings: no integer from 0 to 128, or above 0 without a drafter that fills trees.
         """
         require_at_least(0, draft_nodes=draft_nodes)
         if draft_nodes is not None and draft_nodes > MAX_NODES:
