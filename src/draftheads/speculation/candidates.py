@@ -25,7 +25,7 @@ class Candidates:
 
     @cached_property
     def depths(self) -> Tensor:
-        """(B, M): 0 of the root."""
+        """(B, M): 0 of the root. For rules: the host waits for the deepest."""
         at = torch.arange(self.parents.shape[1], device=self.parents.device).expand_as(self.token_ids)
         depths = torch.zeros_like(at)
         while (below := at > 0).any():
@@ -117,7 +117,8 @@ def _best_tree(candidates: Candidates, count: int, max_depth: int) -> tuple[Tens
     place = torch.empty_like(order).scatter_(1, order, numbers)
     order = order[:, :count]
     parents = place.gather(1, candidates.parents.gather(1, order))  # (B, N)
-    return order, parents, candidates.depths.gather(1, order), ancestors_of(parents, max_depth)
+    ancestors = ancestors_of(parents, max_depth)
+    return order, parents, ancestors.sum(2) - 1, ancestors
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
