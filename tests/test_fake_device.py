@@ -91,7 +91,7 @@ def moved_drafter(drafter: Any, model: TargetModel) -> Any:
         return head
     if isinstance(drafter, DraftModel):
         return DraftModel(moved(drafter.model, graphs=model.has_static_steps), model)
-    if isinstance(drafter, Mixed):
+    if isinstance(drafter, Mixed) and not drafter.is_alone:
         return Mixed(moved_drafter(drafter.drafter, model))
     return drafter
 
