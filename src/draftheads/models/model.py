@@ -146,8 +146,7 @@ class TargetModel:
 
         See :func:`draftheads.cpu.optimise.speed_up`.
         """
-        facts = self._facts()  # before packing, which changes them
-        typical = None
+        facts, typical = self._facts(), None  # before packing, which changes the facts
         if bits is not None:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
             facts = replace(facts, precision=f"int{bits}")
@@ -325,8 +324,7 @@ class TargetModel:
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer: ``full_attention``, ``sliding_attention``, or another name in the configuration."""
-        kinds = getattr(self.config, "layer_types", None)
-        if kinds:
+        if kinds := getattr(self.config, "layer_types", None):
             return tuple(kinds)
         kind = "sliding_attention" if self.sliding_window else "full_attention"
         return (kind,) * int(self.config.num_hidden_layers)
@@ -334,8 +332,7 @@ class TargetModel:
     @cached_property
     def attention_kinds(self) -> frozenset[str]:
         """Kinds of layers that have a mask."""
-        kinds = {"full_attention" if kind == "hybrid" else kind for kind in self.layer_kinds}
-        return frozenset(kinds & ATTENTION_KINDS)
+        return ATTENTION_KINDS & {"full_attention" if kind == "hybrid" else kind for kind in self.layer_kinds}
 
     @property
     def sliding_window(self) -> int | None:

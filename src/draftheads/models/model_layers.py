@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), (CONVOLUTION,)),
 }
 KINDS = frozenset({"linear_attention", "hybrid", "conv", "moe", "mlp"})  # of layers, beside attention
-ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 _SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # they use ALiBi, or their own causal mask
 _LONG = 1 << 24  # a position from here on is that of a long text
 
