@@ -220,9 +220,9 @@ class MixedSession(DraftSession):
         parents = [[node.parent for node in tree] for tree in trees]
         log_probs = [[math.log(p) if (p := node.probability) else -math.inf for node in tree] for tree in trees]
         device = root_ids.device
-        token_ids = to_device(ids, device)
+        token_ids, above = to_device([ids, parents], device).unbind(0)
         token_ids[:, 0] = root_ids
-        return Candidates(token_ids, to_device(parents, device), to_device(log_probs, device, torch.float32))
+        return Candidates(token_ids, above, to_device(log_probs, device, torch.float32))
 
     def _valued(self, draft: Draft, tree: Tree) -> Draft:
         """A draft on a static tree with the probabilities of its nodes."""
