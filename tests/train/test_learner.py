@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftheads.checkpoints.checkpoint import load_head
 from draftheads.data.batches import collate
 from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError
@@ -19,7 +18,7 @@ from draftheads.train.losses import NUM_ROWS
 from draftheads.train.new_head import new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import measure
-from training_world import train_for, train_options
+from training_world import train_options
 
 
 def untrained(target: TargetModel, features: Path, **changes: Any) -> tuple[FeatureStore, DraftHead, TrainOptions]:
@@ -152,9 +151,7 @@ def test_the_width_of_a_batch_does_not_change_the_noise(target: TargetModel, fea
         torch.testing.assert_close(bounds, 75 / (lengths * target.hidden_size).sqrt(), rtol=0.02, atol=0.0)
 
 
-def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
-    target: TargetModel, features: Path, tmp_path: Path
-) -> None:
+def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(target: TargetModel, features: Path) -> None:
     store, head, _ = untrained(target, features, method="eagle", num_heads=2)
     document = store[0]
     hidden, text, mask = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]
@@ -175,10 +172,3 @@ def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
         ]
         expected += decay * float(torch.stack(gaps).mean())
     assert loss("eagle") - loss("teacher") == pytest.approx(FEATURE_WEIGHT * expected, rel=1e-3)
-
-    def gap(out: Path, kind: str) -> float:
-        train_for(target, train_options(out, features, method="eagle", num_heads=2, epochs=6, loss=kind))
-        trained = load_head(out, target, dtype=torch.float32)(hidden, text)
-        return float(F.smooth_l1_loss(trained[0, 0, :-2], hidden[0, 1:-1]))
-
-    assert gap(tmp_path / "drawn", "eagle") < 0.9 * gap(tmp_path / "free", "teacher")

@@ -25,7 +25,6 @@ from draftheads.train.report import Report
 from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
 from joint_world import joint_options, train_jointly_for
-from thorough import some
 from training_world import (
     EOS,
     VOCAB,
@@ -58,6 +57,14 @@ def hydra(target: TargetModel, features: Path) -> Path:
     save_head(scaled, features.parent / "start", base=target, dtype=torch.float32)
     train_for(target, replace(settings, start_from=str(features.parent / "start")))
     return settings.out
+
+
+def saved(target: TargetModel, settings: TrainOptions) -> Start:
+    """An untrained head with these settings, to start from."""
+    assert settings.features is not None
+    store = FeatureStore(settings.features)
+    save_head(new_head(settings, target, store, range(len(store))), settings.out, base=target)
+    return Start.read(str(settings.out), target)
 
 
 def test_training_continues_from_a_head_of_the_same_method(
@@ -144,17 +151,6 @@ def assert_starts_as(report: Report, grown: Path) -> None:
     assert first["tokens_per_step_chain"] == pytest.approx(report.tokens_per_step_chain, rel=1e-2)
 
 
-def test_a_tuned_copy_of_the_model_may_start_from_the_head_of_the_first(
-    features: Path, hydra: Path, tmp_path: Path
-) -> None:
-    tuned = chat_model(seed=1)
-    with pytest.raises(CheckpointMismatch, match="of this model"):
-        load_head(hydra, tuned)
-    settings = options(tmp_path / "out", features, start_from=str(hydra), epochs=1)
-    train_for(tuned, settings)
-    load_head(settings.out, tuned)
-
-
 def test_a_head_is_trained_further_after_the_layers_were_tuned(
     target: TargetModel, features: Path, hydra: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -169,17 +165,6 @@ def test_a_head_is_trained_further_after_the_layers_were_tuned(
     joint = joint_options(tmp_path / "joint", chats, epochs=1, **heads)
     train_jointly_for(tuned, joint)
     load_head(settings.out, tuned)
-
-
-def test_joint_training_starts_from_a_trained_head(
-    target: TargetModel, chats: Path, hydra: Path, tmp_path: Path
-) -> None:
-    heads = {"method": "hydra++", "num_heads": 2, "draft_vocab_size": 36, "start_from": str(hydra)}
-    rates = {"learning_rate": 1e-12, "epochs": 1}
-    train_jointly_for(target, joint_options(tmp_path / "out", chats, **heads, **rates))
-    grown = load_head(tmp_path / "out" / "head", target).state_dict()
-    for name, value in Start.read(str(hydra), target).tensors.items():
-        assert torch.equal(grown[name].float(), value.float()), name
 
 
 def test_a_start_that_does_not_fit_fails_before_the_model_reads(
@@ -212,25 +197,22 @@ def test_a_start_that_does_not_fit_fails_before_the_model_reads(
 def test_a_head_with_fewer_layers_cannot_start_from_a_deeper_one(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
-    first = options(tmp_path / "first", features, method="medusa", num_layers=2, epochs=1)
-    train_for(target, first)
+    start = saved(target, options(tmp_path / "first", features, method="medusa", num_layers=2))
     for method in ("medusa", "amphista"):
-        settings = options(tmp_path / method, features, method=method, start_from=str(first.out))
         with pytest.raises(InvalidSettings, match="has 2 layers in each head, the new head 1: give --num-layers 2"):
-            train_for(target, settings)
+            start.part_of_new(options(tmp_path, features, method=method), target)
 
 
 def test_a_start_with_other_head_options_is_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    first = options(tmp_path / "first", features, method="eagle", head_options=("fusion_bias=false",), epochs=1)
-    train_for(target, first)
-    settings = replace(first, out=tmp_path / "more", start_from=str(first.out), head_options=())
+    own = ("fusion_bias=false",)
+    start = saved(target, options(tmp_path / "first", features, method="eagle", head_options=own))
     with pytest.raises(InvalidSettings) as raised:
-        train_for(target, settings)
+        start.part_of_new(options(tmp_path, features, method="eagle"), target)
     assert str(raised.value) == (
-        f"--start-from {first.out} has fusion_bias=false, the new head fusion_bias=true: "
+        f"--start-from {tmp_path / 'first'} has fusion_bias=false, the new head fusion_bias=true: "
         "give --head-options fusion_bias=false"
     )
-    train_for(target, replace(settings, head_options=("fusion_bias=false",)))
+    assert start.part_of_new(options(tmp_path, features, method="eagle", head_options=own), target) == 1
 
 
 @pytest.mark.usefixtures("loaded")
@@ -269,14 +251,11 @@ def test_a_run_resumes_only_with_the_same_start(
 def test_a_start_with_the_whole_vocabulary_needs_the_whole_vocabulary(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
-    whole = options(tmp_path / "whole", features, method="medusa", draft_vocab_size=0, epochs=1)
-    train_for(target, whole)
+    start = saved(target, options(tmp_path / "whole", features, method="medusa", draft_vocab_size=0))
     for size in (0, 10_000):
-        settings = replace(whole, out=tmp_path / f"out-{size}", start_from=str(whole.out), draft_vocab_size=size)
-        train_for(target, settings)
-        assert read_head(settings.out).config.draft_vocab_size is None
+        assert start.part_of_new(options(tmp_path, features, method="medusa", draft_vocab_size=size), target) == 1
     with pytest.raises(InvalidSettings, match="predicts all tokens: give --draft-vocab-size 0"):
-        train_for(target, replace(settings, out=tmp_path / "no", draft_vocab_size=40))
+        start.part_of_new(options(tmp_path, features, method="medusa", draft_vocab_size=40), target)
 
 
 # --- on the command line ---
@@ -331,23 +310,14 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_end_of_text(
     assert frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [0, EOS, word + 5]
 
 
-@pytest.mark.parametrize("method", some(["hydra++", "amphista", "eagle"], "hydra++"))
-def test_layers_have_the_sizes_of_the_targets_layers(
-    target: TargetModel, features: Path, tmp_path: Path, method: str
-) -> None:
-    train_for(target, options(tmp_path / "out", features, method=method, num_heads=4, epochs=1))
-    config = read_head(tmp_path / "out").config
-    assert {name: getattr(config, name) for name in target.layer_sizes} == target.layer_sizes
-    assert getattr(config, "embedding_scale") != 1.0  # noqa: B009 - not every config has it
-
-
 def test_options_of_one_architecture_are_trained_with_and_saved(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
     own = ("num_auto_embedding_blocks=2", "sampled_token=false")
-    train_for(target, options(tmp_path / "out", features, method="amphista", num_heads=4, head_options=own, epochs=1))
-    config: Any = read_head(tmp_path / "out").config
+    config: Any = saved(target, options(tmp_path, features, method="amphista", head_options=own)).saved.config
     assert (config.num_auto_embedding_blocks, config.sampled_token) == (2, False)
+    assert {name: getattr(config, name) for name in target.layer_sizes} == target.layer_sizes
+    assert config.embedding_scale != 1.0
     with pytest.raises(InvalidSettings, match="medusa has no option 'depth'"):
         options(tmp_path, features, method="medusa", head_options=("depth=1",))
     options(tmp_path, features, method="eagle", head_options=("num_key_value_heads=9",))  # the target may have 9

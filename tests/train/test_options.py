@@ -34,6 +34,7 @@ from training_world import train_options
         ({"depth_decay": -1.0}, "--depth-decay is -1.0"),
         ({"draft_vocab_size": -1}, "--draft-vocab-size is -1"),
         ({"max_tokens": 0}, "--max-tokens is 0"),
+        ({"betas": (0.9, 1.0)}, r"--betas is 0\.9 1\.0: both must be at least 0 and below 1"),
         ({"loss": "soft"}, "--loss is 'soft'"),
         ({"seed": -1}, "--seed is -1: must be at least 0 and below"),
         ({"seed": 2**32}, "--seed is 4294967296"),

@@ -1,13 +1,7 @@
 """Training runs that are killed or started again: with --resume the same command gives the same head."""
 
 import json
-import os
-import random
-import re
 import shutil
-import signal
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +11,9 @@ import pytest
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.train import processes, run
 from draftheads.train.options import TrainOptions
-from draftheads.train.run import train
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.utils.files import locked
 from fake_progress import FakeProgress
-from joint_world import on_disk
-from nursery import Nursery
 from thorough import some
 from training_world import KilledError, chat_model, counting_chats, stop_by_crash, train_for, train_options, write_chats
 
@@ -130,19 +121,6 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
     assert found_in(settings.out) == found_in(whole)
 
 
-def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
-    changes = {"batch_tokens": 1024, "epochs": 1, "joint": "text", "noise_alpha": 0.0, "precision": "fp32"}
-    settings = TrainOptions.of(out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
-    reporter = FakeProgress()
-    report = train(settings, reporter)
-    assert reporter.stages[0].endswith("training starts from the beginning")
-    again = FakeProgress()
-    assert train(settings, again) == report
-    assert again.stages == [f"{settings.out} is complete already: nothing is left to do"]
-    with pytest.raises(InvalidSettings, match="holds a trained head"):
-        train(replace(settings, epochs=2), FakeProgress())
-
-
 # --- what a kill leaves half-written ---
 
 
@@ -194,99 +172,6 @@ def test_a_run_of_a_version_with_other_settings_is_refused_by_name(data: Path, w
     (complete / "metrics.json").write_text(json.dumps(metrics))
     with pytest.raises(InvalidSettings, match=r"metrics\.json has settings .*: dropout\. Finish the run with"):
         run.train(options(complete, data), FakeProgress())
-
-
-# --- real processes ---
-
-
-class Victim:
-    """A run that is killed and started again, and how far it is."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.folder, self.out, self.shown = folder, folder / "out", folder / "shown"
-        self.shown.touch()
-
-    @property
-    def step(self) -> int:
-        """Of the newest checkpoint; 0 without."""
-        newest = find_checkpoint(self.out)
-        return int(newest.stem.rpartition("-")[2]) if newest else 0
-
-
-def nothing(_: Victim) -> bool:
-    return True
-
-
-def first_shard(victim: Victim) -> bool:
-    return any(victim.out.glob("features/shard-*"))
-
-
-def first_line_of_the_log(victim: Victim) -> bool:
-    return (victim.out / "log.jsonl").exists() and bool((victim.out / "log.jsonl").read_text())
-
-
-def checkpoint_at(step: int) -> Callable[[Victim], bool]:
-    return lambda victim: victim.step >= step
-
-
-def half_a_checkpoint_at(step: int) -> Callable[[Victim], bool]:
-    return lambda victim: any(victim.out.glob(f"checkpoints/*checkpoint-{step}.pt*"))
-
-
-def measuring(victim: Victim) -> bool:
-    return "measuring" in victim.shown.read_text()
-
-
-# what a process is left to reach; within the next 50 ms it is killed
-MOMENTS = [
-    nothing,
-    first_shard,
-    first_line_of_the_log,
-    half_a_checkpoint_at(SAVE_STEPS),
-    checkpoint_at(SAVE_STEPS),
-    nothing,
-    checkpoint_at(4 * SAVE_STEPS),
-    half_a_checkpoint_at(6 * SAVE_STEPS),
-    checkpoint_at(8 * SAVE_STEPS),
-    measuring,
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("moments", [MOMENTS[3::3], pytest.param(MOMENTS, marks=pytest.mark.thorough)], ids=len)
-def test_a_process_killed_several_times_trains_the_same_head_to_the_byte(
-    moments: list[Callable[[Victim], bool]], tmp_path: Path
-):
-    data = write_chats(tmp_path / "chats.jsonl", counting_chats(300))
-    settings = {**SETTINGS, "out": "out", "model": on_disk(tmp_path / "model"), "data": data}
-    command = ["--resume", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
-    victim = Victim(tmp_path / "killed")
-    chance = random.Random(0)  # noqa: S311 - nothing secret
-    steps: list[int] = []
-    with Nursery("train") as nursery:
-        for moment in moments:
-            process = nursery.start(command, folder=victim.folder, shown=victim.shown)
-            deadline = time.monotonic() + 60
-            while not moment(victim) and time.monotonic() < deadline:
-                time.sleep(0.002)
-            time.sleep(chance.uniform(0, 0.05))
-            os.kill(process, signal.SIGKILL)
-            assert nursery.wait() == -signal.SIGKILL
-            steps.append(victim.step)
-        for folder in (victim.folder, tmp_path / "whole"):
-            folder.mkdir(exist_ok=True)
-            nursery.start(command, folder=folder, shown=folder / "shown")
-            assert nursery.wait() == 0
-    assert steps[:-1] == sorted(steps[:-1])  # at the last kill the head may be saved, and the checkpoints gone
-    shown = victim.shown.read_text()
-    assert "no checkpoint in out: training starts from the beginning" in shown
-    resumed = re.findall(r"resuming from out/checkpoints/checkpoint-(\d+)", shown)
-    assert len(set(resumed)) >= min(3, len(moments) - 1), "runs resumed from several checkpoints"
-    if "complete already" not in shown:  # as the last kill nearly always leaves it: trained, but not measured
-        assert json.loads((victim.out / "metrics.json").read_text())["tokens_per_second"] == 0, "no step was made again"
-    assert found_in(victim.out) == found_in(tmp_path / "whole" / "out")
 
 
 def test_two_runs_cannot_write_one_folder(features: Path, tmp_path: Path) -> None:

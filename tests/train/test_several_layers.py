@@ -58,14 +58,13 @@ def test_every_parameter_gets_a_gradient(
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
-@pytest.mark.parametrize("size", [24, 40])
-def test_a_head_of_another_size_learns(size: int, target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    own = ("own_embedding=true", f"inner_size={size}")
+def test_a_head_of_another_size_learns(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    own = ("own_embedding=true", "inner_size=24")
     out = tmp_path / "out"
     train_for(target, options(out, data=(chats,), max_length=64, head_options=own, lm_head="own", epochs=12))
     log = [line["loss"] for line in lines(out) if "loss" in line]
     assert sum(log[-3:]) < 0.85 * sum(log[:3])
-    assert load_head(out, target).config.options()["inner_size"] == size
+    assert load_head(out, target).config.options()["inner_size"] == 24
 
 
 def test_a_text_with_a_token_that_the_model_does_not_have_is_named(target: TargetModel, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from draftheads.data import features as stores
 from draftheads.data.batches import split_held_out
@@ -22,7 +21,6 @@ from draftheads.train.run_folder import RunFolder
 from draftheads.train.schedule import rise_and_cosine
 from draftheads.train.training_data import plan_training, read_texts
 from fake_progress import FakeProgress
-from joint_world import on_disk
 from training_world import (
     EOS,
     KilledError,
@@ -46,17 +44,6 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- stored or live ---
-
-
-def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    texts = load_texts(target, [chats], max_length=64)
-    stored, live = build_features(target, texts, tmp_path), LiveStore(target, texts)
-    assert stored.fingerprint == live.fingerprint
-    assert stored.sources == live.sources
-    assert stored.sources[4] == f"{chats}:5"
-    for index in range(len(texts)):
-        assert torch.equal(stored[index].hidden, live[index].hidden)
-        assert stored[index].hidden.dtype == live[index].hidden.dtype == torch.bfloat16
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,13 +261,3 @@ def test_the_fingerprint_depends_on_the_weights(target: TargetModel, chats: Path
     other = chat_model()
     other.model.model.layers[1].mlp.down_proj.weight += 1.0
     assert LiveStore(other, texts).fingerprint != before
-
-
-def test_heads_are_trained_for_a_model_in_four_bits(tmp_path: Path) -> None:
-    """Medusa-1 reads a quantised copy of its model; the head counts as one for the model itself."""
-    model = on_disk(tmp_path / "model", hidden_size=64, intermediate_size=128)
-    few = write_chats(tmp_path / "few.jsonl", counting_chats(24))  # bitsandbytes is slow without a GPU
-    settings = chat_options(tmp_path / "out", data=(few,), model=model, precision="4bit", method="medusa", epochs=2)
-    report = run.train(settings, FakeProgress())
-    first = lines(tmp_path / "out", "validation.jsonl")[0]
-    assert sum(report.losses) < 0.9 * sum(first["losses"])

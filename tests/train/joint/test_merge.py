@@ -169,17 +169,3 @@ def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(chats: Path,
     train_jointly_for(target, joint_options(tmp_path / "out", chats, learning_rate=0.05, epochs=4))
     with pytest.raises(CheckpointMismatch, match="the lm_head of this model"):
         load_head(tmp_path / "out" / "head", target)
-
-
-def test_a_model_in_four_bits_is_tuned(chats: Path, tmp_path: Path) -> None:
-    base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
-    settings = joint_options(tmp_path / "out", chats, model=base, precision="4bit", optimizer="adamw-8bit", epochs=1)
-    report = train(settings, FakeProgress())
-    assert report is not None
-    assert report.movement.tuned_perplexity < report.movement.original_perplexity
-    merged = tmp_path / "merged"
-    merge(MergeOptions(model=base, adapter=tmp_path / "out", out=merged))
-    prompts = [f"w{i} w{i + 1}" for i in range(6)]
-    plain = draftheads.load(merged, precision="fp32").generate(prompts, max_new_tokens=12)
-    headed = draftheads.load(merged, head=merged / "head", precision="fp32").generate(prompts, max_new_tokens=12)
-    assert [result.token_ids for result in headed] == [result.token_ids for result in plain]

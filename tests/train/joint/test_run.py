@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
-import shlex
 import signal
 import sys
-import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -32,7 +29,6 @@ from draftheads.train.run import train
 from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
 from joint_world import joint_options, on_disk, train_jointly_for
-from nursery import Nursery
 from thorough import some_rows
 from training_world import (
     KilledError,
@@ -46,17 +42,6 @@ from training_world import (
     without_time,
     write_chats,
 )
-
-
-def test_noise_the_seed_and_the_final_learning_rate_apply_to_joint_training(chats: Path, tmp_path: Path) -> None:
-    runs = {"plain": {}, "noise": {"noise_alpha": 75.0}, "seed": {"seed": 1}, "rate": {"final_learning_rate": 0.5}}
-    for name, changes in runs.items():
-        train_jointly_for(chat_model(), joint_options(tmp_path / name, chats, epochs=1, **changes))
-    logs = {name: lines(tmp_path / name) for name in runs}
-    for name in ("noise", "seed"):
-        assert logs[name][0]["head_losses"] != logs["plain"][0]["head_losses"]
-    assert logs["plain"][-1]["learning_rate"] < 0.1 * logs["plain"][len(logs["plain"]) // 2]["learning_rate"]
-    assert logs["rate"][-1]["learning_rate"] > 0.5 * 4 * 0.005 * 0.99  # the heads'
 
 
 def assert_same_files(one: Path, other: Path) -> None:
@@ -176,29 +161,6 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(chats: Path, tmp_path
     assert without_time(found) == without_time(expected)
     assert_same_files(settings.out, whole.out)
     assert lines(settings.out) == lines(whole.out)
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_joint_run_resumes_to_the_same_bytes(chats: Path, tmp_path: Path) -> None:
-    options = f"--joint text --model {on_disk(tmp_path / 'model')} --data {chats} --num-heads 2 --draft-vocab-size 48"
-    options += " --epochs 2 --batch-tokens 128 --save-steps 2 --resume"
-    command = shlex.split(options)
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    with Nursery("train") as nursery:
-        for step in (2, 12):  # in the first stage, in the second
-            process = nursery.start([*command, "--out", str(killed)], folder=tmp_path)
-            deadline = time.monotonic() + 60
-            while not list(killed.glob(f"checkpoints/checkpoint-{step}.pt")) and time.monotonic() < deadline:
-                time.sleep(0.002)
-            os.kill(process, signal.SIGKILL)
-            assert nursery.wait() == -signal.SIGKILL
-            assert not (killed / "head").exists()
-        for out in (killed, whole):
-            nursery.start([*command, "--out", str(out)], folder=tmp_path)
-            assert nursery.wait() == 0
-    assert_same_files(killed, whole)
-    assert lines(killed) == lines(whole)
 
 
 def test_joint_training_continues_a_trained_head(chats: Path, tmp_path: Path) -> None:
