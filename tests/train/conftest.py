@@ -8,6 +8,7 @@ import pytest
 
 from draftheads.data.texts import load_texts
 from draftheads.models.model import TargetModel
+from joint_world import joint_options, train_jointly_for
 from training_world import (
     build_features,
     chat_model,
@@ -60,3 +61,11 @@ def trained(target: TargetModel, features: Path) -> Callable[[str], Path]:
         return settings.out
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def tuned(chats: Path) -> Path:
+    """The folder of a small joint run, which no test may change."""
+    settings = joint_options(chats.parent / "tuned", chats, epochs=1)
+    train_jointly_for(chat_model(), settings)
+    return settings.out

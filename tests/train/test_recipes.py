@@ -87,8 +87,8 @@ def test_an_unknown_recipe_is_named(arguments: list[str], capsys: pytest.Capture
 def has_learned(out: Path) -> bool:
     """Whether the heads' losses on training text fell, from the first third of the steps to the last.
 
-    With five seeds they fall to 0.79 … 0.85 of that (eagle3), 0.80 … 0.83 (small), 0.74 … 0.79 (dflash, dspark) and 0.75
-    or less (others). Held-out text is no measure here: so few places of it have labels at all depths that one draft
+    With five seeds they fall to 0.79 … 0.85 of that (eagle3), 0.80 … 0.83 (small), 0.74 … 0.79 (dflash, dspark) and at
+    most 0.75 (others). Held-out text is no measure here: so few places of it have labels at all depths that one draft
     token decides.
     """
     losses = [sum(line["head_losses"]) for line in lines(out)]  # of one made of more than heads, too

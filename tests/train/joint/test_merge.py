@@ -1,6 +1,7 @@
 """Merging: the weights of the definition, and a model that decodes losslessly with its head."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -142,9 +143,8 @@ def test_merging_keeps_the_dtype_of_the_model_files(chats: Path, tmp_path: Path)
         MergeOptions(model="", adapter=tmp_path, out=tmp_path, dtype="int8")
 
 
-def test_an_adapter_for_another_base_is_refused(chats: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    train_jointly_for(chat_model(), joint_options(out, chats, epochs=1))
+def test_an_adapter_for_another_base_is_refused(tuned: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(tuned, tmp_path / "out")
 
     def assert_refused(error: type[Exception], words: str, target: TargetModel | None = None, run: Path = out) -> None:
         with pytest.raises(error, match=words):
