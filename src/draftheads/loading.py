@@ -266,7 +266,9 @@ def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead
         return read_template(chat_template)
     kept = set(saved.values()) if chat_template is None else {template for _, template in trained.values()}
     if len(kept) > 1:
-        raise InvalidSettings(f"{', '.join(saved)} were trained with different chat templates: give --chat-template")
+        raise InvalidSettings(
+            f"{', '.join(saved)} were trained with different chat templates: give --chat-template or chat_template=…"
+        )
     return with_variables(kept.pop(), variables) if variables else kept.pop()
 
 

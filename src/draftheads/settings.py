@@ -205,7 +205,10 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """Sampling, and where an answer ends: further settings that are options of ``draftheads generate``."""
+    """Sampling, and where an answer ends.
+
+    Further settings, that are options of ``draftheads generate``.
+    """
 
     top_k: Annotated[int | None, _integers(1, also=", or None for all tokens")] = None
     """Sample among the k most likely tokens only."""
