@@ -302,7 +302,7 @@ def test_grammars_read_the_draft_tokens(shape: str | None, levels: int) -> None:
     assert found.copies.total() <= 12
 
 
-OBJECTIVES = ["teacher", "hard", "kl", "tv", "nla", "lk", "amphista"]
+OBJECTIVES = ["teacher", "hard", "amphista"]
 
 
 @pytest.mark.few(9)
@@ -334,6 +334,7 @@ def test_training(device: FakeDevice, method: str, loss: Any, options: dict[str,
         given = "eagle" if loss == "teacher" and own.predicts_hidden_states else loss
         learner = Learner(own, target.weights, loss=given)
         placed = {name: value.to(target.device) for name, value in vars(texts).items()}
+        torch.manual_seed(1)  # block drafters learn behind random places
         losses = learner(**placed)
         losses["loss"].backward()
         with torch.no_grad():

@@ -149,7 +149,7 @@ def load(
         raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
     require_bool(fast=fast, cuda_graphs=cuda_graphs, four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
-    _check_paths(head=head, chat_template=chat_template)
+    _check_paths(head=head, chat_template=chat_template, corpus=corpus)
     if template_variables:
         chat_template = with_variables(chat_template, template_variables)
     name = name_of(model)
@@ -214,9 +214,10 @@ def engine_on(
         fast: as for :func:`load`.
         keep_cost: off: costs that have to be measured now are not cached, as other work may slow them down.
     """
-    shape, sources = drafting.shape, sources_of(target, drafting)
+    shape = drafting.shape
     if drafting.is_plain or (drafts is None and drafting.corpus is None):
         return Engine(target, max_batch_size=max_batch_size)
+    sources = sources_of(target, drafting)
     if not isinstance(drafts, ResolvedHead):
         untrained = Lookahead() if drafts == "lookahead" else Mixed(None, sources, num_tokens=LOOKUP_TOKENS)
         return Engine(target, untrained, max_batch_size=max_batch_size)
@@ -242,7 +243,9 @@ def sources_of(target: TargetModel, drafting: Drafting) -> list[Source]:
         InvalidSettings: the corpus cannot be read.
     """
     copies: list[Source] = [TextSoFar()] if drafting.copy or drafting.head == "prompt-lookup" else []
-    return copies if drafting.corpus is None else [*copies, Corpus.read(drafting.corpus, target.tokenizer)]
+    if drafting.corpus is None:
+        return copies
+    return [*copies, Corpus.read(drafting.corpus, target.tokenizer, target.vocab_size)]
 
 
 def template_of(chat_template: str | PathLike[str] | None, *drafts: ResolvedHead | str | None) -> str | None:

@@ -160,7 +160,7 @@ _PENALTY = Rule(_number, lambda p: abs(p) <= MOST_PENALTY, f"a number from {-MOS
 _SEED = Rule(_integer, lambda n: -(2**63) <= n < 2**64, "an integer of at least -2**63 and below 2**64, or None")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """Sampling, and where an answer ends.
 
@@ -182,8 +182,6 @@ class SamplingOptions:
         ),
     ] = 0.0
     """0 takes the most likely token (greedy); above 0 samples."""
-    top_p: Annotated[float, _SHARE] = 1.0
-    """Sample among the top tokens up to this probability. They are the fewest tokens that together reach it."""
     seed: Annotated[int | None, _SEED] = None
     """Makes sampling repeatable; drawn at random if left out."""
 
@@ -203,7 +201,7 @@ class SamplingOptions:
             object.__setattr__(self, name, converted)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateSampling(SamplingOptions):
     """Sampling, and where an answer ends.
 
@@ -212,6 +210,8 @@ class GenerateSampling(SamplingOptions):
 
     top_k: Annotated[int | None, _integers(1, also=", or None for all tokens")] = None
     """Sample among the k most likely tokens only."""
+    top_p: Annotated[float, _SHARE] = 1.0
+    """Sample among the top tokens up to this probability. They are the fewest tokens that together reach it."""
     repetition_penalty: Annotated[float | None, _POSITIVE] = None
     """Above 1 makes tokens already in the text less likely. The prompt counts, too. Default: that of the model's
     generation configuration, else 1."""
@@ -226,7 +226,7 @@ class GenerateSampling(SamplingOptions):
     accepts draft tokens that are likely enough, and the token after them is the most likely one, whatever the seed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingSettings(GenerateSampling):
     """How one request is decoded.
 

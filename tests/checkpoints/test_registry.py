@@ -86,6 +86,10 @@ def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert find_head("~/runs/mine", "any") == tmp_path / "runs" / "mine"
     monkeypatch.chdir(tmp_path)
     assert find_head("runs/mine", "any") == Path("runs/mine"), "the Hub comes later"
+    (tmp_path / "smollm2-135m" / "medusa").mkdir(parents=True)
+    assert find_head("smollm2-135m/medusa", "any") == Path("smollm2-135m/medusa"), "so do installed heads of a base"
+    with pytest.raises(ModelNotFound, match="no head '/medusa'"):
+        find_head("/medusa", "smollm2-135m")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ DEFAULTS = {
     "draft_model": None,
     "tree": "auto",
     "copy": True,
+    "corpus": None,
     "max_batch_size": 16,
 }  # arguments of load, besides the settings that differ from their defaults
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane, Request, StreamEvent
@@ -268,6 +269,29 @@ def test_a_request_that_is_interrupted_while_it_is_cancelled_is_not_decoded(engi
     core._interrupt(request)
     run(core, add(core, engine, [5, 6], max_new_tokens=3))
     assert request.token_ids == tokens
+    assert not core.has_work
+
+
+def test_a_batch_that_ends_while_prompts_are_read_alone_ends_all_of_its_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = TransformersRunner.read
+
+    def alone(runner: TransformersRunner, rows: Any, token_ids: Any) -> Any:
+        if len(rows) > 1:
+            raise MemoryError("no memory for the states")
+        return read(runner, rows, token_ids)
+
+    def fails(*_: object) -> None:
+        raise ValueError("no first token")
+
+    monkeypatch.setattr(TransformersRunner, "read", alone)
+    monkeypatch.setattr(Batch, "join_read", fails)
+    core = core_of(engine)
+    requests = [add(core, engine, prompt, max_new_tokens=4) for prompt in SHORT]
+    events = [pair for _ in range(9) for pair in core.step()]
+    assert {request: str(error) for request, error in events} == dict.fromkeys(requests, "no first token")
+    assert len(events) == len(requests)
     assert not core.has_work
 
 

@@ -21,7 +21,7 @@ from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Sampled, Shape
 from draftheads.speculation.tree import Tree
-from families import TREES, IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
+from families import TREES, VOCAB, IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
 from thorough import some_rows
 
 FAMILIES = ["llama", "mistral", "mixtral", "gpt2", "gemma3_text", "qwen3"]
@@ -272,7 +272,7 @@ def test_copies_are_not_added_to_trees_that_a_drafter_makes_itself(drafter: Draf
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_corpus_that_holds_the_answers_saves_steps_and_changes_no_text(kind: str, temperature: float) -> None:
     answers = plain("llama", temperature)
-    corpus = Corpus([token for answer in answers for token in answer])
+    corpus = Corpus([token for answer in answers for token in answer], VOCAB)
     drafter = None if kind == "copies" else drafter_of(kind, "llama")
     shape = None if drafter is None else SHAPES["best first"]
     options: dict[str, Any] = {"shape": shape, "temperature": temperature, "seed": 5}
@@ -280,7 +280,7 @@ def test_a_corpus_that_holds_the_answers_saves_steps_and_changes_no_text(kind: s
     without = decode("llama", Mixed(drafter), **options)
     assert ids(found) == ids(without) == answers
     assert num_steps(found) < 0.7 * num_steps(without)
-    assert ids(decode("llama", Mixed(drafter, [Corpus([3])]), **options)) == answers, "it holds nothing"
+    assert ids(decode("llama", Mixed(drafter, [Corpus([3], VOCAB)]), **options)) == answers, "it holds nothing"
 
 
 # --- counting ---

@@ -74,7 +74,7 @@ def test_the_longest_matches_in_a_corpus(corpus: list[int], text: list[int], lon
         lengths = range(min(place, len(text), longest) + 1)
         return max(n for n in lengths if n == 0 or corpus[place - n : place] == text[-n:])
 
-    found = Corpus(corpus).copies(index_of(text), 4, longest)
+    found = Corpus(corpus, 1000).copies(index_of(text), 4, longest)
     every = sorted((match(place) for place in range(1, len(corpus) + 1)), reverse=True)
     assert [copy.match for copy in found] == [length for length in every if length >= 3][:MOST_PLACES]
     for copy in found:
@@ -82,13 +82,20 @@ def test_the_longest_matches_in_a_corpus(corpus: list[int], text: list[int], lon
         assert list(copy.following) in [corpus[place : place + 4] for place in places]
 
 
+def test_tokens_that_the_model_does_not_have_are_not_copied() -> None:
+    found = Corpus([5, 6, 7, 8, 400, 9], 10).copies(index_of([5, 6, 7]), 4, 3)
+    assert [list(copy.following) for copy in found] == [[8]]
+
+
 def test_a_corpus_is_a_text_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefg")
     tokenizer = IntegerTokenizer()
-    (found,) = Corpus.read(str(tmp_path / "a.txt"), tokenizer).copies(index_of(tokenizer("bcd")["input_ids"]), 2, 8)
+    (found,) = Corpus.read(str(tmp_path / "a.txt"), tokenizer, 999).copies(
+        index_of(tokenizer("bcd")["input_ids"]), 2, 8
+    )
     assert (found.following, found.match) == (tokenizer("ef")["input_ids"], 3)
     with pytest.raises(InvalidSettings, match=r"corpus .*nothing.txt cannot be read: give a text file"):
-        Corpus.read(str(tmp_path / "nothing.txt"), tokenizer)
+        Corpus.read(str(tmp_path / "nothing.txt"), tokenizer, 999)
 
 
 # --- the tree ---

@@ -69,7 +69,7 @@ def test_it_is_converted_once_and_again_when_it_changes(
     os.utime(file, ns=(1, 1))
     assert folder_of_gguf(file) != first
     assert main(["generate", "a b", "--model", str(file), "--max-new-tokens", "3"]) == 0
-    assert main(["cache", "clear", "gguf", "--yes"]) == 0
+    assert main(["cache", "clear", "gguf"]) == 0
     assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]
     capsys.readouterr()
 

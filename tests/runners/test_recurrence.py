@@ -298,5 +298,5 @@ def test_functions_have_their_names(family: str, monkeypatch: pytest.MonkeyPatch
     if family in RECURRENT_FAMILIES:
         stock = tiny_model(family).model
         monkeypatch.delattr(module, FAMILIES[family][-1])
-        with pytest.raises(UnsupportedModel, match=f"its layers do not call {FAMILIES[family][-1]} there"):
+        with pytest.raises(UnsupportedModel, match=f"its layers do not call {FAMILIES[family][-1]} in transformers"):
             TargetModel(stock, IntegerTokenizer(), "renamed")

@@ -367,5 +367,5 @@ def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: i
 
 def _seconds_per_token(decode: Way, group: Group, clock: Callable[[], float]) -> float:
     start = clock()
-    (answers,) = decode(group, _PROBE_TOKENS)
-    return (clock() - start) / max(map(len, answers.token_ids))
+    turns = decode(group, _PROBE_TOKENS)  # of conversations, all of them
+    return (clock() - start) / sum(max(map(len, answers.token_ids)) for answers in turns)

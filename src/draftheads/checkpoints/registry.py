@@ -72,17 +72,19 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
     """The folder of a head. A head on the Hub is downloaded.
 
     Args:
-        name: a method that is installed for the base (``medusa``; write ``./medusa`` for a folder of that name), or for
-            another base (``smollm2-135m/medusa``, for a tuned copy of it), a folder, or a Hub repository
-            (``owner/name``, or ``owner/name/subfolder``). They are tried in this order.
+        name: a method that is installed for the base (``medusa``; write ``./medusa`` for a folder of that name), a
+            folder, a method that is installed for another base (``smollm2-135m/medusa``, for a tuned copy of it), or a
+            Hub repository (``owner/name``, or ``owner/name/subfolder``). They are tried in this order.
         base_name: the model that the head drafts for, such as ``smollm2-135m`` or its Hub id. An adapter in a folder
             counts as its base model.
     """
     name, base_name = head_name(name), base_of(base_name)
-    base, _, method = name.rpartition("/")
-    if (installed := _installed(method, base or base_name)) is not None:
-        return installed
+    base, slash, method = name.rpartition("/")
     folder = user_path(name)
+    if slash and folder.is_dir():  # smollm2-135m/medusa may be one's own
+        return folder
+    if (base or not slash) and (installed := _installed(method, base or base_name)) is not None:
+        return installed
     if folder.is_dir():
         return folder
     if (base or base_name) == SMOLLM2_135M and method in DATA_PACKAGE_HEADS:

@@ -45,11 +45,16 @@ def words_of(kind: type, path: Path) -> Iterator[str]:
             raise DataError(f"no option {name}; {hint}", path=path)
         flag = str(name).replace("_", "-")
         if isinstance(value, list):
-            yield from (f"--{flag}", *map(str, value))
+            yield from (f"--{flag}", *map(_expanded, value))
         elif isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         elif value is not None:  # argparse takes "--out=a b" for a value
-            yield from [f"--{flag}={value}"] if str(value).startswith("-") else [f"--{flag}", str(value)]
+            yield from [f"--{flag}={value}"] if str(value).startswith("-") else [f"--{flag}", _expanded(value)]
+
+
+def _expanded(value: Any) -> str:
+    """As a shell passes it on: ``~/`` is the home folder."""
+    return str(user_path(value)) if str(value).startswith("~/") else str(value)
 
 
 def as_yaml(options: Any) -> str:

@@ -32,7 +32,7 @@ def run(options: DistillOptions) -> None:
     quiet_transformers()
     with ProgressDisplay(console) as progress:
         outcome = distill(options, lambda: _source(options, progress), progress)
-    keep_config(options, options.out.with_suffix(".yaml"))
+    keep_config(options, options.out.with_name(f"{options.out.name}.config.yaml"))
     if outcome.was_complete:
         console.print(f"{options.out} was complete already; nothing was left to do", soft_wrap=True)
     console.print(_table(outcome))

@@ -15,14 +15,15 @@ from draftheads.utils.files import user_path
 # options by their names, which mean the same in every command
 _MODELS = ("model", "draft_model")
 _HEADS = ("head", "heads", "start_from")
-_INPUTS = ("prompts", "data", "text", "documents", "json_schema", "costs")
+_INPUTS = ("prompts", "data", "text", "documents", "json_schema", "costs", "corpus")
 
 
 def check_names(given: Iterable[tuple[str, Any]]) -> None:
     """Checks names and files among options (names and values), as far as that needs no torch and no network."""
     pairs = [(name, each) for name, value in given for each in (value if isinstance(value, tuple) else (value,))]
     for name, value in pairs:
-        if name in _INPUTS and isinstance(value, Path) and not user_path(value).exists():
+        is_file = isinstance(value, Path) or (name == "corpus" and value is not None)
+        if name in _INPUTS and is_file and not user_path(value).exists():
             raise DataError("cannot be read: there is no such file or folder", path=value)
     is_remote = dict(pairs).get("endpoint") is not None  # then no model is loaded here
     for name, value in pairs:

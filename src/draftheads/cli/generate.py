@@ -65,7 +65,7 @@ def load_engine(options: GenerateOptions | ChatOptions, progress: Progress, *, m
     """The engine that the options ask for; errors as of :func:`draftheads.load`."""
     drafting = options.drafting
     progress.stage(f"loading {options.model}" + (f" and {drafting.head}" if drafting.head else ""))
-    return load(options.model, **vars(drafting), max_batch_size=max_batch_size, **options.load.given())
+    return load(options.model, **drafting.keywords(), max_batch_size=max_batch_size, **options.load.given())
 
 
 def _questions(options: GenerateOptions) -> list[_Question]:

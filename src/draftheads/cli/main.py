@@ -197,7 +197,13 @@ def read_options(name: str, arguments: Sequence[str]) -> Any:
     places = command.first.split()
     values = list(takewhile(lambda word: word[:1] != "-", arguments))[: len(places)]
     named = [f"--{option}={value}" for option, value in zip(places, values, strict=False)]
-    words = [*named, *arguments[len(values) :]]
+    rest = arguments[len(values) :]
+    flags = {word.partition("=")[0].replace("_", "-") for word in rest}
+    for option, value in zip(places, values, strict=False):
+        if f"--{option.replace('_', '-')}" in flags:
+            print(f"error: {option} is {value} and --{option} is given, too: give one of them", file=sys.stderr)
+            raise SystemExit(2)
+    words = [*named, *rest]
     if command.config:
         from draftheads.cli.config import with_config  # noqa: PLC0415
 

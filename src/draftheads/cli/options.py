@@ -29,24 +29,18 @@ class GrammarOptions:
     """What an answer may be."""
 
     json_schema: str | None = None
-    """Answer with JSON of this schema. A file, or the schema itself."""
-    json: bool = False
-    """Answer with a JSON object."""
+    """Answer with JSON of this schema. A file, or the schema itself; '{"type": "object"}' is any JSON object."""
     regex: str | None = None
     """Answer with a text that this regular expression matches."""
 
     def __post_init__(self) -> None:
-        names = {"json_schema": "--json-schema", "json": "--json", "regex": "--regex"}
-        given = [option for name, option in names.items() if getattr(self, name)]
-        if len(given) > 1:
-            raise InvalidSettings(f"{' and '.join(given)}: give one of them")
+        if self.json_schema and self.regex:
+            raise InvalidSettings("--json-schema and --regex: give one of them")
 
     def grammar(self) -> Grammar | None:
         """The grammar; None if answers are free."""
         if self.regex is not None:
             return Grammar.regex(self.regex)
-        if self.json:
-            return Grammar.json_object()
         if self.json_schema is None:
             return None
         if self.json_schema.lstrip().startswith("{"):

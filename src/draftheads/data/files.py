@@ -50,8 +50,8 @@ def files_in(path: Path) -> list[Path]:
 
 
 def is_known(path: Path) -> bool:
-    """Whether a file's name has the suffix of a known kind."""
-    return _kind(path) in READERS
+    """Whether a file's name has the suffix of a known kind, and it is not the manifest of another file."""
+    return _kind(path) in READERS and not path.name.endswith(".manifest.json")
 
 
 def check_readable(paths: Iterable[Path]) -> None:

@@ -35,8 +35,10 @@ class AcceptanceCheck:
 
     def problem(self) -> str | None:
         """What is wrong, the first time that it is asked; None if nothing is."""
-        accepted, expected = map(sum, zip(*self.steps, strict=True)) if self.steps else (0, 0.0)
-        if self.is_said or expected < _LEAST_EXPECTED or accepted >= _LOW * expected:
+        if self.is_said or not self.steps:
+            return None
+        accepted, expected = map(sum, zip(*self.steps, strict=True))
+        if expected < _LEAST_EXPECTED or accepted >= _LOW * expected:
             return None
         self.is_said = True
         steps = counted(len(self.steps), "step")

@@ -124,7 +124,7 @@ class EngineCore:
 
     def cancel(self, request: Request) -> None:
         """The request leaves before the next step, without an event after that. Ended ones are ignored."""
-        if not self.waiting.pop(request):
+        if not self.waiting.pop(request, is_turn=False):
             with self._lock:
                 self._cancelled.add(request)
 
@@ -258,7 +258,7 @@ class EngineCore:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
         for request in cancelled:
-            self.waiting.pop(request)  # it may have been interrupted since
+            self.waiting.pop(request, is_turn=False)  # it may have been interrupted since
         for request in self.running if cancelled else ():
             if request in cancelled:
                 self._leave(request)
@@ -393,7 +393,8 @@ class EngineCore:
             ended = batch.read(counts)
         except Exception as error:  # noqa: BLE001 - it is the end of that request
             if len(counts) > 1:
-                return [event for pair in counts.items() for event in self._read_chunks(place, dict([pair]))]
+                pairs = (pair for pair in counts.items() if place in self.batches)  # one of them may end the batch
+                return [event for pair in pairs for event in self._read_chunks(place, dict([pair]))]
             [request] = counts
             self._leave(request)
             return [(request, error)]
@@ -431,6 +432,8 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - it is the end of these requests
             failed = [*self.batches.pop(place).requests, *(each for each in self.reading if each.place == place)]
             self.reading = [request for request in self.reading if request.place != place]
+            for request in failed:
+                request.end_reading()
             return [(request, error) for request in dict.fromkeys(failed)]
         going = [request for request in requests if request.failure is None]
         events: list[CoreEvent] = list(zip(going, made, strict=True))

@@ -41,16 +41,17 @@ class WaitingLine:
         with self._lock:
             return min((num_rows.get(client, 0) for client in self._lines), default=0)
 
-    def pop(self, request: Request) -> bool:
-        """Removes one, if it still waits. Its client is the last one then."""
+    def pop(self, request: Request, *, is_turn: bool = True) -> bool:
+        """Removes one, if it still waits. If that was its client's turn, the client is the last one then."""
         with self._lock:
             line = self._lines.get(request.client)
             if line is None or request not in line:
                 return False
-            del self._lines[request.client]
             line.remove(request)
-            if line:
-                self._lines[request.client] = line
+            if not line:
+                del self._lines[request.client]
+            elif is_turn:
+                self._lines.move_to_end(request.client)
             return True
 
     def count(self, client: str) -> int:

@@ -35,7 +35,7 @@ class EndpointSource:
 
     def __init__(self, options: DistillOptions) -> None:
         try:
-            from openai import DefaultHttpxClient, OpenAI  # noqa: PLC0415 - an extra
+            from openai import DefaultHttpxClient, Omit, OpenAI  # noqa: PLC0415 - an extra
         except ImportError:
             raise MissingDependency("asking a server needs openai", pip_install=_INSTALL) from None
         assert options.endpoint is not None
@@ -47,6 +47,10 @@ class EndpointSource:
             api_key=_api_key(options.api_key_env),
             timeout=REQUEST_SECONDS,
             max_retries=REQUEST_RETRIES,
+            default_headers={
+                "OpenAI-Organization": Omit(),
+                "OpenAI-Project": Omit(),
+            },  # of the environment: not for others
             http_client=DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
         )
 
@@ -106,6 +110,7 @@ class EndpointSource:
             "messages": [{k: v for k, v in said.items() if k != "reasoning_content"} for said in dialogue.messages],
             "max_tokens": self.options.max_new_tokens,
             "temperature": dialogue.temperature,
+            "top_p": 1.0,  # not the model's own
             "seed": dialogue.next_seed,
         }
         return {**request, "tools": dialogue.prompt.tools} if dialogue.prompt.tools else request

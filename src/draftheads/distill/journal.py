@@ -7,6 +7,7 @@ end ``OUT`` gets the records in order, and ``OUT.manifest.json`` tells what they
 import contextlib
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ class Journal:
         self.identity = as_json_values(identity)  # everything that the lines depend on
         self.manifest: dict[str, Any] | None = None  # of a complete run
         self.places: dict[int, int] = {}  # where the line of each finished conversation is in OUT.part
+        self.finished: list[str] = []  # digests of OUT, which was perhaps written
         self._num_bytes = 0  # of OUT.part that are valid
 
     @classmethod
@@ -38,10 +40,12 @@ class Journal:
         with locked(out.parent, "name another --out", file=out.name):
             known = part if part.exists() else manifest if manifest.exists() else None
             if known is None and out.exists():
-                raise InvalidSettings(f"{out} exists, but is of no run: name another --out, or delete it")
+                raise _foreign(out)
             try:
                 if known == part:
                     journal._read()
+                    if out.exists() and hashlib.sha256(out.read_bytes()).hexdigest() not in journal.finished:
+                        raise _foreign(out)
                 elif known == manifest:
                     journal.manifest = json.loads(manifest.read_bytes())
                     journal._require_same(journal.manifest)
@@ -62,9 +66,13 @@ class Journal:
     def finish(self, details: Mapping[str, Any]) -> None:
         """Writes OUT and the manifest, and removes OUT.part. Self-talk whose question was asked before is left out."""
         counts: Counter[str] = Counter()
-        refused, seen, digest = [], Seen(), hashlib.sha256()
+        refused: list[Any] = []
+        digests: list[str] = []
 
         def write(file: BinaryIO) -> None:
+            counts.clear()
+            refused.clear()
+            seen, digest = Seen(), hashlib.sha256()
             for entry in self._entries():
                 record, found = entry["record"], Counter(entry["counts"])
                 if record and not seen.add(_questions(record)) and entry["is_self_talk"]:
@@ -76,13 +84,17 @@ class Journal:
                     line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
                     digest.update(line)
                     file.write(line)
+            digests.append(digest.hexdigest())
 
+        with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a device
+            write(nowhere)
+        self._append({"finished": digests[-1]})  # a stop after OUT is written is known by it
         write_atomic(self.out, write)
         self.manifest = {
             "format": 2,
             "identity": self.identity,
             "counts": dict(counts),
-            "sha256": digest.hexdigest(),
+            "sha256": digests[-1],
             "refused": refused,
             **details,
         }
@@ -102,6 +114,8 @@ class Journal:
                     values = json.loads(line)
                     if number == 0:
                         self._require_same(values)
+                    elif "finished" in values:
+                        self.finished.append(values["finished"])
                     else:
                         self.places[values["index"]] = self._num_bytes
                     self._num_bytes += len(line)
@@ -115,6 +129,10 @@ class Journal:
     def _require_same(self, values: Mapping[str, Any]) -> None:
         fix = "To continue that run use its settings; else name another --out, or delete its files"
         require_same(values["identity"], self.identity, problem=f"{self.out} belongs to another run", fix=fix)
+
+
+def _foreign(out: Path) -> InvalidSettings:
+    return InvalidSettings(f"{out} exists, but is of no run: name another --out, or delete it")
 
 
 def _questions(record: Mapping[str, Any]) -> list[str]:

@@ -125,7 +125,7 @@ class Lookahead(Drafter):
         """As many columns as n-grams, so many that a step reads no more than ``num_nodes`` tokens.
 
         >>> Lookahead.within(24).default_shape.num_nodes, Lookahead.within(7).default_shape.num_nodes
-        [24, 6]
+        (24, 6)
         """
         columns = max(1, num_nodes // (2 * (ngram - 1)))
         return cls(window=columns, ngram=ngram, guesses=columns)

@@ -205,7 +205,9 @@ class MixedSession(DraftSession):
     def _has_match(self) -> bool:
         """Whether a copy may be worth the time of looking for it: for several rows one that is not likely never is."""
         rows = self._texts.rows
-        return len(rows) < _SEVERAL or len(self.mixed.sources) > 1 or any(text.has(_LIKELY_MATCH) for text in rows)
+        if len(rows) < _SEVERAL or any(not isinstance(source, TextSoFar) for source in self.mixed.sources):
+            return True
+        return any(text.has(_LIKELY_MATCH) for text in rows)
 
     def _copies(self, text: TextIndex) -> list[Copy]:
         sources, count = self.mixed.sources, self.mixed.num_tokens

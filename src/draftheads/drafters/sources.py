@@ -1,6 +1,7 @@
 """Where drafts are copied from: what followed the text's last tokens at earlier places of it, or in a corpus."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -12,6 +13,8 @@ from draftheads.utils.files import user_path
 
 MOST_PLACES = 8  # of a text's last tokens that are looked at
 _NGRAM, _CANDIDATES = 3, 256  # of a corpus: tokens that are looked up, and places that are compared
+_MOST_CHARACTERS, _LINES = 32_000_000, 256  # of a corpus, and of a piece that is tokenized
+_NONE = -1  # in place of a token that is none of the model's
 _FACTORS = np.array([1_000_003, 8_191, 1])  # of a hash
 
 
@@ -42,26 +45,34 @@ class Corpus:
 
     Args:
         ids: its tokens.
+        vocab_size: of the model. Tokens from there on are not copied.
     """
 
-    def __init__(self, ids: Sequence[int]) -> None:
+    def __init__(self, ids: Sequence[int], vocab_size: int) -> None:
         self.ids = np.asarray([*[-1] * _NGRAM, *ids], dtype=np.int64)
+        self.ids[self.ids >= vocab_size] = -1
         keys = np.lib.stride_tricks.sliding_window_view(self.ids, _NGRAM) @ _FACTORS
         self._order = keys.argsort(kind="stable")
         self._keys = keys[self._order]
 
     @classmethod
-    def read(cls, path: str, tokenizer: Any) -> Self:
+    def read(cls, path: str, tokenizer: Any, vocab_size: int) -> Self:
         """The text in a file.
 
         Raises:
-            InvalidSettings: it cannot be read.
+            InvalidSettings: it cannot be read, or is larger than 32 MB: a token takes about 300 bytes meanwhile.
         """
         try:
             text = user_path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise InvalidSettings(f"corpus {path} cannot be read: give a text file ({error})") from None
-        return cls(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(text) > _MOST_CHARACTERS:
+            size = f"{len(text):,} characters; {_MOST_CHARACTERS:,} are allowed"
+            raise InvalidSettings(f"corpus {path} has {size}: give the part that answers quote")
+        lines = text.splitlines(keepends=True)
+        pieces = ["".join(lines[start : start + _LINES]) for start in range(0, len(lines), _LINES)]
+        each = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
+        return cls([token for ids in each for token in ids], vocab_size)
 
     def copies(self, text: "TextIndex", count: int, longest: int) -> list[Copy]:
         if len(text.ids) < _NGRAM:
@@ -75,7 +86,8 @@ class Corpus:
         matches = same.cumprod(1).sum(1)  # 0 where only the hashes are equal
         best = (-matches).argsort(kind="stable")[:MOST_PLACES]
         found = zip(places[best].tolist(), matches[best].tolist(), strict=True)
-        return [Copy(self.ids[at : at + count].tolist(), match) for at, match in found if match]
+        following = ((list(takewhile(_NONE.__ne__, self.ids[at : at + count].tolist())), match) for at, match in found)
+        return [Copy(ids, match) for ids, match in following if match]
 
 
 class TextIndex:

@@ -95,7 +95,7 @@ def custom_generate(
             "a Sampled tree needs an acceptance rule of its own, which generate has not: give another"
         )
     options = {
-        **vars(drafting),
+        **drafting.keywords(),
         "tokenizer": tokenizer,
         "precision": precision,
         "fast": fast,

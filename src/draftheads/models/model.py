@@ -380,6 +380,9 @@ class TargetModel:
         Raises:
             UnsupportedModel: a layer's input does not have the size of h_t.
         """
+        if not layers:  # nothing is noted: such a pass can be captured
+            last = self.in_own_type(self.decoder(**inputs).last_hidden_state)
+            return last, last
         with layer_inputs([self.layers[layer] for layer in layers]) as read:
             last = self.in_own_type(self.decoder(**inputs).last_hidden_state)
         for layer, states in zip(layers, read, strict=True):
@@ -389,8 +392,7 @@ class TargetModel:
                     f"{self.model_id}: the input of layer {layer} is {shape} and the last hidden state "
                     f"{tuple(last.shape)}; a head that reads several layers needs states of one size"
                 )
-        beside = [states for states in read if states is not None]
-        return last, self.in_own_type(torch.cat(beside, -1)) if beside else last
+        return last, self.in_own_type(torch.cat([states for states in read if states is not None], -1))
 
     def in_own_type(self, states: Tensor) -> Tensor:
         """Mamba adds the outputs of its layers in fp32."""

@@ -139,7 +139,7 @@ class Unsupported:
     def _check(self, value: Any) -> Any:
         if value != self.only:
             raise PydanticCustomError("unsupported", "", {"fix": self.fix})
-        return value
+        return self.only  # 1.0 is 1
 
 
 # the type of a field that is accepted and changes no answer

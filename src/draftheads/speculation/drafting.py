@@ -1,8 +1,10 @@
 """What drafts, and how much: made by the command line, the server and :func:`draftheads.load`, and passed whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from os import PathLike
+from typing import Any
 
 from draftheads.errors import InvalidSettings, require_bool
 from draftheads.speculation.shapes import ROOT_ONLY, ByProfile, Shape, as_shape
@@ -58,10 +60,14 @@ class Drafting:
         what = f"{self.head} fills no tree" if self.head else "nothing is there to fill it"
         raise InvalidSettings(f"{shown}: {what}; give a draft head by head=…, or draft_model=…")
 
-    @property
+    @cached_property
     def shape(self) -> Shape | ByProfile:
-        """What ``tree`` means."""
+        """What ``tree`` means. A file is read once: it may be a pipe."""
         return as_shape(self.tree)
+
+    def keywords(self) -> dict[str, Any]:
+        """The fields, as keywords of :func:`draftheads.load`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def is_plain(self) -> bool:

@@ -154,7 +154,7 @@ class Learner(nn.Module):
             multiple=NUM_ROWS,
         )
         if self.loss == "eagle":
-            loss = loss + FEATURE_WEIGHT * self._feature_loss(features, hidden.flatten(0, 1), predictions)
+            loss = loss + FEATURE_WEIGHT * self._feature_loss(features, hidden.detach().flatten(0, 1), predictions)
         return {"loss": loss, "head_losses": means[:1] if self.head.is_same_at_all_depths else means}
 
     def _feature_loss(self, features: Tensor, hidden: Tensor, predictions: Predictions) -> Tensor:

@@ -125,6 +125,8 @@ class TrainOptions(OptionGroup):
             raise InvalidSettings(f"give --data FILE…{others} to train on")
         if self.joint and (self.text or self.features):
             raise InvalidSettings("--text and --features are not for --joint: hidden states change in each step")
+        if self.joint and self.loss == "eagle":
+            raise InvalidSettings("--loss eagle is not for --joint: the model would follow the heads' features")
         if self.joint and self.optimizer == "muon":
             raise InvalidSettings("--optimizer muon is not for --joint: an adapter has no full matrices; give adamw")
 

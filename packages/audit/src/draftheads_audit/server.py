@@ -95,7 +95,7 @@ class Server:
     def __init__(
         self, url: str, option: str, *, key_variable: str, fields: Mapping[str, Any], max_new_tokens: int
     ) -> None:
-        from openai import DefaultHttpxClient, OpenAI  # noqa: PLC0415 - slow to import
+        from openai import DefaultHttpxClient, Omit, OpenAI  # noqa: PLC0415 - slow to import
 
         origin(url, option)  # raises
         self.url, self.option, self.key_variable = url, option, key_variable
@@ -110,6 +110,10 @@ class Server:
             api_key=os.environ.get(key_variable) or "EMPTY",  # never the key of OpenAI's own server
             timeout=_TIMEOUT_SECONDS,
             max_retries=_NUM_RETRIES,
+            default_headers={
+                "OpenAI-Organization": Omit(),
+                "OpenAI-Project": Omit(),
+            },  # of the environment: not for others
             http_client=DefaultHttpxClient(follow_redirects=False),
         )
         self.close = self._client.close

@@ -16,6 +16,7 @@ from openai import (
     AuthenticationError,
     DefaultHttpxClient,
     NotFoundError,
+    Omit,
     OpenAI,
     OpenAIError,
     PermissionDeniedError,
@@ -96,6 +97,10 @@ class Judge(Measure):
             base_url=_with_root(self.url),
             api_key=_key_for(self.url, self.api_key_env),
             max_retries=3,
+            default_headers={
+                "OpenAI-Organization": Omit(),
+                "OpenAI-Project": Omit(),
+            },  # of the environment: not for others
             http_client=DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
         )
 
