@@ -94,5 +94,5 @@ $(STAMP): pyproject.toml constraints.txt
 # tests, types, documentation, and all optional parts; dev has what packages/* need, but for vLLM
 $(DEV): $(STAMP) $(wildcard packages/*/pyproject.toml)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --no-deps --no-build-isolation $(patsubst %/pyproject.toml,--editable ./%,$(wildcard packages/*/pyproject.toml))
+	$(BIN)/python -m pip install --no-deps $(patsubst %/pyproject.toml,--editable ./%,$(wildcard packages/*/pyproject.toml))
 	@touch $@

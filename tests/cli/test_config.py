@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_flag_before_file_before_default(file: Path):
     options = read_options("train", [f"--config={file}", "--epochs", "9", "--no-resume", *DATA])
-    assert (options.method, options.out, options.learning_rate) == ("hydra", Path("~/heads"), 1e-4)
+    assert (options.method, options.out, options.learning_rate) == ("hydra", Path("~/heads").expanduser(), 1e-4)
     assert (options.betas, options.epochs, options.resume) == ((0.9, 0.95), 9, False)
     plain = read_options("train", ["--method=hydra", "--out=x", *DATA])
     assert options.batch_tokens == plain.batch_tokens

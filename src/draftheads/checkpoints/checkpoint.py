@@ -48,7 +48,7 @@ from draftheads.utils.provenance import provenance
 from draftheads.utils.strict_json import read_dataclass
 
 logger = logging.getLogger(__name__)
-_ROUNDING = 0.01  # the relative difference of layers in another 16-bit type
+_ROUNDING = 0.006  # the relative difference of layers in another 16-bit type
 _FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors as safetensors names them; those of 8 bits need scales
 
 

@@ -1,8 +1,8 @@
 """Whether a head's draft tokens are accepted about as often as its profile expects. Said once for an engine.
 
 A tuned copy of the base model can differ little in its weights and still accept half as many draft tokens, and a head
-whose layers were read wrongly has none accepted. Copies from the text are not counted, and neither are requests with
-other settings than the profile's.
+whose layers were read wrongly has none accepted. Steps in which a copy from the text was accepted are not counted, and
+neither are requests with other settings than the profile's.
 """
 
 import warnings

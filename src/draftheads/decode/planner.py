@@ -18,7 +18,6 @@ from draftheads.speculation.acceptance_profile import KINDS, AcceptanceProfile, 
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 
-_FEW_COPIES = 0.2  # expected tokens of a step: fewer leave the head's nodes where its profile has them
 _PRIOR = 4.0  # pseudo-count of the profile in a request's acceptance, in expected draft tokens
 _MEMORY, _FORGETTING = 0.99, 0.995  # weight of older draft tokens, per step with and without a draft
 _SMALLEST_GAIN = 1.03  # over plain decoding, or nothing is drafted
@@ -283,8 +282,8 @@ class Plan:
         ):
             row.own.note(accepted - copied, own)
             row.copies.note(copied, of_copies)
-            # copies are in the place of the head's nodes, of which the profile speaks
-            if is_free and self._gain and of_copies < _FEW_COPIES and self.planner.check is not None:
+            # copies that are accepted are in the place of the head's nodes, of which the profile speaks
+            if is_free and self._gain and not copied and self.planner.check is not None:
                 self.planner.check.note(accepted, self._profile_gain(draft))
         correction, batch = self.planner.correction, len(num_accepted)
         if correction is None or not self._follows:
