@@ -48,8 +48,8 @@ class EndpointSource:
             timeout=REQUEST_SECONDS,
             max_retries=REQUEST_RETRIES,
             default_headers={
-                "OpenAI-Organization": Omit(),
-                "OpenAI-Project": Omit(),
+                "OpenAI-Organization": Omit(),  # type: ignore[dict-item]
+                "OpenAI-Project": Omit(),  # type: ignore[dict-item]
             },  # of the environment: not for others
             http_client=DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
         )

@@ -111,8 +111,8 @@ class Server:
             timeout=_TIMEOUT_SECONDS,
             max_retries=_NUM_RETRIES,
             default_headers={
-                "OpenAI-Organization": Omit(),
-                "OpenAI-Project": Omit(),
+                "OpenAI-Organization": Omit(),  # type: ignore[dict-item]
+                "OpenAI-Project": Omit(),  # type: ignore[dict-item]
             },  # of the environment: not for others
             http_client=DefaultHttpxClient(follow_redirects=False),
         )

@@ -98,8 +98,8 @@ class Judge(Measure):
             api_key=_key_for(self.url, self.api_key_env),
             max_retries=3,
             default_headers={
-                "OpenAI-Organization": Omit(),
-                "OpenAI-Project": Omit(),
+                "OpenAI-Organization": Omit(),  # type: ignore[dict-item]
+                "OpenAI-Project": Omit(),  # type: ignore[dict-item]
             },  # of the environment: not for others
             http_client=DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
         )
