@@ -78,3 +78,9 @@ def test_a_value_of_another_type_is_named(file: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["train", "--config", str(file), "--method", "hydra", "--out", "x", *DATA])
     assert "--epochs" in capsys.readouterr().err
+
+
+def test_a_model_that_is_given_twice_is_an_error(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read_options("chat", ["./a", "--model", "./b"])
+    assert "model is ./a and --model is given, too" in capsys.readouterr().err

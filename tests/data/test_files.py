@@ -162,3 +162,9 @@ def test_an_endless_line_is_not_read_to_its_end(
 def test_the_manual_has_all_kinds():
     manual = (Path(__file__).parents[2] / "docs" / "train" / "data.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\.\w+)`", manual, re.MULTILINE)) == set(READERS)
+
+
+def test_the_manifest_of_a_distilled_file_is_no_data(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n')
+    (tmp_path / "a.jsonl.manifest.json").write_text('{\n "format": 2\n}\n')
+    assert [value for _, _, value in read_values(tmp_path)] == [{"n": 1}]
