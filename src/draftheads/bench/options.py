@@ -74,7 +74,7 @@ class DemoOptions:
     """Use only the first LIMIT prompts."""
     max_new_tokens: int = 128
     """Stop an answer after this many tokens."""
-    seconds: float = 100.0
+    seconds: float = 60.0
     """Time for all answers together. On a slow machine, answers get shorter (at least 32 tokens), then fewer. inf: no
     limit."""
     precision: Precision = "auto"
