@@ -21,8 +21,8 @@ from urllib.request import urlopen
 import torch
 
 from draftheads.data.records import TextPrompt, own_prompts
-from draftheads.models.devices import default_dtype
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, converted_folder
+from draftheads.models.model_config import default_dtype
 from draftheads.utils.estimates import quartiles
 from draftheads.utils.provenance import provenance
 

@@ -46,14 +46,13 @@ from draftheads.errors import MissingDependency, ModelNotFound
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.loading import engine_on, load_drafter, load_target
-from draftheads.models.devices import default_dtype
 from draftheads.models.model import StepMode, TargetModel
+from draftheads.models.model_config import default_dtype
 from draftheads.runners.graphs import StepGraphs
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.settings import Precision, SamplingSettings
 from draftheads.speculation.draft import Draft
-from draftheads.speculation.drafting import Drafting
-from draftheads.speculation.shapes import BestFirst, Shape
+from draftheads.speculation.shapes import BestFirst, Drafting, Shape
 from draftheads.speculation.tree import Tree
 
 Row = dict[str, Any]

@@ -41,60 +41,39 @@ SMALL = {
     # far above the usual 0.02, so that logits are well apart and greedy text is not one token for ever
     "initializer_range": 0.4,
 }
-GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.4,
-}
+GPT2 = {name: SMALL[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "initializer_range")}
+GPT2 |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ALTERNATING: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen2": SMALL,
     "qwen3": {**SMALL, "head_dim": 8},
     "mistral": {**SMALL, "sliding_window": 8},
-    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral": {**SMALL, **LOCAL_MOE, "sliding_window": None},
     "phi3": SMALL,
     "olmo2": SMALL,
     "granite": {**SMALL, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
     "gpt2": GPT2,
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
     "gemma2": {**SMALL, "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 5.0},
-    "gemma3_text": {
-        **SMALL,
-        "head_dim": 8,
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "gemma3_text": {**SMALL, **ALTERNATING, "head_dim": 8},
 }
-ALTERNATING: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPED_MOE = {**MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-DEEPSEEK = {
-    **GROUPED_MOE,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+DEEPSEEK = {**GROUPED_MOE, **LATENT, "q_lora_rank": 16}
+NOTHING: dict[str, Any] = {}
+HEADS_OF_8 = {"head_dim": 8}
 PARTIAL_GPT = {**GPT2, "n_ctx": 256, "rotary_dim": 4}
 LINEAR: dict[str, Any] = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8),
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 8,
 }
 MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state"), 8),
     "mamba_n_groups": 2,
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
@@ -106,9 +85,8 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **SMALL,
         **MAMBA2,
+        **LOCAL_MOE,
         "layer_types": ["mamba", "attention"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
         "shared_intermediate_size": 16,
     },
 }
@@ -117,22 +95,14 @@ FURTHER_RECURRENT: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8, "lm_head_multiplier": 0.5},
     "falcon_mamba": {"state_size": 4},
     "jamba": {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-        "expert_layer_offset": 1,
-        "expert_layer_period": 2,
-        "num_experts": 4,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 4,
+        **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+        **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+        **dict.fromkeys(("num_experts", "mamba_d_state", "mamba_dt_rank"), 4),
     },
     "kimi_linear": {
         **MOE,
+        **LATENT,
         "num_experts": 4,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
         "layer_types": ["linear_attention", "full_attention"],
         "linear_attn_config": {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4},
     },
@@ -143,12 +113,9 @@ FURTHER_RECURRENT: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         **GROUPED_MOE,
         "layers_block_type": ["mamba", "attention", "moe", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
+        **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "head_dim"), 8),
         "n_groups": 2,
         "chunk_size": 16,
-        "head_dim": 8,
         "moe_shared_expert_intermediate_size": 16,
     },
     "olmo_hybrid": LINEAR,
@@ -156,8 +123,8 @@ FURTHER_RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {**LINEAR, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "zamba2": {
         "num_key_value_heads": 4,
-        "mamba_d_state": 8,
         "n_mamba_heads": 4,
+        "mamba_d_state": 8,
         "mamba_ngroups": 1,
         "chunk_size": 16,
         "layers_block_type": ["mamba", "hybrid"],
@@ -168,12 +135,13 @@ if not HAS_RECURRENT:
     RECURRENT_FAMILIES, FURTHER_RECURRENT = {}, {}
 # options beyond SMALL of families that make test-thorough compares with transformers
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
-    "apertus": {},
-    "arcee": {},
-    "biogpt": {},
-    "codegen": PARTIAL_GPT,
-    "cohere": {},
-    "cohere2": ALTERNATING,
+    **dict.fromkeys(("apertus", "arcee", "biogpt", "cohere", "diffllama", "ernie4_5_moe", "nemotron"), NOTHING),
+    **dict.fromkeys(("olmo", "persimmon", "phi", "smollm3", "stablelm", "starcoder2"), NOTHING),
+    **dict.fromkeys(("ernie4_5", "gemma", "glm", "glm4", "helium", "hunyuan_v1_dense", "seed_oss"), HEADS_OF_8),
+    **dict.fromkeys(("granitemoe", "phimoe"), LOCAL_MOE),
+    **dict.fromkeys(("cohere2", "exaone4", "olmo3"), ALTERNATING),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
+    **dict.fromkeys(("codegen", "gptj"), PARTIAL_GPT),
     "dbrx": {
         "d_model": 32,
         "n_heads": 4,
@@ -182,15 +150,8 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK,
-    "diffllama": {},
     "dots1": {**GROUPED_MOE, "n_shared_experts": 1},
-    "ernie4_5": {"head_dim": 8},
-    "ernie4_5_moe": {},
-    "exaone4": ALTERNATING,
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "gemma": {"head_dim": 8},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ALTERNATING["layer_types"] * 2,
@@ -212,31 +173,15 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB,
         "final_logit_softcapping": 5.0,
     },
-    "glm": {"head_dim": 8},
-    "glm4": {"head_dim": 8},
     "glm4_moe": {**GROUPED_MOE, "head_dim": 8},
     "gpt_bigcode": GPT2,
-    "gpt_oss": {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    "gptj": PARTIAL_GPT,
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
-    "helium": {"head_dim": 8},
-    "hunyuan_v1_dense": {"head_dim": 8},
+    "gpt_oss": {**ALTERNATING, **LOCAL_MOE, "head_dim": 8},
+    "granitemoeshared": {**LOCAL_MOE, "shared_intermediate_size": 16},
     "jetmoe": {"num_local_experts": 4, "kv_channels": 8},
-    "nemotron": {},
-    "olmo": {},
-    "olmo3": ALTERNATING,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "persimmon": {},
-    "phi": {},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 8},
-    "seed_oss": {"head_dim": 8},
-    "smollm3": {},
-    "stablelm": {},
-    "starcoder2": {},
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
 }
 FURTHER_FAMILIES |= FURTHER_RECURRENT

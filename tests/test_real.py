@@ -14,7 +14,7 @@ from draftheads.cli.main import main
 from draftheads.loading import engine_on, load_target
 from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.speculation.acceptance_profile import read_profile
-from draftheads.speculation.drafting import Drafting
+from draftheads.speculation.shapes import Drafting
 from families import PlantedDrafter, needs_library
 from thorough import some
 

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftheads.data.batches import split_held_out
-from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import FeatureStore, build_shards, claim
+from draftheads.data.texts import EncodedChat
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import Learner
 from draftheads.train.new_head import new_head

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.texts import EncodedChat
 from draftheads.data.vllm_features import last_norm
 from draftheads.models.model import TargetModel
 

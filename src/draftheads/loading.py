@@ -33,14 +33,13 @@ from draftheads.errors import (
 from draftheads.formats.reading import imported_once, is_published
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import read_template, unread_variables
-from draftheads.models.devices import DTYPES, device_named
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import DTYPES, device_named
 from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
 from draftheads.models.pretrained import LoadOptions, tokenizer_of
 from draftheads.runners.structure import checked
 from draftheads.settings import ROUNDED_BITS, Precision
-from draftheads.speculation.drafting import UNTRAINED_HEADS, Drafting, TreeChoice
-from draftheads.speculation.shapes import ByProfile, calibrated
+from draftheads.speculation.shapes import UNTRAINED_HEADS, ByProfile, Drafting, TreeChoice, calibrated
 from draftheads.utils.files import user_path
 from draftheads.utils.messages import short
 from draftheads.utils.template_variables import split_variables, with_variables

@@ -13,7 +13,7 @@ from draftheads.drafters.mixed import Mixed
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target, resolve
 from draftheads.models.model import TargetModel
-from draftheads.speculation.drafting import UNTRAINED_HEADS
+from draftheads.speculation.shapes import UNTRAINED_HEADS
 from families import TREES, tiny_head, tiny_profile
 
 

@@ -176,7 +176,7 @@ def test_gpus(
     monkeypatch.setattr(torch.cuda, "device_count", count)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "H100" in text)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    monkeypatch.setattr("draftheads.models.devices.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("draftheads.models.model_config.default_device", lambda: torch.device("cpu"))
     found = one(doctor.find_computing(), "GPU")
     assert found.text.endswith(text)
     assert advice in found.advice

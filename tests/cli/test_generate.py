@@ -20,7 +20,7 @@ from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.drafting import Drafting
+from draftheads.speculation.shapes import Drafting
 
 TOKENS = ["--max-new-tokens", "12"]
 DEFAULTS = {

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from draftheads.cpu import native_library
 from draftheads.cpu.drafts import largest
 from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, smoothing
-from draftheads.cpu.native_library import load_library, sets_here
+from draftheads.cpu.native_library import load_library, native_threads, sets_here, single_torch_thread
 from draftheads.cpu.native_step import NativeStep, SequenceBatch
-from draftheads.cpu.threads import native_threads, single_torch_thread
 from draftheads.decode.engine import Engine
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel

@@ -12,11 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from draftheads.cpu import attention as attention_module
-from draftheads.cpu.attention import (
-    GROUPED_ATTENTION,
-    MAX_TREE_ROWS,
-    grouped_attention,
-)
+from draftheads.cpu.attention import GROUPED_ATTENTION, MAX_TREE_ROWS, grouped_attention
 from draftheads.cpu.kernels import PackedLinear, Plain
 from draftheads.cpu.native_library import load_library
 from draftheads.cpu.native_step import SequenceBatch
@@ -24,7 +20,7 @@ from draftheads.cpu.optimise import RoundedEmbedding, kernels_of, speed_up
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target
 from draftheads.models.fingerprint import MAX_DIFFERENCE, difference
-from draftheads.runners.masks import as_float_mask
+from draftheads.runners.transformers_runner import as_float_mask
 from draftheads.settings import ROUNDED_BITS, Precision
 from families import FAMILIES, VOCAB, needs_library, tiny_model
 
@@ -282,11 +278,7 @@ def test_grouped_attention_equals_stock_attention(heads: int, groups: int, maske
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("scaling", [None, 0.7])
 def test_attention_with_many_scores_equals_stock_attention(
-    monkeypatch: pytest.MonkeyPatch,
-    by_products: list[tuple[int, int]],
-    heads: int,
-    groups: int,
-    scaling: float | None,
+    monkeypatch: pytest.MonkeyPatch, by_products: list[tuple[int, int]], heads: int, groups: int, scaling: float | None
 ) -> None:
     """Many scores in bf16 go another way, if no keys need be copied for it; it is as exact as the usual one."""
     torch.manual_seed(0)

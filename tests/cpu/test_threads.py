@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftheads.cpu.threads import native_threads, single_torch_thread
+from draftheads.cpu.native_library import native_threads, single_torch_thread
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from draftheads.data import features
-from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import FeatureStore
-from draftheads.data.texts import load_texts
+from draftheads.data.texts import EncodedChat, load_texts
 from draftheads.models.model import TargetModel
 from training_world import build_features, chat_model, counting_chats, write_chats
 

@@ -8,15 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftheads.data.batches import (
-    PlannedBatches,
-    collate,
-    padded_length,
-    plan_batches,
-    split_held_out,
-)
-from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.batches import PlannedBatches, collate, padded_length, plan_batches, split_held_out
 from draftheads.data.features import Document, FeatureStore
+from draftheads.data.texts import EncodedChat
 
 
 def test_skipping_prompts_keeps_answers_and_the_position_before_them(texts: list[EncodedChat], store: FeatureStore):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from draftheads.data.chat_tokens import EncodedChat, encode_chat
+from draftheads.data.texts import EncodedChat, encode_chat
 from draftheads.errors import DataError, UnlearnableChat
 from draftheads.models.chat_template import read_template, render
 from draftheads.models.pretrained import ModelTokenizer

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftheads.data import features
-from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import FeatureStore, LiveStore, shard_path
+from draftheads.data.texts import EncodedChat
 from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
 from fake_progress import FakeProgress

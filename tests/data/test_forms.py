@@ -27,12 +27,7 @@ SHARE_GPT = {
 }
 # a line, what is asked, the answer to learn from, the reference
 FORMS: dict[str, tuple[dict[str, Any], str, str | None, Any]] = {
-    "gsm8k": (
-        {"question": "q?", "answer": "Half of it.\n#### 1,234"},
-        "q?",
-        "Half of it.\n#### 1,234",
-        "1234",
-    ),
+    "gsm8k": ({"question": "q?", "answer": "Half of it.\n#### 1,234"}, "q?", "Half of it.\n#### 1,234", "1234"),
     "questions and answers": ({"question": "q?", "answer": "Paris"}, "q?", "Paris", "Paris"),
     "human-eval": (
         {**TASK, "canonical_solution": "    return 1\n"},

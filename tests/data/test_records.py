@@ -107,10 +107,7 @@ NO_PROMPTS = [
 
 @pytest.mark.parametrize(
     ("reader", "line", "named"),
-    [
-        *((read_chats, *case) for case in (*BOTH, *NO_CHATS)),
-        *((read_prompts, *case) for case in (*BOTH, *NO_PROMPTS)),
-    ],
+    [*((read_chats, *case) for case in (*BOTH, *NO_CHATS)), *((read_prompts, *case) for case in (*BOTH, *NO_PROMPTS))],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, reader: Any, line: str, named: str):
     path = tmp_path / "lines.jsonl"

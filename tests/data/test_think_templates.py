@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from draftheads.data.chat_tokens import EncodedChat, _Template, encode_chat
+from draftheads.data.texts import EncodedChat, _Template, encode_chat
 from draftheads.errors import UnlearnableChat
 from draftheads.models.chat_template import render
 from draftheads.models.pretrained import ModelTokenizer

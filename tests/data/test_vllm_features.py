@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from draftheads.cpu.optimise import TYPICAL_TEXT
-from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import LiveStore
+from draftheads.data.texts import EncodedChat
 from draftheads.data.vllm_features import ExtractedStore
 from draftheads.errors import DataError
 from draftheads.loading import load_target

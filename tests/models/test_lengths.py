@@ -64,11 +64,7 @@ def test_the_original_length_of_longrope_is_found(config: dict[str, Any], start:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 @pytest.mark.parametrize(
-    "config",
-    [
-        rope("yarn", factor=3.0, original_max_position_embeddings=32),
-        rope("linear", factor=2.5),
-    ],
+    "config", [rope("yarn", factor=3.0, original_max_position_embeddings=32), rope("linear", factor=2.5)]
 )
 def test_texts_beyond_the_unscaled_length_are_transformers(family: str, config: dict[str, Any]) -> None:
     model = tiny_model(family, max_position_embeddings=32, **config)

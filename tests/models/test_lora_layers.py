@@ -16,8 +16,8 @@ from adapter_world import change_config, merged, saved_adapter
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.engine import Engine
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnsupportedModel
-from draftheads.models.lora_layers import with_lora
 from draftheads.models.model import TargetModel
+from draftheads.models.model_layers import with_lora
 from draftheads.runners import runner_for
 from draftheads.settings import ROUNDED_BITS
 from families import FAMILIES, GROWING, PROMPTS, needs_library, tiny_head, tiny_model

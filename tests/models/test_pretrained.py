@@ -28,8 +28,8 @@ from transformers.utils import logging
 
 from draftheads.errors import MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import gguf_models
-from draftheads.models.devices import default_dtype
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, converted_folder, find_gguf
+from draftheads.models.model_config import default_dtype
 from draftheads.models.model_names import resolve_model
 from draftheads.models.pretrained import load_pretrained
 from gguf_world import write_gguf

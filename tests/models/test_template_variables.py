@@ -7,13 +7,7 @@ import pytest
 
 from draftheads.distill.options import DistillOptions
 from draftheads.errors import InvalidSettings
-from draftheads.models.chat_template import (
-    effort_variables,
-    read_template,
-    reads_variable,
-    render,
-    unread_variables,
-)
+from draftheads.models.chat_template import effort_variables, read_template, reads_variable, render, unread_variables
 from draftheads.models.chat_template import template_of as template_in_use
 from draftheads.models.pretrained import ModelTokenizer
 from draftheads.settings import TemplateSettings

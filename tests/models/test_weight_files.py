@@ -16,8 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import draftheads
 from cli_world import letters_tokenizer
 from draftheads.errors import CheckpointCorrupt, UnsupportedModel
-from draftheads.models.lora_layers import with_lora
 from draftheads.models.model import TargetModel
+from draftheads.models.model_layers import with_lora
 from draftheads.models.pretrained import load_pretrained
 from families import ALL_FAMILIES, tiny_model
 from test_loading_models import write_adapter, write_model

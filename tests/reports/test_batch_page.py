@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from draftheads.data.batches import collate
-from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import Document
+from draftheads.data.texts import EncodedChat
 from draftheads.reports.batch_page import PlannedBatch, batch_page, num_read, padding_share
 from draftheads.reports.page import Page, render
 from html_pages import check_page

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
-from draftheads.data.chat_tokens import EncodedChat, encode_chat
+from draftheads.data.texts import EncodedChat, encode_chat
 from draftheads.models.pretrained import ModelTokenizer
 from draftheads.reports.batch_page import Span, spans
 from training_world import EOS, chat, chat_tokenizer

@@ -101,9 +101,7 @@ def _later(original: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.fixture
-def broken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[str], None]]:
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Breaks a part of ours by its name."""
 
     def turned(self: Any, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -176,11 +176,7 @@ def answers(toy: Toy, own: SamplingSettings, points: Tensor) -> tuple[list[tuple
     return [tuple(text[:ANSWER]) for text in texts], first
 
 
-SHAPES = {
-    "static": RAGGED,
-    "best first": BestFirst(5, top_k=3, beam=2),
-    "fewer nodes than depths": BestFirst(2),
-}
+SHAPES = {"static": RAGGED, "best first": BestFirst(5, top_k=3, beam=2), "fewer nodes than depths": BestFirst(2)}
 EXACT = {
     "plain softmax": SamplingSettings(temperature=1.0),
     "temperature": SamplingSettings(temperature=0.6),

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.speculation.drafting import Drafting
-from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, ByProfile
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, ByProfile, Drafting
 from draftheads.speculation.tree import Tree
 
 

@@ -18,10 +18,9 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import InvalidTree
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.accept import accept, num_rejection_uniforms
+from draftheads.speculation.accept import accept, block_chances, num_rejection_uniforms, sibling_chances
 from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.growing import fill
-from draftheads.speculation.rejection import block_chances, sibling_chances
 from draftheads.speculation.sampling import RowSettings
 from draftheads.speculation.shapes import Sampled, Shape
 from draftheads.speculation.tree import Tree

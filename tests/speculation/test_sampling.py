@@ -17,15 +17,7 @@ from transformers import (
 )
 
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.sampling import (
-    RowSettings,
-    SeenTokens,
-    choose,
-    draw,
-    most_likely,
-    penalised,
-    probabilities,
-)
+from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, draw, most_likely, penalised, probabilities
 
 CPU = torch.device("cpu")
 V = 40

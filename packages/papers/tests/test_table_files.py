@@ -15,7 +15,7 @@ from draftheads.bench.table import ALL, COLUMNS, Row
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoints.registry import zoo_heads
 from draftheads.data.records import Record, read_suite, select
-from draftheads.speculation.drafting import UNTRAINED_HEADS
+from draftheads.speculation.shapes import UNTRAINED_HEADS
 from draftheads_papers.measures import Rouge
 from draftheads_papers.options import table_names
 from draftheads_papers.paper_tables import Cells, PaperTable, blocks_of, cells_of, drafting_cells, read_table

@@ -23,7 +23,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of
 from draftheads.settings import Precision
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.drafting import UNTRAINED_HEADS, Drafting
+from draftheads.speculation.shapes import UNTRAINED_HEADS, Drafting
 from draftheads.utils.provenance import identity_digest
 
 DRAFT_MODEL = "draft-model"

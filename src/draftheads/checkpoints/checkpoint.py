@@ -29,7 +29,6 @@ from draftheads.checkpoints.registry import find_head
 from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, InvalidSettings, InvalidTree
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.models.devices import dtype_named
 from draftheads.models.fingerprint import (
     MAX_DIFFERENCE,
     TUNED_DIFFERENCE,
@@ -39,6 +38,7 @@ from draftheads.models.fingerprint import (
     tokenizer_fingerprints,
 )
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import dtype_named
 from draftheads.models.model_names import shown_name
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile
 from draftheads.utils.counts import counted

@@ -17,7 +17,7 @@ from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, read_head
 from draftheads.errors import CheckpointMismatch, ModelNotFound, first_line
 from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.models.model_names import base_of, check_model_can_exist, config_of, hint_at, kind_of_folder, model_name
-from draftheads.speculation.drafting import UNTRAINED_HEADS
+from draftheads.speculation.shapes import UNTRAINED_HEADS
 from draftheads.utils.files import user_path
 
 DATA_PACKAGE = "draftheads-zoo"

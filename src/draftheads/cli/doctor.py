@@ -153,7 +153,7 @@ def find_computing() -> Iterator[Finding]:
     import torch  # noqa: PLC0415
 
     from draftheads.cpu.native_library import how_to_get, load_library  # noqa: PLC0415
-    from draftheads.models.devices import default_device, default_dtype  # noqa: PLC0415
+    from draftheads.models.model_config import default_device, default_dtype  # noqa: PLC0415
 
     with warnings.catch_warnings(record=True) as caught:  # torch warns if the driver is too old
         warnings.simplefilter("always")
@@ -220,8 +220,8 @@ def find_passes(name: str) -> Finding:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     from draftheads.cpu.native_library import how_to_get, load_library  # noqa: PLC0415
-    from draftheads.models.devices import default_device  # noqa: PLC0415
     from draftheads.models.model import TargetModel  # noqa: PLC0415
+    from draftheads.models.model_config import default_device  # noqa: PLC0415
     from draftheads.models.pretrained import load_config  # noqa: PLC0415
     from draftheads.runners.structure import checked  # noqa: PLC0415
 

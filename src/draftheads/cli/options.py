@@ -20,7 +20,7 @@ from draftheads.settings import (
     SamplingSettings,
     TemplateSettings,
 )
-from draftheads.speculation.drafting import Drafting
+from draftheads.speculation.shapes import Drafting
 from draftheads.utils.files import user_path
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear, table_of
-from draftheads.cpu.native_library import KINDS, Depth, Growth, HeadLayer, Weight, load_library
-from draftheads.cpu.threads import native_threads
+from draftheads.cpu.native_library import KINDS, Depth, Growth, HeadLayer, Weight, load_library, native_threads
 
 
 def first_largest(logits: Tensor) -> Tensor | None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.cpu.native_library import BLOCK, INT4, KINDS, Weight, load_library
-from draftheads.cpu.threads import native_threads
+from draftheads.cpu.native_library import BLOCK, INT4, KINDS, Weight, load_library, native_threads
 from draftheads.utils.environment import Environment
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
@@ -75,7 +74,7 @@ class Native(Product):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
-        self._pack(_in_16_bits(weight) if weight.dtype == torch.float32 else weight, None, None)
+        self._pack(in_16_bits(weight) if weight.dtype == torch.float32 else weight, None, None)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -84,7 +83,7 @@ class Native(Product):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in)."""
+        """(out, in): as it is stored, which may be rounded."""
         return self._held().to(self.dtype)
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -236,11 +235,6 @@ class NativeInt4(Native):
             self._convert(part.float().contiguous(), sizes, first=first)
             first += len(part)
 
-    @property
-    def weight(self) -> Tensor:
-        """(out, in): as it was rounded."""
-        return self._held().to(self.dtype)
-
 
 def smoothing(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """(in,) the factors 1 / s_j of inputs that several weights read, scaled to a geometric mean of 1.
@@ -356,7 +350,7 @@ def _pointer(numbers: Tensor | None) -> int | None:
     return None if numbers is None else numbers.data_ptr()
 
 
-def _in_16_bits(weight: Tensor) -> Tensor:
+def in_16_bits(weight: Tensor) -> Tensor:
     """The same numbers in 16 bits, if they are exact in them."""
     for dtype in (torch.bfloat16, torch.float16):
         held = torch.empty(weight.shape, dtype=dtype)

@@ -15,12 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftheads.cpu.experts import PackedExperts
 from draftheads.cpu.kernels import Native, NativeInt4, NativeInt8, PackedLinear, table_of
-from draftheads.cpu.layer_parts import LayerParts, Outputs, Sizes, norm_numbers, parts_of
-from draftheads.cpu.native_library import KINDS, Experts, Gate, Layer, Model, Norm, Pass, Weight, load_library
+from draftheads.cpu.layer_parts import LayerParts, Outputs, PackedExperts, Sizes, norm_numbers, parts_of
+from draftheads.cpu.native_library import (
+    KINDS,
+    Experts,
+    Gate,
+    Layer,
+    Model,
+    Norm,
+    Pass,
+    Weight,
+    load_library,
+    native_threads,
+)
 from draftheads.cpu.optimise import HalfEmbedding, RoundedEmbedding
-from draftheads.cpu.threads import native_threads
 
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
@@ -120,10 +129,7 @@ class NativeStep:
         Returns:
             h_t (M, D), and what a drafter reads: the inputs of n layers side by side (M, n·D); without any, h_t.
         """
-        token_ids, depths = (
-            token_ids.contiguous(),
-            texts.depths.contiguous(),
-        )  # they are read as memory
+        token_ids, depths = token_ids.contiguous(), texts.depths.contiguous()  # they are read as memory
         count, slots = len(token_ids), self._checked_slots(texts, len(token_ids))
         last = torch.empty(count, self.size, dtype=self.dtype)
         inputs = torch.empty(count, len(layers) * self.size, dtype=self.dtype) if layers else last
@@ -157,13 +163,10 @@ class NativeStep:
                 states=last.data_ptr(),
             ),
         )
+        if failure == 1:
+            raise IndexError(f"a token is outside the vocabulary, 0 to {self._model.vocab - 1}")
         if failure:
-            what = f"token is outside the vocabulary, 0 to {self._model.vocab - 1}"
-            raise IndexError(
-                f"a {what}"
-                if failure == 1
-                else f"a position of {max(texts.lengths)} + {int(depths.max())} has no entry"
-            )
+            raise IndexError(f"a position of {max(texts.lengths)} + {int(depths.max())} has no entry")
         return last, inputs
 
     def _checked_slots(self, texts: SequenceBatch, count: int) -> list[int]:
@@ -185,11 +188,9 @@ class NativeStep:
 
     def _described(self, sizes: Sizes, final: Any, embedding: Any, positions: Any) -> Model:
         heads, groups, size = sizes.heads, sizes.groups, sizes.head_size
-        places = (
-            (size, 2 * size, 3 * size, 3 * size)
-            if sizes.is_interleaved
-            else (heads * size, (heads + groups) * size, size, size)
-        )
+        places = heads * size, (heads + groups) * size, size, size
+        if sizes.is_interleaved:
+            places = size, 2 * size, 3 * size, 3 * size
         vocab = self._embedding.out_features if isinstance(self._embedding, NativeInt8) else len(self._embedding)
         table_kind, *table = table_of(self._embedding)
         return Model(
@@ -249,9 +250,7 @@ class NativeStep:
     def _experts(self, experts: PackedExperts, router: Any) -> Any:
         count = experts.num_experts
         weights = (Weight * (3 * count))(*(self._weight(Outputs(part)) for part in experts.parts))
-        forms = {
-            (place % 3, weight.kind, weight.inputs, weight.out, weight.in_) for place, weight in enumerate(weights)
-        }
+        forms = {(place % 3, each.kind, each.inputs, each.out, each.in_) for place, each in enumerate(weights)}
         if len(forms) != 3 or router.top_k > count or tuple(router.weight.shape) != (count, self.size):
             raise ValueError("its experts differ")
         self._check_inner(weights[:2], weights[2])
@@ -318,11 +317,9 @@ class _Turns:
         if self._rotary is None:
             self._is_fixed, self._tables = True, torch.zeros(2, 1, 1, 0)
             return
-        kinds = (
-            [(kind,) for kind in decoder.config.layer_types]
-            if hasattr(self._rotary, "layer_types")
-            else [()] * len(layers)
-        )
+        kinds: list[tuple[str, ...]] = [()] * len(layers)
+        if hasattr(self._rotary, "layer_types"):
+            kinds = [(kind,) for kind in decoder.config.layer_types]
         self._kinds = sorted(set(kinds))
         self.of_layers = [self._kinds.index(kind) if turns else -1 for kind, turns in zip(kinds, layers, strict=True)]
         types = self._rotary.rope_type

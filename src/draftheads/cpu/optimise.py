@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
-from draftheads.cpu.experts import are_experts, replace_experts
 from draftheads.cpu.kernels import (
     NativeInt8,
     PackedLinear,
     Plain,
     Product,
+    in_16_bits,
     is_linear,
     pack,
     replace_linears,
     smoothing,
 )
+from draftheads.cpu.layer_parts import are_experts, replace_experts
 from draftheads.cpu.native_library import how_to_get, load_library
 from draftheads.errors import InvalidSettings
 
@@ -126,11 +127,8 @@ def _halve_embedding(model: Any) -> None:
     if scale is None or original.weight.dtype != torch.float32:
         return
     weight = original.weight.detach()
-    for dtype in (torch.bfloat16, torch.float16):
-        held = weight.to(dtype)
-        if torch.equal(held.float(), weight):
-            model.set_input_embeddings(HalfEmbedding(held, weight.dtype, scale))
-            return
+    if (held := in_16_bits(weight)) is not weight:
+        model.set_input_embeddings(HalfEmbedding(held, weight.dtype, scale))
 
 
 def return_freed_memory() -> None:

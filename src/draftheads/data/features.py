@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.texts import EncodedChat
 from draftheads.errors import CheckpointError, DataError
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted

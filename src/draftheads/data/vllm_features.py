@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import Document, LiveStore, read_alone
+from draftheads.data.texts import EncodedChat
 from draftheads.errors import DataError, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted

@@ -16,8 +16,8 @@ from draftheads.decode.prompts import Prompt, described, prompt_ids, prompt_list
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.step_costs import StepCosts
 from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong, no_such, require_at_least
-from draftheads.models.lora_layers import with_lora
 from draftheads.models.model import TargetModel
+from draftheads.models.model_layers import with_lora
 from draftheads.models.model_names import shown_name
 from draftheads.runners import bytes_of_states, bytes_per_slot, num_slots
 from draftheads.settings import SamplingSettings
@@ -219,7 +219,7 @@ class Engine:
             folder: of the adapter. Its own tokenizer and chat template are used, if it has them.
 
         Raises:
-            DraftHeadsError: as :func:`draftheads.models.lora_layers.with_lora`.
+            DraftHeadsError: as :func:`draftheads.models.model_layers.with_lora`.
         """
         model = with_lora(self.model, folder)
         adapted = Engine(

@@ -23,8 +23,7 @@ from draftheads.errors import GenerationWarning, InvalidPrompt, InvalidSettings,
 from draftheads.interop.generate_loop import DraftedRows, GenerateRules, Texts
 from draftheads.loading import Loadable, load
 from draftheads.settings import Precision
-from draftheads.speculation.drafting import Drafting, TreeChoice
-from draftheads.speculation.shapes import Sampled
+from draftheads.speculation.shapes import Drafting, Sampled, TreeChoice
 
 _SAMPLED_WEIGHTS = 16  # numbers of each weight by which a change of the model is found
 # transformers' own rules that look at each text alone and keep no state

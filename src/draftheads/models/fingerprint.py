@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.speculation.draft import TargetWeights
-
 MAX_DIFFERENCE = 0.05  # relative, of two samples; eight-bit copies differ by less than 0.01, four-bit ones by 0.1
 TUNED_DIFFERENCE = 0.12  # of the layers: above what 4 bits cost, which is 0.09
 _NUM_PROBES = 64
@@ -36,12 +34,6 @@ class Fingerprints:
     lm_head: str  # likewise; equal to the embedding's if the two are tied
     tokenizer: str  # 16 hexadecimal digits, of its vocabulary and of how it splits a few texts
     layers: str | None = None  # as of the embedding, spread over all layers; None if they are quantised, or not known
-
-
-def fingerprints_of(weights: TargetWeights, tokenizer: Any, layers: str | None) -> Fingerprints:
-    """Of a model with these weights and this tokenizer."""
-    matrices = fingerprint_of(weights.embedding), fingerprint_of(weights.lm_head)
-    return Fingerprints(*matrices, tokenizer_fingerprint(tokenizer), layers)
 
 
 def difference(fingerprint: str, other: str) -> float:

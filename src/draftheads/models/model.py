@@ -3,7 +3,6 @@
 What a pass needs beside tokens (caches, masks, positions) is in ``runners``.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,15 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
+from draftheads.cpu.native_library import single_torch_thread
 from draftheads.cpu.native_step import NativeStep, native_step
 from draftheads.cpu.optimise import TYPICAL_TEXT, RoundedEmbedding, speed_up
-from draftheads.cpu.threads import single_torch_thread
 from draftheads.errors import InvalidSettings, UnsupportedModel
 from draftheads.models.chat_template import unused_token
-from draftheads.models.devices import DTYPES
-from draftheads.models.fingerprint import Fingerprints, fingerprints_of, sampled_layers, weights_digest
+from draftheads.models.fingerprint import (
+    Fingerprints,
+    fingerprint_of,
+    sampled_layers,
+    tokenizer_fingerprint,
+    weights_digest,
+)
 from draftheads.models.generation import GenerationRules, generation_rules
 from draftheads.models.model_config import (
+    DTYPES,
     check_length,
     eos_ids_of,
     head_sizes,
@@ -40,6 +45,7 @@ from draftheads.models.model_layers import (
     layer_inputs,
     problems_of,
     recurrent_modules,
+    sharing_weights,
     use_long_rope,
 )
 from draftheads.models.model_names import name_of_loaded
@@ -139,21 +145,22 @@ class TargetModel:
 
     def twin(self) -> Self:
         """A copy of the modules that shares all weights: changes to its modules do not affect this model."""
-        return self.changed(sharing_weights(self.model), self._facts())
+        return self.changed(sharing_weights(self.model), self.weight_facts())
 
     def sped_up(self, *, bits: int | None = None) -> Self:
         """This model with faster kernels on a CPU. It takes the modules of this one over.
 
         See :func:`draftheads.cpu.optimise.speed_up`.
         """
-        facts, typical = self._facts(), None  # before packing, which changes the facts
+        facts, typical = self.weight_facts(), None  # before packing, which changes the facts
         if bits is not None:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
             facts = replace(facts, precision=f"int{bits}")
         speed_up(self.model, bits=bits, typical_ids=typical)
         return self.changed(self.model, facts, native=native_step(self.model, self.windows))
 
-    def _facts(self) -> WeightFacts:
+    def weight_facts(self) -> WeightFacts:
+        """Of its modules as they are."""
         return WeightFacts(self.dtype, self.precision, self.weights_fingerprint, self.layers_fingerprint)
 
     def changed(self, model: Any, facts: WeightFacts, native: NativeStep | None = None, **changes: Any) -> Self:
@@ -270,9 +277,7 @@ class TargetModel:
     @cached_property
     def weights_fingerprint(self) -> str:
         """A digest of some numbers of every weight, which identifies the model's version. 4-bit weights: as stored."""
-        if self.facts is not None:
-            return self.facts.weights_fingerprint
-        return weights_digest(self.model)
+        return weights_digest(self.model) if self.facts is None else self.facts.weights_fingerprint
 
     @cached_property
     def layers_fingerprint(self) -> str | None:
@@ -286,7 +291,9 @@ class TargetModel:
     @property
     def fingerprints(self) -> Fingerprints:
         """Equal in fp32 and bf16, and on all devices."""
-        return fingerprints_of(self.weights, self.tokenizer, self.layers_fingerprint)
+        weights = self.weights  # packed ones are unpacked
+        matrices = fingerprint_of(weights.embedding), fingerprint_of(weights.lm_head)
+        return Fingerprints(*matrices, tokenizer_fingerprint(self.tokenizer), self.layers_fingerprint)
 
     def layer_matrices(self) -> list[Tensor]:
         """The matrices between embedding and lm_head."""
@@ -442,10 +449,3 @@ class TargetModel:
         """The first of the largest logits at each place, (…, D) -> (…) int64, where :attr:`finds_most_likely`."""
         best: Tensor = self.lm_head.product.largest(hidden.flatten(0, -2), self._logit_scale)  # type: ignore[operator, union-attr]
         return best.view(hidden.shape[:-1])
-
-
-def sharing_weights(model: Any) -> Any:
-    """A copy of a model's modules with the same weights, packed ones included."""
-    products = [module.product for module in model.modules() if isinstance(module, PackedLinear)]
-    shared: list[Any] = [*model.parameters(), *model.buffers(), *products]
-    return copy.deepcopy(model, memo={id(item): item for item in shared})

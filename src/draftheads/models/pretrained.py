@@ -30,9 +30,16 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.models.adapter import load_merged, require_peft
-from draftheads.models.devices import default_dtype, device_named, dtype_named
 from draftheads.models.gguf_models import without_bars
-from draftheads.models.model_config import FLOATS, eos_ids_of, fits, max_positions_of
+from draftheads.models.model_config import (
+    FLOATS,
+    default_dtype,
+    device_named,
+    dtype_named,
+    eos_ids_of,
+    fits,
+    max_positions_of,
+)
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
@@ -75,7 +82,7 @@ def load_pretrained(
             into its base model in fp32.
         tokenizer: used in place of the model's own.
         dtype: the type in which the model computes, or a function that finds it from the model's configuration; by
-            default :func:`draftheads.models.devices.default_dtype` of the device.
+            default :func:`draftheads.models.model_config.default_dtype` of the device.
         device: by default the first CUDA device if there is one, else the CPU.
         options: see :class:`LoadOptions`.
 
@@ -352,9 +359,8 @@ def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | 
     """Compares a model with its files, by the loading info of ``transformers`` and by the types in the files."""
     ignorable = re.compile("|".join((_IGNORABLE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
     # quantised here: the model has other types than its files
-    own = (
-        {} if getattr(model, "hf_quantizer", None) else {key: value.dtype for key, value in model.state_dict().items()}
-    )
+    weights = {} if getattr(model, "hf_quantizer", None) else model.state_dict()
+    own = {key: value.dtype for key, value in weights.items()}
     prefix, others = f"{model.base_model_prefix}.", set()  # files of base models leave the prefix out
     for short, tensor in ({} if is_quantised else _stored(source)).items():
         key = prefix + short if prefix + short in own else short

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from draftheads.data.batches import padded_length
-from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.texts import EncodedChat
 from draftheads.models.chat_template import special_ids
 from draftheads.reports.page import Page, Pieces, Table
 from draftheads.utils.counts import counted

@@ -33,8 +33,12 @@ class Level(NamedTuple):
     rows: Tensor  # (m,)
 
 
-def levels_of(parents: Sequence[Sequence[int]], device: torch.device) -> list[Level]:
+def levels_of(
+    parents: Sequence[Sequence[int]], device: torch.device, numbers: Sequence[Sequence[int]] | None = None
+) -> list[Level]:
     """The levels of each row's nodes. A parent comes before its children; −1 is the text.
+
+    ``numbers`` are those of the nodes in all rows side by side, if these are not all nodes of equally wide rows.
 
     >>> [(level.nodes.tolist(), level.above) for level in levels_of([[-1, 0], [-1]], torch.device("cpu"))]
     [([0, 2], None), ([1], tensor([0]))]
@@ -48,7 +52,7 @@ def levels_of(parents: Sequence[Sequence[int]], device: torch.device) -> list[Le
             if level == len(found):
                 found.append([])
             at.append((level, len(found[level])))
-            found[level].append((row * width + node, place, row))
+            found[level].append((numbers[row][node] if numbers else row * width + node, place, row))
     levels, before = [], len(parents)
     for entries in found:
         nodes, places, rows = (list(part) for part in zip(*entries, strict=True))
@@ -60,14 +64,8 @@ def levels_of(parents: Sequence[Sequence[int]], device: torch.device) -> list[Le
 
 def path_levels(paths: Sequence[Sequence[int]], num_nodes: int, device: torch.device) -> list[Level]:
     """One path of each row's nodes as levels. It may be empty."""
-    levels, before = [], [*range(len(paths))]
-    for depth in range(max(map(len, paths), default=0)):
-        rows = [row for row in before if depth < len(paths[row])]
-        above = None if rows == before else to_device([before.index(row) for row in rows], device)
-        nodes = [row * num_nodes + paths[row][depth] for row in rows]
-        levels.append(Level(to_device(nodes, device), above, to_device(rows, device)))
-        before = rows
-    return levels
+    numbers = [[row * num_nodes + node for node in path] for row, path in enumerate(paths)]
+    return levels_of([range(-1, len(path) - 1) for path in paths], device, numbers)
 
 
 # --- recurrences: one update, of m states at once ---
@@ -112,15 +110,10 @@ class StateSpace(NamedTuple):
 Rule = DeltaRule | StateSpace
 
 
-def at_nodes(rule: Rule, nodes: Tensor) -> Rule:
-    """The same of some nodes."""
-    return type(rule)(*(part[nodes] for part in rule))
-
-
 def walk(rule: Rule, states: Tensor, levels: Sequence[Level]) -> Iterator[tuple[Level, Rule, Tensor]]:
     """Each level with its part of the rule and its states (m, …), which begin after ``states`` of the texts (B, …)."""
     for level in levels:
-        here = at_nodes(rule, level.nodes)
+        here = type(rule)(*(part[level.nodes] for part in rule))
         states = here.next(states if level.above is None else states[level.above])
         yield level, here, states
 
@@ -185,7 +178,9 @@ class StateCache(SlotCache):
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        _pass().layer = layer_idx, state_idx
+        run = RUNNING.get()
+        assert run is not None, "a cache with states is used in a pass"
+        run.layer = layer_idx, state_idx
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -257,17 +252,14 @@ class Pass:
         for key, (rule, roots) in self.rules.items():
             states = self.cache.states[key][self.rows]
             first = to_device(begun, states.device, torch.long)  # it may be empty
-            new = roots[self._roots(states.device)]
+            # the first level has nodes that only fill up, too
+            is_root = self.levels(states.device)[0].nodes % self.num_nodes == 0
+            new = roots[is_root.nonzero()[:, 0]]
             states[first] = new[first]
             if levels is None:
                 levels = path_levels([path[1:] for path in paths], self.num_nodes, states.device)
             for level, _, part in walk(rule, new, levels):
                 states[level.rows] = part
-
-    def _roots(self, device: torch.device) -> Tensor:
-        """(B,) places of the roots in the first level, which has nodes that only fill up, too."""
-        nodes: Tensor = self.levels(device)[0].nodes
-        return (nodes % self.num_nodes == 0).nonzero()[:, 0]
 
 
 def tree_pass(cache: StateCache, rows: slice, parents: Tensor, depths: Tensor) -> Pass:
@@ -282,9 +274,3 @@ def text_pass(cache: StateCache, rows: slice, counts: Sequence[int], num_tokens:
 
 
 RUNNING: ContextVar[Pass | None] = ContextVar("RUNNING", default=None)
-
-
-def _pass() -> Pass:
-    run = RUNNING.get()
-    assert run is not None, "a cache with states is used in a pass"
-    return run

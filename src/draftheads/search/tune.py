@@ -24,7 +24,7 @@ from draftheads.search.replay import encoded, own_answers
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import KINDS, PROFILE_FILE, AcceptanceProfile
-from draftheads.speculation.drafting import Drafting
+from draftheads.speculation.shapes import Drafting
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.files import check_writable, finish_replacing, locked, user_path, write_atomic
 from draftheads.utils.progress import Progress, shown

@@ -24,7 +24,7 @@ from draftheads.serve.fields import Fields
 from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel
 from draftheads.settings import LoadSettings
-from draftheads.speculation.drafting import Drafting
+from draftheads.speculation.shapes import Drafting
 from draftheads.utils.files import current, user_path
 from draftheads.utils.machine import find_memory
 

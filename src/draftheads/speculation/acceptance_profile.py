@@ -82,10 +82,7 @@ class AcceptanceProfile:
             ("dynamic_tokens", self.dynamic_tokens),
             *(("shallower_tokens", tokens) for tokens in self.shallower_tokens),
         ):
-            _check(
-                len(growing) <= MAX_NODES,
-                f"{name} has {len(growing)} numbers; it must have at most {MAX_NODES}",
-            )
+            _check(len(growing) <= MAX_NODES, f"{name} has {len(growing)} numbers; it must have at most {MAX_NODES}")
         longest = max(map(len, self.shallower_tokens), default=0)
         _check(
             longest <= len(self.dynamic_tokens),

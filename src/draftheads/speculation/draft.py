@@ -94,25 +94,15 @@ def with_nodes(draft: Draft, nodes: Sequence[Sequence[int]], *, max_depth: int) 
     batch = torch.arange(len(nodes), device=device)[:, None]
     new = torch.zeros(len(nodes), draft.num_nodes + 1, dtype=torch.long, device=device)  # the number of each node
     new.scatter_(1, order.masked_fill(filling, draft.num_nodes), numbers.expand_as(order))
-
-    def of(values: Tensor) -> Tensor:
-        return values.expand(len(nodes), *values.shape[1:])[batch, order]
-
-    def log_probs(values: Tensor | None) -> Tensor | None:
-        return None if values is None else of(values).masked_fill(filling, -torch.inf)
-
-    return replace(
-        draft,
-        token_ids=of(draft.token_ids),
-        parents=new.gather(1, of(draft.parents)),
-        depths=of(draft.depths),
-        ancestors=of(draft.ancestors).take_along_dim(order[:, None], 2) & ~filling[:, None],
-        max_depth=max_depth,
-        log_probs=log_probs(draft.log_probs),
-        path_log_probs=log_probs(draft.path_log_probs),
-        probs=None if draft.probs is None else of(draft.probs),
-        copied=None if draft.copied is None else of(draft.copied),
-    ).filled_up(filling)
+    given = {name: getattr(draft, name) for name in (*_OF_NODES, "ancestors")}
+    kept: dict[str, Any] = {
+        name: part.expand(len(nodes), *part.shape[1:])[batch, order] for name, part in given.items() if part is not None
+    }
+    kept["parents"] = new.gather(1, kept["parents"])
+    kept["ancestors"] = kept["ancestors"].take_along_dim(order[:, None], 2) & ~filling[:, None]
+    for name in {"log_probs", "path_log_probs"} & kept.keys():
+        kept[name] = kept[name].masked_fill(filling, -torch.inf)
+    return replace(draft, max_depth=max_depth, **kept).filled_up(filling)
 
 
 @dataclass(frozen=True)

@@ -276,9 +276,8 @@ def _expand(
     """
     root = root_ids[:, None]  # (B, 1)
     node = torch.zeros_like(root)  # the places in the list of the nodes at hand
-    score = total = torch.zeros_like(
-        root, dtype=torch.float32
-    )  # log-probabilities of their paths, and of all in the list
+    # log-probabilities of their paths, and of all in the list
+    score = total = torch.zeros_like(root, dtype=torch.float32)
     tokens, parents, state, num_children = [root], [node], begin(len(beams)), 1
     # heads that do not read the path are asked all at once
     ready = None if head.reads_path or not beams else _likeliest(head, state, range(len(beams)), top_k, divisors)

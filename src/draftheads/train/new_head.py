@@ -19,9 +19,8 @@ from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
 from draftheads.heads.head_options import parse_head_options
-from draftheads.models.devices import default_dtype
 from draftheads.models.model import TargetModel
-from draftheads.models.model_config import head_sizes, num_weights
+from draftheads.models.model_config import default_dtype, head_sizes, num_weights
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions

@@ -25,7 +25,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.heads.base import DraftHead
-from draftheads.models.devices import default_device, default_dtype
+from draftheads.models.model_config import default_device, default_dtype
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder

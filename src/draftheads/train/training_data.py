@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
-from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import Documents, FeatureStore, LiveStore, build_shards, claim, has_room, read_meta
-from draftheads.data.texts import check_known, limited, load_blocks, load_texts
+from draftheads.data.texts import EncodedChat, check_known, limited, load_blocks, load_texts
 from draftheads.data.vllm_features import ExtractedStore
 from draftheads.models.model import TargetModel
 from draftheads.train import processes

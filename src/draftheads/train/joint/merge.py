@@ -13,9 +13,9 @@ from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.errors import ModelNotFound
 from draftheads.models.adapter import check_adapter_base, is_tied
-from draftheads.models.devices import DTYPES
 from draftheads.models.gguf_models import without_bars
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import DTYPES
 from draftheads.models.model_names import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
