@@ -111,31 +111,21 @@ def test_steps_of_recurrent_models_are_not_captured(family: str, monkeypatch: py
 
 
 @pytest.mark.usefixtures("cost")
-def test_the_user_s_profile_comes_before_the_head_s(world: Path, cache: Path) -> None:
+def test_the_user_s_profile_comes_before_the_head_s_and_a_given_one_before_both(world: Path, cache: Path) -> None:
     folder = cached_profile_folder(read_head(world / "head"))
     assert folder.is_relative_to(cache)
-    folder.mkdir(parents=True)
-    OTHER.save(folder / "acceptance.json")
+    other = folder.with_name("medusa-0123456789abcdef")  # of another head
+    other.mkdir(parents=True)
+    OTHER.save(other / "acceptance.json")
+    assert load(world).profile == OWN
+    for place in (other, other / "acceptance.json", str(other)):
+        assert load(world, tree=place).profile == OTHER
+    other.rename(folder)
     engine = load(world)
     assert engine.profile == OTHER
     assert temperatures(engine) == (0.5, 0.75, 1.0)
     assert load(world, tree=world / "head").profile == OWN
     assert temperatures(load(world, tree=BestFirst(8))) == (0.5, 0.75, 1.0)
-
-
-@pytest.mark.usefixtures("cost")
-def test_a_profile_of_another_head_in_the_cache_is_not_used(world: Path, cache: Path) -> None:
-    other = cache / "profiles" / "medusa-0123456789abcdef"
-    other.mkdir(parents=True)
-    OTHER.save(other / "acceptance.json")
-    assert load(world).profile == OWN
-
-
-@pytest.mark.usefixtures("cost")
-def test_a_profile_may_be_given_by_file_or_folder(world: Path, tmp_path: Path) -> None:
-    OTHER.save(tmp_path / "acceptance.json")
-    for place in (tmp_path, tmp_path / "acceptance.json", str(tmp_path)):
-        assert load(world, tree=place).profile == OTHER
 
 
 def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,19 +184,13 @@ def words(engine: Engine) -> str:
 
 
 @pytest.mark.usefixtures("cost")
-def test_a_head_is_used_with_the_template_of_its_training(world: Path, tmp_path: Path) -> None:
-    head = save_with_template(world, tmp_path / "trained", TEMPLATE)
-    assert words(draftheads.load(world / "model", head, **FP32)) == "w1 <e>"
-    assert words(draftheads.load(world / "model", world / "head", **FP32)).startswith("<s> user")
-
-
-@pytest.mark.usefixtures("cost")
-def test_a_given_template_wins(world: Path, tmp_path: Path) -> None:
+def test_a_head_is_used_with_the_template_of_its_training_unless_another_is_given(world: Path, tmp_path: Path) -> None:
     head = save_with_template(world, tmp_path / "trained", TEMPLATE)
     (tmp_path / "other.jinja").write_text("<s> {{ messages[0]['content'] }}", encoding="utf-8")
-    for chosen in (head, None):
-        engine = draftheads.load(world / "model", chosen, chat_template=tmp_path / "other.jinja", **FP32)
-        assert words(engine) == "<s> w1"
+    given = {"chat_template": tmp_path / "other.jinja"}
+    for chosen, options, expected in ((head, {}, "w1 <e>"), (head, given, "<s> w1"), (None, given, "<s> w1")):
+        assert words(draftheads.load(world / "model", chosen, **options, **FP32)) == expected
+    assert words(load(world)).startswith("<s> user")
 
 
 def test_heads_of_different_templates_need_one_to_be_given(world: Path, tmp_path: Path) -> None:

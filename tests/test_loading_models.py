@@ -447,18 +447,16 @@ def test_the_base_of_a_joint_run_is_found_on_another_machine(tmp_path: Path) -> 
 
 
 def test_folders_of_another_kind_are_named(world: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelNotFound, match=r"head is a draft head \(medusa for .*model\), not a model: load\('.*', head='"
-    ):
-        draftheads.load(world / "head")
-    with pytest.raises(ModelNotFound, match="lora is an adapter, not a draft head: give the folder of a trained head"):
-        draftheads.load(world / "model", world / "lora")
-    with pytest.raises(ModelNotFound, match="model is a whole model, not a draft head: use it as a draft model"):
-        draftheads.load(world / "model", world / "model")
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "head").symlink_to(world / "head")
-    with pytest.raises(ModelNotFound, match=r"merged is not a draft head, but has one in .*head: give that folder"):
-        draftheads.load(world / "model", tmp_path / "merged")
+    for given, words in (
+        ((world / "head",), r"head is a draft head \(medusa for .*model\), not a model: load\('.*', head='"),
+        ((world / "model", world / "lora"), "lora is an adapter, not a draft head: give the folder of a trained head"),
+        ((world / "model", world / "model"), "model is a whole model, not a draft head: use it as a draft model"),
+        ((world / "model", tmp_path / "merged"), r"merged is not a draft head, but has one in .*head: give that"),
+    ):
+        with pytest.raises(ModelNotFound, match=words):
+            draftheads.load(*given)
     with pytest.raises(ModelNotFound, match="no such folder; the bundled heads are loaded by name"):
         load_head("medusa", load_target(world / "model", **FP32))
 

@@ -1,5 +1,7 @@
 """Layers with other products than PyTorch's, and which layers get them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,6 @@ from torch.nn import functional as F
 
 from draftheads.cpu import kernels
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear, Plain, pack, replace_linears
-from draftheads.cpu.native_library import load_library
 from families import needs_library
 
 
@@ -74,15 +75,11 @@ def test_layers_get_native_products(monkeypatch: pytest.MonkeyPatch):
     ("variable", "portable", "kind"), [("", False, Plain), ("portable", False, Native), ("", True, Native)]
 )
 def test_portable_products_are_for_those_who_ask(
-    variable: str, portable: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+    variable: str, portable: bool, kind: type, choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ):
-    used = load_library().draftheads_kernels(b"")
-    load_library().draftheads_kernels(b"portable")
+    choose("portable")
     monkeypatch.setenv("DRAFTHEADS_KERNELS", variable)
-    try:
-        assert packed(PackedLinear(Plain(weight(), None)), portable=portable) == [kind]
-    finally:
-        load_library().draftheads_kernels(used)
+    assert packed(PackedLinear(Plain(weight(), None)), portable=portable) == [kind]
 
 
 def test_without_the_library_layers_stay_plain(monkeypatch: pytest.MonkeyPatch):

@@ -3,14 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu import native_library
@@ -30,6 +30,7 @@ from target_rows import Target
 
 pytestmark = needs_library
 LOGITS = TargetModel.logits
+Choose = Callable[[str], None]
 # families, with what the sizes of tests/families.py do not have: heads of 64 to 256 numbers, of which some turn, inner
 # sizes that are no whole blocks, windows shorter than the text, all multipliers and caps
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -52,23 +53,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-
-
-@pytest.fixture(params=sets_here(load_library()) if load_library() else [])
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each set of instructions that this machine has."""
-    before = load_library().draftheads_kernels(b"")
-    assert load_library().draftheads_kernels(request.param.encode()) == request.param.encode()
-    yield request.param
-    load_library().draftheads_kernels(before)
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -118,7 +102,7 @@ def test_fp32_weights_that_are_exact_in_16_bits_take_half_the_memory_and_rows_ar
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65), (100, 192)])
 @pytest.mark.parametrize("is_smooth", [False, True])
 def test_int8_products_are_right_and_have_the_same_bits_with_all_instructions(
-    threads: int, outputs: int, inputs: int, is_smooth: bool
+    choose: Choose, threads: int, outputs: int, inputs: int, is_smooth: bool
 ) -> None:
     weight, bias = numbers(outputs, inputs), numbers(outputs, seed=1)
     rows = numbers(45, inputs, seed=2)
@@ -133,14 +117,10 @@ def test_int8_products_are_right_and_have_the_same_bits_with_all_instructions(
     whole = rows.double() @ weight.double().T + bias.double()
     assert (product(rows).double() - whole).abs().max() < 0.03 * whole.abs().max()
     bits = product(rows)
-    used = load_library().draftheads_kernels(b"")
-    try:
-        for name in sets_here(load_library()):
-            load_library().draftheads_kernels(name.encode())
-            assert torch.equal(product(rows), bits), name
-            assert torch.equal(torch.cat([product(row[None]) for row in rows]), bits), name
-    finally:
-        load_library().draftheads_kernels(used)
+    for name in sets_here(load_library()):
+        choose(name)
+        assert torch.equal(product(rows), bits), name
+        assert torch.equal(torch.cat([product(row[None]) for row in rows]), bits), name
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -157,9 +137,8 @@ def test_the_largest_outputs_are_those_of_the_product(
     rows[3] = 0.0
     for product in (Native(weight, numbers(outputs, seed=2).to(dtype) / 8), NativeInt8(weight.nan_to_num(), None)):
         logits = product(rows) * scale if scale != 1.0 else product(rows)
-        assert torch.equal(product.largest(rows, scale), logits.nan_to_num(-torch.inf).argmax(-1)) or scale != 1.0
-        if dtype == torch.float32:
-            assert torch.equal(product.largest(rows, scale), logits.nan_to_num(-torch.inf).argmax(-1))
+        is_same = torch.equal(product.largest(rows, scale), logits.nan_to_num(-torch.inf).argmax(-1))
+        assert is_same or (scale != 1.0 and dtype != torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
@@ -231,7 +210,7 @@ def by_definition(rows: Tensor, product: NativeInt4) -> Tensor:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (64, 48), (100, 65), (100, 192)])
 def test_int4_products_are_right_and_have_the_same_bits_with_all_instructions(
-    threads: int, outputs: int, inputs: int
+    choose: Choose, threads: int, outputs: int, inputs: int
 ) -> None:
     weight, bias, rows = numbers(outputs, inputs), numbers(outputs, seed=1), numbers(45, inputs, seed=2)
     rows[3] = 0.0
@@ -239,16 +218,12 @@ def test_int4_products_are_right_and_have_the_same_bits_with_all_instructions(
     product = NativeInt4(weight, bias)
     bits, expected = product(rows), by_definition(rows, product)
     assert (bits.double() - expected).abs().max() < 3e-6 * expected.abs().max().clamp_min(1.0)
-    used = load_library().draftheads_kernels(b"")
-    try:
-        for name in sets_here(load_library()):
-            load_library().draftheads_kernels(name.encode())
-            alone = torch.cat([product(row[None]) for row in rows])
-            for count in (1, 2, 3, 4, 5, 7, 8, 13, 45):
-                assert torch.equal(product(rows[:count]), bits[:count]), (name, count)
-            assert torch.equal(alone, bits), name
-    finally:
-        load_library().draftheads_kernels(used)
+    for name in sets_here(load_library()):
+        choose(name)
+        alone = torch.cat([product(row[None]) for row in rows])
+        for count in (1, 2, 3, 4, 5, 7, 8, 13, 45):
+            assert torch.equal(product(rows[:count]), bits[:count]), (name, count)
+        assert torch.equal(alone, bits), name
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 7), (70, 96), (40, 75)])
@@ -457,34 +432,20 @@ def test_experts_of_any_scores_are_among_those_that_there_are(chosen: int, bias:
         NativeStep(native.model, native.windows)
 
 
-def other_heads(model: Any) -> None:
-    """As of layers that have a gate among their queries."""
-    model.config.num_attention_heads = 2
+MISFITS: dict[str, tuple[str, str, Any]] = {  # a part of a model, its attribute, and the value
+    "heads, as if queries had a gate": ("config", "num_attention_heads", 2),
+    "no groups": ("config", "num_attention_heads", 3),
+    "a short norm": ("model.layers.1.post_attention_layernorm", "weight", nn.Parameter(torch.ones(31))),
+    "another inner size": ("model.layers.0.mlp", "down_proj", nn.Linear(40, 32, bias=False)),
+    "other outputs": ("model.layers.0.self_attn", "o_proj", nn.Linear(24, 32, bias=False)),
+}
 
 
-def no_groups(model: Any) -> None:
-    model.config.num_attention_heads = 3
-
-
-def short_norm(model: Any) -> None:
-    norm = model.model.layers[1].post_attention_layernorm
-    norm.weight = torch.nn.Parameter(norm.weight[:-1])
-
-
-def other_down(model: Any) -> None:
-    mlp = model.model.layers[0].mlp
-    mlp.down_proj = torch.nn.Linear(40, 32, bias=False)
-
-
-def other_out(model: Any) -> None:
-    model.model.layers[0].self_attn.o_proj = torch.nn.Linear(24, 32, bias=False)
-
-
-@pytest.mark.parametrize("change", [other_heads, no_groups, short_norm, other_down, other_out])
-def test_sizes_that_do_not_fit_have_no_native_pass(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("case", MISFITS)
+def test_sizes_that_do_not_fit_have_no_native_pass(case: str) -> None:
     """The library would read and write other memory."""
-    target = tiny_model("llama")
-    change(target.model)
+    target, (part, name, value) = tiny_model("llama"), MISFITS[case]
+    setattr(target.model.config if part == "config" else target.model.get_submodule(part), name, value)
     assert target.sped_up().native is None
 
 
@@ -494,21 +455,17 @@ def test_fewer_windows_than_layers_are_an_error() -> None:
         NativeStep(model.model, model.windows[:1])
 
 
+@pytest.mark.parametrize("threads", [4], indirect=True)
 @pytest.mark.parametrize("drafter", [None, "hydra"])
-def test_models_of_other_sizes_take_turns(drafter: str | None) -> None:
+def test_models_of_other_sizes_take_turns(drafter: str | None, threads: int) -> None:
     """A thread that comes late from one model's pass takes no task of the other's."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        models = [sped_up("llama")[0], sped_up("mixtral")[0], tiny_model("llama", hidden_size=256).sped_up()]
-        engines = [Engine(model, drafter and tiny_head(drafter, model)) for model in models]
-        first = [engine.generate(PROMPTS, max_new_tokens=8) for engine in engines]
-        for _ in range(10):
-            for engine, expected in zip(engines, first, strict=True):
-                found = engine.generate(PROMPTS, max_new_tokens=8)
-                assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
-    finally:
-        torch.set_num_threads(threads)
+    models = [sped_up("llama")[0], sped_up("mixtral")[0], tiny_model("llama", hidden_size=256).sped_up()]
+    engines = [Engine(model, drafter and tiny_head(drafter, model)) for model in models]
+    first = [engine.generate(PROMPTS, max_new_tokens=8) for engine in engines]
+    for _ in range(10):
+        for engine, expected in zip(engines, first, strict=True):
+            found = engine.generate(PROMPTS, max_new_tokens=8)
+            assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
 
 
 def test_positions_without_an_entry_are_an_error() -> None:
@@ -561,15 +518,12 @@ assert torch.equal(product(rows), before)
 
 
 @pytest.mark.parametrize(("value", "has_library"), [("off", False), ("portable", True)])
+@pytest.mark.usefixtures("choose")
 def test_the_environment_names_the_instructions(value: str, has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = load_library().draftheads_kernels(b"")
     monkeypatch.setenv("DRAFTHEADS_KERNELS", value)
-    try:
-        found = load_library.__wrapped__()
-        assert (found is not None) == has_library
-        assert found is None or found.draftheads_kernels(b"") == value.encode()
-    finally:
-        load_library().draftheads_kernels(before)
+    found = load_library.__wrapped__()
+    assert (found is not None) == has_library
+    assert found is None or found.draftheads_kernels(b"") == value.encode()
 
 
 def test_unknown_instructions_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

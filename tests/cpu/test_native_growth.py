@@ -7,16 +7,13 @@ import torch
 
 from draftheads.cpu.drafts import best_tree
 from draftheads.cpu.kernels import pack
-from draftheads.cpu.native_library import load_library, sets_here
 from draftheads.heads.base import DraftHead
 from draftheads.speculation.candidates import Candidates, _best_tree
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst, Shape
-from families import tiny_head, tiny_model
+from families import needs_library, tiny_head, tiny_model
 
-pytestmark = pytest.mark.skipif(
-    load_library() is None, reason="the native library is off, or was not built: no C++ compiler"
-)
+pytestmark = needs_library
 SHAPES: dict[str, Shape] = {
     "ten": BestFirst(10),
     "many": BestFirst(30, beam=5, top_k=6),
@@ -50,13 +47,9 @@ def drafted(head: DraftHead, shape: Shape, rows: int) -> Draft:
 
 
 def assert_same(found: Draft, expected: Draft) -> None:
-    assert torch.equal(found.token_ids, expected.token_ids)
-    assert torch.equal(found.parents, expected.parents)
-    assert torch.equal(found.ancestors, expected.ancestors)
-    assert torch.equal(found.depths, expected.depths)
-    assert found.path_log_probs is not None
-    assert expected.path_log_probs is not None
-    assert torch.allclose(found.path_log_probs, expected.path_log_probs, atol=1e-4)
+    for name in ("token_ids", "parents", "ancestors", "depths"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    torch.testing.assert_close(found.path_log_probs, expected.path_log_probs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -88,37 +81,17 @@ def test_candidates_of_an_embedding_in_8_bits(is_tied: bool, monkeypatch: pytest
     assert_same(found, drafted(head, SHAPES["ten"], 3))
 
 
-@pytest.mark.parametrize("instructions", sets_here(load_library()) if load_library() else [])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_rows_candidates_depend_on_no_other_row(instructions: str, threads: int) -> None:
+@pytest.mark.usefixtures("instructions", "threads")
+def test_a_rows_candidates_depend_on_no_other_row() -> None:
     head = tiny_head("hydra", tiny_model("llama"), num_heads=3, num_layers=2)
     head.speed_up()
-    used, before = load_library().draftheads_kernels(b""), torch.get_num_threads()
-    load_library().draftheads_kernels(instructions.encode())
-    torch.set_num_threads(threads)
-    try:
-        shape = BestFirst(12, min_level_probability=None)
-        context = context_of(head, 4)
-        with torch.inference_mode():
-            together = head.start().propose(context, shape)
-            for row in range(4):
-                alone = head.start().propose(of_row(context, row), shape)
-                assert torch.equal(alone.token_ids[0], together.token_ids[row])
-                assert alone.path_log_probs is not None
-                assert together.path_log_probs is not None
-                assert torch.equal(alone.path_log_probs[0], together.path_log_probs[row])
-    finally:
-        load_library().draftheads_kernels(used)
-        torch.set_num_threads(before)
-
-
-def of_row(context: Context, row: int) -> Context:
-    return Context(
-        context.hidden[row : row + 1],
-        context.token_ids[row : row + 1],
-        context.num_accepted[row : row + 1],
-        context.root_ids[row : row + 1],
-    )
+    shape, context = BestFirst(12, min_level_probability=None), context_of(head, 4)
+    with torch.inference_mode():
+        together = head.start().propose(context, shape)
+        for row in range(4):
+            alone = head.start().propose(context.keep([row]), shape)
+            assert torch.equal(alone.token_ids[0], together.token_ids[row])
+            torch.testing.assert_close(alone.path_log_probs[0], together.path_log_probs[row], rtol=0, atol=0)
 
 
 def test_a_damaged_head_drafts_nothing_likely() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from draftheads.cpu import attention as attention_module
-from draftheads.cpu.attention import GROUPED_ATTENTION, MAX_TREE_ROWS, grouped_attention
+from draftheads.cpu.attention import MAX_TREE_ROWS, grouped_attention
 from draftheads.cpu.kernels import PackedLinear, Plain
 from draftheads.cpu.native_library import load_library
 from draftheads.cpu.native_step import SequenceBatch
@@ -71,20 +71,6 @@ def test_a_module_with_the_same_names_but_another_result_keeps_it(dtype: torch.d
     assert fast.native is None
     text = torch.arange(12)[None]
     torch.testing.assert_close(fast.hidden_states(text), stock.hidden_states(text), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.few(12)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.inference_mode()
-def test_the_fast_model_equals_the_stock_model(family: str, dtype: torch.dtype):
-    target, stock = tiny_model(family, dtype=dtype), tiny_model(family)
-    speed_up(target.model)
-    text = torch.arange(40).view(2, 20) % VOCAB
-    found, expected = target.model(text).logits.float(), stock.model(text).logits
-    # bf16 weights are rounded, so its bound is coarse; fp32 differs in the order of sums only
-    bound = 2e-5 if dtype == torch.float32 else 0.25
-    assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
 
 
 def test_weights_are_stored_once():
@@ -147,7 +133,7 @@ def test_other_attention_is_not_replaced():
     target = tiny_model("llama")
     target.model.set_attn_implementation("eager")
     speed_up(target.model)
-    assert target.config._attn_implementation == "eager"
+    assert (target.config._attn_implementation, kernels_of(target.model)) == ("eager", "stock")
 
 
 def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
@@ -320,19 +306,17 @@ def test_boolean_masks_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_int8_needs_the_native_library(monkeypatch: pytest.MonkeyPatch):
-    def error() -> str:
-        model = tiny_model("llama").model
-        with pytest.raises(InvalidSettings) as caught:
-            speed_up(model, bits=8)
-        assert kernels_of(model) == "stock", "nothing was changed"
-        return str(caught.value)
-
+@pytest.mark.parametrize(
+    ("variable", "fix"),
+    [("off", "unset DRAFTHEADS_KERNELS, which is off"), ("", r"install a C\+\+ compiler, and draftheads again")],
+)
+def test_int8_needs_the_native_library(variable: str, fix: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("draftheads.cpu.optimise.load_library", lambda: None)
-    monkeypatch.setenv("DRAFTHEADS_KERNELS", "off")
-    assert error() == "precision int8 needs the native library: unset DRAFTHEADS_KERNELS, which is off"
-    monkeypatch.delenv("DRAFTHEADS_KERNELS")
-    assert error() == "precision int8 needs the native library: install a C++ compiler, and draftheads again"
+    monkeypatch.setenv("DRAFTHEADS_KERNELS", variable)
+    model = tiny_model("llama").model
+    with pytest.raises(InvalidSettings, match=f"precision int8 needs the native library: {fix}$"):
+        speed_up(model, bits=8)
+    assert kernels_of(model) == "stock", "nothing was changed"
 
 
 @pytest.mark.few(12)
@@ -342,18 +326,10 @@ def test_whole_texts_and_transformers_generation_stay_correct(family: str):
     """Passes without a mask of ours, past the sliding windows (8); padding on the left; a cache that is not ours."""
     stock, target = tiny_model(family), tiny_model(family)
     speed_up(target.model)
+    assert kernels_of(target.model) == "fast"
     text = torch.arange(24).view(2, 12) % 20 + 3
     torch.testing.assert_close(target.hidden_states(text), stock.hidden_states(text), rtol=1e-5, atol=2e-5)
     padding = torch.ones_like(text)
     padding[1, :4] = 0
     given = {"attention_mask": padding, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(target.model.generate(text, **given), stock.model.generate(text, **given))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_name_of_the_kernels_is_known(dtype: torch.dtype) -> None:
-    model = tiny_model("llama", dtype=dtype).model
-    assert kernels_of(model) == "stock"
-    speed_up(model)
-    assert kernels_of(model) == "fast"
-    assert model.config._attn_implementation == GROUPED_ATTENTION

@@ -25,12 +25,6 @@ def test_skipping_prompts_keeps_answers_and_the_position_before_them(texts: list
         assert not short.loss_mask[row, length - first :].any()
 
 
-def test_few_lengths_are_padded_to_and_padding_adds_less_than_a_quarter():
-    padded = [padded_length(length) for length in range(1, 5001)]
-    assert all(length <= longer < 1.25 * length for length, longer in enumerate(padded, 1))
-    assert len(set(padded[:512])) < 40
-
-
 @pytest.mark.parametrize(("lengths", "padded"), [((3, 31), 32), ((32,), 32), ((1, 33, 5), 40), ((500, 9), 512)])
 def test_texts_are_padded_to_the_rounded_length_of_the_longest(lengths: tuple[int, ...], padded: int):
     texts = [Document(torch.ones(n, 4), torch.ones(n, dtype=torch.long), torch.ones(n) > 0) for n in lengths]

@@ -122,13 +122,6 @@ def test_a_template_that_refuses_a_chat_and_no_template_are_errors(template: str
     assert type(caught.value) is error
 
 
-def test_a_given_template_takes_the_place_of_the_tokenizers_own():
-    tokenizer, messages = chat_tokenizer("{{ raise_exception('not this one') }}"), chat("w1", "w2")["messages"]
-    found = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS}), TEMPLATE), messages, finished=True, max_length=9)
-    assert found == encode(chat("w1", "w2"), max_length=9)
-    assert "not this one" in tokenizer.chat_template
-
-
 @pytest.mark.parametrize("style", ["prepend", "metaspace"])
 @pytest.mark.parametrize("template", ["vicuna", "llama-2"])
 def test_no_second_space_is_put_before_an_answer(style: str, template: str):
@@ -144,8 +137,3 @@ def test_no_second_space_is_put_before_an_answer(style: str, template: str):
         prompt = render(reader, messages[:turn], add_generation_prompt=True)
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         assert list(text.token_ids[: len(ids)]) == ids
-
-
-def test_no_answer_is_an_error():
-    with pytest.raises(UnlearnableChat, match="assistant"):
-        encode(chat("w1"))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftheads.data import features
-from draftheads.data.features import FeatureStore, LiveStore, shard_path
+from draftheads.data.features import FeatureStore, shard_path
 from draftheads.data.texts import EncodedChat
 from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
@@ -29,6 +29,7 @@ def test_documents_have_the_hidden_states_of_single_texts(
     assert len(store) == len(texts)
     assert store.meta.num_shards == 3
     assert store.lengths == [len(text.token_ids) for text in texts]
+    assert store.lengths is store.lengths, "a plan asks for them once per text"
     for document, text in zip(store, texts, strict=True):
         assert document.token_ids.tolist() == list(text.token_ids)
         assert document.loss_mask.tolist() == list(text.loss_mask)
@@ -126,10 +127,3 @@ def test_a_damaged_store_is_an_error(store: FeatureStore, damage: Callable[[Path
     damage(store.folder)
     with pytest.raises(DataError, match=message):
         FeatureStore(store.folder)
-
-
-def test_lengths_are_counted_once(target: TargetModel, texts: list[EncodedChat], store: FeatureStore):
-    """A plan asks for them once per text: counting them all each time takes hours for a hundred thousand texts."""
-    for documents in (store, LiveStore(target, texts)):
-        assert documents.lengths is documents.lengths
-        assert documents.lengths == [len(text.token_ids) for text in texts]

@@ -26,6 +26,7 @@ def texts_of(target: TargetModel, number: int = 5, length: int = 40) -> list[Enc
     return [EncodedChat(one, (False, *[True] * (len(one) - 1)), f"chats.jsonl:{i}") for i, one in enumerate(ids, 1)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_they_are_the_models_own(family: str, tmp_path: Path):
     """In files that also have other layers, and further tokens."""

@@ -173,12 +173,6 @@ def test_layer_kinds_and_windows():
     assert (unused.sliding_window, unused.layer_kinds) == (None, (full, full))
 
 
-def test_sizes():
-    target = tiny_model("gpt2", n_positions=40, dtype=torch.bfloat16)
-    assert (target.hidden_size, target.vocab_size, target.max_positions) == (32, VOCAB, 40)
-    assert (target.dtype, target.device) == (torch.bfloat16, torch.device("cpu"))
-
-
 def test_weights_of_tied_and_untied_embeddings():
     tied, untied = tiny_model("llama", tie_word_embeddings=True), tiny_model("llama")
     for target in (tied, untied):

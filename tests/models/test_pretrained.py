@@ -267,6 +267,8 @@ def test_a_truncated_file_is_an_error(site: Path) -> None:
         ({"sizes": {"num_hidden_layers": 2 * 10**9}}, r"llama\.block_count is 2000000000; it must lie in 1 … 20"),
         ({"sizes": {"hidden_size": 4 * 10**9}}, r"\.embedding_length is 4000000000; it must lie in 1 … 16777216"),
         ({"sizes": {"num_attention_heads": 0}}, r"llama\.attention\.head_count is 0; it must lie in 1 …"),
+        ({"left_out": ("model.layers.1.mlp.up_proj.weight",)}, r"has no tensor for model\.layers\.1\.mlp\.up_proj"),
+        ({"more": {"rope_freqs.weight": torch.ones(4)}}, r"a tensor rope_freqs\.weight, which cannot be read"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(site: Path, change: dict[str, Any], words: str) -> None:

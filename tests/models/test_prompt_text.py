@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from byte_tokenizers import LETTERS, TOKENIZERS, byte_fallback, byte_level
@@ -40,30 +40,20 @@ def words_of_unknown_letters(known: str = "th", **options: str) -> Any:
 
 ASCII = "".join(map(chr, range(33, 127)))
 MARKS = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-WORDS = pre_tokenizers.Sequence(
-    [pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
-)
 SPACES = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])
 WORLD = {
     **TOKENIZERS,
-    "byte level, split": changed(byte_level(), pre_tokenizer=WORDS),
-    "byte level, composed": changed(byte_level(), normalizer=normalizers.NFC()),
     "byte level, composed to a long token": with_long_token(changed(byte_level(), normalizer=normalizers.NFC())),
     "byte level, an added token that takes spaces": with_added(byte_level(), lstrip=True, rstrip=True),
-    "byte level, an added token": with_added(byte_level()),
-    "byte level, lower case": changed(byte_level(), normalizer=normalizers.Lowercase()),
-    "byte level, stripped": changed(byte_level(), normalizer=normalizers.Strip()),
     "byte level, spaces vanish": changed(byte_level(), pre_tokenizer=SPACES),
     "byte fallback, spaces marked before": changed(byte_fallback(), normalizer=MARKS, pre_tokenizer=None),
     "letters are replaced": changed(byte_level(), normalizer=normalizers.Replace("the cat", "c")),
-    "parts vanish between others": changed(byte_level(), pre_tokenizer=pre_tokenizers.CharDelimiterSplit("t")),
     "parts vanish": changed(
         byte_level(),
         pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split("a", "removed"), pre_tokenizers.ByteLevel()]),
     ),
     "unknown letters are one token": words_of_unknown_letters(),
     "letters are unknown within words": words_of_unknown_letters(ASCII, continuing_subword_prefix="##"),
-    "letters are unknown at the end of words": words_of_unknown_letters(ASCII, end_of_word_suffix="</w>"),
     "not of tokenizers": IntegerTokenizer(),
 }
 

@@ -400,7 +400,7 @@ def worlds(draw: st.DrawFn, own: st.SearchStrategy[SamplingSettings], *, shared:
 
 
 @settings(deadline=None)
-@given(worlds(row_settings(typical=False)))
+@given(worlds(row_settings(typical=False)) | worlds(st.just(SamplingSettings())))
 def test_exact_equals_walking(world: World) -> None:
     assert outcomes(world) == [slow_exact(world, row) for row in range(world.num_rows)]
 
@@ -452,59 +452,17 @@ def peaked(rows: list[list[int]], num_tokens: int = 10) -> Tensor:
 
 
 def judge(
-    tree: Tree, tokens: list[int], target: list[int] | Tensor, own: SamplingSettings, uniform: float = 0.5
+    tree: Tree, tokens: list[int], target: Tensor, own: SamplingSettings, uniform: float = 0.5
 ) -> tuple[list[int], int]:
-    """The kept nodes and the next token. ``target`` has the logits (N, V) at each node, or the best token there."""
-    logits = peaked([target]) if isinstance(target, list) else target[None]
+    """The kept nodes and the next token. ``target`` has the logits (N, V) at each node."""
+    logits = target[None]
     rows = RowSettings.of([own], vocab_size=logits.shape[-1], device=CPU)
     uniforms = torch.full((1, tree.max_depth + 1), uniform, dtype=torch.float64)
     verdict = accept(Draft.on_tree(tree, torch.tensor([tokens])), logits, rows, uniforms)
     return kept_nodes(verdict, 0), int(verdict.next_ids[0])
 
 
-RULES = {
-    "greedy": SamplingSettings(),
-    "exact": SamplingSettings(temperature=1.0),
-    "typical": SamplingSettings(temperature=1.0, acceptance="typical"),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_token_zero_after_a_short_path_is_not_taken_for_its_padding(rule: str) -> None:
-    # paths (0) and (1, 0): after the short one the target says 0, as a padded path would
-    tree = Tree.from_paths([(0,), (1,), (1, 0)])
-    assert judge(tree, [5, 7, 8, 9], [7, 0, 0, 0], RULES[rule]) == ([0, 1], 0)
-    # a real guess of 0 is as good as any other
-    assert judge(tree, [5, 7, 8, 0], [8, 3, 0, 6], RULES[rule]) == ([0, 2, 3], 6)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_root_is_not_its_own_child(rule: str) -> None:
-    assert judge(Tree.chain(0), [5], [5], RULES[rule]) == ([0], 5)
-    assert judge(Tree.chain(2), [5, 6, 6], [5, 6, 6], RULES[rule]) == ([0], 5)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_right_token_below_a_wrong_parent_does_not_count(rule: str) -> None:
-    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0)])
-    # the target wants 3, 4; node 4 holds 4, but below 8
-    assert judge(tree, [5, 3, 8, 9, 4], [3, 4, 4, 1, 1], RULES[rule]) == ([0, 1], 4)
-    # … and a grandchild that equals what the root wants is no child
-    assert judge(tree, [5, 7, 8, 3, 3], [3, 3, 3, 1, 1], RULES[rule]) == ([0], 3)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_equal_siblings_are_kept_once(rule: str) -> None:
-    tree = Tree.from_paths([(0,), (1,), (0, 0)])
-    assert judge(tree, [5, 4, 4, 2], [4, 2, 2, 9], RULES[rule]) == ([0, 1, 3], 9)
-
-
-def test_the_likelier_of_two_typical_paths_of_one_length_wins_and_a_longer_one_over_both() -> None:
-    siblings, longer = Tree.from_paths([(0,), (1,)]), Tree.from_paths([(0,), (1,), (1, 0)])
-    logits = torch.tensor([[0.1, 0.3, 0.6]]).double().log().expand(3, 3)
-    assert judge(siblings, [0, 1, 2], logits, RULES["typical"])[0] == [0, 2]
-    logits = torch.tensor([[0.1, 0.7, 0.2]]).double().log().expand(4, 3)
-    assert judge(longer, [0, 1, 2, 2], logits, RULES["typical"])[0] == [0, 2, 3]
+TYPICAL = SamplingSettings(temperature=1.0, acceptance="typical")
 
 
 @pytest.mark.parametrize(
@@ -524,21 +482,14 @@ def test_typical_acceptance_by_hand(probs: list[float], epsilon: float, is_accep
     """Medusa, section 3.3.1, δ = √ε: the last token is drafted, and the greedy token follows, whatever the number."""
     logits = torch.tensor([probs, probs[::-1]]).double().log()
     best, last = [probs.index(max(probs)), probs[::-1].index(max(probs))], len(probs) - 1
-    own = replace(RULES["typical"], typical_epsilon=epsilon)
+    own = replace(TYPICAL, typical_epsilon=epsilon)
     for number in (0.0, 0.999):
         found = judge(Tree.chain(1), [0, last], logits, own, number)
         assert found == ([0, 1][: 1 + is_accepted], best[is_accepted])
 
 
-def test_typical_acceptance_uses_the_distribution_at_the_parent() -> None:
-    """Not by that of what comes after it: a flat one allows what a sharp one does not."""
-    own = replace(RULES["typical"], typical_epsilon=0.3, typical_delta=0.5)
-    logits = torch.stack([torch.zeros(10), 20.0 * torch.eye(10)[3]]).double()
-    assert judge(Tree.chain(1), [5, 6], logits, own)[0] == [0, 1]
-
-
 def test_as_likely_as_the_threshold_is_not_enough() -> None:
-    own = replace(RULES["typical"], typical_epsilon=0.5, typical_delta=9.0)
+    own = replace(TYPICAL, typical_epsilon=0.5, typical_delta=9.0)
     assert judge(Tree.chain(1), [0, 1], torch.zeros(2, 2), own)[0] == [0]
 
 

@@ -31,7 +31,6 @@ from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, mo
 from draftheads.utils.messages import first_names
 
 FORMAT_VERSION = 1  # of ``base.json``
-_TASKS = (None, "CAUSAL_LM")
 _WEIGHTS_FILE = "adapter_model.safetensors"
 
 
@@ -135,7 +134,7 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
     with quiet():
         try:
             config = peft.PeftConfig.from_pretrained(str(folder))
-            if config.task_type not in _TASKS:
+            if config.task_type not in (None, "CAUSAL_LM"):
                 raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
             weights = folder / _WEIGHTS_FILE
             types = {key: value.dtype for key, value in load_file(weights).items()} if weights.is_file() else {}

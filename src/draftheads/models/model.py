@@ -28,7 +28,7 @@ from draftheads.models.fingerprint import (
     tokenizer_fingerprint,
     weights_digest,
 )
-from draftheads.models.generation import GenerationRules, generation_rules
+from draftheads.models.generation import GenerationRules
 from draftheads.models.model_config import (
     DTYPES,
     check_length,
@@ -247,7 +247,7 @@ class TargetModel:
     @cached_property
     def generation(self) -> GenerationRules:
         """What its generation configuration does to its texts. Warns of what is not applied."""
-        return generation_rules(self.model, self.model_id, vocab_size=self.vocab_size, device=self.device)
+        return GenerationRules(self.model, self.model_id, vocab_size=self.vocab_size, device=self.device)
 
     @property
     def lm_head(self) -> nn.Linear:

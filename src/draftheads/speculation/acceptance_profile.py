@@ -55,14 +55,16 @@ class AcceptanceProfile:
     shallower_tokens: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree(len(self.paths) + 1)
-        for num_nodes in range(1, len(self.paths)):
-            self.tree(num_nodes + 1)
+        for num_nodes in range(2, len(self.paths) + 2):
+            self.tree(num_nodes)
         self.growing(1)
-        expected = [*self.static_tokens, *self.dynamic_tokens, *chain.from_iterable(self.shallower_tokens)]
-        _check(self.num_texts >= 0, f"num_texts is {self.num_texts}; it must be at least 0")
-        _check(self.num_tokens >= 0, f"num_tokens is {self.num_tokens}; it must be at least 0")
-        _check(0 <= self.temperature < math.inf, f"temperature is {self.temperature}; it must be at least 0")
+        depth, size = counted(self.depth, "depth"), counted(len(self.paths), "node")
+        deepest, longest = (max(map(len, lists), default=0) for lists in (self.paths, self.shallower_tokens))
+        lists = {"dynamic_tokens": [self.dynamic_tokens], "shallower_tokens": self.shallower_tokens}
+        expected = [*self.static_tokens, *chain.from_iterable(chain.from_iterable(lists.values()))]
+        for name in ("num_texts", "num_tokens", "temperature"):
+            number = getattr(self, name)
+            _check(0 <= number < math.inf, f"{name} is {number}; it must be at least 0")
         _check(bool(self.temperatures), "temperatures is empty; it must have one number for each depth")
         for name, most in (("temperatures", self.depth), ("top_k", self.top_k), ("beam", self.beam)):
             _check(most <= MAX_NODES, f"{name} {most} is more than the {MAX_NODES} nodes that a tree may have")
@@ -71,32 +73,23 @@ class AcceptanceProfile:
             f"temperatures is {self.temperatures}; every number must lie between 0.01 and 100",
         )
         _check([] not in self.paths, "paths has the root []; leave it out")
-        size = counted(len(self.paths), "node")
         _check(len(self.paths) < MAX_NODES, f"paths has {size}; it must have at most {MAX_NODES - 1}")
         _check(
             len(self.static_tokens) == len(self.paths) + 1,
             f"static_tokens has {len(self.static_tokens)} numbers; {len(self.paths)} paths make "
             f"{len(self.paths) + 1} trees",
         )
-        for name, growing in (
-            ("dynamic_tokens", self.dynamic_tokens),
-            *(("shallower_tokens", tokens) for tokens in self.shallower_tokens),
-        ):
+        for name, growing in ((name, tokens) for name, of_name in lists.items() for tokens in of_name):
             _check(len(growing) <= MAX_NODES, f"{name} has {len(growing)} numbers; it must have at most {MAX_NODES}")
-        longest = max(map(len, self.shallower_tokens), default=0)
         _check(
             longest <= len(self.dynamic_tokens),
             f"shallower_tokens has a list of {longest} numbers; dynamic_tokens has {len(self.dynamic_tokens)}",
         )
-        deepest = max(map(len, self.paths), default=0)
-        _check(
-            deepest <= self.depth,
-            f"paths has a node of depth {deepest}; temperatures has {counted(self.depth, 'depth')}",
-        )
+        _check(deepest <= self.depth, f"paths has a node of depth {deepest}; temperatures has {depth}")
         _check(
             len(self.shallower_tokens) in (0, self.depth - 1),
-            f"shallower_tokens has {counted(len(self.shallower_tokens), 'list')}; {counted(self.depth, 'depth')} "
-            f"in temperatures make {self.depth - 1}",
+            f"shallower_tokens has {counted(len(self.shallower_tokens), 'list')}; {depth} in temperatures make "
+            f"{self.depth - 1}",
         )
         _check(
             all(1 <= tokens < math.inf for tokens in expected),
