@@ -82,7 +82,8 @@ def test_candidates_of_an_embedding_in_8_bits(is_tied: bool, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("instructions", "threads")
-def test_a_rows_candidates_depend_on_no_other_row() -> None:
+def test_a_rows_candidates_depend_on_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftheads.heads.base.pack", lambda layers, **_: pack(layers, portable=True))
     head = tiny_head("hydra", tiny_model("llama"), num_heads=3, num_layers=2)
     head.speed_up()
     shape, context = BestFirst(12, min_level_probability=None), context_of(head, 4)

@@ -81,6 +81,7 @@ def test_weights_are_stored_once():
     before = {weight.data_ptr() for weight in kept}
     expected = model.lm_head.weight.clone()
     model = model.sped_up()
+    assert kernels_of(model.model) == "fast"
     weights = model.weights
     assert weights.lm_head.data_ptr() == weights.embedding.data_ptr(), "a tied lm_head gives the embedding"
     assert torch.equal(model.weights.lm_head, expected)
@@ -326,7 +327,6 @@ def test_whole_texts_and_transformers_generation_stay_correct(family: str):
     """Passes without a mask of ours, past the sliding windows (8); padding on the left; a cache that is not ours."""
     stock, target = tiny_model(family), tiny_model(family)
     speed_up(target.model)
-    assert kernels_of(target.model) == "fast"
     text = torch.arange(24).view(2, 12) % 20 + 3
     torch.testing.assert_close(target.hidden_states(text), stock.hidden_states(text), rtol=1e-5, atol=2e-5)
     padding = torch.ones_like(text)

@@ -32,6 +32,7 @@ from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, converte
 from draftheads.models.model_config import default_dtype
 from draftheads.models.model_names import resolve_model
 from draftheads.models.pretrained import load_pretrained
+from families import tiny_model
 from gguf_world import write_gguf
 
 NAME = SMOLLM2_135M
@@ -44,21 +45,10 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 def _tiny_llama() -> LlamaForCausalLM:
     """Two layers of four heads on two KV heads, weights that survive bf16."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 1234.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    )
-    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 128}
+    more: dict[str, Any] = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    more["rope_parameters"] = {"rope_type": "default", "rope_theta": 1234.0}
+    model: LlamaForCausalLM = tiny_model("llama", vocab_size=len(TOKENS), **sizes, **more).model
     for parameter in model.parameters():  # not model.to: that would round the rotary frequencies, too
         parameter.data = parameter.data.to(torch.bfloat16).float()
     return model

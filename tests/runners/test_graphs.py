@@ -70,7 +70,7 @@ def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
     assert fixed.runner.cache.shape[1] % target.STATIC_SLOTS == 0
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "llama", "gemma3_text"))
+@pytest.mark.parametrize("family", some(FAMILIES, "gemma3_text"))
 @torch.inference_mode()
 def test_dynamo_finds_one_graph_in_the_static_part(family: str) -> None:
     """It breaks at every read by the host, also where the value is of a tensor on the CPU."""
@@ -129,7 +129,7 @@ def test_operators_on_the_device_are_allowed() -> None:
 
 
 def decode(engine: Engine, **settings: object) -> list[tuple[int, ...]]:
-    results = engine.generate(EIGHT, **{"max_new_tokens": 40, "ignore_eos": True, **settings})
+    results = engine.generate(EIGHT, **{"max_new_tokens": 24, "ignore_eos": True, **settings})
     return [result.token_ids for result in results]
 
 

@@ -501,12 +501,3 @@ def test_the_callers_record_of_seen_tokens_is_left_alone() -> None:
     assert kept_nodes(verdict, 0) == [0, 1, 2]
     assert not seen.in_prompt.any()
     assert not seen.in_answer.any()
-
-
-def test_rejection_of_drawn_tokens_needs_uniform_numbers() -> None:
-    draft = Draft.on_tree(Tree.chain(0), torch.tensor([[5]]), log_probs=torch.zeros(1, 1))
-    draft = replace(draft, probs=torch.zeros(1, 1, 10))
-    settings = SamplingSettings(temperature=1.0, acceptance="rejection")
-    rows = RowSettings.of([settings], vocab_size=10, device=CPU)
-    with pytest.raises(AssertionError, match="rejection needs uniform numbers"):
-        accept(draft, peaked([[5]]), rows, torch.zeros(1, 1, dtype=torch.float64))

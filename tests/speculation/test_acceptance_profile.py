@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, DraftHeadsError, InvalidTree, StorageError
-from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile, read_profile
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, DraftHeadsError, InvalidTree
+from draftheads.speculation.acceptance_profile import AcceptanceProfile, read_profile
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from families import tiny_profile
@@ -114,16 +114,3 @@ def test_a_broken_profile_is_named(text: str, named: str, error: type[DraftHeads
         read_profile(path)
     assert str(path) in str(caught.value)
     assert named in str(caught.value)
-
-
-def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError):
-        PROFILE.save(tmp_path / "file" / "acceptance.json")
-
-
-def test_the_assumed_profile_is_a_chain() -> None:
-    profile = AcceptanceProfile.assumed(3)
-    assert profile.tree(MAX_NODES) == Tree.chain(3)
-    assert profile.static_tokens == [1.0, 1.5, 1.75, 1.875]
-    assert (profile.num_texts, profile.dynamic_tokens) == (0, [])

@@ -254,32 +254,6 @@ def test_a_level_is_left_out_where_all_its_nodes_come_too_late() -> None:
         assert world.head.stepped == stepped
 
 
-class RowHead(TableHead):
-    """One whose guesses depend on the row alone."""
-
-    def begin(self, context: Context, depth: int) -> Tensor:
-        return context.last_hidden[:, :1].long()
-
-    def predict(self, state: Tensor, depth: int) -> Tensor:
-        return self.table[state]
-
-    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
-        return state.gather(1, parents)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_sure_row_keeps_its_depth_beside_an_unsure_one(order: tuple[int, int]) -> None:
-    """The sure row has one likely child at each node, the other has none: only the first needs further levels."""
-    sure, unsure = [math.log(p) for p in (0.91, 0.04, 0.03, 0.02)], [math.log(p) for p in (0.28, 0.26, 0.24, 0.22)]
-    ones = torch.ones(2, dtype=torch.long)
-    context = Context(torch.tensor(order).float()[:, None, None], ones[:, None], ones, ones)
-    draft = World(RowHead(torch.tensor([sure, unsure]), (1.0,) * 4, reads_path=True), context).grow(
-        BestFirst(6, beam=4)
-    )
-    deepest = [max(map(len, paths_of(draft, row))) for row in range(2)]
-    assert deepest == [(4, 2)[kind] for kind in order]
-
-
 @pytest.mark.parametrize(("min_level_probability", "further"), [(0.0, 2), (0.49, 2), (0.51, 1), (0.99, 1), (1.01, 0)])
 def test_a_level_is_drafted_if_enough_probability_reaches_it(min_level_probability: float, further: int) -> None:
     """Of two equal rows a child of probability 0.5 is followed: 1.0 reach the second level, 0.5 the third."""

@@ -132,6 +132,9 @@ def test_ancestors_by_squaring(data: st.DataObject) -> None:
     draft = draft_of([tree, tree])
     for depth in (draft.max_depth, 11):  # a depth that is too large is no harm
         assert torch.equal(ancestors_of(draft.parents, depth), draft.ancestors)
+
+
+def test_ancestors_of_a_long_chain() -> None:
     parents = torch.arange(300).sub(1).clamp_min(0)[None]
     assert torch.equal(ancestors_of(parents, 299)[0], torch.ones(300, 300, dtype=torch.bool).tril())
 

@@ -58,28 +58,6 @@ def test_parents_depths_masks_tensors_and_json_say_what_the_paths_say(tree: Tree
 
 
 @settings(deadline=None)
-@given(trees)
-def test_the_drawing_can_be_read_back(tree: Tree) -> None:
-    """Depth is indentation, and every branch goes down to its last child."""
-    root, *lines = tree.draw().splitlines()
-    assert root == "root"
-    path: Path = ()
-    read = []
-    for line in lines:
-        stem, rank = line.split("── ")
-        depth = len(stem) // 4 + 1
-        path = (*path[: depth - 1], int(rank))
-        read.append(path)
-        siblings = [other for other in tree.paths if len(other) == depth and other[:-1] == path[:-1]]
-        assert stem[-1] == ("└" if path == max(siblings) else "├")
-        for above in range(1, depth):
-            uncles = [other for other in tree.paths if len(other) == above and other[:-1] == path[: above - 1]]
-            bar = " " if path[:above] == max(uncles) else "│"
-            assert stem[4 * (above - 1) : 4 * above] == f"{bar}   "
-    assert read == sorted(tree.paths[1:]), "children in the order of their ranks, each below its parent"
-
-
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), max_size=4))
 def test_cartesian_holds_every_combination(widths: list[int]) -> None:
     tree = Tree.cartesian(widths)
