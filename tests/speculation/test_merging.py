@@ -125,7 +125,7 @@ def test_a_static_tree_of_all_rows_becomes_one_of_each_row() -> None:
     assert [paths_of(found, row) for row in range(2)] == [[(), (2,), (2, 5), (1,)], [(), (2,), (2, 5), (2, 3)]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_ancestors_by_squaring(data: st.DataObject) -> None:
     tree = data.draw(rows(data.draw(st.integers(1, 12)), equal=False))
