@@ -219,17 +219,49 @@ def test_a_rule_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for candidates that the native library finds, and for copies: all trees are selected in one place."""
 
     def at_most_two_deep(candidates: Candidates, shape: BestFirst) -> Tensor:
-        return (candidates.depths <= 2) & (candidates.path_log_probs >= math.log(0.3))
+        return candidates.depths <= 2
+
+    def likely(candidates: Candidates, shape: BestFirst) -> Tensor:
+        return candidates.path_log_probs >= math.log(0.3)
 
     head, context = random_head("hydra"), random_context(2)
     head.speed_up()
     shape = BestFirst(24, temperatures=(0.05,) * 3)
     usual = propose(head, context, shape)
-    monkeypatch.setattr("draftheads.speculation.candidates.GROWTH_RULES", [at_most_two_deep])
+    monkeypatch.setattr("draftheads.speculation.candidates.GROWTH_RULES", [at_most_two_deep, likely])
     found = propose(head, context, shape)
-    likely = (usual.path_log_probs >= math.log(0.3)) & (usual.depths <= 2)
-    assert found.num_nodes == int(likely.sum(1).max()) < usual.num_nodes
+    allowed = (usual.path_log_probs >= math.log(0.3)) & (usual.depths <= 2)
+    assert found.num_nodes == int(allowed.sum(1).max()) < usual.num_nodes
     assert torch.equal(found.token_ids, usual.first(found.num_nodes).token_ids)
+
+
+@settings(deadline=None)
+@given(worlds(), best_first_rules, st.integers(2, 5))
+def test_candidates_that_a_rule_leaves_out_come_last_with_all_below_them(
+    world: World, shape: BestFirst, divisor: int
+) -> None:
+    seen: list[Candidates] = []
+
+    def not_divided(candidates: Candidates, shape: BestFirst) -> Tensor:
+        seen.append(candidates)
+        return candidates.token_ids % divisor > 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftheads.speculation.candidates.GROWTH_RULES", [not_divided])
+        found = world.grow(shape)
+    sizes = []
+    for row in range(world.num_rows):
+        ids, parents, log_probs = (
+            part[row].tolist() for part in (seen[0].token_ids, seen[0].parents, seen[0].path_log_probs)
+        )
+        allowed = [True]
+        for token, parent in list(zip(ids, parents, strict=True))[1:]:
+            allowed.append(allowed[parent] and token % divisor > 0)
+        order = sorted(range(len(ids)), key=lambda node: (not allowed[node], -log_probs[node]))[: found.num_nodes]
+        assert found.token_ids[row].tolist() == [ids[node] for node in order]
+        assert found.path_log_probs[row].tolist() == [log_probs[node] for node in order]
+        sizes.append(sum(allowed))
+    assert found.num_nodes == min(shape.num_nodes, max(sizes))
 
 
 # --- levels that are left out ---

@@ -42,8 +42,9 @@ def _likely(candidates: Candidates, shape: BestFirst) -> Tensor | None:
     return None if shape.threshold == 0.0 else candidates.path_log_probs.exp() >= shape.threshold
 
 
-# Which candidates a growing tree may have, (B, M) bool: the most probable ones of each row; None: all. A row's tree has
-# more nodes where another row's needs them. Used only on a CPU: elsewhere the host would wait for the number of nodes.
+# Which candidates a growing tree may have, (B, M) bool; None: all. What is below another one is left out, too. A row's
+# tree has more nodes where another row's needs them: the most probable of the others. Used only on a CPU: elsewhere the
+# host would wait for the number of nodes.
 GROWTH_RULES: list[GrowthRule] = [_likely]
 
 
@@ -58,15 +59,14 @@ def selected(candidates: Candidates, shape: BestFirst, max_depth: int) -> tuple[
         shape: of the trees. They have fewer nodes where a rule allows fewer in all rows.
         max_depth: of any candidate.
     """
-    count = min(shape.num_nodes, candidates.token_ids.shape[1])
-    if candidates.token_ids.device.type == "cpu":
-        for rule in GROWTH_RULES:
-            if (allowed := rule(candidates, shape)) is not None:
-                count = min(count, int(allowed.sum(1).max()))
+    count, priority = min(shape.num_nodes, candidates.token_ids.shape[1]), candidates.path_log_probs
+    if (allowed := _allowed(candidates, shape, max_depth)) is not None:
+        count = min(count, int(allowed.sum(1).max()))
+        ranks = priority.argsort(dim=1, descending=True, stable=True).argsort(1)
+        priority = -(ranks + ranks.shape[1] * ~allowed).float()  # the same order, those that are left out last
     max_depth = min(max_depth, count - 1)
-    priority = candidates.path_log_probs
     order, parents, depths, ancestors = best_tree(priority, candidates.parents, count) or _best_tree(
-        candidates, count, max_depth
+        priority, candidates.parents, count, max_depth
     )
     draft = Draft(
         token_ids=candidates.token_ids.gather(1, order),
@@ -74,9 +74,23 @@ def selected(candidates: Candidates, shape: BestFirst, max_depth: int) -> tuple[
         depths=depths,
         ancestors=ancestors,
         max_depth=max_depth,
-        path_log_probs=priority.gather(1, order),
+        path_log_probs=candidates.path_log_probs.gather(1, order),
     )
     return draft, order
+
+
+def _allowed(candidates: Candidates, shape: BestFirst, max_depth: int) -> Tensor | None:
+    """What all rules allow, (B, M) bool; None: all."""
+    if candidates.token_ids.device.type != "cpu":
+        return None
+    found = [each for rule in GROWTH_RULES if (each := rule(candidates, shape)) is not None]
+    if not found:
+        return None
+    allowed = torch.stack(found).all(0)
+    allowed[:, 0] = True
+    for _ in range(max_depth):
+        allowed = allowed & allowed.gather(1, candidates.parents)
+    return allowed
 
 
 def with_children(
@@ -110,13 +124,13 @@ def with_children(
     return score[:, :count], place[:, :count]
 
 
-def _best_tree(candidates: Candidates, count: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _best_tree(priority: Tensor, above: Tensor, count: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`draftheads.cpu.drafts.best_tree`."""
-    order = candidates.path_log_probs.sort(dim=1, descending=True, stable=True).indices
+    order = priority.sort(dim=1, descending=True, stable=True).indices
     numbers = torch.arange(order.shape[1], device=order.device).expand_as(order)
     place = torch.empty_like(order).scatter_(1, order, numbers)
     order = order[:, :count]
-    parents = place.gather(1, candidates.parents.gather(1, order))  # (B, N)
+    parents = place.gather(1, above.gather(1, order))  # (B, N)
     ancestors = ancestors_of(parents, max_depth)
     return order, parents, ancestors.sum(2) - 1, ancestors
 
