@@ -4,14 +4,17 @@ import ast
 import inspect
 import math
 import pickle
+import re
 from dataclasses import fields, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import draftheads
 from draftheads.errors import InvalidSettings
 from draftheads.settings import Grammar, SamplingOptions, SamplingSettings
 
@@ -67,6 +70,17 @@ def test_a_bad_value_is_named_with_what_is_expected(name: str, value: Any):
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 160
+
+
+def test_every_setting_is_read_and_has_bad_values():
+    """One that nothing reads would be accepted and have no effect: a filter is an entry of ``FILTERS``, too."""
+    folder = Path(draftheads.__file__).parent
+    rooms = "".join(
+        path.read_text(encoding="utf-8") for room in ("decode", "speculation") for path in (folder / room).glob("*.py")
+    )
+    names = {field.name for field in fields(SamplingSettings)}
+    assert names == BAD_VALUES.keys()
+    assert not [name for name in names if not re.search(rf'(settings|\bs)\.{name}\b|Filter\("{name}"', rooms)]
 
 
 def test_a_long_value_is_shortened():

@@ -202,6 +202,8 @@ def test_every_setting_is_a_field_or_named_as_none() -> None:
     settings, derived = {field.name for field in fields(SamplingSettings)}, set(request_params._SAMPLING)
     assert settings - derived == request_params._OTHERWISE | request_params._NOT_SERVED
     assert derived <= request_params.CommonFields.model_fields.keys()
+    page = (Path(__file__).parents[2] / "docs" / "serve" / "fields.md").read_text(encoding="utf-8")
+    assert not [name for name in derived if f"`{name}`" not in page], "the manual names each"
 
 
 @pytest.mark.parametrize("name", request_params._SAMPLING)
