@@ -10,13 +10,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
 from draftheads import loading
+from draftheads.bench.contenders import load_contenders
 from draftheads.checkpoints.checkpoint import read_head, save_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import StepCosts
+from draftheads.drafters.mixed import Mixed
+from draftheads.drafters.sources import Corpus, TextSoFar
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.loading import load_target, resolve, template_of
-from draftheads.settings import Precision
+from draftheads.serve.load_models import load_served
+from draftheads.settings import LoadSettings, Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import NoDraft
 from draftheads.speculation.shapes import BestFirst
@@ -73,6 +77,16 @@ def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: P
     assert (engine.profile, engine.costs) == (OWN, cost)
     assert temperatures(engine) == (1.5, 1.25, 1.0)
     assert engine.batch().plan is not None
+
+
+def test_a_corpus_is_a_source_of_drafts_wherever_it_is_given(world: Path, cost: StepCosts, tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("w1 w2 w3 w4")
+    model, head, corpus = str(world / "model"), str(world / "head"), str(tmp_path / "corpus.txt")
+    served = load_served(model, [head], LoadSettings(**FP32), corpus=corpus)
+    contender = next(load_contenders({"head": resolve(head, model)}, served.target, corpus=corpus))
+    for engine in (load(world, corpus=corpus), *served.engines.values(), contender.as_loaded(True)):
+        assert isinstance(engine.drafter, Mixed)
+        assert [type(source) for source in engine.drafter.sources] == [TextSoFar, Corpus]
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
