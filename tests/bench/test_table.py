@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftheads.bench import table
-from draftheads.bench.table import ALL, Column, Row, by_part, markdown, parts_of, table_of, timed_row
+from draftheads.bench.table import ALL, COLUMNS, Column, Row, by_part, markdown, parts_of, table_of, timed_row
 from draftheads.bench.timing import Answers
 from draftheads.bench.verdict import remarks, verdict
 
@@ -85,6 +85,10 @@ def test_categories_and_turns_are_parts_where_prompts_are_answered_alone():
     together = replace(one, token_ids=((1,), (2,)))
     assert [name for name, _ in parts_of([together], ["a", "b"])] == [ALL]
     assert [name for name, _ in parts_of([one], ["a"])] == [ALL]
+
+
+def test_a_column_shows_a_field_of_rows_or_computes():
+    assert not [column.name for column in COLUMNS if column.compute is None and not hasattr(ROW, column.name)]
 
 
 def cells(row: Row, *others: Row, intervals: bool = True) -> dict[str, str]:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from draftheads.errors import GenerationWarning, UnsupportedModel, first_line
 from draftheads.models.model_config import eos_ids_of
 from draftheads.settings import SamplingSettings
+from draftheads.speculation.sampling import FILTERS
 from draftheads.utils.messages import short
 
 # settings that are not applied, with the values that switch them off besides None; then those of sampled texts only
@@ -31,7 +32,7 @@ _NOT_SAMPLED: Mapping[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta
 # arguments of ``generate`` that sample from all tokens
 ALL_TOKENS: Mapping[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, **_NOT_SAMPLED}
 # defaults of servers; elsewhere texts are greedy, or sampled as the request says
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = ("temperature", *(each.name for each in FILTERS))
 
 
 class GenerationRules:
@@ -40,7 +41,7 @@ class GenerationRules:
     Warns of what is not applied.
 
     Attributes:
-        sampling: the values of ``temperature``, ``top_p``, ``top_k`` and ``min_p`` that it names.
+        sampling: the values of ``temperature`` and of our filters (``top_k``, ``top_p``, ``min_p``) that it names.
         bias: numbers that are added to the logits of tokens.
         not_applied: settings that change texts of ``generate`` and are not applied, with their values.
         switched_off: arguments of ``generate`` without these.
