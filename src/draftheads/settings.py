@@ -2,17 +2,19 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Integral, Real
+from os import PathLike, fspath
+from pathlib import Path
 from reprlib import repr as short_repr
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from draftheads.errors import InvalidSettings
 from draftheads.utils.strict_json import depth_of
-from draftheads.utils.template_variables import keep_variables
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"]
 ROUNDED_BITS = {"int8": 8, "int4": 4}  # of a weight, for the precisions of CPUs that change the model
@@ -297,6 +299,84 @@ class SamplingSettings(GenerateSampling):
             )
 
 
+# --- variables of a chat template with fixed values, such as enable_thinking: Jinja text before the template, so that
+# a template with its variables is one text, and what keeps, compares and names templates needs to know nothing more ---
+
+_END = "{{ '' }}"  # no block tag: Jinja removes a line break behind those
+_HEAD = re.compile(r"\{# variables (?P<values>\{.*?\}) #\}.*?" + re.escape(_END), re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
+def variables_of(pairs: Iterable[str]) -> dict[str, Any]:
+    """Texts NAME=VALUE; a value that is no JSON is a text.
+
+    >>> variables_of(["enable_thinking=false", "style=short"])
+    {'enable_thinking': False, 'style': 'short'}
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or _NAME.fullmatch(name) is None or name in _RESERVED:
+            raise InvalidSettings(
+                f"template_variables has {pair!r}: write NAME=VALUE, such as enable_thinking=false; "
+                f"not {', '.join(_RESERVED)}"
+            )
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found
+
+
+def with_variables(template: str | PathLike[str] | None, variables: Mapping[str, Any]) -> str | None:
+    """A template, or its name, with these values where a chat gives no others; None stands for the tokenizer's own.
+
+    Its variables so far are replaced. Without variables it is the template itself.
+    """
+    _, template = split_variables(None if template is None else fspath(template))
+    if not variables:
+        return template
+    values = json.dumps(dict(variables), sort_keys=True).replace("#}", "#\\u007d")
+    sets = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in sorted(variables.items())
+    )
+    return f"{{# variables {values} #}}{sets}{_END}{template or ''}"
+
+
+def keep_variables(options: Any) -> None:
+    """Settings with ``template_variables`` have them in their ``chat_template`` from now on."""
+    if options.template_variables:  # the settings are frozen
+        variables = variables_of(options.template_variables)
+        object.__setattr__(options, "chat_template", with_variables(options.chat_template, variables))
+        object.__setattr__(options, "template_variables", ())
+
+
+def split_variables(template: str | None) -> tuple[dict[str, Any], str | None]:
+    """The variables of a template's text, and the template; None for the tokenizer's own.
+
+    >>> split_variables(with_variables("{{ a }}", {"b": 1}))
+    ({'b': 1}, '{{ a }}')
+    """
+    match = _HEAD.match(template or "")
+    if match is None or template is None:
+        return {}, template
+    return json.loads(match["values"]), template[match.end() :] or None
+
+
+def _literal(value: Any) -> str:
+    """A JSON value in Jinja, which writes None for null."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False).replace("{{", "{\\u007b")
+
+
+# --- settings of several jobs ---
+
+
 @dataclass(frozen=True)
 class LoadSettings:
     """How the model is loaded."""
@@ -325,3 +405,59 @@ class TemplateSettings(LoadSettings):
 
     def __post_init__(self) -> None:
         keep_variables(self)
+
+
+# --- groups of settings, and the ranges of their values ---
+
+
+@dataclass(frozen=True)
+class Range:
+    """The range of a setting, given as ``Annotated[float, Range(…)]``. None is in every range."""
+
+    fix: str  # the end of the error message
+    has: Callable[[float], bool]
+
+
+def at_least(least: int) -> Range:
+    """Of a whole number."""
+    return Range(f"must be at least {least}", lambda value: value >= least)
+
+
+ABOVE_0 = Range("must be above 0", lambda value: value > 0)
+FROM_0, FROM_1 = at_least(0), at_least(1)
+FRACTION = Range("must be at least 0 and below 1", lambda value: 0 <= value < 1)
+SHARE = Range("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def up_to(most: int) -> Range:
+    """From 1 to ``most``: larger values would only take long to fail."""
+    return Range(f"must lie in 1 … {most}", lambda value: 1 <= value <= most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionGroup:
+    """Settings that belong together. Their ranges and choices are checked when a group is made."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), get_args(field.type)
+            for kind in (field.type, *kinds):
+                if get_origin(kind) is Literal and not (value is None and NoneType in kinds):
+                    choices, values = get_args(kind), value if get_origin(field.type) is tuple else (value,)
+                    is_known = all(each in choices for each in values)
+                    self._require(field.name, fine=is_known, fix=f"choose among {', '.join(choices)}")
+            for limit in getattr(field.type, "__metadata__", ()):  # of Annotated
+                if value is not None and isinstance(limit, Range):
+                    is_whole = kinds[0] in (int, int | None)
+                    is_number = isinstance(value, Integral if is_whole else Real) and not isinstance(value, bool)
+                    self._require(field.name, fine=is_number, fix=f"must be {'a whole' if is_whole else 'a'} number")
+                    self._require(field.name, fine=limit.has(value), fix=limit.fix)
+
+    def _require(self, name: str, *, fine: bool, fix: str) -> None:
+        """Raises InvalidSettings with the option's name, its value and how to fix it, unless the value is ``fine``."""
+        if not fine:
+            value = getattr(self, name)
+            several = " ".join(map(str, value)) if isinstance(value, tuple) and value else repr(value)
+            shown = str(value) if isinstance(value, Path) else several
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidSettings(f"{flag} is {shown}: {fix}")

@@ -35,11 +35,15 @@ def typed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """Runs a chat on the given lines; what it prints and notes."""
 
     def run(*lines: str, arguments: tuple[str, ...] = ("--head", "medusa"), code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(printed(*lines)))
         assert main([*BASE, *arguments]) == code
         return capsys.readouterr()
 
     return run
+
+
+def printed(*answers: str) -> str:
+    return "".join(f"{answer}\n" for answer in answers)
 
 
 def offline(engine: Engine, *questions: str, system: str = "") -> list[str]:
@@ -69,10 +73,6 @@ def test_thoughts_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert ("<think>" in err) == (effort is None)
     with pytest.raises(InvalidSettings, match="--reasoning-effort high"):
         Chat(ChatOptions(reasoning_effort="high"), tiny_engines("chatml")["tiny:plain"])
-
-
-def printed(*answers: str) -> str:
-    return "".join(f"{answer}\n" for answer in answers)
 
 
 def test_each_answer_follows_all_turns_before_it(typed: Typed, engine: Engine):
@@ -113,15 +113,13 @@ def test_clear_retry_and_plain(typed: Typed, engine: Engine):
     [
         (["/retyr x"], None),
         (["/retyr"], r"no command '/retyr'; did you mean /retry\?"),
-        (["/retry"], "there is no question to answer again"),
         (["ab" * 400], r"the prompt has \d+ tokens"),
-        (["a", "/clear", "/retry"], "there is no question"),
+        (["a", "/clear", "/retry"], "there is no question to answer again"),
     ],
 )
 def test_errors_end_a_chat_in_a_pipe(lines: list[str], words: str | None, typed: Typed):
-    out, err = typed(*lines, "dead cab", code=int(words is not None))
+    _, err = typed(*lines, "dead cab", code=int(words is not None))
     assert words is None or re.match(rf"error: .*{words}", err.splitlines()[-1])
-    assert len(out.splitlines()) == (lines[0] == "a") + 2 * (words is None)
 
 
 def test_a_failed_answer_leaves_the_conversation_as_it_was(here: Path):
@@ -132,14 +130,6 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(here: Path):
         chat.take("ab" * 400)
     assert chat.messages == before
     assert [message["role"] for message in before] == ["user", "assistant"]
-
-
-def test_input_that_is_not_text_is_an_error(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
-    assert main(BASE) == 1
-    assert capsys.readouterr().err.startswith("error: standard input is not text")
 
 
 class Terminal:

@@ -5,19 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from distill_world import options, run
+from distill_world import options
 from draftheads.cli.main import main
-from draftheads.models.model import TargetModel
+from draftheads.distill.local import EngineSource
+from draftheads.distill.run import distill
+from draftheads.loading import load
+from fake_progress import FakeProgress
 from training_world import chat_model
 
 
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return chat_model(seed=3)
-
-
-def test_the_command_line(target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    chosen = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3)
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    chosen, target = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3), chat_model(seed=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
     out = tmp_path / "cli.jsonl"
@@ -28,7 +26,8 @@ def test_the_command_line(target: TargetModel, tmp_path: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert "tokens/s" in printed
     assert "answering 28 of 28 conversations" in printed
-    run(target, chosen)
+    engine = load(tmp_path / "model", precision="fp32", max_batch_size=4)
+    distill(chosen, lambda: EngineSource(engine, chosen), FakeProgress())
     assert out.read_bytes() == chosen.out.read_bytes()
     assert main(command) == 0
     assert "was complete already" in capsys.readouterr().out

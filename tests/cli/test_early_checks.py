@@ -44,22 +44,18 @@ REFUSED = {
     "chat --model 'no such model'": "no such model is not a folder here",
     "serve --model empty": "empty is here, but it is not a model folder",
     "generate a --model model --head hydar": "no head 'hydar' (did you mean hydra?)",
-    "chat model --head ./medusaa": "no head './medusaa' (did you mean ./medusa?)",
     "serve model --head medusa prompt-lookup nohead": "no head 'nohead'",
     "bench wide --heads lookahead ./medusa": "with hidden_size 32, this model, wide, has 48",
-    "tune wide ./hydra": "hidden_size 32, this model, wide, has 48",
     "export ./medusa --model wide --out out": "hidden_size 32, this model, wide, has 48",
     "train --method medusa --model wide --start-from ./medusa --data chats.jsonl --out out": "wide, has 48",
     "distill --model model --head ./broken --prompts chats.jsonl --out o.jsonl": "is missing; a head's folder has",
     "generate a --model model --head eagle": "for a tuned copy of its base: smollm2-135m/",
     "distill --prompts none.jsonl --out o.jsonl": "none.jsonl: cannot be read",
-    "distill --documents none.txt --out o.jsonl": "none.txt: cannot be read",
     "tune model ./medusa --prompts none.jsonl": "none.jsonl: cannot be read",
     "train --method medusa --data chats.jsonl none.jsonl --out out": "none.jsonl: cannot be read",
     "train --joint text --model model --start-from ./hydar --data chats.jsonl --out out": "no head './hydar'",
     "generate a --model model --chat-template none.jinja": "chat template 'none.jinja' cannot be read",
     "generate a --model model --tree 0": "num_nodes is 0",
-    "chat model --temperature -1": "temperature is -1.0",
 }
 
 
@@ -92,6 +88,4 @@ def refusals(here: Path) -> dict[str, tuple[int, str]]:
 def test_without_torch_the_refusal_is_the_same(command: str, refusals: dict[str, tuple[int, str]]) -> None:
     code, shown = refusals[command]
     assert REFUSED[command] in shown
-    assert shown.startswith("error: ")
-    assert shown.count("\n") == 1
-    assert code in (1, 2)
+    assert (shown[:7], shown.count("\n"), code) == ("error: ", 1, 1)

@@ -23,30 +23,26 @@ from draftheads.settings import SamplingSettings
 from draftheads.speculation.shapes import Drafting
 
 TOKENS = ["--max-new-tokens", "12"]
-DEFAULTS = {
-    "head": None,
-    "draft_model": None,
-    "tree": "auto",
-    "copy": True,
-    "corpus": None,
-    "max_batch_size": 16,
-}  # arguments of load, besides the settings that differ from their defaults
 
 
 @pytest.mark.parametrize(
     ("arguments", "given", "words"),
-    [([], b"\xff", "standard input is not text"), (["\udcff"], b"", r".*half a character, '\\udcff'")],
-    ids=["standard input", "command line"],
+    [
+        (["generate"], b"\xff", "standard input is not text"),
+        (["chat"], b"\xff\n", "standard input is not text"),
+        (["generate", "\udcff"], b"", r".*half a character, '\\udcff'"),
+    ],
+    ids=["generate", "chat", "command line"],
 )
 @pytest.mark.usefixtures("here")
 def test_bytes_that_are_not_text_are_an_error(
     arguments: list[str], given: bytes, words: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
-    assert re.match(rf"error: {words}.*\n$", run(["generate", "--model", "model", *arguments], code=1).err)
+    assert re.match(rf"error: {words}.*\n$", run([*arguments, "--model", "model"], code=1).err)
 
 
-@pytest.mark.parametrize("head", [None, "medusa", "./hydra"])
+@pytest.mark.parametrize("head", [None, "./hydra"])
 @pytest.mark.usefixtures("here")
 def test_generate_prints_the_answer(head: str | None, engine: Engine, run: Run):
     with_head = ["--head", head] if head else []
@@ -89,30 +85,29 @@ def test_several_prompts_give_a_json_object_each(engine: Engine, run: Run):
     assert err.count("\n") == 1
 
 
-def test_prompts_from_a_file_go_to_a_file(here: Path, tmp_path: Path, engine: Engine, run: Run):
+def test_prompts_from_a_file_go_to_a_file_with_their_labels(here: Path, tmp_path: Path, engine: Engine, run: Run):
     messages = [{"role": "user", "content": "abba"}, {"role": "assistant", "content": "no"}]
+    labels = {"question_id": 81, "category": "writing", "id": "x"}
     records: list[dict[str, Any]] = [
         {"prompt": "dead\u2028cab\u0085", "turns": ["not this"]},
         {"messages": messages, "id": 7},
-        {"question_id": 81, "turns": ["hello", "not this"]},
+        {**labels, "turns": ["hello", "not this"], "reference": ["no"]},
     ]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
     out = tmp_path / "new" / "out.jsonl"
-    arguments = ["generate", "--prompts", str(tmp_path / "in.jsonl"), "--out", str(out), "--model", "model"]
-    assert not run([*arguments, "--precision", "fp32", *TOKENS]).out
+    arguments = ["generate", "--model", "model", "--precision", "fp32", *TOKENS, "--out", str(out)]
+    assert not run([*arguments, "--prompts", str(tmp_path / "in.jsonl")]).out
     prompts = ["dead\u2028cab\u0085", messages, "hello"]
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [record["prompt"] for record in found] == prompts
     expected = engine.generate(prompts, max_new_tokens=12)
     assert [record["text"] for record in found] == [result.text for result in expected]
+    assert labels.items() <= found[2].items()
+    assert "reference" not in found[2]
     assert prompts_in(out) == prompts, "answers can be prompts again"
-
-
-def test_one_prompt_with_an_out_file_is_written_there(here: Path, tmp_path: Path, run: Run):
-    out = tmp_path / "out.jsonl"
-    assert not run(["generate", "abba", "--model", "model", "--out", str(out), *TOKENS]).out
-    assert json.loads(out.read_text(encoding="utf-8"))["prompt"] == "abba"
+    assert not run([*arguments, "abba"]).out
+    assert json.loads(out.read_text(encoding="utf-8"))["prompt"] == "abba", "one prompt goes there, too"
 
 
 def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -124,41 +119,42 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
             raise KeyboardInterrupt  # the rest is other tests'
 
     def load(*arguments: Any, **options: Any) -> Any:
-        seen.append((arguments, options))
+        seen[:] = [(arguments, options)]
         return Engine()
 
     monkeypatch.setattr(generate, "load", load)
-    monkeypatch.setattr("draftheads.cli.early_checks.check_names", lambda _: None)
-
-    def loaded(words: str) -> dict[str, Any]:
-        assert main(["generate", "abc", "def", *shlex.split(words)]) == 130
-        return seen[-2][1]
-
-    assert loaded("") == DEFAULTS
-    assert seen[-1] == (["abc", "def"], SamplingSettings())
-    words = """--model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
-        --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --no-copy --out o"""
-    changed = {"head": "there", "tree": "chain.json", "copy": False, "max_batch_size": 2}
-    assert loaded(words) == {**DEFAULTS, **changed}
-    assert seen[-2][0] == ("here",)
-    settings = SamplingSettings(
-        max_new_tokens=5,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.75,
-        repetition_penalty=1.5,
-        seed=11,
-        stop=("x", "yz"),
-        acceptance="typical",
-    )
-    assert seen[-1] == (["abc", "def"], settings)
-    words = "--precision bf16 --chat-template vicuna --device cuda:1 --trust-remote-code"
-    how = {"precision": "bf16", "chat_template": "vicuna", "device": "cuda:1", "trust_remote_code": True}
-    assert loaded(words) == {**DEFAULTS, **how}
-    drawn = {"draft_model": "small", "tree": "drawn:3"}
-    assert loaded("--draft-model small --tree drawn:3 --acceptance block") == {**DEFAULTS, **drawn}
-    assert seen[-1][1] == SamplingSettings(acceptance="block")
+    monkeypatch.setattr("draftheads.cli.config.check_names", lambda _: None)
+    usual = {"head": None, "draft_model": None, "tree": "auto", "copy": True, "corpus": None, "max_batch_size": 16}
+    for words, loaded, asked in (
+        ("", {}, {}),
+        (
+            """--head there --tree static:4 --max-new-tokens 5 --temperature 0.5 --top-k 3 --top-p 0.75
+            --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2 --no-copy --out o""",
+            {"head": "there", "tree": "static:4", "copy": False, "max_batch_size": 2},
+            {
+                "max_new_tokens": 5,
+                "temperature": 0.5,
+                "top_k": 3,
+                "top_p": 0.75,
+                "repetition_penalty": 1.5,
+                "seed": 11,
+                "stop": ("x", "yz"),
+                "acceptance": "typical",
+            },
+        ),
+        (
+            "--precision bf16 --chat-template vicuna --device cuda:1 --trust-remote-code",
+            {"precision": "bf16", "chat_template": "vicuna", "device": "cuda:1", "trust_remote_code": True},
+            {},
+        ),
+        (
+            "--draft-model small --tree drawn:3 --acceptance block",
+            {"draft_model": "small", "tree": "drawn:3"},
+            {"acceptance": "block"},
+        ),
+    ):
+        assert main(["generate", "abc", "def", "--model", "here", *shlex.split(words)]) == 130
+        assert seen == [(("here",), {**usual, **loaded}), (["abc", "def"], SamplingSettings(**asked))]
 
 
 def test_several_answers_on_a_terminal_are_to_be_read(folder: Path, engine: Engine):
@@ -176,15 +172,6 @@ def test_several_answers_on_a_terminal_are_to_be_read(folder: Path, engine: Engi
         out = heading + rest
 
 
-def test_labels_of_the_file_are_kept(here: Path, run: Run):
-    labelled = {"question_id": 81, "category": "writing", "id": "x", "turns": ["dead cab"], "reference": ["no"]}
-    (here / "labelled.jsonl").write_text(f"{json.dumps(labelled)}\n" * 2)
-    for line in run(["generate", "--prompts", "labelled.jsonl", "--model", "model", *TOKENS]).out.splitlines():
-        record = json.loads(line)
-        assert (record["question_id"], record["category"], record["id"]) == (81, "writing", "x")
-        assert "reference" not in record
-
-
 def test_draft_tokens_of_a_finished_answer_are_green(engine: Engine, folder: Path):
     with_head = draftheads.load(str(folder / "model"), str(folder / "medusa"), precision="fp32")
     result = with_head.generate(["dead cab"], max_new_tokens=12)[0]
@@ -200,11 +187,8 @@ def test_it_says_so_if_nothing_is_drafted(folder: Path, monkeypatch: pytest.Monk
     options = GenerateOptions(model="model", drafting=Drafting("medusa"))
     engine = draftheads.load(str(folder / "model"), str(folder / "medusa"), precision="fp32")
     monkeypatch.setattr(Planner, "choose", lambda *_, **__: (None, 1, 1.0))
-    words = generate.no_draft_sentence(engine, options)
-    assert words is not None
+    words = generate.no_draft_sentence(engine, options) or ""
     assert "drafts no tokens of its own here, only copies" in words
-    assert words.endswith(
-        "Try --precision int8, or measure its trees on your prompts: draftheads tune model medusa --prompts FILE"
-    )
+    assert words.endswith("on your prompts: draftheads tune model medusa --prompts FILE")
     monkeypatch.setattr(Planner, "choose", lambda *_, **__: (object(), 3, 1.0))
     assert generate.no_draft_sentence(engine, options) is None

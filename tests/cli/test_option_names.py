@@ -39,6 +39,6 @@ def test_commands_have_few_options():
 
 
 def test_help_of_train_fits_60_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     main(["train", "--help"])
     assert len(capsys.readouterr().out.splitlines()) <= 60

@@ -1,13 +1,16 @@
-"""Answers on a terminal as they come, and elsewhere."""
+"""Answers and progress on a terminal as they come, and elsewhere."""
 
 import io
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from draftheads.cli.show import _Lines, show_stream
+from cli_world import without_colours
+from draftheads.cli import show
+from draftheads.cli.show import ProgressDisplay, _Lines, show_stream
 from draftheads.decode.engine import Engine
 from families import TREES, PlantedDrafter
 
@@ -40,7 +43,7 @@ def bare(text: str) -> str:
     return re.sub(r"\x1b\[(1;32|0)m|\s", "", text)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize("size", [1, 7])
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
@@ -65,12 +68,9 @@ def test_words_are_not_cut_at_the_edge_of_a_terminal(text: str, lines: list[str]
 def test_an_ideograph_is_shown_at_once():
     out = io.StringIO()
     screen = _Lines(Console(file=out, force_terminal=True, width=40, color_system=None, _environ={}))
-    screen.write("漢")
-    assert out.getvalue() == "漢"
-    screen.write("wor")
-    assert out.getvalue() == "漢"
-    screen.write("d ")
-    assert out.getvalue() == "漢word "
+    for written, shown in (("漢", "漢"), ("wor", "漢"), ("d ", "漢word ")):
+        screen.write(written)
+        assert out.getvalue() == shown
 
 
 def test_draft_tokens_are_green_on_a_terminal(drafted: Engine):
@@ -103,3 +103,41 @@ def test_elsewhere_the_text_is_written_unchanged(drafted: Engine):
     assert out == text + "\n"
     assert "\t" in text
     assert len(max(text.split("\n"), key=len)) > 5
+
+
+# --- progress ---
+
+
+def work(console: Console, clock: SimpleNamespace, *, transient: bool = False) -> None:
+    with ProgressDisplay(console, transient=transient) as display:
+        display.stage("loading [a] model")
+        display.stage("training")
+        display.progress(1, 10)
+        clock.seconds += 40
+        display.progress(2, 10, "loss 1.5")
+        display.progress(3, 10)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that is moved by hand."""
+    moved = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(show.time, "monotonic", lambda: moved.seconds)
+    return moved
+
+
+def test_a_file_gets_a_line_per_stage_and_one_now_and_then(clock: SimpleNamespace):
+    out = io.StringIO()
+    work(Console(file=out, width=40, _environ={}), clock)
+    assert out.getvalue() == "loading [a] model\ntraining\ntraining, loss 1.5: 2 of 10\n"
+
+
+def test_a_terminal_gets_a_bar_for_each_stage(clock: SimpleNamespace):
+    out = io.StringIO()
+    work(Console(file=out, width=120, force_terminal=True, _environ={"TERM": "xterm"}), clock)
+    last = without_colours(out.getvalue())
+    assert "loading [a] model" in last
+    assert "3/10" in last.rpartition("training")[2]
+    out = io.StringIO()
+    work(Console(file=out, width=120, force_terminal=True, _environ={"TERM": "xterm"}), clock, transient=True)
+    assert out.getvalue().endswith("\x1b[2K"), "the bars are erased"

@@ -3,19 +3,17 @@
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import draftheads
+from cli_world import Run
 from draftheads.errors import ChatTemplateWarning
+from draftheads.settings import with_variables
 from draftheads.train.run_folder import chat_template_text
-from draftheads.utils.template_variables import with_variables
 from training_world import chat_options
 
-Run = Callable[..., Any]
 TEMPLATE = "{% if thinks is defined and not thinks %}dead {% endif %}{{ messages[0].content }}"
 THINKS_NOT = {"thinks": False}
 TOKENS = ("--max-new-tokens", "6", "--precision", "fp32")
@@ -80,8 +78,3 @@ def test_a_variable_that_is_not_read(run: Run, model: Path) -> None:
         warnings.simplefilter("default", ChatTemplateWarning)
         assert "does not read thonks: it changes nothing" in " ".join(run(words).err.split())
     assert "NAME=VALUE" in run([*words[:-1], "thinks"], code=1).err
-
-
-@pytest.mark.parametrize("command", ["generate", "train", "distill"])
-def test_every_command_has_it(run: Run, command: str) -> None:
-    assert "--template-variables" in run([command, "--help"]).out

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from cli_world import write_model
-from draftheads.cli import serving
+from draftheads.cli import serve as command
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings, MissingDependency
 from draftheads.loading import load
@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     (tmp_path / "config.json").write_text('{"model_type": "none"}')
-    monkeypatch.setattr(serving, "_log_to_stderr", lambda: None)  # it would change the loggers of other tests
+    monkeypatch.setattr(command, "_log_to_stderr", lambda: None)  # it would change the loggers of other tests
     monkeypatch.delenv("DRAFTHEADS_API_KEY", raising=False)
     assert main(["serve", str(tmp_path), "--port", "0", "--host", "0.0.0.0"]) == 1  # noqa: S104
     first, *_, last = capsys.readouterr().err.splitlines()
@@ -104,11 +104,11 @@ def test_a_port_that_is_taken_is_named_before_anything_slow_is_imported():
 
 
 def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
-    for name in ("draftheads.serve.http_server", "draftheads.cli.serving"):
+    for name in ("draftheads.serve.http_server", "draftheads.cli.serve"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[serve\]'"):
-        importlib.import_module("draftheads.cli.serving")
+        importlib.import_module("draftheads.cli.serve")
 
 
 @pytest.mark.parametrize(

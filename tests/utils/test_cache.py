@@ -60,9 +60,6 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "c"))
     assert cache_folder() == tmp_path / "c" / ".cache" / "draftheads"
-
-
-def test_an_unknown_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
     with pytest.raises(InvalidSettings, match=r"~nobody-9/cache.* DRAFTHEADS_CACHE"):
         cache_folder()
@@ -78,14 +75,9 @@ def test_each_part_has_its_files_and_no_others(cache: Path, part: CachePart) -> 
     deleted, in_use = clear(part, cache)
     assert (deleted, in_use) == (found, [])
     assert files_below(cache) == sorted(set(FILES.values()) - {FILES[part.name]})
-    left = [path.name for path in (cache / part.folder).iterdir() if path.is_dir()] if part.folder else []
-    assert left == []
-
-
-def test_a_missing_cache_has_nothing(tmp_path: Path) -> None:
-    for part in PARTS:
-        assert contents_of(part, tmp_path / "none").num_files == clear(part, tmp_path / "none")[0].num_files == 0
-    assert not (tmp_path / "none").exists()
+    assert not part.folder or not any((cache / part.folder).iterdir())
+    assert clear(part, cache / "none")[0].num_files == 0
+    assert not (cache / "none").exists()
 
 
 def test_the_parts_have_the_names_that_are_written(
@@ -128,9 +120,7 @@ def test_what_another_process_has_locked_stays(cache: Path) -> None:
     write(second / "x")
     with locked(own, ""):
         deleted, in_use = clear(PART["bench"], cache)
-    assert (in_use, deleted.num_files) == ([own], 1)
-    assert (cache / FILES["bench"]).exists()
-    assert not second.exists()
+    assert (in_use, deleted.num_files, second.exists()) == ([own], 1, False)
     assert contents_of(PART["bench"], cache).num_files == 1, "the lock does not count"
 
 

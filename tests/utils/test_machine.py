@@ -1,7 +1,9 @@
 """Facts of the operating system, from folders that look like /proc and /sys of other machines."""
 
 import os
+import re
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -9,18 +11,24 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from draftheads.utils.machine import Cores, OtherPrograms, find_cores, find_memory, has_nvidia_driver
+from draftheads.utils.machine import (
+    NAMES,
+    Cores,
+    Environment,
+    OtherPrograms,
+    find_cores,
+    find_memory,
+    has_nvidia_driver,
+)
 
 busy_cores = OtherPrograms.busy_cores
-
-MEMORY = SimpleNamespace(total=16_384_000_000, available=8_192_000_000)
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with four cores of two threads each, all for this process."""
+    """A machine with four cores of two threads each, all for this process, and 16 GB."""
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 4)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: MEMORY)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * 10**9, available=8 * 10**9))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     write(tmp_path, {"proc/self/cgroup": "0::/\n"})
     return tmp_path
@@ -72,7 +80,7 @@ def test_the_limits_of_control_groups(
     cores = find_cores(root)
     assert cores == Cores(logical=8, physical=4, allowed=8, quota=quota)
     assert cores.usable == usable
-    assert find_memory(root) == (16_384_000_000, 8_192_000_000, memory)
+    assert find_memory(root) == (16 * 10**9, 8 * 10**9, memory)
 
 
 def test_a_process_may_be_bound_to_some_cores_and_other_systems_have_no_limits(
@@ -144,3 +152,32 @@ def test_this_machine_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     while found is None:  # the system counts in hundredths of a second
         found = others.busy_cores()
     assert 0.0 <= found <= others.num_cores
+
+
+# --- environment variables ---
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_manual_has_all_variables():
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `([A-Z_]+)` \| (.+) \|$", page, re.MULTILINE)
+    assert shown == [(each.metadata["name"], each.metadata["meaning"]) for each in fields(Environment)]
+    build = (ROOT / "hatch_build.py").read_text(encoding="utf-8")
+    assert all(f"`{name}" in page for name in re.findall(r'environ\.get\("(\w+)"', build))
+
+
+def test_no_other_file_reads_the_environment():
+    files = (ROOT / "src" / "draftheads").rglob("*.py")
+    readers = {path.name for path in files if re.search(r"\bos\.(environ|getenv)", path.read_text(encoding="utf-8"))}
+    assert readers - {"endpoint.py"} == {"machine.py"}, "a server's key is in a variable that the user names"
+
+
+def test_values_are_those_of_this_moment(monkeypatch: pytest.MonkeyPatch):
+    for name in NAMES.values():
+        monkeypatch.delenv(name, raising=False)
+    assert (Environment().cache, Environment().num_processes) == (None, 1)
+    monkeypatch.setenv("DRAFTHEADS_CACHE", "here")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert (Environment().cache, Environment().num_processes, Environment().gpus) == ("here", 4, "")

@@ -4,7 +4,8 @@ import inspect
 import io
 import sys
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tqdm.auto
@@ -16,59 +17,33 @@ from fake_progress import FakeProgress
 # --- bars: in a notebook, on a terminal, and nowhere else ---
 
 
-class BarRecorder:
-    """In place of tqdm."""
+def test_a_bar_is_shown_for_each_stage_that_counts(monkeypatch: pytest.MonkeyPatch):
+    made: list[Mock] = []
 
-    made: ClassVar[list["BarRecorder"]] = []
+    def bar(*, desc: str, total: int, initial: int) -> Mock:
+        made.append(Mock(desc=desc, total=total, n=initial))
+        made[-1].update.side_effect = lambda steps: setattr(made[-1], "n", made[-1].n + steps)
+        return made[-1]
 
-    def __init__(self, *, desc: str, total: int, initial: int) -> None:
-        self.shown = [(desc, initial, total, "")]
-        self.n, self.note, self.closed = initial, "", False
-        self.made.append(self)
-
-    def set_postfix_str(self, note: str, *, refresh: bool) -> None:
-        assert not refresh
-        self.note = note
-
-    def update(self, steps: int) -> None:
-        self.n += steps
-        desc, _, total, _ = self.shown[0]
-        self.shown.append((desc, self.n, total, self.note))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> list[BarRecorder]:
-    monkeypatch.setattr(tqdm.auto, "tqdm", BarRecorder)
-    monkeypatch.setattr(BarRecorder, "made", [])
-    return BarRecorder.made
-
-
-def test_a_bar_is_shown_for_each_stage_that_counts(bars: list[BarRecorder]):
+    monkeypatch.setattr(tqdm.auto, "tqdm", bar)
     progress = Bars()
     progress.stage("loading")
     progress.stage("training")
-    progress.progress(3, 9)  # done by an earlier run
-    progress.progress(5, 9, "loss 2.0")
-    progress.progress(9, 9, "loss 1.5")
-    assert bars[0].closed
+    for done, note in ((3, ""), (5, "loss 2.0"), (9, "loss 1.5")):  # three were done by an earlier run
+        progress.progress(done, 9, note)
     advance = counted_stage(progress, "measuring", 2)
     advance()
     progress.stage("writing")
-    training = [("training", 3, 9, ""), ("training", 5, 9, "loss 2.0"), ("training", 9, 9, "loss 1.5")]
-    assert bars[0].shown == [training[0], *training]
-    assert bars[1].shown == [("measuring", 1, 2, "")] * 2
-    assert len(bars) == 2
-    assert bars[1].closed
+    assert [(bar.desc, bar.n, bar.total) for bar in made] == [("training", 9, 9), ("measuring", 1, 2)]
+    assert [call.args for call in made[0].update.call_args_list] == [(0,), (2,), (4,)]
+    assert made[0].set_postfix_str.call_args == (("loss 1.5",), {"refresh": False})
+    assert all(bar.close.called for bar in made)
 
 
 @pytest.mark.parametrize(
     ("shell", "stderr", "expected"),
     [
         ("none", io.StringIO(), NoProgress),
-        (None, io.StringIO(), NoProgress),  # imported by a script
         (SimpleNamespace(), io.StringIO(), NoProgress),  # that of a terminal has no kernel
         (SimpleNamespace(), SimpleNamespace(isatty=lambda: True), Bars),
         (SimpleNamespace(kernel=1), io.StringIO(), Bars),

@@ -9,8 +9,7 @@ import tyro
 
 from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
-from draftheads.settings import AcceptanceRule, SamplingSettings
-from draftheads.utils.option_group import OptionGroup, at_least
+from draftheads.settings import AcceptanceRule, OptionGroup, SamplingSettings, at_least
 
 TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths", "adaptive"]
 MIN_PROMPTS = 3  # or groups of them, for an interval

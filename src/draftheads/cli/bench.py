@@ -1,4 +1,4 @@
-"""``draftheads bench``: draft heads, and drafters without a head, side by side with one engine."""
+"""``draftheads bench`` and ``demo``: draft heads, and drafters without a head, side by side with one engine."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,21 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from draftheads.bench.compare import Comparison, compare_heads
-from draftheads.bench.options import BenchOptions
+from draftheads.bench.options import BenchOptions, DemoOptions
+from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import ALL, Row, by_part, markdown, table_of
 from draftheads.bench.verdict import remarks, verdict
 from draftheads.cli.config import keep_config
-from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.show import check_json_path, print_table, quiet_transformers, write_json, write_page
-from draftheads.data.records import Record, read_suite, select
+from draftheads.cli.show import (
+    DRAFTED,
+    ProgressDisplay,
+    check_json_path,
+    error_console,
+    print_table,
+    quiet_transformers,
+    write_json,
+    write_page,
+)
+from draftheads.data.records import Record, own_prompts, prompts_in, read_suite, select
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
 from draftheads.utils.provenance import machine_in_words
 
-BUILT_IN = "tasks"
 _FEW = 4  # of our own questions of each category
 _QUICK = 6  # questions of a short comparison, at least
 _MOST_PROBLEMS = 5  # that are printed; all are in the files
@@ -31,8 +40,6 @@ def run(options: BenchOptions) -> None:
     console = Console(highlight=False)
     quiet_transformers()
     options = quick(options) if options.quick else options
-    if options.limit is not None and options.limit < 1:
-        raise InvalidSettings(f"--limit is {options.limit}; it must be at least 1")
     check_json_path(options.json)
     questions = questions_of(options)
     out = None if options.out is None else check_writable(options.out / "bench.json").parent
@@ -50,44 +57,67 @@ def run(options: BenchOptions) -> None:
             fresh=options.fresh,
             progress=progress,
         )
+    # where the questions are from, without the folders of the user
+    source = None if options.prompts is None else "/".join(Path(options.prompts).parts[-2:])
+    record = {**comparison.record, "prompts": source}
     show(console, comparison.rows)
-    _show_problems(console, comparison.record["problems"])
-    if comparison.record["disturbed"]:
-        console.print("other programs used the processor: times are too long; × plain suffers less", style="yellow")
-    record = {**comparison.record, "prompts": _source(options)}
+    problems = [in_words(each) for each in record["problems"]]
+    if (more := len(problems) - _MOST_PROBLEMS) > 0:
+        problems[_MOST_PROBLEMS:] = [f"… and {more} more; bench.json has all"]
+    if record["disturbed"]:
+        problems.append("other programs used the processor: times are too long; × plain suffers less")
+    for line in problems:
+        console.print(line, markup=False, style="yellow")
     if out is not None:
         write(console, out, replace(comparison, record=record))
         keep_config(options, out / "config.yaml")
     write_json(options.json, record)
 
 
+def demo(options: DemoOptions) -> None:
+    """A comparison in a time box, and an answer of the fastest head."""
+    if not options.seconds > 0:
+        raise InvalidSettings(f"seconds is {options.seconds:g}; it must be above 0")
+    check_json_path(options.json)
+    console = Console(highlight=False)
+    quiet_transformers()
+    with ProgressDisplay(error_console(), transient=True) as progress:
+        comparison = compare_heads(
+            options.model,
+            options.heads,
+            prompts_in(options.prompts or own_prompts("demo"))[: options.limit],
+            settings=BenchSettings(trees=("defaults",), max_new_tokens=options.max_new_tokens),
+            transformers=True,
+            precision=options.precision,
+            max_seconds=options.seconds,
+            progress=progress,
+        )
+    if example := comparison.record["example"]:
+        colours = Text.assemble("; draft tokens are ", ("green", DRAFTED)) if console.color_system else ""
+        console.print(Text.assemble((example["question"], "bold"), f"   ({example['way']}", colours, ")\n"))
+        pieces = ((text, DRAFTED if is_drafted else "") for text, is_drafted in example["pieces"])
+        console.print(Text.assemble(*pieces), end="\n\n")
+    show(console, comparison.rows)
+    write_json(options.json, comparison.record)
+
+
 def quick(options: BenchOptions) -> BenchOptions:
     """The options of a short comparison: what is given counts, what is not gets smaller."""
-    usual, given = BenchOptions().settings, options.settings
-    settings = replace(
-        given,
-        trees=("defaults",) if given.trees == usual.trees else given.trees,
-        max_new_tokens=64 if given.max_new_tokens == usual.max_new_tokens else given.max_new_tokens,
-        num_calibration_prompts=min(16, given.num_calibration_prompts),
-    )
-    return replace(options, settings=settings)
+    usual, given = BenchSettings(), options.settings
+    small: dict[str, Any] = {"trees": ("defaults",), "max_new_tokens": 64}
+    changed = {name: value for name, value in small.items() if getattr(given, name) == getattr(usual, name)}
+    fewer = min(16, given.num_calibration_prompts)
+    return replace(options, settings=replace(given, **changed, num_calibration_prompts=fewer))
 
 
 def questions_of(options: BenchOptions) -> list[Record]:
     """The questions that the options choose."""
-    questions, limit = read_suite(options.prompts or BUILT_IN), options.limit
+    questions, limit = read_suite(options.prompts or "tasks"), options.limit
     if limit is None and options.quick:
         limit = -(-_QUICK // len(options.category or {question.category for question in questions}))
     elif limit is None and options.prompts is None:
         limit = _FEW
     return select(questions, options.category, limit)
-
-
-def _source(options: BenchOptions) -> str | None:
-    """Where the questions are from: the end of a path, without the folders of the user."""
-    if options.prompts is None:
-        return None
-    return "/".join(Path(options.prompts).parts[-2:])
 
 
 def write(console: Console, out: Path, comparison: Comparison) -> None:
@@ -131,10 +161,3 @@ def in_words(problem: Mapping[str, Any]) -> str:
     """
     turn = f", turn {problem['turn']}" if problem["turn"] else ""
     return (f"question {problem['question']}{turn}: " if problem["question"] else "") + str(problem["problem"])
-
-
-def _show_problems(console: Console, problems: Sequence[Mapping[str, Any]]) -> None:
-    for problem in problems[:_MOST_PROBLEMS]:
-        console.print(in_words(problem), markup=False, style="yellow")
-    if len(problems) > _MOST_PROBLEMS:
-        console.print(f"… and {len(problems) - _MOST_PROBLEMS} more; bench.json has all", style="yellow")

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from draftheads.cli.generate import load_engine, no_draft_sentence
 from draftheads.cli.options import ChatOptions
-from draftheads.cli.progress_display import ProgressDisplay, error_console
-from draftheads.cli.show import quiet_transformers, show_stream, speed_words
+from draftheads.cli.show import ProgressDisplay, error_console, quiet_transformers, show_stream, speed_words
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane

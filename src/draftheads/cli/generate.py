@@ -13,8 +13,14 @@ from rich.rule import Rule
 from rich.text import Text
 
 from draftheads.cli.options import ChatOptions, GenerateOptions
-from draftheads.cli.progress_display import ProgressDisplay, error_console
-from draftheads.cli.show import drafted_text, quiet_transformers, show_stream, speed_words
+from draftheads.cli.show import (
+    ProgressDisplay,
+    drafted_text,
+    error_console,
+    quiet_transformers,
+    show_stream,
+    speed_words,
+)
 from draftheads.data.records import read_prompts
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt

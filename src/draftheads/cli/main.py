@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import keyword
 import logging
 import os
 import re
@@ -28,49 +27,42 @@ class Command(NamedTuple):
     """
 
     summary: str
-    options: str  # module in draftheads and class; next to it may be a function ``defaults(arguments)``
+    options: str  # module in draftheads with NAMEOptions; next to it may be a function ``defaults(arguments)``
     error_code: int = 1  # the exit code after an error
     continues: bool = False  # the same command continues what was interrupted
     module: str = ""  # PACKAGE.MODULE with ``run``, in another package; then ``options`` is a full path, too
     first: str = ""  # options that may come first, without their names
     config: bool = False  # --config FILE and --print-config
+    function: str = ""  # MODULE.FUNCTION in draftheads.cli, if it is not NAME.run
 
 
 COMMANDS = {
     "bench": Command(
-        "compare draft heads, and drafters without a head",
-        "bench.options.BenchOptions",
-        config=True,
-        continues=True,
-        first="model",
+        "compare draft heads, and drafters without a head", "bench.options", config=True, continues=True, first="model"
     ),
-    "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
-    "chat": Command("chat with a model on the terminal", "cli.options.ChatOptions", first="model"),
-    "demo": Command("answer prompts with and without draft heads, and compare", "bench.options.DemoOptions"),
-    "distill": Command(
-        "let a model answer prompts, to get training data", "distill.options.DistillOptions", config=True
+    "cache": Command("show what is in the cache, or clear it", "cli.options", function="commands.cache"),
+    "chat": Command("chat with a model on the terminal", "cli.options", first="model"),
+    "demo": Command("answer prompts with and without draft heads, and compare", "bench.options", function="bench.demo"),
+    "distill": Command("let a model answer prompts, to get training data", "distill.options", config=True),
+    "doctor": Command("show what was found on this machine, with advice", "cli.doctor", first="model"),
+    "export": Command(
+        "write a head in the layout of other engines", "cli.options", first="head", function="commands.export"
     ),
-    "doctor": Command("show what was found on this machine, with advice", "cli.doctor.DoctorOptions", first="model"),
-    "export": Command("write a head in the layout of other engines", "cli.options.ExportOptions", first="head"),
-    "generate": Command("answer prompts", "cli.options.GenerateOptions"),
-    "import": Command("read a head of another project", "cli.import_.ImportOptions"),
-    "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions", first="head"),
-    "merge": Command("merge a model and its adapter into one model", "train.options.MergeOptions"),
+    "generate": Command("answer prompts", "cli.options"),
+    "import": Command("read a head of another project", "cli.options", function="commands.import_"),
+    "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info", first="head"),
+    "merge": Command("merge a model and its adapter into one model", "train.options", function="commands.merge"),
     "serve": Command(
         "serve a model to many users, with OpenAI's HTTP interface",
-        "serve.options.ServeOptions",
-        first="model",
+        "serve.options",
         config=True,
+        first="model",
+        function="commands.serve",
     ),
-    "show-batch": Command("show which tokens of a batch are learned", "cli.train_options.ShowBatchOptions"),
-    "train": Command(
-        "train draft heads for a model, or together with it", "cli.train_options.TrainOptions", config=True
-    ),
+    "show-batch": Command("show which tokens of a batch are learned", "cli.train_options"),
+    "train": Command("train draft heads for a model, or together with it", "cli.train_options", config=True),
     "tune": Command(
-        "measure a head's acceptance profile on your prompts",
-        "search.settings.TuneOptions",
-        continues=True,
-        first="model head",
+        "measure a head's acceptance profile on your prompts", "search.settings", continues=True, first="model head"
     ),
 }
 
@@ -135,24 +127,24 @@ def _show_notes() -> None:
 
 
 def _command(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
-        return 0
-    if arguments[0] == "--version":
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        shown = _usage()
+    elif name == "--version":
         from importlib.metadata import version  # noqa: PLC0415 - only this option needs it
 
-        print(version("draftheads"))
-        return 0
-    if arguments[0] == "--tyro-print-completion":
-        print(_completion(arguments))
-        return 0
-    commands = commands_for(arguments[0])
-    if arguments[0] not in commands:
-        close = close_name(arguments[0], commands)
+        shown = version("draftheads")
+    elif name == "--tyro-print-completion":
+        shown = _completion(arguments)
+    elif name in (commands := commands_for(name)):
+        return _run(name, arguments[1:])
+    else:
+        close = close_name(name, commands)
         hint = f"; did you mean {close}?" if close else ""
-        print(f"draftheads: no command {arguments[0]!r}{hint}\n\n{_usage()}", file=sys.stderr)
+        print(f"draftheads: no command {name!r}{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
-    return _run(arguments[0], arguments[1:])
+    print(shown)
+    return 0
 
 
 def _completion(arguments: Sequence[str]) -> str:
@@ -175,18 +167,17 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print_help(name, command, *options_of(name, arguments))
         return 0
     options = read_options(name, arguments)
-    if command.config and "--print-config" in given:
-        from draftheads.cli.config import as_yaml  # noqa: PLC0415
+    from draftheads.cli.config import as_yaml, check_names, flat  # noqa: PLC0415 - slow to import
 
+    if command.config and "--print-config" in given:
         print(as_yaml(options), end="")
         return 0
-    from draftheads.cli.early_checks import check_names, flat  # noqa: PLC0415 - `--help` does not need it
-
     if name != "info":  # which loads nothing: a head may be of any model
         check_names(flat(options))
     _show_notes()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
-    return import_quickly(command.module or name).run(options) or 0
+    module, _, function = (command.function or f"{command.module or name}.run").rpartition(".")
+    return getattr(import_quickly(module), function)(options) or 0
 
 
 def read_options(name: str, arguments: Sequence[str]) -> Any:
@@ -194,16 +185,14 @@ def read_options(name: str, arguments: Sequence[str]) -> Any:
     import tyro  # noqa: PLC0415 - slow to import
 
     command = commands_for(name)[name]
-    places = command.first.split()
-    values = list(takewhile(lambda word: word[:1] != "-", arguments))[: len(places)]
-    named = [f"--{option}={value}" for option, value in zip(places, values, strict=False)]
-    rest = arguments[len(values) :]
+    first = dict(zip(command.first.split(), takewhile(lambda word: word[:1] != "-", arguments), strict=False))
+    rest = arguments[len(first) :]
     flags = {word.partition("=")[0].replace("_", "-") for word in rest}
-    for option, value in zip(places, values, strict=False):
+    for option, value in first.items():
         if f"--{option.replace('_', '-')}" in flags:
             print(f"error: {option} is {value} and --{option} is given, too: give one of them", file=sys.stderr)
             raise SystemExit(2)
-    words = [*named, *rest]
+    words = [*(f"--{option}={value}" for option, value in first.items()), *rest]
     if command.config:
         from draftheads.cli.config import with_config  # noqa: PLC0415
 
@@ -220,9 +209,8 @@ def import_quickly(name: str) -> Any:
 
     gc.disable()
     try:
-        module = name.replace("-", "_") + "_" * keyword.iskeyword(name)  # import_ for import
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status("starting"):
-            return importlib.import_module(module if "." in module else f"draftheads.cli.{module}")
+            return importlib.import_module(name if "." in name else f"draftheads.cli.{name.replace('-', '_')}")
     finally:
         gc.freeze()
         gc.enable()
@@ -231,22 +219,15 @@ def import_quickly(name: str) -> Any:
 def options_of(name: str, arguments: Sequence[str] = ()) -> tuple[type, Any]:
     """The class of a command's options, and an instance with their defaults, where these depend on other options."""
     command = commands_for(name)[name]
-    module_name, _, class_name = command.options.rpartition(".")
-    module: Any = importlib.import_module(module_name if command.module else f"draftheads.{module_name}")
-    kind = getattr(module, class_name)
+    module: Any = importlib.import_module(command.options if command.module else f"draftheads.{command.options}")
+    kind = getattr(module, f"{name.title().replace('-', '')}Options")
     return kind, module.defaults(arguments) if hasattr(kind, "of") else None
 
 
 def _usage() -> str:
-    lines = [f"  {name:<12} {command.summary}" for name, command in all_commands().items()]
-    return "\n".join(
-        [
-            "usage: draftheads COMMAND [options]",
-            "",
-            "Draft heads: a language model answers faster, with exactly the same text.",
-            "",
-            *lines,
-            "",
-            "draftheads COMMAND --help explains a command's options.",
-        ]
+    lines = "\n".join(f"  {name:<12} {command.summary}" for name, command in all_commands().items())
+    return (
+        "usage: draftheads COMMAND [options]\n\n"
+        "Draft heads: a language model answers faster, with exactly the same text.\n\n"
+        f"{lines}\n\ndraftheads COMMAND --help explains a command's options."
     )

@@ -6,7 +6,7 @@ jobs are in their rooms.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -118,3 +118,32 @@ class ExportOptions:
     """Write the model's embedding into eagle3 and eagle heads. vllm-project/speculators trains them further from it."""
     model: str = "smollm2-135m"
     """The model of the head. A name, a folder or a Hugging Face id."""
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """Read a head of another project: Medusa, Hydra, Hydra++, an MLP speculator, EAGLE or EAGLE-3.
+
+    The format is told by the file's tensors. Nothing in the file is executed. The head is then as any other:
+    `draftheads tune` measures its acceptance, `draftheads train --start-from` trains it further.
+    """
+
+    source: tyro.conf.Positional[str]
+    """The head. A folder, a file (.safetensors, .bin, .pt) or a Hugging Face id."""
+    out: Path
+    """Folder to make."""
+    model: str = "smollm2-135m"
+    """The model that the head was trained for. A name, a folder or a Hugging Face id."""
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Show what is in the cache, or clear it.
+
+    The cache has what draftheads measured and converted. Models from the Hugging Face Hub are in another cache.
+    """
+
+    action: tyro.conf.Positional[Literal["show", "clear"]] = "show"
+    """What to do. show lists the parts and their sizes; clear deletes them."""
+    part: tyro.conf.Positional[str | None] = None
+    """Only this part: a name that show lists."""

@@ -1,7 +1,8 @@
-"""Answers on a terminal while they are generated, with draft tokens in colour."""
+"""What commands show: answers with draft tokens in colour, tables, JSON, and the progress of long work."""
 
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as TimeLeftColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:  # `doctor` writes JSON, too, and must not wait for models
     from draftheads.decode.request import GenerationResult, Request, StreamEvent
 
 DRAFTED = "bold green"
+SECONDS_BETWEEN_LINES = 30.0  # of progress, where the output is not a terminal
+_SECONDS_OF_SPEED = 600.0  # over which a bar averages the speed: some work ends in bursts
 _BREAKS = re.compile(r"(?<=\S) (?=\S)|(?<=[/_])(?=\w)")  # where a heading goes on in the next line
 _FIRST_IDEOGRAPH = "\u2e80"  # from here on, scripts are written without spaces
 _PARTS = re.compile(f"\\s+|[^\\s{_FIRST_IDEOGRAPH}-\U0010ffff]+|[{_FIRST_IDEOGRAPH}-\U0010ffff]")
@@ -126,25 +131,26 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
+def simple_table(headings: Sequence[str], lines: Sequence[Sequence[str]], title: str = "") -> Table:
+    """A table without borders. Long cells of text are folded."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold", vertical="bottom")
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
+
+
 def print_table(console: Console, headings: Sequence[str], lines: Sequence[Sequence[str]], title: str = "") -> None:
-    """A table. Headings break at blanks, and long cells of text are folded.
+    """Prints a table, whose headings break at blanks.
 
     One that is too wide, and has more columns than lines, is printed with its columns as lines.
     """
-
-    def made(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-        table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left")
-        for number, heading in enumerate(headings):
-            table.add_column(heading, justify="right" if number else "left", overflow="fold", vertical="bottom")
-        for line in lines:
-            table.add_row(*map(Text, line))
-        return table
-
     broken = [_BREAKS.sub("\n", heading) for heading in headings]
-    table, wide = made(broken, lines), console.options.update(max_width=10_000)
+    table, wide = simple_table(broken, lines, title), console.options.update(max_width=10_000)
     if table.__rich_measure__(console, wide).minimum > console.width and len(lines) < len(headings) - 1:
         first, *others = zip(headings, *lines, strict=True)
-        table = made(first, others)
+        table = simple_table(first, others, title)
     console.print(table)
 
 
@@ -156,3 +162,53 @@ def write_page(console: Console, folder: Path, kind: Literal["training", "tune",
         console.print(f"wrote {write.write_page(folder, kind)}", soft_wrap=True, markup=False)
     except MissingDependency as error:
         console.print(f"no page: {error}", soft_wrap=True, markup=False)
+
+
+def error_console() -> Console:
+    """A console on standard error that is silent where that is not a terminal."""
+    console = Console(stderr=True)
+    console.quiet = not console.is_terminal
+    return console
+
+
+class ProgressDisplay(Progress):
+    """Shows a :class:`draftheads.utils.progress.Progress` on a console, a bar for each stage; a context manager.
+
+    Where the console is neither a terminal nor a notebook, it prints a line for each stage, and one now and then.
+
+    Args:
+        console: to print to.
+        transient: leave nothing on a terminal at the end.
+    """
+
+    def __init__(self, console: Console, *, transient: bool = False) -> None:
+        super().__init__(
+            TextColumn("{task.description}", markup=False),
+            *(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeLeftColumn()),
+            console=console,
+            transient=transient,
+            speed_estimate_period=_SECONDS_OF_SPEED,
+            disable=not (console.is_terminal or console.is_jupyter),
+        )
+        self._bar: TaskID | None = None
+        self._what, self._last_line = "", 0.0
+
+    def stage(self, what: str) -> None:
+        """Starts a bar, or prints a line."""
+        if self._bar is not None:
+            self.stop_task(self._bar)
+        self._what, self._bar = what, self.add_task(what, total=None)
+        self._print(what)
+
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        """Moves the bar, or prints a line if the last one is old."""
+        what = f"{self._what}, {note}" if note else self._what
+        if self._bar is not None:
+            self.update(self._bar, completed=done, total=total, description=what)
+        if time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._print(f"{what}: {done:,} of {total:,}")
+
+    def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
+        if self.disable:
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -4,14 +4,14 @@ Loads the model's tokenizer only.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from draftheads.cli.show import quiet_transformers
+from draftheads.cli.show import quiet_transformers, simple_table
 from draftheads.cli.train_options import ShowBatchOptions
 from draftheads.data.batches import choose_texts, plan_batches
 from draftheads.data.texts import load_texts
@@ -30,7 +30,6 @@ _STYLES = {  # by Span.is_learned, Span.is_special
     (True, False): "black on green",
     (True, True): "bold bright_white on green",
 }
-_LEARNED, _SPECIAL = "⟦⟧", "‹›"  # without colours
 
 
 def run(options: ShowBatchOptions) -> None:
@@ -40,7 +39,16 @@ def run(options: ShowBatchOptions) -> None:
     batch = planned_batch(model, options)
     console = Console(highlight=False)
     has_colours = console.color_system is not None and not console.no_color
-    _print_all(console, model, batch, has_colours=has_colours)
+
+    def marked(pieces: Sequence[Span]) -> Text:
+        return coloured(pieces) if has_colours else Text(bracketed(pieces))
+
+    for i in batch.text_indices:
+        console.print(Text(batch.title(i), style="bold"))
+        # without colours, a line of the text stays one line of output, however long
+        console.print(marked(spans(model.tokenizer, batch.texts[i])), end="\n\n", soft_wrap=not has_colours)
+    console.print(Text("  ").join(marked([kind]) for kind in KINDS), end="\n\n")
+    console.print(simple_table(batch.columns, batch.rows()))
     if options.html is not None:
         page = batch_page(batch, model.tokenizer, max_texts=None, settings=vars(options), provenance=provenance())
         write_atomic(options.html, render(page).encode())
@@ -74,35 +82,15 @@ def planned_batch(model: ChatReader, options: ShowBatchOptions) -> PlannedBatch:
     )
 
 
-def _print_all(console: Console, model: ChatReader, batch: PlannedBatch, *, has_colours: bool) -> None:
-    for i in batch.text_indices:
-        pieces = spans(model.tokenizer, batch.texts[i])
-        console.print(Text(batch.title(i), style="bold"))
-        # without colours, a line of the text stays one line of output, however long
-        console.print(coloured(pieces) if has_colours else Text(bracketed(pieces)), soft_wrap=not has_colours)
-        console.print()
-    console.print(Text("  ").join(coloured([kind]) if has_colours else Text(bracketed([kind])) for kind in KINDS))
-    console.print()
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for number, column in enumerate(batch.columns):
-        table.add_column(column, justify="right" if number else "left")
-    for row in batch.rows():
-        table.add_row(*row)
-    console.print(table)
-
-
 def coloured(pieces: Sequence[Span]) -> Text:
     """The pieces side by side, each in the style of its kind."""
     return Text.assemble(*((piece.visible, _STYLES[piece.is_learned, piece.is_special]) for piece in pieces))
 
 
 def bracketed(pieces: Sequence[Span]) -> str:
-    """The pieces without styles: learned tokens are in brackets."""
+    """The pieces without styles: learned tokens are in brackets, and special ones in others."""
     words = ""
-    was_learned = False
-    for piece in pieces:
-        if piece.is_learned != was_learned:
-            words += _LEARNED[was_learned]
-        was_learned = piece.is_learned
-        words += f"{_SPECIAL[0]}{piece.visible}{_SPECIAL[1]}" if piece.is_special else piece.visible
-    return words + (_LEARNED[1] if was_learned else "")
+    for is_learned, together in groupby(pieces, attrgetter("is_learned")):
+        text = "".join(f"‹{piece.visible}›" if piece.is_special else piece.visible for piece in together)
+        words += f"⟦{text}⟧" if is_learned else text
+    return words

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.config import keep_config
-from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.show import quiet_transformers, write_page
+from draftheads.cli.show import ProgressDisplay, quiet_transformers, write_page
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import recipe

@@ -8,12 +8,10 @@ from typing import Annotated
 
 import tyro
 
-from draftheads.cli.early_checks import check_names
 from draftheads.data.files import KINDS
+from draftheads.settings import FRACTION, FROM_0, FROM_1, OptionGroup, keep_variables
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
-from draftheads.utils.option_group import FRACTION, FROM_0, FROM_1, OptionGroup
-from draftheads.utils.template_variables import keep_variables
 
 
 def defaults(arguments: Sequence[str]) -> TrainOptions:
@@ -31,6 +29,8 @@ def defaults(arguments: Sequence[str]) -> TrainOptions:
     given = parser.parse_known_args(arguments)[0]
     model = given.model or TrainOptions.model
     if not {"-h", "--help"}.intersection(arguments):  # the options themselves import torch
+        from draftheads.cli.config import check_names  # noqa: PLC0415 - `--help` does not need it
+
         named = {**vars(given), "model": model, "data": tuple(given.data), "text": tuple(given.text)}
         check_names(named.items())
     settings = defaults_from({**vars(given), "model": model})

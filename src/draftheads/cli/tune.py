@@ -3,15 +3,12 @@
 import json
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from draftheads.bench.timing import over_plain
 from draftheads.bench.verdict import speed_sentence
 from draftheads.checkpoints.registry import find_head
-from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.show import quiet_transformers, write_page
+from draftheads.cli.show import ProgressDisplay, quiet_transformers, simple_table, write_page
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.search.replay import encoded
 from draftheads.search.settings import TuneOptions
@@ -55,22 +52,15 @@ def run(options: TuneOptions) -> None:
 
 def _show(console: Console, profile: AcceptanceProfile, batches: list[dict[str, Any]]) -> None:
     """Tokens per step by nodes, and the fastest trees by rows."""
-    table = _table("nodes", "static, tokens/step", "growing, tokens/step")
-    for nodes in _SHOWN:
-        cells = [
-            f"{tokens[nodes - 1]:.2f}" if nodes <= len(tokens) else ""
-            for tokens in (profile.static_tokens, profile.dynamic_tokens)
-        ]
-        if any(cells):
-            table.add_row(str(nodes), *cells)
-    console.print(table)
-    table = _table("rows", "fastest here", "nodes", "tokens/s, predicted", "over plain")
+    kinds = (profile.static_tokens, profile.dynamic_tokens)
+    gains = {
+        nodes: [f"{tokens[nodes - 1]:.2f}" if nodes <= len(tokens) else "" for tokens in kinds] for nodes in _SHOWN
+    }
+    lines = [[str(nodes), *cells] for nodes, cells in gains.items() if any(cells)]
+    console.print(simple_table(("nodes", "static, tokens/step", "growing, tokens/step"), lines))
+    lines = []
     for batch in batches:
         kind = "no draft" if batch["kind"] == "none" else batch["kind"]
-        speed, speedup = f"{batch['tokens_per_second']:.1f}", f"{batch['speedup']:.2f}"
-        table.add_row(str(batch["batch_size"]), str(kind), str(batch["num_nodes"]), speed, speedup)
-    console.print(table)
-
-
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=SIMPLE_HEAD, show_edge=False)
+        speeds = (f"{batch['tokens_per_second']:.1f}", f"{batch['speedup']:.2f}")
+        lines.append([str(batch["batch_size"]), kind, str(batch["num_nodes"]), *speeds])
+    console.print(simple_table(("rows", "fastest here", "nodes", "tokens/s, predicted", "over plain"), lines))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.native_library import BLOCK, INT4, KINDS, Weight, load_library, native_threads
-from draftheads.utils.environment import Environment
+from draftheads.utils.machine import Environment
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
 _PART_SIZE = 2**22  # numbers that are converted at a time

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from draftheads.errors import InvalidSettings
-from draftheads.utils.environment import Environment
+from draftheads.utils.machine import Environment
 
 SETS = ("amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")  # the fastest first
 FILE = Path(__file__).parent / "native" / "libdraftheads.so"

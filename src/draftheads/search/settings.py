@@ -6,8 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from draftheads.settings import LoadSettings
-from draftheads.utils.option_group import FROM_1, OptionGroup, at_least
+from draftheads.settings import FROM_1, LoadSettings, OptionGroup, at_least
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from typing import Annotated
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.settings import LoadSettings
+from draftheads.settings import ABOVE_0, FROM_1, LoadSettings, OptionGroup, Range
 from draftheads.utils.files import user_path
-from draftheads.utils.option_group import ABOVE_0, FROM_1, OptionGroup, Range
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _PORT = Range("must be from 0 to 65535", lambda value: 0 <= value < 65536)

@@ -8,11 +8,20 @@ import tyro
 
 from draftheads.errors import InvalidSettings, no_such
 from draftheads.heads import HEADS, check_method, head_classes
-from draftheads.settings import LmHeadKind, LossKind
+from draftheads.settings import (
+    ABOVE_0,
+    FRACTION,
+    FROM_0,
+    FROM_1,
+    LmHeadKind,
+    LossKind,
+    OptionGroup,
+    Range,
+    keep_variables,
+    up_to,
+)
 from draftheads.train.recipes import RECIPES
-from draftheads.utils.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range, up_to
 from draftheads.utils.provenance import as_json_values
-from draftheads.utils.template_variables import keep_variables
 
 _SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
 _MANY = 1 << 20  # tokens

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 
-from draftheads.utils.environment import Environment
+from draftheads.utils.machine import Environment
 
 _TIMEOUT = timedelta(hours=24)  # one process may read texts for hours; if it dies, the launcher ends the others
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from draftheads.errors import InvalidSettings, StorageError
-from draftheads.utils.environment import Environment
 from draftheads.utils.files import locked, user_path
+from draftheads.utils.machine import Environment
 
 _DEFAULT_MODEL = "smollm2-135m"
 _FIX = "set DRAFTHEADS_CACHE to a folder of its own"

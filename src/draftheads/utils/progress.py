@@ -1,4 +1,4 @@
-"""How long work reports its progress, and bars for notebooks and scripts; commands have ``cli/progress_display.py``."""
+"""How long work reports its progress, and bars for notebooks and scripts; those of commands are in ``cli/show.py``."""
 
 import sys
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from torch import Tensor
 import draftheads
 from adapter_world import saved_adapter
 from draftheads.checkpoints.checkpoint import load_head
-from draftheads.cli import merge as command
+from draftheads.cli import commands
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound, StorageError
 from draftheads.models.adapter import load_merged
 from draftheads.models.adapter import merged as merged_by_peft
@@ -126,7 +126,7 @@ def test_an_lm_head_that_is_the_embedding_becomes_two_matrices_only_if_it_was_ad
     asked = saved_adapter(base, tmp_path / "asked", targets=("q_proj", "lm_head"))
     for adapter, are_two in ((tmp_path / "out", False), (asked, True)):
         merged = tmp_path / f"merged-{are_two}"
-        command.run(MergeOptions(model=model, adapter=adapter, out=merged))
+        commands.merge(MergeOptions(model=model, adapter=adapter, out=merged))
         assert ("lm_head.weight" in load_file(merged / "model.safetensors")) == are_two
         told = f"are two now: {len(VOCAB) * 32 * 4 / 1e6:,.0f} MB more than the base"
         assert (told in capsys.readouterr().out) == are_two

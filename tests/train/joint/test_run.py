@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftheads.cli import merge as merge_command
+from draftheads.cli import commands
 from draftheads.cli import train as command
 from draftheads.data.batches import split_held_out
 from draftheads.data.features import LiveStore
@@ -197,7 +197,7 @@ def test_train_joint_and_merge_print_their_results(
 ) -> None:
     model = on_disk(tmp_path / "base")
     command.run(joint_options(tmp_path / "out", chats, model=model, epochs=1))
-    merge_command.run(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
+    commands.merge(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
     printed = capfd.readouterr().out
     columns = ("top-10", "perplexity", "KL(original || tuned)", "same greedy token", "(plain decoding: 1)")
     for words in (*columns, "draftheads merge --model", "draftheads generate --model"):

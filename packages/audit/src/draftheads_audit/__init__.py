@@ -4,7 +4,7 @@ from draftheads.cli.main import Command
 
 COMMAND = Command(
     "check whether a server's speculative decoding is lossless",
-    "draftheads_audit.options.AuditOptions",
+    "draftheads_audit.options",
     error_code=2,
     module="draftheads_audit.command",
 )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.utils.option_group import ABOVE_0, FROM_1, OptionGroup
+from draftheads.settings import ABOVE_0, FROM_1, OptionGroup
 
 CheckName = Literal["greedy", "greedy-parallel", "json", "json-parallel", "seeded", "seeded-parallel"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)

@@ -4,7 +4,7 @@ from draftheads.cli.main import Command
 
 REPRODUCE = Command(
     "rebuild a table or figure of a paper for your model",
-    "draftheads_papers.options.ReproduceOptions",
+    "draftheads_papers.options",
     continues=True,
     module="draftheads_papers.command",
     first="table",

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
-from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.show import print_table, quiet_transformers
+from draftheads.cli.show import ProgressDisplay, print_table, quiet_transformers
 from draftheads.errors import InvalidSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
