@@ -13,11 +13,9 @@ import torch
 import tyro
 from harness import median_ms
 
-from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, votes_of
 from draftheads.drafters.mixed import NUM_TOKENS, copy_tree
-from draftheads.drafters.sources import RowTexts, TextSoFar
+from draftheads.drafters.sources import DEFAULT_COPY_PROBS, MAX_NGRAM, TextIndex, TextSoFar, votes_of
 from draftheads.speculation.candidates import Candidates, merged, selected
-from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import BestFirst
 
 
@@ -33,13 +31,6 @@ class Options:
     """Calls of each part; their median counts."""
 
 
-def context(rows: int, token_ids: list[int], root: int) -> Context:
-    """The same new tokens in each row."""
-    count = torch.full((rows,), len(token_ids))
-    tokens = torch.tensor([token_ids] * rows)
-    return Context(torch.zeros(rows, len(token_ids), 1), tokens, count, torch.full((rows,), root))
-
-
 def candidates(rows: int) -> Candidates:
     """A root, eight tokens below it, and eight below each of six of these."""
     parents = torch.tensor([[0] * 9 + [1 + i // 8 for i in range(48)]]).expand(rows, -1)
@@ -51,15 +42,16 @@ def candidates(rows: int) -> Candidates:
 
 def costs(rows: int, options: Options) -> Iterator[tuple[str, float]]:
     """Names and milliseconds for a number of rows."""
-    texts = RowTexts(max_ngram=4)
+    texts = [TextIndex(max_ngram=MAX_NGRAM) for _ in range(rows)]
     words = random.Random(0)  # noqa: S311 - no secret
-    texts.read(context(rows, [words.randrange(300) for _ in range(options.text_length)], 0))
-    step = context(rows, [0, 5, 9], 7)
+    ids = [words.randrange(300) for _ in range(options.text_length)]
+    for text in texts:
+        text.read(ids)
     votes = votes_of(DEFAULT_COPY_PROBS)
 
     def look_up() -> None:
-        texts.read(step)
-        for text in texts.rows:
+        for text in texts:
+            text.read([5, 9, 7])
             copy_tree(TextSoFar().copies(text, NUM_TOKENS, len(votes)), votes, NUM_TOKENS)
 
     yield "look up", median_ms(look_up, options.rounds)

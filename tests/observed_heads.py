@@ -8,7 +8,7 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
-from draftheads.search.calibrate import Answer, draft_along, observe
+from draftheads.search.replay import Answer, draft_along, observe
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import BestFirst
 from families import tiny_head

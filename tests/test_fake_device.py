@@ -20,8 +20,7 @@ from draftheads.drafters.mixed import Mixed
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import StepMode, TargetModel
-from draftheads.search.calibrate import Answer
-from draftheads.search.replay import Replay
+from draftheads.search.replay import Answer, Replay
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import AcceptanceProfile

@@ -241,35 +241,6 @@ def test_free_rows_are_drafted_as_without_their_neighbours(verified: list[tuple[
     assert alone.num_nodes == beside.num_nodes == 12
 
 
-def test_an_answer_may_be_cut_by_its_limit():
-    model = json_model()
-    [cut] = Engine(model, tiny_head("hydra", model)).generate([PROMPT], grammar=GRAMMARS["person"], max_new_tokens=5)
-    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 5)
-
-
-def test_log_probabilities_are_those_of_the_unchanged_logits():
-    model = json_model()
-    (result,) = Engine(model, tiny_head("hydra", model)).generate([PROMPT], grammar=GRAMMARS["person"], logprobs=2)
-    ids = [*PROMPT, *result.token_ids]
-    logits = model.model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
-    assert torch.allclose(torch.tensor(result.logprobs), expected, atol=1e-4)
-
-
-def test_biases_are_added_to_the_logits():
-    model = json_model()
-    plain_ids = Engine(model).generate([PROMPT], max_new_tokens=8, ignore_eos=True)[0].token_ids
-    banned = dict.fromkeys(set(plain_ids), -100)
-    (result,) = Engine(model).generate([PROMPT], max_new_tokens=8, ignore_eos=True, logit_bias=banned)
-    assert not set(result.token_ids) & set(banned)
-    answer: list[int] = []
-    bias = torch.zeros(VOCAB)
-    bias[list(banned)] = -100.0
-    for _ in range(8):
-        answer.append(int((model.model(torch.tensor([PROMPT + answer])).logits[0, -1] + bias).argmax()))
-    assert list(result.token_ids) == answer
-
-
 @pytest.mark.parametrize("method", ["medusa", "hydra", "trimmed"])
 def test_a_strong_bias_is_drafted(method: str):
     model = json_model()

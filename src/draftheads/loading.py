@@ -15,8 +15,8 @@ from draftheads.checkpoints.checkpoint import ResolvedHead, bound_head, resolve_
 from draftheads.checkpoints.profile_store import find_profile
 from draftheads.checkpoints.registry import find_head, find_published
 from draftheads.cpu.optimise import return_freed_memory
-from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.engine import Engine
+from draftheads.decode.planner import AcceptanceCheck
 from draftheads.decode.step_costs import costs_of
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead

@@ -28,7 +28,6 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.mixed import Mixed
-from draftheads.drafters.sources import RowTexts
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -105,21 +104,21 @@ class Scripted(Drafter):
 class ScriptedSession(DraftSession):
     def __init__(self, drafter: Scripted) -> None:
         self.drafter, self.step = drafter, 0
-        self._texts = RowTexts(max_ngram=1)
+        self.text: list[int] = []
 
     def propose(self, context: Context, shape: Shape) -> Draft:
-        self._texts.read(context)
-        (row,) = self._texts.rows
-        whole = next(text for text in self.drafter.texts if text[: len(row.ids)] == row.ids)
+        [ids] = context.ids
+        self.text += ids[1 if self.text else 0 :]
+        whole = next(text for text in self.drafter.texts if text[: len(self.text)] == self.text)
         right = ACCEPTED[self.step % 3]
         self.step += 1
-        following = [*whole[len(row.ids) :], 0, 0][:2]
+        following = [*whole[len(self.text) :], 0, 0][:2]
         wrong = [6 if token == 5 else 5 for token in following]
-        chain = [row.ids[-1], *following[:right], *wrong[right:]]
+        chain = [self.text[-1], *following[:right], *wrong[right:]]
         return Draft.on_tree(Tree.chain(2), to_device([chain], context.root_ids.device))
 
     def keep(self, rows: Tensor) -> None:
-        self._texts.keep(rows)
+        self.text = self.text if len(rows) else []
 
 
 @pytest.fixture

@@ -247,19 +247,6 @@ def test_no_row_is_given_up_for_a_client_that_has_as_many(engine: Engine) -> Non
     assert core.interruptions == 0
 
 
-def test_an_interrupted_request_goes_on_however_little_memory_there_is(engine: Engine) -> None:
-    """Its text is in memory twice while it is read again, more than when it was admitted first."""
-    limit = 1536 * engine.bytes_per_token
-    core = core_of(engine, kv_bytes=limit, headroom_tokens=8)
-    long = add(core, engine, [3, 4], "one", max_new_tokens=1000)
-    while long.num_tokens < 800:
-        core.step()
-    others = [add(core, engine, [5, 6, n], "two", max_new_tokens=200) for n in range(3, 9)]
-    run(core, long, *others, most=3000)
-    assert core.interruptions > 0
-    assert long.result().token_ids == plain_answer(engine, [3, 4], max_new_tokens=1000)
-
-
 def test_a_request_that_is_interrupted_while_it_is_cancelled_is_not_decoded(engine: Engine) -> None:
     core = core_of(engine)
     request = add(core, engine, [3, 4], max_new_tokens=50)
@@ -272,40 +259,37 @@ def test_a_request_that_is_interrupted_while_it_is_cancelled_is_not_decoded(engi
     assert not core.has_work
 
 
-def test_a_batch_that_ends_while_prompts_are_read_alone_ends_all_of_its_requests(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts cannot be read together, and those with token 11 not at all."""
     read = TransformersRunner.read
 
-    def alone(runner: TransformersRunner, rows: Any, token_ids: Any) -> Any:
-        if len(rows) > 1:
+    def read_alone(runner: TransformersRunner, rows: Any, token_ids: Any) -> Any:
+        if len(rows) > 1 or 11 in token_ids[0]:
             raise MemoryError("no memory for the states")
         return read(runner, rows, token_ids)
 
+    monkeypatch.setattr(TransformersRunner, "read", read_alone)
+
+
+@pytest.mark.usefixtures("few_states")
+def test_a_batch_that_ends_while_prompts_are_read_alone_ends_all_of_its_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise ValueError("no first token")
 
-    monkeypatch.setattr(TransformersRunner, "read", alone)
     monkeypatch.setattr(Batch, "join_read", fails)
     core = core_of(engine)
-    requests = [add(core, engine, prompt, max_new_tokens=4) for prompt in SHORT]
+    requests = [add(core, engine, prompt, max_new_tokens=4) for prompt in SHORT[:2]]
     events = [pair for _ in range(9) for pair in core.step()]
     assert {request: str(error) for request, error in events} == dict.fromkeys(requests, "no first token")
     assert len(events) == len(requests)
     assert not core.has_work
 
 
-def test_prompts_are_read_alone_after_an_error_in_reading_them_together(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = TransformersRunner.read
-
-    def of(runner: TransformersRunner, rows: Any, token_ids: Any) -> Any:
-        if len(rows) > 1 or 11 in token_ids[0]:
-            raise MemoryError("no memory for the states")
-        return read(runner, rows, token_ids)
-
-    monkeypatch.setattr(TransformersRunner, "read", of)
+@pytest.mark.usefixtures("few_states")
+def test_prompts_are_read_alone_after_an_error_in_reading_them_together(engine: Engine) -> None:
     core = core_of(engine)
     requests = [add(core, engine, prompt, max_new_tokens=4) for prompt in SHORT]
     events = [pair for _ in range(9) for pair in core.step()]

@@ -7,7 +7,6 @@ from typing import Any
 
 import llguidance.hf
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -66,9 +65,7 @@ def test_brackets_in_strings_do_not_nest():
 
 HOSTILE = {
     "unknown type": Grammar.json_schema({"type": "strin"}),
-    "unknown keyword": Grammar.json_schema({"not": {}}),
     "a file": Grammar.json_schema({"$ref": "file:///etc/passwd"}),
-    "a web page": Grammar.json_schema({"$ref": "http://127.0.0.1:9/x.json"}),
     "itself": Grammar.json_schema({"$ref": "#"}),
     "a number too low": Grammar.json_schema({"type": "integer", "minimum": -(10**30)}),
     "unsatisfiable": Grammar.json_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
@@ -78,12 +75,9 @@ HOSTILE = {
     "repetitions": Grammar.regex("a{1000000}"),
     "nested repetitions": Grammar.regex("((a{1000}){1000}){1000}"),
     "look-around": Grammar.regex("(?=a)b"),
-    "references": Grammar.regex(r"(a)\1"),
     "repetitions after a letter": Grammar.regex("(yes|no) (a{1000}){1000}"),
-    "half a group": Grammar.regex("(a"),
     "half a character": Grammar.regex("\ud800"),
     "no text": Grammar.regex(""),
-    "no character": Grammar.regex(r"[^\s\S]"),
     "no start": Grammar.lark("begin: /a/"),
     "many properties": Grammar.json_schema({"properties": {f"p{i}": {} for i in range(2500)}}),
 }
@@ -206,14 +200,6 @@ def test_masks_equal_those_of_a_grammar_read_from_its_beginning(grammar: str, da
             assert tokens_of(state.masks[own]) == expected
 
 
-def test_all_tokens_that_end_a_text_end_a_grammar():
-    compiler = compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset({EOS, 328}))
-    state = compiler.start(Grammar.regex("a"))
-    state.read([json_tokenizer()("a")["input_ids"][0]])
-    assert tokens_of(state.masks[0]) == [EOS, 328]
-    assert state.place_below(0, 328) == AFTER_END
-
-
 def test_a_compiler_and_its_grammars_are_made_once(monkeypatch: pytest.MonkeyPatch):
     key: dict[str, Any] = {"vocab_size": VOCAB, "eos_ids": frozenset({EOS})}
     compiler = compiler_for(json_tokenizer(), **key)
@@ -315,17 +301,6 @@ def test_without_llguidance_there_is_the_line_to_install_it(monkeypatch: pytest.
 def test_biases_of_tokens_that_the_model_does_not_have(bias: dict[int, float]):
     with pytest.raises(InvalidSettings, match=r"logit_bias has token \d+; the model has 330 tokens"):
         Engine(json_model()).request([5], SamplingSettings(logit_bias=bias))
-
-
-def test_a_compiled_grammar_serves_several_answers_at_once():
-    states = [state_of(GRAMMARS["choice"]) for _ in range(2)]
-    first = json_tokenizer()("no")["input_ids"]
-    states[0].read(first[:1])
-    assert tokens_of(states[1].masks[0]) == SlowGrammar(GRAMMARS["choice"]).allowed([]).nonzero()[:, 0].tolist()
-    assert torch.equal(
-        torch.tensor(tokens_of(states[0].masks[0])),
-        SlowGrammar(GRAMMARS["choice"]).allowed(first[:1]).nonzero()[:, 0],
-    )
 
 
 def test_a_growing_text_is_whole_where_it_would_be_alone():

@@ -18,7 +18,6 @@ from draftheads.speculation.draft import Draft
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, PlantedDrafter, by_hand, tiny_head, tiny_model, tiny_profile
-from scheduler_world import join
 from thorough import some
 
 STATIC = tiny_profile(Tree.chain(3), static_tokens=[1.0, 1.6, 1.9, 2.0], dynamic_tokens=[])
@@ -69,14 +68,6 @@ def test_the_fastest_tree_is_drafted(profile: AcceptanceProfile, per_token: floa
             assert (way and way.kind, nodes) == by_search(planner, rows, ratio)
             if way is None:
                 assert rate == pytest.approx(rows / float(planner.costs.passes(rows)))
-
-
-def test_more_rows_and_dearer_tokens_get_smaller_trees_and_then_none() -> None:
-    sizes = [Planner(GROWING, machine(0.4)).choose(rows)[1] for rows in (1, 2, 4, 8, 32)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > 4
-    assert sizes[-1] == 1
-    assert len({*sizes}) > 2
 
 
 def test_nothing_is_drafted_where_plain_decoding_is_as_fast() -> None:
@@ -269,17 +260,6 @@ def test_a_pause_of_the_machine_is_no_cost() -> None:
         assert number in (16, 32) or sizes[0] > 1
 
 
-def test_tables_are_bounded() -> None:
-    planner = following(machine(0.4))
-    for rows in range(1, 400):
-        planner.choose(rows)
-    assert planner._measured.cache_info().currsize <= 64
-    correction = CostCorrection()
-    for tokens in range(1, 4000):
-        correction.note(tokens, (1.0, 1.0), None)
-    assert len(correction._buckets) <= 14
-
-
 def test_costs_do_not_follow_where_texts_could_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     engine = Engine(model, tiny_head("hydra", model), profile=BOTH, costs=machine(0.3))
@@ -332,21 +312,6 @@ def test_texts_do_not_depend_on_how_long_steps_take() -> None:
         for per_token in (0.0, 1.0):
             engine = Engine(model, tiny_head("eagle", model), profile=BOTH, costs=machine(per_token))
             assert [result.token_ids for result in engine.generate(PROMPTS, **options)] == expected
-
-
-def test_equal_requests_take_equal_steps() -> None:
-    model = tiny_model("llama")
-    engine = Engine(model, tiny_head("hydra", model), profile=BOTH, costs=machine(0.3))
-    drafted: list[list[int]] = []
-    for _ in range(2):
-        batch = engine.batch()
-        join(batch, engine.requests([PROMPTS[1]], max_new_tokens=30))
-        drafted.append([])
-        verify = batch.runner.verify
-        batch.runner.verify = lambda rows, draft: (drafted[-1].append(draft.num_nodes), verify(rows, draft))[1]  # type: ignore[method-assign] # noqa: B023
-        while batch.requests:
-            batch.step()
-    assert drafted[0] == drafted[1]
 
 
 def test_a_profile_needs_costs_and_a_drafter_with_shapes() -> None:

@@ -84,36 +84,7 @@ def test_a_row_that_leaves_is_reported_with_all_that_was_read_of_it(name: str):
     assert batch.num_bytes == 0
 
 
-# --- failures and counts ---
-
-
-class Refuses:
-    """A tokenizer that cannot decode token 7."""
-
-    eos_token_id = None
-
-    def decode(self, token_ids: list[int], **_: object) -> str:
-        if 7 in token_ids:
-            raise ValueError("no such token")
-        return "".join(f"<{token}>" for token in token_ids)
-
-
-def test_an_error_in_one_request_ends_its_row_alone():
-    model = tiny_model("llama")
-    engine = Engine(model, tiny_head("hydra", model), shape=TREES["chain"])
-    good = request_of(engine, [3, 4])
-    prompt = next(p for n in range(60) if 7 in plain_answer(engine, p := [3 + n % 20, 3 + n // 20, 5])[:9])
-    bad = Request(prompt, good.settings, tokenizer=Refuses(), eos_ids=frozenset(), max_length=None)
-    batch = engine.batch()
-    join(batch, [bad, good])
-    while batch.requests:
-        batch.step()
-    assert isinstance(bad.failure, ValueError)
-    assert bad.finish_reason is None
-    assert good.result().token_ids == plain_answer(engine, [3, 4])
-    again = Request(prompt, good.settings, tokenizer=Refuses(), eos_ids=frozenset(), max_length=None)
-    with pytest.raises(ValueError, match="no such token"):
-        list(engine.run([again, request_of(engine, [3, 4])]))
+# --- counts ---
 
 
 @pytest.mark.parametrize("shape", ["ragged", "cartesian", "chain"])

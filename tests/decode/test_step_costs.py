@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from draftheads.decode import step_costs as module
-from draftheads.decode.step_costs import StepCosts, StepTimer, costs_of, measure_costs, typical_tree
+from draftheads.decode.step_costs import StepCosts, StepTimer, costs_of, measure_costs
 from draftheads.errors import CacheWarning
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -173,7 +173,3 @@ def test_a_cache_that_cannot_be_written(
     cache.write_text("in the way")
     with pytest.warns(CacheWarning, match=r"are not kept|cannot be read"):
         costs_of(target, head)
-
-
-def test_typical_trees_have_as_many_nodes_as_they_may() -> None:
-    assert [typical_tree(nodes, depth=4, top_k=4).num_nodes for nodes in (1, 2, 12, 64, 340)] == [1, 2, 12, 64, 340]

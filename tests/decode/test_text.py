@@ -151,30 +151,6 @@ def test_special_tokens_inside_a_character_do_not_break_it() -> None:
     assert tokenizer.longest <= 20
 
 
-def test_half_a_character_waits_for_its_other_half() -> None:
-    tokenizer = TOKENIZERS["byte level"]
-    token_ids = tokenizer("a𝄞b")["input_ids"]
-    assert len(token_ids) == 6  # four bytes in the middle
-    stream = TextStream(tokenizer)
-    assert [stream.push([token]) for token in token_ids] == ["a", "", "", "", "𝄞", "b"]
-
-
-def test_half_a_character_at_the_end_is_shown_once_nothing_can_follow() -> None:
-    tokenizer = TOKENIZERS["byte level"]
-    stream = TextStream(tokenizer)
-    token_ids = tokenizer("a𝄞")["input_ids"][:3]
-    assert stream.push(token_ids) == ""
-    assert stream.flush() == whole_text(tokenizer, token_ids) == f"a{BROKEN}"
-    assert stream.flush() == ""
-
-
-def test_special_tokens_have_no_text() -> None:
-    tokenizer = TOKENIZERS["byte level"]
-    stream = TextStream(tokenizer)
-    (token,) = tokenizer("a")["input_ids"]
-    assert [stream.push([token]), stream.push([tokenizer.eos_token_id]), stream.push([token])] == ["a", "", "a"]
-
-
 def test_long_texts_are_decoded_in_small_windows() -> None:
     tokenizer = Counting(IntegerTokenizer())
     stream = TextStream(tokenizer)

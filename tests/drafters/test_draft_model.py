@@ -9,10 +9,11 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.mixed import Mixed
+from draftheads.drafters.mixed import Mixed, MixedSession
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, IntegerTokenizer, tiny_head, tiny_model
@@ -36,16 +37,22 @@ SHAPES: dict[str, Shape] = {
 }
 
 
+def runner_with_rows(drafter: Drafter, *counts: int) -> Any:
+    """The runner of a draft model's session that has read rows of so many tokens."""
+    session, shape = drafter.start(), (len(counts), max(counts))
+    tokens = torch.ones(shape, dtype=torch.long)
+    session.observe(Context(torch.zeros(*shape, 32), tokens, torch.tensor(counts), tokens[:, 0]))
+    assert isinstance(session, MixedSession)
+    assert isinstance(session.session, DraftModelSession)
+    return session.session._runner
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graphs: bool) -> None:
     small = tiny_model("llama", seed=3, num_hidden_layers=1, num_key_value_heads=4)
     small.step_mode.graphs = graphs
     drafter = Mixed(DraftModel(small, model))
-    session = drafter.start()
-    hidden, tokens = torch.zeros(3, 200, model.hidden_size), torch.ones(3, 200, dtype=torch.long)
-    session.observe(Context(hidden, tokens, torch.tensor([200, 3, 9]), tokens[:, 0]))
-    assert isinstance(session.session, DraftModelSession)
-    runner: Any = session.session._runner
+    runner = runner_with_rows(drafter, 200, 3, 9)
     rows, slots = runner.cache.shape
     assert drafter.bytes_per_slot == runner.num_bytes / (rows * slots) == 2 * 4 * 8 * 4
     assert Mixed(tiny_head("medusa", model)).bytes_per_slot == 0
@@ -55,11 +62,7 @@ def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graph
 def test_the_states_of_a_recurrent_draft_model_are_in_the_memory_of_its_rows(model: TargetModel, family: str) -> None:
     small = tiny_model(family)
     drafter = Mixed(DraftModel(small, model))
-    session = drafter.start()
-    hidden, tokens = torch.zeros(3, 20, model.hidden_size), torch.ones(3, 20, dtype=torch.long)
-    session.observe(Context(hidden, tokens, torch.tensor([20, 3, 9]), tokens[:, 0]))
-    assert isinstance(session.session, DraftModelSession)
-    runner: Any = session.session._runner
+    runner = runner_with_rows(drafter, 20, 3, 9)
     rows, slots = runner.cache.shape
     held = runner.num_bytes - rows * slots * drafter.bytes_per_slot
     assert drafter.bytes_of_rows(3) == runner.state_bytes == held > 0
@@ -148,11 +151,7 @@ def test_a_draft_model_needs_the_same_tokenizer(
 
 
 @pytest.mark.parametrize(
-    ("shape", "depth"),
-    [
-        (BestFirst(8, top_k=1), 2),
-        (BestFirst(12, top_k=1, beam=1, max_depth=8), 8),
-    ],
+    ("shape", "depth"), [(BestFirst(8, top_k=1), 2), (BestFirst(12, top_k=1, beam=1, max_depth=8), 8)]
 )
 def test_a_draft_model_drafts_as_deep_as_the_shape_or_max_depth_says(
     shape: Shape, depth: int, model: TargetModel

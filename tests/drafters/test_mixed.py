@@ -1,7 +1,6 @@
 """Copies in the trees of heads and draft models, and alone: the same text in fewer steps."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
-from draftheads.drafters.mixed import Mixed, MixedSession
+from draftheads.drafters.mixed import Mixed
 from draftheads.drafters.sources import Corpus, TextSoFar
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
@@ -110,33 +109,6 @@ def test_a_row_does_not_depend_on_its_neighbours(shape: str) -> None:
     if shape != "sure ones":
         assert [result.num_steps for result in alone] == [result.num_steps for result in together]
         assert [result.num_copied for result in alone] == [result.num_copied for result in together]
-
-
-class Varied(Mixed):
-    """A drafter that copies, whose session gets other arguments at each step."""
-
-    def __init__(self, drafter: Drafter, vary: Callable[[int, Shape], tuple[Shape, int]]) -> None:
-        super().__init__(drafter)
-        self.vary = vary  # from the tokens so far and the shape to the shape and the extra nodes of a step
-
-    def start(self) -> MixedSession:
-        session = super().start()
-
-        def propose(context: Context, shape: Shape, *, as_usual: Any = session.propose) -> Draft:
-            shape, extra = self.vary(sum(len(text.ids) for text in session._texts.rows), shape)
-            return as_usual(replace(context, num_nodes=shape.num_nodes + extra), shape)
-
-        session.propose = propose  # type: ignore[method-assign]
-        return session
-
-
-@pytest.mark.parametrize("method", ["medusa", "eagle", "amphista"])
-def test_shapes_that_change_from_step_to_step(method: str) -> None:
-    shapes = [Tree.chain(0), Sampled(Tree.chain(2)), *SHAPES.values()]
-    head = tiny_head(method, some_model("mixtral"))
-    found = decode("mixtral", Varied(head, lambda number, _: (shapes[number % 6], number % 3)))
-    assert ids(found) == plain("mixtral")
-    assert copied(found) > 0
 
 
 # --- what is drafted ---

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, votes_of
 from draftheads.drafters.mixed import _LEAST, Copied, copy_tree
-from draftheads.drafters.sources import MOST_PLACES, Copy, Corpus, TextIndex, TextSoFar
+from draftheads.drafters.sources import DEFAULT_COPY_PROBS, MOST_PLACES, Copy, Corpus, TextIndex, TextSoFar, votes_of
 from draftheads.errors import InvalidSettings
 from families import IntegerTokenizer
 

@@ -10,7 +10,7 @@ from draftheads.cpu.optimise import speed_up
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
 from draftheads.models.model_layers import layer_inputs
-from draftheads.search.calibrate import Answer, observe
+from draftheads.search.replay import Answer, observe
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
 from families import FAMILIES, RECURRENT_FAMILIES, VOCAB, propose, tiny_head, tiny_model

@@ -13,9 +13,9 @@ from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import replay
-from draftheads.search.calibrate import Answer, Observation
-from draftheads.search.replay import Replay, accuracies, encoded, own_answers, samplings
+from draftheads.search.replay import Answer, Observation, Replay, accuracies, encoded, own_answers
 from draftheads.search.settings import ReplaySettings
+from draftheads.settings import SamplingSettings
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.utils.progress import NoProgress
@@ -175,6 +175,16 @@ def test_growing_trees_are_measured_up_to_their_largest_size(
     assert case(model, head, tmp_path, PROMPTS, **options, max_nodes=4).replay._most_grown(head) == (4, spare)
 
 
+def decoded(one: Case, shape: BestFirst) -> float:
+    """Tokens per step of decoding the answers of a case."""
+    settings = [
+        SamplingSettings(max_new_tokens=own.max_new_tokens, temperature=own.temperature, seed=seed)
+        for seed, own in enumerate([one.replay.settings] * len(PROMPTS))
+    ]
+    results = Engine(one.replay.target, one.replay.head, shape=shape).generate(PROMPTS, settings)
+    return sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
@@ -189,9 +199,7 @@ def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     assert parts["dynamic"]["expected"] == found["dynamic"]["expected"]
     assert parts["static"] == found["static"]
     shape = BestFirst(12, top_k=5, beam=3, temperatures=tuple(found["confidence"]["temperatures"]))
-    results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.replay.settings, len(PROMPTS)))
-    foreseen = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
-    assert found["dynamic"]["expected"][11] == foreseen
+    assert found["dynamic"]["expected"][11] == decoded(one, shape)
 
 
 @pytest.mark.few(1)
@@ -219,9 +227,7 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
         confidence = tuple(kept["confidence"]["temperatures"])
         for limit in {2, depth}:
             shape = BestFirst(16, top_k=5, beam=3, max_depth=limit, temperatures=confidence)
-            results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.replay.settings, len(PROMPTS)))
-            gained = sum(len(one.token_ids) - 1 for one in results) / sum(one.num_steps for one in results)
-            assert by_depth[limit - 1][15] == gained
+            assert by_depth[limit - 1][15] == decoded(one, shape)
     short = [Answer(answer.prompt_ids, answer.token_ids[:7]) for answer in answers]
     mixed = [*short, answers[0]]
     assert len(answers[0].token_ids) > 7

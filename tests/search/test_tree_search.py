@@ -1,7 +1,6 @@
 """The tree that is grown from ranks is the best of its size, and decoding with it is foreseen step by step."""
 
 import itertools
-import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -84,19 +83,6 @@ def slow_expected_tokens(ranks: Tensor, tree: Tree) -> float:
     return total / len(ranks)
 
 
-rank_tables = st.integers(1, 3).flatmap(
-    lambda width: st.lists(st.lists(st.integers(0, 4), min_size=width, max_size=width), min_size=1, max_size=30)
-)
-
-
-@settings(deadline=None)
-@given(rank_tables, st.integers(0, 3), st.integers(1, 3))
-def test_expected_tokens_is_the_mean_of_the_walks(table: list[list[int]], depth: int, width: int) -> None:
-    tree = Tree.cartesian([width] * min(depth, len(table[0])))
-    ranks = torch.tensor(table)
-    assert expected_tokens(ranks, tree) == pytest.approx(slow_expected_tokens(ranks, tree))
-
-
 def test_ties_go_to_the_shallower_then_the_better_rank() -> None:
     ranks = torch.tensor([[1, 0], [0, 0]])
     assert best_tree(ranks, 3).paths == ((), (0,), (1,))
@@ -145,18 +131,6 @@ def test_the_joint_search_sees_that_heads_fail_together() -> None:
     assert set(by_product.paths) == {(), (0,), (1,), (0, 0), (0, 1)}
     assert expected_tokens(ranks, by_product) == 2.5
     assert expected_tokens(ranks, best_tree(ranks, 5)) == 3.0
-
-
-@settings(max_examples=50, deadline=None)
-@given(small_tables, st.randoms(use_true_random=False))
-def test_the_order_in_which_positions_come_does_not_matter(
-    case: tuple[int, list[tuple[int, ...]]], chance: random.Random
-) -> None:
-    width, table = case
-    values = path_counts(torch.tensor(table), top_k=width)
-    others = path_counts(torch.tensor(chance.sample(table, len(table))), top_k=width)
-    others = dict(chance.sample(sorted(others.items()), len(others)))
-    assert joint_order(values, 30) == joint_order(others, 30)
 
 
 # --- shares of sampled texts ---
@@ -219,13 +193,6 @@ def test_an_entry_is_the_first_size_whose_tree_holds_the_true_path(
         for depth, size in enumerate(found):
             for count in range(1, 20):
                 assert (size <= count) == (tuple(row[: depth + 1]) in order[: count - 1])
-
-
-def test_more_nodes_than_there_are_paths_keep_no_more() -> None:
-    ranks = torch.tensor([[0, 0], [3, 3], [1, 1], [0, 1], [3, 3], [3, 3]])
-    table = entries(ranks, [(0,), (0, 1)])
-    # steps at the tokens 0, 2, 3
-    assert [simulate([table], size)[0] for size in (1, 2, 3, 4, 5, 100)] == [1.0, *[pytest.approx(5 / 3)] * 5]
 
 
 def test_answers_without_a_step_count_for_nothing() -> None:

@@ -12,8 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.decode.planner import Planner
 from draftheads.decode.prefix_cache import ReadText
-from draftheads.decode.request import Request, StreamEvent
-from draftheads.decode.step_tokens import logprobs_of, tokens_of
+from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.token_rules import BatchRules, has_rules
 from draftheads.models.model import TargetModel
 from draftheads.runners import runner_for
@@ -21,7 +20,7 @@ from draftheads.runners.runner import Row
 from draftheads.speculation.accept import accept, accept_greedy, num_rejection_uniforms
 from draftheads.speculation.draft import AcceptResult, Context, Draft, Places
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, has_penalty, most_likely
+from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, has_penalty, most_likely, token_logprobs
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
 
@@ -139,51 +138,40 @@ class Batch:
                 allowed = processed(allowed, depths[:, 0])
         roots = choose(allowed, settings, seen, uniforms[:, 0])
         new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
-        logprobs = logprobs_of(
-            requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests)
-        )
-        events = [
-            self._append(request, ids, num_drafted=0, **scores)
-            for request, ids, scores in zip(requests, new_ids, logprobs, strict=True)
-            if not request.token_ids
-        ]
+        logprobs = _logprobs_of(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids)
+        events: list[StreamEvent] = []
+        for request, ids, scores in zip(requests, new_ids, logprobs, strict=True):
+            if not request.token_ids:
+                self._append(events, request, ids, num_drafted=0, **scores)
         self.begin(rows, texts, hidden, [ids[0] for ids in new_ids])
         self.requests += requests
         self._hidden += [[states] if self.on_leave is not None else [] for states in hidden]
         if not self._drop_ended():
             self._read_settings()
         self.on_phase("prompt")
-        return [event for event in events if event is not None]
+        return events
 
     @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
         """Draft, verify, accept, commit: at least one new token for every row."""
-        assert self._settings is not None
         found = self.verify(takes_best=self._takes_best())
         draft = found.draft
-        result = accept_greedy(draft, found.best) if found.best is not None else self._accepted(found)
-        new_ids, counts, copied, by_depth, watched = tokens_of(draft, result, found.asked)  # the step's one read
-        self.advance(found, result, [ids[:n] for ids, n in zip(new_ids, counts, strict=True)], watched)
-        logprobs = logprobs_of(self.requests, found.logits, result.path, new_ids, counts)
+        result = self._accepted(found) if found.best is None else accept_greedy(draft, found.best)
+        new_ids, copied, by_depth, watched = _tokens_of(draft, result, found.asked)  # the step's one read
+        self.advance(found, result, new_ids, watched)
+        logprobs = _logprobs_of(self.requests, found.logits, result.path, new_ids)
         if self.on_leave is not None:
             assert self._context is not None
-            for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
-                parts.append(states[:count].clone())
-        events = []
-        for row, request in enumerate(self.requests):
+            for parts, states, ids in zip(self._hidden, self._context.hidden, new_ids, strict=True):
+                parts.append(states[: len(ids)].clone())
+        events: list[StreamEvent] = []
+        rows = zip(self.requests, new_ids, copied, by_depth, logprobs, strict=True)
+        for request, ids, num_copied, drafted, scores in rows:
             request.num_steps += 1
-            count = counts[row]
-            event = self._append(
-                request,
-                new_ids[row][:count],
-                num_drafted=count - 1,
-                num_copied=copied[row],
-                drafted_by_depth=by_depth[row],
-                **logprobs[row],
-            )
-            events += [] if event is None else [event]
+            counts = {"num_drafted": len(ids) - 1, "num_copied": num_copied}
+            self._append(events, request, ids, **counts, drafted_by_depth=drafted, **scores)
         self._note_seen()
-        self.note(found, counts, copied, self._are_free)
+        self.note(found, list(map(len, new_ids)), copied, self._are_free)
         self._drop_ended()
         self.on_phase("rest")
         return events
@@ -198,24 +186,17 @@ class Batch:
         return not any(others) and all(request.settings.logprobs is None for request in self.requests)
 
     def _accepted(self, found: Verified) -> AcceptResult:
-        draft, logits = found.draft, found.logits
-        assert logits is not None
-        assert self._settings is not None
+        draft, scores, settings = found.draft, found.logits, self._settings
+        assert scores is not None
+        assert settings is not None
         uniforms = self._uniforms(self.requests, draft.max_depth + 1)
-        rejection_uniforms = None
-        if draft.sampled and self._settings.any_rejection:
-            rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
-        scores = logits if self._rules is None else self._rules.verified(logits, found.places, draft.depths)
-        processed = None if self._rules is None else self._rules.processed(draft)
-        return accept(
-            draft,
-            scores,
-            self._settings,
-            uniforms,
-            self._seen,
-            rejection_uniforms=rejection_uniforms,
-            processed=processed,
-        )
+        more = processed = None
+        if draft.sampled and settings.any_rejection:
+            more = self._numbers(num_rejection_uniforms(draft), "rejection")
+        if self._rules is not None:
+            scores = self._rules.verified(scores, found.places, draft.depths)
+            processed = self._rules.processed(draft)
+        return accept(draft, scores, settings, uniforms, self._seen, rejection_uniforms=more, processed=processed)
 
     def begin(
         self, rows: Sequence[Row], texts: Sequence[list[int]], hidden: Sequence[Tensor], roots: Sequence[int]
@@ -318,13 +299,12 @@ class Batch:
         """These requests leave unfinished, between two steps; others than the rows' are ignored."""
         self._keep([row for row, request in enumerate(self.requests) if request not in requests])
 
-    def _append(self, request: Request, token_ids: Sequence[int], **what: Any) -> StreamEvent | None:
-        """:meth:`Request.append`; None if it fails: an error in its text, grammar or stop rules ends this row alone."""
+    def _append(self, events: list[StreamEvent], request: Request, token_ids: Sequence[int], **what: Any) -> None:
+        """:meth:`Request.append` gives an event; an error in the text, grammar or stop rules ends this row alone."""
         try:
-            return request.append(token_ids, **what)
+            events.append(request.append(token_ids, **what))
         except Exception as error:  # noqa: BLE001 - the core hands it on
             request.failure = error
-            return None
 
     def _drop_ended(self) -> bool:
         """Finished and failed rows leave; whether there were any."""
@@ -405,3 +385,65 @@ def _advanced(draft: Draft, result: AcceptResult, hidden: Tensor, known_ids: Seq
         result.next_ids,
         known_ids=known_ids,
     )
+
+
+def _tokens_of(
+    draft: Draft, result: AcceptResult, asked: Tensor | None
+) -> tuple[list[list[int]], list[int], list[list[int]], list[list[int]]]:
+    """What a step did, for each row, read from the device.
+
+    Returns:
+        The accepted draft tokens and then the next token, the number of copied ones, the number of draft tokens at each
+        depth, and what the session asked for.
+    """
+    ids = draft.token_ids.gather(1, result.path).roll(-1, 1)  # (B, P): without the root
+    ids.scatter_(1, result.num_accepted[:, None] - 1, result.next_ids[:, None])
+    depths = torch.arange(1, draft.max_depth + 1, device=ids.device)
+    by_depth = (draft.depths[:, :, None] == depths).sum(1).expand(len(ids), -1)  # (B, depths)
+    parts = [result.num_accepted[:, None], result.num_copied(draft)[:, None], by_depth, ids]
+    packed = torch.cat(parts if asked is None else [*parts, asked], 1).tolist()
+    first = 2 + draft.max_depth
+    end = first + ids.shape[1]
+    return (
+        [row[first : first + row[0]] for row in packed],
+        [row[1] for row in packed],
+        [_without_zeros(row[2:first]) for row in packed],
+        [row[end:] for row in packed],
+    )
+
+
+def _without_zeros(counts: list[int]) -> list[int]:
+    """The counts up to the last one above 0: a tree may be less deep than its shape allows."""
+    while counts and not counts[-1]:
+        counts.pop()
+    return counts
+
+
+def _logprobs_of(
+    requests: Sequence[Request], logits: Tensor | None, path: Tensor, new_ids: list[list[int]]
+) -> list[dict[str, Any]]:
+    """For each row the log-probabilities of its new tokens, as arguments of :meth:`Request.append`; empty unless asked.
+
+    Args:
+        requests: of the B rows.
+        logits: (B, N, V) the target's, at each node; None where nobody asked.
+        path: (B, P) the nodes at which the new tokens were chosen.
+        new_ids: of each row, at most P.
+    """
+    arguments: list[dict[str, Any]] = [{} for _ in requests]
+    asked = {row: k for row, request in enumerate(requests) if (k := request.settings.logprobs) is not None}
+    if not asked or logits is None:
+        return arguments
+    rows = to_device(list(asked), logits.device)
+    width = max(len(new_ids[row]) for row in asked)
+    tokens = to_device([[*new_ids[row], *[0] * width][:width] for row in asked], logits.device)
+    at = logits[rows[:, None], path[rows, :width]]  # (b, width, V)
+    of_tokens, top, top_ids = token_logprobs(at, tokens, max(asked.values()))
+    packed = torch.cat([of_tokens[..., None].double(), top.double(), top_ids.double()], -1).tolist()  # one transfer
+    num_top = top.shape[-1]
+    for (row, k), places in zip(asked.items(), packed, strict=True):
+        pairs: list[TopLogprobs] = [
+            tuple(zip(map(int, place[1 + num_top :]), place[1 : 1 + num_top], strict=True))[:k] for place in places
+        ]
+        arguments[row] = {"logprobs": [place[0] for place in places], "top_logprobs": pairs}
+    return arguments

@@ -8,12 +8,11 @@ the same. A client also gives up rows when it has more of them than another one 
 :meth:`EngineCore.step`; others may add and cancel requests.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import eq
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +55,7 @@ class CoreLimits:
     """Further tokens of its answer for which there must be memory when a request is admitted."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, **{name: value for name, value in vars(self).items() if value is not None})
+        require_at_least(1, **vars(self))
 
 
 class EngineCore:
@@ -90,8 +89,7 @@ class EngineCore:
         self.held_bytes = 0  # memory of what is read outside of requests
         self._keeps_answers, self._on_phase = keeps_answers, on_phase
         self._admissions = 0
-        self._cancelled: set[Request] = set()
-        self._lock = Lock()  # of _cancelled
+        self._cancelled: deque[Request] = deque()  # which other threads fill
 
     # --- any thread ---
 
@@ -125,8 +123,7 @@ class EngineCore:
     def cancel(self, request: Request) -> None:
         """The request leaves before the next step, without an event after that. Ended ones are ignored."""
         if not self.waiting.pop(request, is_turn=False):
-            with self._lock:
-                self._cancelled.add(request)
+            self._cancelled.append(request)
 
     # --- the thread that decodes ---
 
@@ -148,13 +145,12 @@ class EngineCore:
 
         A negative number of tokens gives it back.
         """
-        limit, sign = self.limits.kv_bytes, 1 if num_tokens > 0 else -1
+        limit = self.limits.kv_bytes
         size = num_slots(engine.model, [abs(num_tokens)]) * engine.bytes_per_token + bytes_of_states(engine.model, 1)
-        size *= sign
-        if limit is not None and self.held_bytes + size > limit:
+        if limit is not None and num_tokens > 0 and self.held_bytes + size > limit:
             words = f"{size >> 20} MiB for keys and values; the server has {limit >> 20} MiB"
             raise TooLarge(f"the prompt needs {words}: send a shorter one")
-        self.held_bytes += size
+        self.held_bytes += size if num_tokens > 0 else -size
         self._interrupt_what_does_not_fit()
         self._drop_empty_batches()
 
@@ -195,25 +191,35 @@ class EngineCore:
         overtaken: list[Request] = []
         kept_free = 0
         for request in self.waiting.in_turn(rows, _CANDIDATES):
-            if (engine := self._engine_for(request, events)) is None:
+            if not self._is_possible(request, events):
                 continue
             giving = None
-            if is_full or not self._fits(request, engine, kept_free):
+            if is_full or not self._fits(request, kept_free):
                 giving = self._giving_to(rows[request.client], rows)
-                if giving is None or not self._fits(request, engine, kept_free, without=giving):
+                if giving is None or not self._fits(request, kept_free, without=giving):
                     if not is_full:  # there is no memory for it
                         overtaken.append(request)
                         if request.num_overtaken >= _MOST_OVERTAKEN:
                             tokens = request.expected_tokens(self.limits.headroom_tokens)
-                            kept_free += engine.num_bytes([tokens], draft_nodes=request.lane.draft_nodes)
+                            kept_free += request.place[0].num_bytes([tokens], draft_nodes=request.lane.draft_nodes)
                     continue
             if not self.waiting.pop(request):  # it was cancelled meanwhile
                 continue
-            self._join(request, engine, giving)
+            self._join(request, giving)
             for each in overtaken:
                 each.num_overtaken += 1
             return True
         return False
+
+    def _is_possible(self, request: Request, events: list[CoreEvent]) -> bool:
+        """Sets its place. One that its engine cannot take ends: this may be another engine by now."""
+        try:
+            request.place = self.check(request, request.lane), request.lane
+        except DraftHeadsError as error:
+            if self.waiting.pop(request):
+                events.append((request, error))
+            return False
+        return True
 
     def _giving_to(self, num_rows: int, rows: Counter[str]) -> Request | None:
         """The request that gives its place to a client with so many rows: the latest one of the client with most.
@@ -225,24 +231,14 @@ class EngineCore:
             return None
         return max(self._interruptible(owner), key=lambda request: request.admission)
 
-    def _engine_for(self, request: Request, events: list[CoreEvent]) -> "Engine | None":
-        """None if it cannot take the request any more, which ends: the engine may be another one by now."""
-        try:
-            return self.check(request, request.lane)
-        except DraftHeadsError as error:
-            if self.waiting.pop(request):
-                events.append((request, error))
-            return None
-
-    def _join(self, request: Request, engine: "Engine", giving: Request | None) -> None:
+    def _join(self, request: Request, giving: Request | None) -> None:
         if giving is not None:
             self._interrupt(giving)
-        request.place = engine, request.lane
         if request.place not in self.batches:
-            batch = engine.batch(draft_nodes=request.lane.draft_nodes, on_phase=self._on_phase)
+            engine, lane = request.place
+            self.batches[request.place] = engine.batch(draft_nodes=lane.draft_nodes, on_phase=self._on_phase)
             if self._keeps_answers:
-                batch.on_leave = self._keep
-            self.batches[request.place] = batch
+                self.batches[request.place].on_leave = self._keep
         self._admissions += 1
         request.admission = self._admissions
         request.read_ids = request.ids_to_read
@@ -255,14 +251,11 @@ class EngineCore:
         return block_digests((model, layers, request.cache_salt, model.is_long(request.most_tokens)), token_ids)
 
     def _drop_cancelled(self) -> None:
-        with self._lock:
-            cancelled, self._cancelled = self._cancelled, set()
-        for request in cancelled:
-            self.waiting.pop(request, is_turn=False)  # it may have been interrupted since
-        for request in self.running if cancelled else ():
-            if request in cancelled:
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            # it may have been interrupted since
+            if not self.waiting.pop(request, is_turn=False) and request in self.running:
                 self._leave(request)
-        self._drop_empty_batches()
 
     def _drop_empty_batches(self) -> None:
         reading = {request.place for request in self.reading}
@@ -272,22 +265,20 @@ class EngineCore:
 
     # --- memory ---
 
-    def _fits(self, request: Request, engine: "Engine", kept_free: int, without: Request | None = None) -> bool:
+    def _fits(self, request: Request, kept_free: int, without: Request | None = None) -> bool:
         """Whether there is memory for one more request."""
         limit = self.limits.kv_bytes
         if limit is None or not (self.running or self.held_bytes):  # what was accepted is decoded, if only alone
             return True
-        more = [((engine, request.lane), request)]
-        return self._reserved(headroom=self.limits.headroom_tokens, more=more, without=without) + kept_free <= limit
+        reserved = self._reserved(headroom=self.limits.headroom_tokens, more=[request], without=without)
+        return reserved + kept_free <= limit
 
-    def _reserved(
-        self, *, headroom: int = 0, more: Sequence[tuple[Place, Request]] = (), without: Request | None = None
-    ) -> int:
+    def _reserved(self, *, headroom: int = 0, more: Sequence[Request] = (), without: Request | None = None) -> int:
         """Memory that the requests take at most in the next step, or with so many more tokens of each answer."""
         lengths: defaultdict[Place, list[int]] = defaultdict(list)
-        for place, request in [*((request.place, request) for request in self.running), *more]:
+        for request in (*self.running, *more):
             if request is not without:
-                lengths[place].append(request.expected_tokens(headroom))
+                lengths[request.place].append(request.expected_tokens(headroom))
         sizes = (engine.num_bytes(of, draft_nodes=lane.draft_nodes) for (engine, lane), of in lengths.items())
         return self.held_bytes + sum(sizes)
 
@@ -302,8 +293,7 @@ class EngineCore:
     def _interruptible(self, client: str | None = None) -> list[Request]:
         """Requests of a client, or of all. Those whose prompts are partly read only if there are no others."""
         requests = [request for request in self.running if client in (None, request.client)]
-        begun = {request for request in self.reading if request.row is not None}
-        return [request for request in requests if request not in begun] or requests
+        return [request for request in requests if request.row is None] or requests
 
     def _interrupt(self, request: Request) -> None:
         """A request waits again. Where answers are kept, its text is, as long as there is memory."""
@@ -345,7 +335,11 @@ class EngineCore:
         """
         if not self.reading:
             return {}
-        num_read = {request: self._num_read(request) for request in self.reading}
+        # by it or by others
+        num_read = {
+            each: self.prefixes.num_known(each.findable, each.read_ids[:-1]) if each.row is None else each.row.length
+            for each in self.reading
+        }
         left = {request: len(request.read_ids) - count for request, count in num_read.items()}
         shortest = min(left, key=left.__getitem__)
         chosen: Counter[Request] = Counter()
@@ -362,12 +356,6 @@ class EngineCore:
             if count > 0:
                 chosen[request] += count
         return dict(chosen)
-
-    def _num_read(self, request: Request) -> int:
-        """Tokens of its prompt that were read, by it or by others."""
-        if request.row is not None:
-            return request.row.length
-        return self.prefixes.num_known(request.findable, request.read_ids[:-1])
 
     def _stop(self, request: Request, num_read: int) -> int:
         """Where states of recurrent layers are kept next: behind what others share, and at the last block; 0: nowhere.

@@ -7,11 +7,10 @@ from os import PathLike
 from threading import Lock
 from typing import Any
 
-from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.grammar import compiler_for
-from draftheads.decode.planner import Planner
+from draftheads.decode.planner import AcceptanceCheck, Planner
 from draftheads.decode.prompts import Prompt, described, prompt_ids, prompt_list
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.step_costs import StepCosts

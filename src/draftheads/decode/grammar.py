@@ -178,14 +178,9 @@ class GrammarCompiler:
         for name in re.findall(r"<[^<>\s]+>", grammar.text) if grammar.kind == "lark" else ():
             if (token := self._missing.get(name)) is not None:
                 raise InvalidSettings(f"the grammar needs token {token}, {name}, which the model does not have")
+        limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         try:
-            text = _in_llguidance(grammar)
-            matcher = llguidance.LLMatcher(
-                self._table,
-                text,
-                log_level=0,
-                limits=llguidance.LLParserLimits(**_LIMITS),  # type: ignore[arg-type]
-            )
+            matcher = llguidance.LLMatcher(self._table, _in_llguidance(grammar), log_level=0, limits=limits)
         except ValueError as error:
             raise InvalidSettings(f"the grammar cannot be used: {_first_line(error)}") from None
         if matcher.is_error():

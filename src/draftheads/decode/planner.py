@@ -6,17 +6,21 @@ where plain decoding is as fast. On a CPU a draft is then cut where a further no
 """
 
 import math
+import warnings
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.step_costs import Floats, StepCosts
+from draftheads.errors import BaseModelWarning
 from draftheads.speculation.acceptance_profile import KINDS, AcceptanceProfile, Kind
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
+from draftheads.utils.counts import counted
 
 _PRIOR = 4.0  # pseudo-count of the profile in a request's acceptance, in expected draft tokens
 _MEMORY, _FORGETTING = 0.99, 0.995  # weight of older draft tokens, per step with and without a draft
@@ -30,6 +34,54 @@ _SPEED, _DRIFT = 0.05, 0.993  # the same in the machine's speed; what is left pe
 _LONG_AGO = 64  # steps
 _MOST_CHANGE = math.log(2.0)  # of one step: a pause of the machine is no cost
 _LOOKS, _LOOK_EVERY = (16, 32), 128  # steps at which the other way, plain or drafting, is taken to see its time
+_STEPS = 500  # of all rows that are compared with the profile, the last ones
+# accepted draft tokens for each expected one; measured, see "Heads of tuned copies" in research/LOG.md
+_LOW = 0.5
+_LEAST_EXPECTED = 50.0  # draft tokens: texts differ much, and the steps of one text are alike
+
+
+@dataclass
+class AcceptanceCheck:
+    """Whether a head's draft tokens are accepted about as often as its profile expects, by the last steps of an engine.
+
+    A tuned copy of the base model can differ little in its weights and still accept half as many draft tokens, and a
+    head whose layers were read wrongly has none accepted. Steps in which a copy from the text was accepted are not
+    counted, and neither are requests with other settings than the profile's.
+    """
+
+    method: str  # of the head
+    head: str  # its name
+    model: str  # its name
+    is_assumed: bool = False  # whether the profile is that of a head that nobody has measured
+    # of rows: how many draft tokens of the head were accepted, and how many the profile expects
+    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS), init=False)
+    is_said: bool = field(default=False, init=False)
+
+    def problem(self) -> str | None:
+        """What is wrong, the first time that it is asked; None if nothing is."""
+        if self.is_said or not self.steps:
+            return None
+        accepted, expected = map(sum, zip(*self.steps, strict=True))
+        if expected < _LEAST_EXPECTED or accepted >= _LOW * expected:
+            return None
+        self.is_said = True
+        measured, usual = (1 + count / len(self.steps) for count in (accepted, expected))
+        whose = "a head is assumed to give" if self.is_assumed else "its acceptance profile expects"
+        return (
+            f"{self.head} gives {measured:.2f} tokens per step with {self.model}, and {whose} {usual:.2f} (the last "
+            f"{counted(len(self.steps), 'step')}, without copies): the model or these texts differ from those that it "
+            f"was trained for. Train it further: `draftheads train --method {self.method} --start-from {self.head} "
+            f"--model {self.model} --data … --out …`"
+        )
+
+    def warn(self) -> None:
+        """Says once what is wrong. To be called between answers: a warning may be an error.
+
+        Warns:
+            BaseModelWarning: far fewer draft tokens are accepted than expected.
+        """
+        if (problem := self.problem()) is not None:
+            warnings.warn(problem, BaseModelWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -108,7 +160,7 @@ class Planner:
     Args:
         profile: tokens per step by tree.
         costs: milliseconds by tokens and levels.
-        check: receives the accepted draft tokens of each step, and those that the profile expects.
+        check: gets the accepted draft tokens of each step, and those that the profile expects.
         budget: nodes that copies may add to a tree.
         follows: whether costs follow the time of steps: for models whose texts do not depend on what is drafted.
     """
@@ -195,8 +247,7 @@ class _Record:
         self.expected = memory * self.expected + expected
 
 
-@dataclass
-class _RowRecord:
+class _RowRecord(NamedTuple):
     """What is known of a row."""
 
     own: _Record
@@ -284,21 +335,15 @@ class Plan:
             row.copies.note(copied, of_copies)
             # copies that are accepted are in the place of the head's nodes, of which the profile speaks
             if is_free and self._gain and not copied and self.planner.check is not None:
-                self.planner.check.note(accepted, self._profile_gain(draft))
-        correction, batch = self.planner.correction, len(num_accepted)
-        if correction is None or not self._follows:
-            return
-        passes, drafting = self.planner.costs_now(batch, follows=False)
-        of_draft = (float(drafting[self._levels]), milliseconds[0]) if self._levels else None
-        if draft.num_nodes <= len(passes):
-            rest = milliseconds[1] if self._levels else sum(milliseconds)
-            correction.note(batch * draft.num_nodes, (float(passes[draft.num_nodes - 1]), rest), of_draft)
-
-    def _profile_gain(self, draft: Draft) -> float:
-        """What the profile expects of a tree that was cut."""
-        kind: Kind = "dynamic" if isinstance(self._shape, BestFirst) else "static"
-        tokens = self.planner.profile.tokens(kind)
-        return min(self._gain, tokens[min(draft.num_nodes, len(tokens)) - 1] - 1.0)
+                # of a tree that was cut
+                tokens = self.planner.profile.tokens("dynamic" if isinstance(self._shape, BestFirst) else "static")
+                expected = min(self._gain, tokens[min(draft.num_nodes, len(tokens)) - 1] - 1.0)
+                self.planner.check.steps.append((accepted, expected))
+        passes, drafting = self.planner.costs_now(len(num_accepted), follows=False)
+        if self.planner.correction is not None and self._follows and draft.num_nodes <= len(passes):
+            of_draft = (float(drafting[self._levels]), milliseconds[0]) if self._levels else None
+            of_pass = float(passes[draft.num_nodes - 1]), milliseconds[1] if self._levels else sum(milliseconds)
+            self.planner.correction.note(len(num_accepted) * draft.num_nodes, of_pass, of_draft)
 
     def keep(self, rows: Sequence[int]) -> None:
         """The other rows leave."""

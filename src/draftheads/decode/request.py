@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability) of the most likely tokens, best first
 _DRAFTED_STYLE = "background: rgba(46, 160, 67, 0.25)"  # readable on light and dark pages
-_STREAMS = {"rejection": 0x9E3779B97F4A7C15, "drafts": 0xBF58476D1CE4E5B9}  # far from each other and from 0
+# of random numbers: what is added to the seed; far from each other
+_STREAMS = {"tokens": 0, "rejection": 0x9E3779B97F4A7C15, "drafts": 0xBF58476D1CE4E5B9}
 
 
 TREE_SIZES = (0, 8, 16, 32, 64, 128)  # few, as each one that is asked for takes a pass of the model in every step
@@ -191,11 +192,7 @@ class Request:
         keep = settings.include_stop_str_in_output
         may_end = None if grammar_state is None else grammar_state.is_whole
         self._stop_text = StopText(settings.stop, keep=keep, hidden=self._stream.hidden, may_end=may_end)
-        self._generator = torch.Generator()
-        if settings.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(settings.seed)
+        self._seed = torch.Generator().seed() if settings.seed is None else settings.seed
         self._uniforms: list[float] = []
         self._streams: dict[str, torch.Generator] = {}
         self.end_reading()
@@ -247,14 +244,13 @@ class Request:
         """Random numbers in [0, 1) for the next ``count`` tokens; a place in the answer always gets the same one."""
         start = len(self.token_ids)
         while len(self._uniforms) < start + count:
-            self._uniforms += torch.rand(64, generator=self._generator, dtype=torch.float64).tolist()
+            self._uniforms += self.draws(64, "tokens")
         return self._uniforms[start : start + count]
 
-    def draws(self, count: int, stream: Literal["rejection", "drafts"]) -> list[float]:
-        """New uniform numbers in [0, 1) from a stream of the seed that chooses no token of the answer."""
+    def draws(self, count: int, stream: Literal["tokens", "rejection", "drafts"]) -> list[float]:
+        """New uniform numbers in [0, 1) from a stream of the seed; all but "tokens" choose no token of the answer."""
         if stream not in self._streams:
-            seed = (self._generator.initial_seed() + _STREAMS[stream]) % 2**64
-            self._streams[stream] = torch.Generator().manual_seed(seed)
+            self._streams[stream] = torch.Generator().manual_seed((self._seed + _STREAMS[stream]) % 2**64)
         numbers: list[float] = torch.rand(count, generator=self._streams[stream], dtype=torch.float64).tolist()
         return numbers
 
@@ -276,15 +272,17 @@ class Request:
         kept: list[int] = []
         text = ""
         # a stop string can end inside a run, so with stop strings tokens are looked at one by one
-        pieces = [[token] for token in token_ids] if self.settings.stop else [self._until_stop_id(token_ids)]
+        end = next((n for n, token in enumerate(token_ids, 1) if token in self.stop_ids), len(token_ids))
+        run = list(token_ids[: min(end, self.tokens_left)])
+        pieces = [[token] for token in token_ids] if self.settings.stop else [run]
         for piece in pieces:
             kept += piece
             self.token_ids += piece
             is_early = len(self.token_ids) <= self.min_new_tokens
-            is_hidden = bool(piece) and self.is_stop_id(piece[-1])
-            new, last = self._stream.push(piece[:-1] if is_hidden else piece), piece[-1] if piece else None
+            last = piece[-1] if piece else None
+            new = self._stream.push(piece[:-1] if last is not None and self.is_stop_id(last) else piece)
             text += self._stop_text.push(new, token=last, is_early=is_early)
-            if (piece and piece[-1] in self.stop_ids) or self._stop_text.found:
+            if last in self.stop_ids or self._stop_text.found:
                 self.finish_reason = "stop"
             elif self.tokens_left <= 0:
                 self.finish_reason = "length"
@@ -344,10 +342,6 @@ class Request:
         for place, count in enumerate(drafted):
             self.drafted_by_depth[place] += count
             self.accepted_by_depth[place] += place < num_accepted
-
-    def _until_stop_id(self, token_ids: Sequence[int]) -> list[int]:
-        end = next((i + 1 for i, token in enumerate(token_ids) if token in self.stop_ids), len(token_ids))
-        return list(token_ids[: min(end, self.tokens_left)])
 
 
 def _coloured(text: str, *, drafted: bool) -> str:

@@ -219,28 +219,25 @@ def measure_costs(
     """Times passes and drafting in several sweeps, so that what disturbs the machine for a moment counts nowhere."""
     timer = StepTimer(target, drafter) if timer is None else timer
     depth = drafter.depth_limit or max(drafter.config.num_heads, 4)
-    places = [(timer.verify, *place) for place in _PASSES]
+    passes: dict[tuple[int, int], float] = {}  # the least milliseconds of (rows, nodes), and of (rows, levels)
+    drafts: dict[tuple[int, int], float] = {}
+    places = [(passes, place) for place in _PASSES]
     if with_drafts:
-        places += [(timer.levels, rows, min(levels, depth)) for rows, levels in _DRAFTS]
-    least: dict[tuple[Callable[[int, int], float], int, int], float] = {}
+        places += [(drafts, (rows, min(levels, depth))) for rows, levels in _DRAFTS]
     start = timer.now
     for _ in range(sweeps):
-        for place in places:
-            measure, *numbers = place
+        for least, place in places:
+            measure = timer.verify if least is passes else timer.levels
             if place not in least:
-                measure(*numbers)  # kernels are chosen, and memory is reserved
-            repeats = _REPEATS if measure == timer.verify and math.prod(numbers) <= _FEW_TOKENS else 1
-            found = min(measure(*numbers) for _ in range(repeats))
+                measure(*place)  # kernels are chosen, and memory is reserved
+            repeats = _REPEATS if least is passes and math.prod(place) <= _FEW_TOKENS else 1
+            found = min(measure(*place) for _ in range(repeats))
             least[place] = min(least.get(place, math.inf), max(1e-4, found))
         if timer.now - start > _MOST_SECONDS:
             break
-    passes = {
-        rows * nodes: round(value, 4) for (measure, rows, nodes), value in least.items() if measure == timer.verify
-    }
-    drafts = sorted(
-        (rows, levels, round(value, 4)) for (measure, rows, levels), value in least.items() if measure != timer.verify
-    )
-    return StepCosts(tuple(sorted(passes.items())), tuple(drafts))
+    of_passes = sorted((rows * nodes, round(value, 4)) for (rows, nodes), value in passes.items())
+    of_drafts = sorted((*place, round(value, 4)) for place, value in drafts.items())
+    return StepCosts(tuple(of_passes), tuple(of_drafts))
 
 
 # --- the cache ---
@@ -248,17 +245,16 @@ def measure_costs(
 
 def machine_of(target: TargetModel) -> dict[str, str | int]:
     """What speeds depend on besides the sizes of model and head."""
-    here = provenance()
-    is_gpu = target.device.type == "cuda"
+    known = provenance()
+    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device)
+    kernels = {"precision": target.precision, "kernels": kernels_of(target.model)}
+    versions = {name: str(known[name]) for name in ("torch", "transformers", "draftheads")}
     return {
-        "processor": str(here["processor"]),
-        "device": torch.cuda.get_device_name(target.device) if is_gpu else str(target.device),
+        "processor": str(known["processor"]),
+        "device": device,
         "threads": torch.get_num_threads(),
-        "precision": target.precision,
-        "kernels": kernels_of(target.model),
-        "torch": str(here["torch"]),
-        "transformers": str(here["transformers"]),
-        "draftheads": str(here["draftheads"]),
+        **kernels,
+        **versions,
     }
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftheads.decode.grammar import GrammarState
 from draftheads.decode.request import Request
 from draftheads.speculation.accept import Processed
 from draftheads.speculation.draft import FORBIDDEN, Draft, Places, with_nodes
@@ -143,7 +142,8 @@ class BatchRules:
         kept = [list(range(draft.num_nodes)) for _ in self._states]
         for row, state in enumerate(self._states):
             if state is not None:
-                places[row] = _places_of(state, packed[row])
+                for node, (parent, depth, token) in enumerate(packed[row][1:], 1):
+                    places[row][node] = state.place_below(places[row][parent], token) if depth else FORBIDDEN
                 kept[row] = [node for node, place in enumerate(places[row]) if place != FORBIDDEN]
         if draft.reads_all_nodes or all(len(nodes) == draft.num_nodes for nodes in kept):
             return draft, places
@@ -177,14 +177,6 @@ class BatchRules:
         logits = logits.repeat(1, len(places[0]) // logits.shape[1], 1)
         logits[at] = torch.where(allowed, logits[at], -torch.inf)
         return logits
-
-
-def _places_of(state: GrammarState, nodes: Sequence[tuple[int, int, int]]) -> list[int]:
-    """The places of a row's nodes: (parent, depth, token) of each."""
-    places = [0]
-    for parent, depth, token in nodes[1:]:
-        places.append(state.place_below(places[parent], token) if depth else FORBIDDEN)
-    return places
 
 
 def _bits(words: Tensor) -> Tensor:

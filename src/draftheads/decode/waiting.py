@@ -2,7 +2,8 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from itertools import groupby, islice, zip_longest
+from itertools import islice
+from operator import itemgetter
 from threading import Lock
 
 from draftheads.decode.request import Request
@@ -27,14 +28,12 @@ class WaitingLine:
     def in_turn(self, num_rows: Mapping[str, int], most: int) -> list[Request]:
         """Who is next: of clients with the fewest rows the first ones, then the second ones of each, and so on."""
         with self._lock:
-            clients = sorted(self._lines, key=lambda client: num_rows.get(client, 0))
-            found: list[Request] = []
-            for _, group in groupby(clients, key=lambda client: num_rows.get(client, 0)):
-                ranks = zip_longest(*(tuple(islice(self._lines[client], most)) for client in group))
-                found += [request for rank in ranks for request in rank if request is not None]
-                if len(found) >= most:
-                    break
-            return found[:most]
+            turns = [
+                (num_rows.get(client, 0), place, request)
+                for client, line in self._lines.items()
+                for place, request in enumerate(islice(line, most))
+            ]
+        return [request for *_, request in sorted(turns, key=itemgetter(0, 1))[:most]]
 
     def fewest_rows(self, num_rows: Mapping[str, int]) -> int:
         """Of a client that waits."""

@@ -118,9 +118,8 @@ class DraftModelSession(DraftSession, Predictor):
 
     def begin(self, context: Context, depth: int) -> _State:
         """The root, once the accepted tokens before it are read; both in one pass."""
-        batch, device = len(context.root_ids), context.root_ids.device
         logits = self._catch_up(context)
-        root = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        root = torch.zeros_like(context.root_ids[:, None])
         return _State(self._known(context.root_ids)[:, None], root, root[0], root, logits[:, None])
 
     def predict(self, state: _State, depth: int) -> Tensor:
@@ -143,8 +142,7 @@ class DraftModelSession(DraftSession, Predictor):
             max_depth=depth + 1,
         )
         logits, _ = self._runner.verify(self._rows, tree)
-        at = new.expand(batch, -1)
-        return _State(tree.token_ids, parents, tree.depths[0], at, logits[:, old:])
+        return _State(tree.token_ids, parents, tree.depths[0], new.expand(batch, -1), logits[:, old:])
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Tokens as the small model can read them: of those that it does not have, the last one that it has."""

@@ -10,7 +10,6 @@ merged.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
 from torch import Tensor
@@ -25,23 +24,18 @@ from draftheads.utils.transfer import to_device
 _POOL = 4096  # n-grams' first tokens that a row remembers, those used last
 
 
-@dataclass
 class _Trie:
     """A tree of tokens; node 0 is the root. Equal tokens below a node are one node."""
 
-    token_ids: list[int]
-    parents: list[int] = field(default_factory=lambda: [0])
-    depths: list[int] = field(default_factory=lambda: [0])
-    children: dict[tuple[int, int], int] = field(default_factory=dict)
+    def __init__(self, root: int) -> None:
+        self.nodes = [(root, 0, 0)]  # token, parent and depth of each
+        self._children: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int) -> int:
         """The node of a token below another one."""
-        node = self.children.get((parent, token))
-        if node is None:
-            node = self.children[parent, token] = len(self.token_ids)
-            self.token_ids.append(token)
-            self.parents.append(parent)
-            self.depths.append(self.depths[parent] + 1)
+        node = self._children.setdefault((parent, token), len(self.nodes))
+        if node == len(self.nodes):
+            self.nodes.append((token, parent, self.nodes[parent][2] + 1))
         return node
 
 
@@ -58,7 +52,7 @@ class _Row:
 
     def tree(self, root: int) -> _Trie:
         """N-grams from the pool, the newest first, then the window."""
-        trie = _Trie([root])
+        trie = _Trie(root)
         self.root = root
         for guess in list(reversed(self.pool.get(root, {})))[: self.guesses]:
             node = 0
@@ -143,17 +137,11 @@ class LookaheadSession(DraftSession):
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """Each row's own tree; one that is smaller than others is filled up."""
-        self._join(context)
-        tries = [row.tree(ids[-1]) for row, ids in zip(self._rows, context.ids, strict=True)]
-        nodes = max(len(trie.token_ids) for trie in tries)
-        for trie in tries:
-            missing = nodes - len(trie.token_ids)
-            trie.token_ids += trie.token_ids[:1] * missing
-            trie.parents += [0] * missing
-            trie.depths += [0] * missing
-        packed = [[trie.token_ids, trie.parents, trie.depths] for trie in tries]
-        token_ids, parents, depths = to_device(packed, context.root_ids.device).unbind(1)
-        deepest = max(max(trie.depths) for trie in tries)
+        self.observe(context)
+        trees = [row.tree(ids[-1]).nodes for row, ids in zip(self._rows, context.ids, strict=True)]
+        width, deepest = max(map(len, trees)), max(depth for tree in trees for _, _, depth in tree)
+        packed = [[*tree, *tree[:1] * (width - len(tree))] for tree in trees]
+        token_ids, parents, depths = to_device(packed, context.root_ids.device).permute(2, 0, 1).contiguous()
         return Draft(token_ids, parents, depths, ancestors_of(parents, deepest), deepest, reads_all_nodes=True)
 
     def on_verify(self, draft: Draft, best: Callable[[], Tensor]) -> Tensor:
@@ -166,13 +154,10 @@ class LookaheadSession(DraftSession):
 
     def observe(self, context: Context) -> None:
         """Notes new rows; a step without a draft changes nothing else."""
-        self._join(context)
+        known = len(self._rows)
+        for place in range(known, known + context.num_new_rows(known)):
+            self._rows.append(_Row(self.drafter, context.ids[place][:-1]))
 
     def keep(self, rows: Tensor) -> None:
         """Windows and pools move with their rows."""
         self._rows = [self._rows[row] for row in rows.tolist()]
-
-    def _join(self, context: Context) -> None:
-        known = len(self._rows)
-        for place in range(known, known + context.num_new_rows(known)):
-            self._rows.append(_Row(self.drafter, context.ids[place][:-1]))

@@ -10,8 +10,17 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from draftheads.drafters.copy_probs import DEFAULT_COPY_PROBS, MAX_NGRAM, CopyProbs, check_copy_probs, votes_of
-from draftheads.drafters.sources import Copy, RowTexts, Source, TextIndex, TextSoFar
+from draftheads.drafters.sources import (
+    DEFAULT_COPY_PROBS,
+    MAX_NGRAM,
+    Copy,
+    CopyProbs,
+    Source,
+    TextIndex,
+    TextSoFar,
+    check_copy_probs,
+    votes_of,
+)
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.candidates import Candidates, merged
@@ -162,12 +171,12 @@ class MixedSession(DraftSession):
     def __init__(self, mixed: Mixed) -> None:
         self.mixed, self.session = mixed, mixed.drafter.start()
         self._votes = votes_of(mixed.probs)
-        self._texts = RowTexts(max_ngram=MAX_NGRAM)
+        self._texts: list[TextIndex] = []  # of the rows, roots included
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, with the copies of the rows that have a match."""
-        self._texts.read(context)
+        self._read(context)
         if shape.num_nodes > 1:
             draft = self.session.propose(context, shape)
         else:  # it needs no drafter
@@ -176,7 +185,7 @@ class MixedSession(DraftSession):
         num_nodes = context.num_nodes or shape.num_nodes
         if not isinstance(shape, Tree | BestFirst) or num_nodes == 1 or (shape.num_nodes == 1 and not self._has_match):
             return draft
-        trees = [copy_tree(self._copies(text), self._votes, self.mixed.num_tokens) for text in self._texts.rows]
+        trees = [copy_tree(self._copies(text), self._votes, self.mixed.num_tokens) for text in self._texts]
         if context.rules is not None:
             trees = [_allowed(tree, row, context.rules) for row, tree in enumerate(trees)]
         if not any(trees):
@@ -187,7 +196,7 @@ class MixedSession(DraftSession):
         return merged(draft, self._candidates(trees, context.root_ids), replace(rule, num_nodes=num_nodes))
 
     def observe(self, context: Context) -> None:
-        self._texts.read(context)
+        self._read(context)
         self.session.observe(context)
 
     def on_verify(self, draft: Draft, best: Callable[[], Tensor]) -> Tensor | None:
@@ -198,16 +207,23 @@ class MixedSession(DraftSession):
 
     def keep(self, rows: Tensor) -> None:
         """Texts move with their rows, as what the drafter's session keeps does."""
-        self._texts.keep(rows)
+        self._texts = [self._texts[row] for row in rows.tolist()]
         self.session.keep(rows)
 
     @property
     def _has_match(self) -> bool:
         """Whether a copy may be worth the time of looking for it: for several rows one that is not likely never is."""
-        rows = self._texts.rows
-        if len(rows) < _SEVERAL or any(not isinstance(source, TextSoFar) for source in self.mixed.sources):
+        if len(self._texts) < _SEVERAL or any(not isinstance(source, TextSoFar) for source in self.mixed.sources):
             return True
-        return any(text.has(_LIKELY_MATCH) for text in rows)
+        return any(text.has(_LIKELY_MATCH) for text in self._texts)
+
+    def _read(self, context: Context) -> None:
+        """Adds the tokens of a context and its roots to the texts."""
+        known = len(self._texts)
+        self._texts += [TextIndex(max_ngram=MAX_NGRAM) for _ in range(context.num_new_rows(known))]
+        for row, (text, ids) in enumerate(zip(self._texts, context.ids, strict=True)):
+            # the first token of a known row was its root: it is in the text already
+            text.read(ids[1 if row < known else 0 :])
 
     def _copies(self, text: TextIndex) -> list[Copy]:
         sources, count = self.mixed.sources, self.mixed.num_tokens
@@ -242,11 +258,10 @@ def _allowed(tree: Sequence[Copied], row: int, rules: TokenRules) -> list[Copied
     for node in tree:
         path = [*paths[node.parent], node.token_id]
         paths.append(path)
-        if places[node.parent] < 0 or rules.num_allowed(row, path) < len(path):
-            places.append(-1)
-            continue
-        kept.append(node._replace(parent=places[node.parent]))
-        places.append(len(kept))
+        is_allowed = places[node.parent] >= 0 and rules.num_allowed(row, path) == len(path)
+        if is_allowed:
+            kept.append(node._replace(parent=places[node.parent]))
+        places.append(len(kept) if is_allowed else -1)
     return kept
 
 

@@ -2,27 +2,32 @@
 
 Steps of greedy decoding follow from it, for any tree, without another pass of the model. Uses no clock: the same
 answers give the same trees on every machine.
+
+A head that reads the draft tokens above a node reads the true text here: its logits are those of a step in which all
+draft tokens above are right. So the ranks of several heads are joint ranks.
 """
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.search.calibrate import Answer, Observation, draft_along, fit_confidence, observe, reliability
 from draftheads.search.settings import ReplaySettings
-from draftheads.search.tree_search import entries, joint_order, path_counts, path_shares, simulate
+from draftheads.search.tree_search import NEVER, entries, joint_order, path_counts, path_shares, simulate
 from draftheads.settings import SamplingSettings
+from draftheads.speculation.draft import Context
+from draftheads.speculation.sampling import RowSettings, probabilities
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.utils.counts import counted
@@ -36,6 +41,18 @@ _SMALLEST_STEP = 1.005  # … as long as the largest tree of one depth more make
 # Nodes are drafted beyond the largest tree's, so that trees of a lower depth can be seen among them. What is not among
 # so many is counted as no draft token, which only very wide trees notice.
 _SPARE = 3
+# candidates for the number that a head's logits are divided by, in steps of 6 %
+DIVISORS = torch.logspace(-0.4, 0.6, 41, base=10.0, dtype=torch.float64)
+_NUM_BINS = 12  # of the head's probability, for its reliability
+_CHUNK = 256  # positions whose logits are held at once
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt and the model's answer to it."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
 
 def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySettings) -> list[list[int]]:
@@ -47,18 +64,12 @@ def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySett
     return ids
 
 
-def samplings(settings: ReplaySettings, count: int, first: int = 0) -> list[SamplingSettings]:
-    """Settings of answers ``first``, ``first + 1`` …; each has its own seed."""
-    first_one = SamplingSettings(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, seed=first)
-    return [replace(first_one, seed=first + number) for number in range(count)]
-
-
 def own_answers(
     target: TargetModel, prompts: Sequence[list[int]], settings: ReplaySettings, *, folder: Path, progress: Progress
 ) -> list[Answer]:
     """The model's own answers to prompts (token ids), without answers of fewer than two tokens.
 
-    They are saved in ``folder``, in a folder for this model, these prompts and settings.
+    They are saved in ``folder``, in a folder for this model, these prompts and settings. Each has its own seed.
     """
     identity = {
         "model": [target.model_id, target.weights_fingerprint, target.precision],
@@ -67,13 +78,15 @@ def own_answers(
     }
     folder = folder / identity_digest(identity)
     engine = Engine(target, max_batch_size=_ANSWERS_AT_ONCE)
-    chunks = [prompts[i : i + _ANSWERS_AT_ONCE] for i in range(0, len(prompts), _ANSWERS_AT_ONCE)]
-    advance = counted_stage(progress, f"answering {counted(len(prompts), 'prompt')}", len(chunks))
+    one = SamplingSettings(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
+    each = [replace(one, seed=seed) for seed in range(len(prompts))]
+    parts = [slice(start, start + _ANSWERS_AT_ONCE) for start in range(0, len(prompts), _ANSWERS_AT_ONCE)]
+    advance = counted_stage(progress, f"answering {counted(len(prompts), 'prompt')}", len(parts))
     answers = []
-    for number, chunk in enumerate(chunks):
-        each = samplings(settings, len(chunk), number * _ANSWERS_AT_ONCE)
-        texts = saved_json(folder / f"answers-{number:03}.json", partial(_answered, engine, chunk, each))
-        answers += [Answer(tuple(prompt), tuple(ids)) for prompt, ids in zip(chunk, texts, strict=True)]
+    for number, part in enumerate(parts):
+        answered = partial(_answered, engine, prompts[part], each[part])
+        texts = saved_json(folder / f"answers-{number:03}.json", answered)
+        answers += [Answer(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts[part], texts, strict=True)]
         advance()
     answers = [answer for answer in answers if len(answer.token_ids) > 1]
     if len(answers) < 2:
@@ -83,6 +96,176 @@ def own_answers(
 
 def _answered(engine: Engine, prompts: Sequence[list[int]], each: Sequence[SamplingSettings]) -> list[tuple[int, ...]]:
     return [result.token_ids for result in engine.generate(prompts, each)]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A head along one answer of m tokens; at token j, head i drafts token j+1+i."""
+
+    ranks: Tensor  # (m, K) int64: rank of the true token; R is a miss, or the answer has ended
+    probs: Tensor  # (m, K, R) float32: the target's probability of each draft token; 1 or 0 where the answer is greedy
+    top_logits: Tensor  # (m, K, R) float32: the head's logits of its draft tokens
+    log_norms: Tensor  # (m, K, len(DIVISORS)) float32: log Σ exp(logits / divisor)
+
+    @property
+    def complete(self) -> Tensor:
+        """(m,) bool: whether there is a true token for every head."""
+        length, heads = self.ranks.shape
+        return torch.arange(length) < length - heads
+
+    def first(self, depth: int) -> Self:
+        return replace(self, **{name: part[:, :depth] for name, part in vars(self).items()})
+
+
+@torch.inference_mode()
+def observe(
+    head: DraftHead, target: TargetModel, answer: Answer, *, top_k: int, temperature: float
+) -> tuple[Observation, Tensor]:
+    """Reads an answer once with the target, and computes the head's R = ``top_k`` draft tokens at each of its tokens.
+
+    The head is bound to the target, which decoded the answer at that temperature.
+
+    Returns:
+        The observation, on the CPU, and the hidden states (m, D or n·D) before each token: the input of a step whose
+        root is that token.
+    """
+    start, length, heads = len(answer.prompt_ids), len(answer.token_ids), head.config.num_heads
+    text = torch.tensor([answer.prompt_ids + answer.token_ids], device=target.device)
+    hidden, last = head.split(target.hidden_states(text, head.hidden_layers))  # (1, T, D or n·D), (1, T, D)
+    features = head(hidden.to(head.dtype), text)[:, 0, start - 1 : start - 1 + length]  # (K, m, D)
+    after = None  # (m, V): at j the distribution that the target samples from behind token j
+    if temperature > 0:
+        settings = [SamplingSettings(temperature=temperature)] * length
+        rows = RowSettings.of(settings, vocab_size=target.vocab_size, device=target.device)
+        after = probabilities(target.logits(last[0, start:]), rows)
+    truth = text[0, start:]
+    divisors = DIVISORS.to(target.device, torch.float32)
+    ranks = torch.full((length, heads), top_k)
+    probs = torch.zeros(length, heads, top_k)
+    top_logits = torch.full((length, heads, top_k), -torch.inf)
+    norms = torch.zeros(length, heads, len(DIVISORS))
+    for i in range(heads):
+        for first in range(0, length - 1 - i, _CHUNK):
+            places = torch.arange(first, min(first + _CHUNK, length - 1 - i), device=target.device)
+            logits = head.logits(features[i, places], i).float()  # (n, V')
+            top = logits.topk(min(top_k, logits.shape[1]), dim=-1)
+            draft_ids = head.to_target_ids(top.indices)  # (n, R)
+            hit = draft_ids == truth[places + 1 + i, None]
+            rank = torch.where(hit.any(1), hit.int().argmax(1), top_k)
+            here, count = places.cpu(), draft_ids.shape[1]
+            ranks[here, i] = rank.cpu()
+            likely = hit.float() if after is None else after[places + i].gather(1, draft_ids)
+            probs[here, i, :count] = likely.float().cpu()
+            top_logits[here, i, :count] = top.values.cpu()
+            norms[here, i] = torch.stack([(logits / divisor).logsumexp(1) for divisor in divisors], 1).cpu()
+    return Observation(ranks, probs, top_logits, norms), hidden[0, start - 1 : start - 1 + length]
+
+
+def fit_confidence(observations: Sequence[Observation], top_k: int) -> list[float]:
+    """For each head the number to divide its logits by, so that its probabilities are those of being accepted.
+
+    Temperature scaling (Guo et al. 2017), on the outcomes that matter to a tree: which of the R best draft tokens is
+    the true one, or none of them, where the true tokens of all earlier heads were among their R best. The divisor with
+    the highest likelihood is taken; 1 where no token of the answers tells.
+    """
+    heads = observations[0].ranks.shape[1]
+    fitted = []
+    for i in range(heads):
+        scores = torch.zeros(len(DIVISORS), dtype=torch.float64)
+        for seen in observations:
+            used = reached(seen, i, top_k)
+            log_probs = _log_probs(seen, used, i)  # (n, R, divisors)
+            probs = seen.probs[used, i].double()[:, :, None]
+            none = (1.0 - log_probs.exp().sum(1)).clamp_min(1e-6).log()  # (n, divisors)
+            scores += (probs * log_probs.clamp_min(-50.0)).sum((0, 1)) + ((1.0 - probs.sum(1)) * none).sum(0)
+        fitted.append(float(DIVISORS[scores.argmax()]) if scores.any() else 1.0)
+    return fitted
+
+
+def reached(seen: Observation, head_index: int, top_k: int) -> Tensor:
+    """(m,) bool: whether a path of right draft tokens can reach this head here, and every head has a true token."""
+    return seen.complete & (seen.ranks[:, :head_index] < top_k).all(1)
+
+
+def reliability(observations: Sequence[Observation], divisors: Sequence[float], top_k: int) -> list[list[float]]:
+    """For each bin of the head's probability: [mean probability, share that is accepted, number of draft tokens]."""
+    nearest = [int((DIVISORS - divisor).abs().argmin()) for divisor in divisors]
+    sums = torch.zeros(_NUM_BINS, 3, dtype=torch.float64)
+    for seen in observations:
+        for i, index in enumerate(nearest):
+            used = reached(seen, i, top_k)
+            sure = _log_probs(seen, used, i)[:, :, index].exp().flatten()
+            right = seen.probs[used, i].double().flatten()
+            which = (sure * _NUM_BINS).long().clamp_(0, _NUM_BINS - 1)
+            sums.index_add_(0, which, torch.stack([sure, right, torch.ones_like(sure)], 1))
+    return [[sure / count, right / count, count] for sure, right, count in sums.tolist() if count]
+
+
+def _log_probs(seen: Observation, used: Tensor, head_index: int) -> Tensor:
+    """(n, R, divisors): log-probabilities of the draft tokens, for each divisor."""
+    logits = seen.top_logits[used, head_index].double()[:, :, None] / DIVISORS
+    return logits - seen.log_norms[used, head_index].double()[:, None]
+
+
+@torch.inference_mode()
+def draft_along(
+    head: DraftHead, shape: BestFirst, answers: Sequence[Answer], hidden: Sequence[Tensor], prompts: Sequence[Tensor]
+) -> list[Tensor]:
+    """Drafts with growing trees at every token of recorded answers, several answers as the rows of a batch.
+
+    ``shape`` is of the largest tree, with the fitted confidence. For each answer, ``hidden`` has the states (m, D) from
+    :func:`observe`, and ``prompts`` those (T, D) of its prompt, which are not read for heads without a history.
+
+    Returns:
+        For each answer (K, m, K): entry d-1 is the smallest size of tree of at most depth d that contains the true
+        token at each depth, as in ``tree_search.entries``. A token that the given shape does not have is in
+        no tree.
+    """
+    session = head.start()
+    heads = head.config.num_heads
+    smallest = [torch.full((heads, len(answer.token_ids), heads), NEVER) for answer in answers]
+    limits = torch.arange(1, heads + 1, device=hidden[0].device)[:, None, None]
+    going = list(range(len(answers)))
+    for place in range(max(len(answer.token_ids) for answer in answers)):
+        staying = [i for i, row in enumerate(going) if place < len(answers[row].token_ids)]
+        if len(staying) < len(going):
+            session.keep(torch.tensor(staying, device=hidden[0].device))
+            going = [going[i] for i in staying]
+        context = _context(head, [answers[row] for row in going], [hidden[row] for row in going], prompts, place)
+        draft = session.propose(context, shape)
+        truth = torch.tensor(
+            [[*answers[row].token_ids[place + 1 : place + 1 + heads], *[-1] * heads][:heads] for row in going],
+            device=draft.token_ids.device,
+        )
+        sizes = (draft.depths <= limits).cumsum(2)  # (K, B, N) of the smallest tree with each node
+        node = torch.zeros(len(going), 1, dtype=torch.long, device=truth.device)
+        alive = torch.ones_like(node, dtype=torch.bool)
+        for depth in range(heads):
+            child = (draft.parents == node) & (draft.token_ids == truth[:, depth, None]) & (draft.depths > 0)
+            alive = alive & child.any(1, keepdim=True)
+            node = torch.where(alive, child.int().argmax(1, keepdim=True), node)
+            in_tree = alive[:, 0] & (limits[:, :, 0] > depth)  # (K, B)
+            size = torch.where(in_tree, sizes.gather(2, node.expand(heads, -1, -1))[:, :, 0], NEVER).cpu()
+            for i, row in enumerate(going):
+                smallest[row][:, place, depth] = size[:, i]
+    return smallest
+
+
+def _context(
+    head: DraftHead, answers: Sequence[Answer], hidden: Sequence[Tensor], prompts: Sequence[Tensor], place: int
+) -> Context:
+    """The input of a step whose root is the token at ``place``, where the step before accepted no draft token."""
+    device = hidden[0].device
+    roots = torch.tensor([answer.token_ids[place] for answer in answers], device=device)
+    last = torch.stack([states[place] for states in hidden])[:, None]  # (B, 1, D)
+    texts = [(answer.prompt_ids + answer.token_ids)[: len(answer.prompt_ids) + place] for answer in answers]
+    if place or not head.needs_history:
+        tokens = torch.tensor([text[-1:] for text in texts], device=device)
+        return Context(last, tokens, torch.ones_like(roots), roots)
+    read = [torch.cat([prompts[row][: len(text) - 1], last[row]]) for row, text in enumerate(texts)]
+    states = pad_sequence(read, batch_first=True)
+    tokens = pad_sequence([torch.tensor(text, device=device) for text in texts], batch_first=True)
+    return Context(states, tokens, torch.tensor([len(text) for text in texts], device=device), roots)
 
 
 class Replay:
@@ -99,7 +282,7 @@ class Replay:
             JSON values: ``accuracy`` (a list over ranks for each depth), ``static`` (``paths`` in the order in which
             the tree grows, ``shares``, ``expected`` and ``error`` by nodes), ``dynamic`` (``expected`` and ``error`` by
             nodes; ``shallower``: ``expected`` of trees of at most depth 1, 2, …, for heads that read the path),
-            ``confidence`` (``temperatures`` by head; ``before`` and ``after`` as :func:`calibrate.reliability`), and
+            ``confidence`` (``temperatures`` by head; ``before`` and ``after`` as :func:`reliability`), and
             ``num_tokens`` of the answers.
         """
         advance = counted_stage(self.progress, "drafting along the answers", 2 * len(answers))
@@ -111,8 +294,7 @@ class Replay:
             hidden.append(states)
             prompts.append(self._prompt_states(answer))
             advance()
-        confidence = fit_confidence(seen, self.top_k)
-        texts: list[Tensor] = []
+        confidence, texts = fit_confidence(seen, self.top_k), list[Tensor]()
         count, drafted = self._most_grown(head)
         shape = BestFirst(drafted, top_k=self.top_k, beam=self.settings.beam, temperatures=tuple(confidence))
         for start in range(0, len(answers), _ROWS_AT_ONCE):
@@ -160,13 +342,10 @@ class Replay:
         count = self.settings.max_nodes
         values = self._values(seen)
         order = joint_order(values, count)
-        halves = [seen[0::2], seen[1::2]]
-        orders = [joint_order(self._values(half), count) for half in halves]
-        texts = [
-            entries(observation.ranks, of_other_half)
-            for half, of_other_half in zip(halves, orders[::-1], strict=True)
-            for observation in half
-        ]
+        texts = []
+        for half, other in ((seen[0::2], seen[1::2]), (seen[1::2], seen[0::2])):
+            of_other = joint_order(self._values(other), count)
+            texts += [entries(observation.ranks, of_other) for observation in half]
         return {
             "paths": [list(path) for path in order],
             "shares": [1.0, *(values[path] for path in order)],

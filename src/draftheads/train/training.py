@@ -24,8 +24,8 @@ from draftheads.data.texts import LeftOut, left_out_lines
 from draftheads.errors import DataError, MissingDependency
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.search.measure_acceptance import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
+from draftheads.search.tune import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train import processes

@@ -1,6 +1,5 @@
 """What is seen of a head along recorded answers, against slow twins that ask it token by token."""
 
-import itertools
 from functools import cache
 
 import pytest
@@ -10,8 +9,8 @@ from torch import Tensor
 from draftheads.decode.engine import Engine
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.search import calibrate
-from draftheads.search.calibrate import DIVISORS, Answer, Observation, fit_confidence, observe, reached, reliability
+from draftheads.search import replay
+from draftheads.search.replay import DIVISORS, Answer, Observation, fit_confidence, observe, reached, reliability
 from draftheads.speculation.draft import Context
 from families import PROMPTS, tiny_head, tiny_model
 from observed_heads import HEADS, K
@@ -117,7 +116,7 @@ def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, 
     head = tiny_head("hydra", model, num_heads=K)
     answer = said(model, temperature=temperature)[0]
     whole, states = observe(head, model, answer, top_k=6, temperature=temperature)
-    monkeypatch.setattr(calibrate, "_CHUNK", size)
+    monkeypatch.setattr(replay, "_CHUNK", size)
     again, same = observe(head, model, answer, top_k=6, temperature=temperature)
     assert torch.equal(states, same)
     for name, part in vars(whole).items():
@@ -172,22 +171,6 @@ def made_up(
     return Observation(parts[0], *(part.float() for part in parts[1:]))
 
 
-def gain_of(seen: Observation, divisors: list[float], top_k: int) -> float:
-    """Log-likelihood of what was kept, or of none, from the guesses' own logits and a softmax over all tokens."""
-    total = 0.0
-    for depth, divisor in enumerate(divisors):
-        index = int((DIVISORS - divisor).abs().argmin())
-        for place in range(len(seen.ranks) - len(divisors)):
-            if any(int(rank) >= top_k for rank in seen.ranks[place, :depth]):
-                continue
-            logits = seen.top_logits[place, depth].double() / DIVISORS[index]
-            log_probs = logits - seen.log_norms[place, depth, index].double()
-            probs = seen.probs[place, depth].double()
-            none = max(1.0 - float(log_probs.exp().sum()), 1e-6)
-            total += float((probs * log_probs).sum()) + (1.0 - float(probs.sum())) * float(torch.tensor(none).log())
-    return total
-
-
 def test_known_divisors_are_recovered():
     truth = [float(DIVISORS[index]) for index in (5, 16, 30)]
     seen = [made_up(truth, seed=1), made_up(truth, length=90, seed=2)]
@@ -208,23 +191,6 @@ def test_positions_that_no_tree_reaches_do_not_count():
     expected = [place < 298 and int(right.ranks[place, 0]) < 6 for place in range(300)]
     assert reached(right, 1, 6).tolist() == expected
     assert reached(right, 0, 6).tolist() == [place < 298 for place in range(300)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_fitted_divisors_have_the_highest_likelihood(temperature: float):
-    model = model_of("llama")
-    head = tiny_head("hydra", model, num_heads=K)
-    seen = [
-        observe(head, model, one, top_k=5, temperature=temperature)[0] for one in said(model, temperature=temperature)
-    ]
-    found = fit_confidence(seen, 5)
-    best = sum(gain_of(one, found, 5) for one in seen)
-    assert best > sum(gain_of(one, [1.0] * K, 5) for one in seen)
-    for depth, step in itertools.product(range(K), (-1, 1)):
-        index = int((DIVISORS - found[depth]).abs().argmin()) + step
-        if 0 <= index < len(DIVISORS):
-            other = [*found[:depth], float(DIVISORS[index]), *found[depth + 1 :]]
-            assert best >= sum(gain_of(one, other, 5) for one in seen)
 
 
 def test_bins_of_confidence_hold_means_and_counts():
