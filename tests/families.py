@@ -1,6 +1,6 @@
 """Tiny random models of many families, an integer tokenizer and untrained heads: the world of the tests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import pytest
@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftheads.cpu.native_library import load_library
+from draftheads.decode.request import GenerationResult
 from draftheads.decode.step_costs import StepCosts
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
@@ -367,3 +368,13 @@ class PlantedRandomTrees(PlantedDrafter):
         deepest = int(depths.max())
         # it may say that the tree is deeper than it is, as who has not asked the device must
         return Draft(token_ids, parents, depths, ancestors, deepest + self._any_node(nodes - deepest))
+
+
+def ids(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
+    """The tokens of several answers."""
+    return [result.token_ids for result in results]
+
+
+def tokens_per_step(results: Sequence[GenerationResult]) -> float:
+    """Of several answers together."""
+    return sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)

@@ -18,7 +18,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst, Sampled, Shape
-from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
+from families import GROWING, PROMPTS, TREES, ids, tiny_head, tiny_model
 from structured_world import GRAMMARS, json_model
 from thorough import some
 
@@ -72,10 +72,6 @@ def decode(drafter: Drafter | None, shape: Shape | None, **settings: Any) -> lis
     return Engine(some_model("llama"), drafter, shape=shape, max_batch_size=4).generate(
         [prompt for prompt in PROMPTS for _ in own], own * len(PROMPTS), ignore_eos=True
     )
-
-
-def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in results]
 
 
 @cache

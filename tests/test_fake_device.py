@@ -42,7 +42,7 @@ SAMPLED = {"temperature": 0.8, "seed": 5, "top_k": 9, "top_p": 0.9}
 DRAWN = Sampled(Tree.from_paths([(0,), (1,), (0, 0)]))
 SHAPES: dict[str, Shape] = {**TREES, **GROWING, "drawn": DRAWN}
 BIAS = {3: 1.0, 7: -2.0}
-STEP = ["decode/step_tokens.py"]  # where the host reads the tokens of a step
+STEP = ["decode/batch.py"]  # where the host reads the tokens of a step
 SENT_ONCE = ("speculation/draft.py", "speculation/growing.py")  # a static tree, at its first use
 
 Make = Callable[[TargetModel], Drafter | None]  # a drafter for a model on the CPU

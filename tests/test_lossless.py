@@ -29,6 +29,7 @@ from families import (
     PlantedDrafter,
     PlantedRandomTrees,
     fitting,
+    ids,
     tiny_head,
     tiny_model,
 )
@@ -42,10 +43,6 @@ EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 
 
 def decode(engine: Engine, prompts: list[list[int]], **settings: object) -> list[GenerationResult]:
     return engine.generate(prompts, **{"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **settings})
-
-
-def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in results]
 
 
 some_model = cache(tiny_model)

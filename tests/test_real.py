@@ -15,7 +15,7 @@ from draftheads.loading import engine_on, load_target
 from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.speculation.acceptance_profile import read_profile
 from draftheads.speculation.shapes import Drafting
-from families import PlantedDrafter, needs_library
+from families import PlantedDrafter, ids, needs_library
 from thorough import some
 
 pytestmark = pytest.mark.real
@@ -48,10 +48,6 @@ def with_oracle(engine: Engine, plain: list[GenerationResult]) -> Engine:
     known = {prompt: result.token_ids for prompt, result in zip(prompts, plain, strict=True)}
     engine.drafter = Oracle(TREE, known)
     return engine
-
-
-def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in results]
 
 
 @pytest.fixture(scope="module")

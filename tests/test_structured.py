@@ -24,7 +24,7 @@ from draftheads.speculation.draft import Draft
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst, Sampled, Shape
 from draftheads.speculation.tree import Tree
-from families import tiny_head
+from families import ids, tiny_head
 from structured_world import EOS, GRAMMARS, VOCAB, SlowGrammar, json_model, slow_answer
 from thorough import some, some_rows
 
@@ -66,10 +66,6 @@ def decode(drafter: Drafter | None, settings: str, family: str = "llama", **part
 @cache
 def plain(settings: str, family: str = "llama") -> list[tuple[int, ...]]:
     return ids(decode(None, settings, family))
-
-
-def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in results]
 
 
 def check_answers(results: list[GenerationResult], settings: list[SamplingSettings]) -> None:

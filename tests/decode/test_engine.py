@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, TargetModel, Tree
+from draftheads import Engine, SamplingSettings, StreamEvent, TargetModel, Tree
 from draftheads.decode.batch import Batch
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.mixed import Mixed
@@ -30,6 +30,7 @@ from families import (
     IntegerTokenizer,
     PlantedDrafter,
     by_hand,
+    ids,
     tiny_head,
     tiny_model,
     tiny_profile,
@@ -97,10 +98,6 @@ def lengths_as_settings() -> list[SamplingSettings]:
 def of_lengths(answers: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """What these settings leave of longer answers."""
     return [answer[:length] for answer, length in zip(answers, LENGTHS, strict=True)]
-
-
-def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in results]
 
 
 # --- rows come and go ---

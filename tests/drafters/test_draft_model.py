@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import GenerationResult
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.mixed import Mixed, MixedSession
@@ -16,17 +15,13 @@ from draftheads.speculation.draft import Context
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Tree
-from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, IntegerTokenizer, tiny_head, tiny_model
+from families import HAS_RECURRENT, PROMPTS, TREES, VOCAB, IntegerTokenizer, ids, tiny_head, tiny_model
 from thorough import some
 
 
 @pytest.fixture(scope="module")
 def model() -> TargetModel:
     return tiny_model("llama")
-
-
-def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in results]
 
 
 RECURRENT = ["qwen3_5_text", "mamba2"] if HAS_RECURRENT else []  # trees need a newer transformers

@@ -20,7 +20,7 @@ from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Sampled, Shape
 from draftheads.speculation.tree import Tree
-from families import TREES, VOCAB, IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
+from families import TREES, VOCAB, IntegerTokenizer, PlantedDrafter, ids, propose, tiny_head, tiny_model
 from thorough import some_rows
 
 FAMILIES = ["llama", "mistral", "mixtral", "gpt2", "gemma3_text", "qwen3"]
@@ -52,10 +52,6 @@ def decode(
 @cache
 def plain(name: str, temperature: float = 0.0) -> list[tuple[int, ...]]:
     return ids(decode(name, None, temperature=temperature, seed=5))
-
-
-def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in results]
 
 
 def copied(results: list[GenerationResult]) -> int:

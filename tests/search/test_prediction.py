@@ -14,7 +14,7 @@ from draftheads.search.replay import Answer, observe
 from draftheads.search.tree_search import entries, joint_order, path_counts, simulate
 from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
-from families import TREES, VOCAB, tiny_model
+from families import TREES, VOCAB, ids, tiny_model, tokens_per_step
 from observed_heads import drafted_along, head_of
 from thorough import some_rows
 
@@ -46,14 +46,14 @@ def recorded(family: str, temperature: float) -> list[Answer]:
 def measured(model: TargetModel, head: DraftHead, shape: Shape, answers: list[Answer], temperature: float) -> float:
     """Tokens per step of decoding the same answers."""
     results = decoded(model, head, temperature, shape)
-    assert [result.token_ids for result in results] == [answer.token_ids for answer in answers]
-    return sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
+    assert ids(results) == [answer.token_ids for answer in answers]
+    return tokens_per_step(results)
 
 
-KINDS = {"llama": ("medusa", "hydra", "remembering"), "granite": ("trimmed hydra",), "mistral": ("trimmed medusa",)}
+KINDS = {"llama": ("medusa", "hydra", "hydra++"), "granite": ("trimmed hydra",), "mistral": ("trimmed medusa",)}
 CASES = some_rows(
     [(family, kind, temperature) for temperature in (0.0, 0.8) for family, kinds in KINDS.items() for kind in kinds],
-    *[("llama", "remembering", 0.0), ("granite", "trimmed hydra", 0.8), ("mistral", "trimmed medusa", 0.8)],
+    *[("llama", "hydra++", 0.0), ("granite", "trimmed hydra", 0.8), ("mistral", "trimmed medusa", 0.8)],
 )
 
 

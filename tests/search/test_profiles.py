@@ -22,7 +22,7 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile, read_pr
 from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import NoProgress
-from families import PROMPTS, tiny_head, tiny_model
+from families import PROMPTS, tiny_head, tiny_model, tokens_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,10 +51,9 @@ def answers(model: TargetModel) -> list[Answer]:
     return [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True)]
 
 
-def tokens_per_step(model: TargetModel, head: DraftHead, shape: Shape) -> float:
+def decoded(model: TargetModel, head: DraftHead, shape: Shape) -> float:
     """Of decoding the answers."""
-    results = Engine(model, head, shape=shape).generate(PROMPTS, max_new_tokens=40)
-    return sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
+    return tokens_per_step(Engine(model, head, shape=shape).generate(PROMPTS, max_new_tokens=40))
 
 
 def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding(model: TargetModel, answers: list[Answer]):
@@ -67,7 +66,7 @@ def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding(model: Targ
     for nodes in (4, 12):
         shape = profile.growing(nodes)
         assert shape == BestFirst(nodes, top_k=6, beam=3, temperatures=tuple(profile.temperatures))
-        assert tokens_per_step(model, head, shape) == pytest.approx(found["dynamic"]["expected"][nodes - 1])
+        assert decoded(model, head, shape) == pytest.approx(found["dynamic"]["expected"][nodes - 1])
 
 
 def test_a_measured_profile_of_a_head_without_a_limit_of_depth(
@@ -84,7 +83,7 @@ def test_a_measured_profile_of_a_head_without_a_limit_of_depth(
     assert loaded.default_shape == read_profile(tmp_path / "head" / "acceptance.json").tree(10)
     predicted = [*found["dynamic"]["shallower"], found["dynamic"]["expected"]]
     for depth in (2, 8):
-        gained = tokens_per_step(model, loaded, profile.growing(12, depth))
+        gained = decoded(model, loaded, profile.growing(12, depth))
         assert gained == pytest.approx(predicted[depth - 1][11])
     with pytest.raises(CheckpointCorrupt, match="temperatures"):
         save_head(head, tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(2))

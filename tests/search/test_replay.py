@@ -1,6 +1,6 @@
 """Tokens per step with trees of all sizes: found on one half of recorded answers, measured on the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from draftheads.settings import SamplingSettings
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.utils.progress import NoProgress
-from families import PROMPTS, tiny_head, tiny_model
+from families import PROMPTS, tiny_head, tiny_model, tokens_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 K, R = 2, 3
@@ -177,12 +177,9 @@ def test_growing_trees_are_measured_up_to_their_largest_size(
 
 def decoded(one: Case, shape: BestFirst) -> float:
     """Tokens per step of decoding the answers of a case."""
-    settings = [
-        SamplingSettings(max_new_tokens=own.max_new_tokens, temperature=own.temperature, seed=seed)
-        for seed, own in enumerate([one.replay.settings] * len(PROMPTS))
-    ]
-    results = Engine(one.replay.target, one.replay.head, shape=shape).generate(PROMPTS, settings)
-    return sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
+    own, engine = one.replay.settings, Engine(one.replay.target, one.replay.head, shape=shape)
+    first = SamplingSettings(max_new_tokens=own.max_new_tokens, temperature=own.temperature)
+    return tokens_per_step(engine.generate(PROMPTS, [replace(first, seed=seed) for seed in range(len(PROMPTS))]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -93,15 +93,6 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path):
     assert speed in page.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def test_a_tuned_head_is_loaded_with_its_profile_and_stays_lossless(here: Path, tuned: Path):
-    plain = draftheads.load("./model", precision="fp32")
-    prompts = ["a dog", "ice", "hello"]
-    expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=30)]
-    engine = draftheads.load("./model", "./hydra", tree=tuned, precision="fp32")
-    assert engine.profile == read_profile(tuned / "acceptance.json")
-    assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
-
-
 def test_the_profile_of_the_user_s_own_head_is_written_into_its_folder(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(tune("medusa")) == 0
     shown = capsys.readouterr().out

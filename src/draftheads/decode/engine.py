@@ -80,10 +80,9 @@ class Engine:
             raise InvalidSettings("an acceptance profile and costs go together: give both or none")
         if profile is not None and shape is not None:
             raise InvalidSettings("give a shape, or a profile that decides on one")
-        fills_shapes = drafter is not None and drafter.fills_shapes
-        if not fills_shapes and (profile is not None or shape is not None):
-            what = "shape" if profile is None else "profile"
-            raise InvalidSettings(f"a {what} is for a drafter that fills trees, such as a draft head")
+        for what, given in (("profile", profile), ("shape", shape)):
+            if given is not None and (drafter is None or not drafter.fills_shapes):
+                raise InvalidSettings(f"a {what} is for a drafter that fills trees, such as a draft head")
         self.model = model
         self.generation = model.generation  # warns now, not with the first request
         self.drafter: Drafter = NoDraft() if drafter is None else drafter

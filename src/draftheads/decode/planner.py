@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -230,42 +229,27 @@ class Planner:
         return replace(shape, min_level_probability=round(rate * level / LEVEL_GAIN, 2))
 
 
-@dataclass
-class _Record:
-    """Draft tokens of one request; older ones have less weight."""
-
-    accepted: float = 0.0
-    expected: float = 0.0
-
-    @property
-    def ratio(self) -> float:
-        return (_PRIOR + self.accepted) / (_PRIOR + self.expected)
-
-    def note(self, accepted: float, expected: float) -> None:
-        memory = _MEMORY if expected else _FORGETTING
-        self.accepted = memory * self.accepted + accepted
-        self.expected = memory * self.expected + expected
-
-
-class _RowRecord(NamedTuple):
-    """What is known of a row."""
-
-    own: _Record
-    copies: _Record  # tokens that only copies brought
-
-
 class Plan:
     """What a planner knows of the rows of one batch, and what it has decided for this step."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self._rows: list[_RowRecord] = []
+        # of each row: of its own draft tokens and of those that only copies brought, how many were accepted and how
+        # many were expected; older ones have less weight
+        self._records: Floats = np.zeros((0, 2, 2))
         self._follows = False
         self._rate = 0.0  # tokens per millisecond
         self._shape: Shape = ROOT_ONLY
         self._levels = 0  # of draft tokens of the head
         self._gain = 0.0  # expected accepted draft tokens per row by the profile
-        self._expected: Sequence[Sequence[float]] = ()  # of each row, its own and copied draft tokens
+        self._expected: Floats = np.zeros((0, 2))  # of each row, its own and copied draft tokens
+
+    @property
+    def ratios(self) -> Floats:
+        """(B, 2): accepted draft tokens for each expected one, of a row's own and of copied ones."""
+        accepted, expected = _PRIOR + np.moveaxis(self._records, 2, 0)
+        ratios: Floats = accepted / expected
+        return ratios
 
     def shape(self, rows: int, *, may_follow: bool = True, cuts: bool = True) -> tuple[Shape, int]:
         """What is drafted for so many rows in the next step, and how many nodes the trees may have, copies included.
@@ -277,10 +261,9 @@ class Plan:
             may_follow: false where a row's text depends on what is drafted.
             cuts: whether :meth:`cut` takes nodes away. Where it does not, copies may only use what is almost free.
         """
-        self._rows += [_RowRecord(_Record(), _Record()) for _ in range(rows - len(self._rows))]
+        self._records = np.concatenate([self._records, np.zeros((rows - len(self._records), 2, 2))])
         planner, self._follows = self.planner, may_follow
-        ratio = sum(row.own.ratio for row in self._rows) / rows
-        way, nodes, self._rate = planner.choose(rows, ratio, follows=may_follow)
+        way, nodes, self._rate = planner.choose(rows, float(self.ratios[:, 0].mean()), follows=may_follow)
         self._gain = 0.0 if way is None else float(way.gains[nodes - 1])
         self._levels = 0 if way is None else way.levels[nodes - 1]
         self._shape = ROOT_ONLY if way is None else planner.shape(way, nodes, rows, self._rate)
@@ -296,19 +279,18 @@ class Plan:
         Only on a CPU, for drafts with probabilities: elsewhere the host would wait for them.
         """
         batch = len(draft.token_ids)
-        self._expected = [(self._gain, 0.0)] * batch
+        self._expected = np.tile([self._gain, 0.0], (batch, 1))
         if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
             return draft
         likely = draft.path_log_probs.double().exp().numpy()  # (B, N)
         likely[:, 0] = 0.0  # the root is no draft token
         copied = np.zeros_like(likely) if draft.copied is None else likely * draft.copied.numpy()
-        own, of_copies = ([getattr(row, name).ratio for row in self._rows] for name in ("own", "copies"))
-        gains = np.array(own)[:, None] * (likely - copied) + np.array(of_copies)[:, None] * copied
+        tokens = np.stack([likely - copied, copied], 1)  # (B, 2, N)
+        gains = (self.ratios[:, :, None] * tokens).sum(1)
         passes, _ = self.planner.costs_now(batch, follows=self._follows)
         worth = gains.sum(0).cumsum() - self._rate * passes[: draft.num_nodes]
         count = int(worth.argmax()) + 1
-        own_tokens, copied = (part[:, :count].sum(1) for part in (likely - copied, copied))
-        self._expected = list(zip(own_tokens.tolist(), copied.tolist(), strict=True))
+        self._expected = tokens[:, :, :count].sum(2)
         return draft.first(count)
 
     def note(
@@ -328,11 +310,10 @@ class Plan:
             are_free: whether the row takes the most likely token whatever it is, as in the profile.
             milliseconds: of drafting, and of all else.
         """
-        for row, accepted, copied, is_free, (own, of_copies) in zip(
-            self._rows, num_accepted, num_copied, are_free, self._expected, strict=True
-        ):
-            row.own.note(accepted - copied, own)
-            row.copies.note(copied, of_copies)
+        own = np.subtract(num_accepted, num_copied)
+        counts = np.stack([np.stack([own, num_copied], 1), self._expected], 2)
+        self._records = np.where(self._expected > 0.0, _MEMORY, _FORGETTING)[:, :, None] * self._records + counts
+        for accepted, copied, is_free in zip(num_accepted, num_copied, are_free, strict=True):
             # copies that are accepted are in the place of the head's nodes, of which the profile speaks
             if is_free and self._gain and not copied and self.planner.check is not None:
                 # of a tree that was cut
@@ -347,7 +328,7 @@ class Plan:
 
     def keep(self, rows: Sequence[int]) -> None:
         """The other rows leave."""
-        self._rows = [self._rows[row] for row in rows]
+        self._records = self._records[list(rows)]
 
 
 def ways_of(profile: AcceptanceProfile) -> list[Way]:

@@ -149,7 +149,7 @@ def simulate(texts: Sequence[Tensor], num_nodes: int) -> tuple[float, float]:
     Returns:
         The ratio of all tokens to all steps, and its standard error, texts taken as independent.
     """
-    tokens, steps = [], []
+    pairs = []  # tokens and steps
     for text in texts:
         kept = (text <= num_nodes).sum(1).tolist()
         place, count = 0, 0
@@ -157,6 +157,5 @@ def simulate(texts: Sequence[Tensor], num_nodes: int) -> tuple[float, float]:
             place += 1 + kept[place]
             count += 1
         if count:
-            tokens.append(len(kept) - 1)
-            steps.append(count)
-    return ratio_with_error(list(zip(tokens, steps, strict=True)))
+            pairs.append((len(kept) - 1, count))
+    return ratio_with_error(pairs)

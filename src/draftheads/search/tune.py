@@ -143,16 +143,14 @@ def predicted(profile: AcceptanceProfile, costs: StepCosts) -> dict[str, Any]:
         plain = 1e3 * rows / float(passes[0])
         ways: list[dict[str, Any]] = [{"kind": "none", "num_nodes": 1, "depth": 0, "tokens_per_second": plain}]
         for kind in KINDS:
-            fastest: dict[int, tuple[float, int]] = {}  # by nodes: tokens per second, and the depth
+            fastest: dict[int, dict[str, Any]] = {}  # by nodes
             own = [way for way in planner.ways if way.kind == kind]
             for way, by_nodes in zip(own, rates(own, rows, passes, drafting), strict=True):
                 for nodes, rate in enumerate(1e3 * by_nodes[1:], 2):
-                    fastest[nodes] = max(fastest.get(nodes, (0.0, 0)), (float(rate), way.depth))
-            speeds = [speed for speed, _ in fastest.values()]
-            ways += [
-                {"kind": kind, "num_nodes": nodes, "depth": depth, "tokens_per_second": speed}
-                for nodes, (speed, depth) in fastest.items()
-            ]
+                    new = {"kind": kind, "num_nodes": nodes, "depth": way.depth, "tokens_per_second": float(rate)}
+                    fastest[nodes] = max(fastest.get(nodes, new), new, key=itemgetter("tokens_per_second", "depth"))
+            ways += fastest.values()
+            speeds = [each["tokens_per_second"] for each in fastest.values()]
             found.append({"batch_size": rows, "kind": kind, "num_nodes": list(fastest), "tokens_per_second": speeds})
         best = max(ways, key=itemgetter("tokens_per_second"))
         speedup = best["tokens_per_second"] / plain
