@@ -14,9 +14,8 @@ from draftheads.bench.table import Row
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli.main import read_options
-from draftheads.heads import head_classes
+from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.attention import LayerConfig
-from draftheads.heads.head_options import parse_head_options
 from draftheads.models.model import TargetModel
 from draftheads.train import run
 from training_world import chat_model, counting_chats, tool_module, write_chats

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from draftheads.heads import HEADS
-from draftheads.heads.markov import MarkovBias
+from draftheads.heads.dspark import MarkovBias
 from draftheads.models.model import TargetModel
 from draftheads.train.trainer import MuonAdamW, hidden_matrices
 from families import fitting, tiny_head, tiny_model

@@ -5,12 +5,16 @@ an entry point in the group ``draftheads.heads``: a function without arguments t
 are loaded when a method is not in the list, or when all methods are listed.
 """
 
+import json
 import warnings
+from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from draftheads.errors import InvalidSettings, UnknownMethod, close_name
+from draftheads.utils.strict_json import in_words, matches
 
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead, HeadConfig
@@ -101,3 +105,33 @@ def _load_entry_points() -> None:
             point.load()()
         except Exception as error:  # noqa: BLE001 - code of another package
             warnings.warn(f"the heads of {point.value} cannot be used: {error}", RuntimeWarning, stacklevel=2)
+
+
+def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:
+    """Options that only this method has, from texts NAME=VALUE with JSON values.
+
+    >>> parse_head_options("amphista", ["num_adaptation_layers=1", "sampled_token=false"])
+    {'num_adaptation_layers': 1, 'sampled_token': False}
+    """
+    from draftheads.heads.base import HeadConfig  # noqa: PLC0415 - slow to import
+
+    config_class, _ = head_classes(method)
+    hints = get_type_hints(config_class)
+    common = {field.name for field in fields(HeadConfig)} - {"lm_head_rank"} | {"embedding_scale"}
+    known = {field.name: hints[field.name] for field in fields(config_class) if field.name not in common}
+    values: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if name not in known:
+            others = ", ".join(sorted(known))
+            raise InvalidSettings(f"--head-options {option}: {method} has no option {name!r}; choose among {others}")
+        if not equals:
+            raise InvalidSettings(f"--head-options {option}: it has no value; give {name}=VALUE")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text  # a word
+        if not matches(value, known[name]):
+            raise InvalidSettings(f"--head-options {option}: {name} must be {in_words(known[name])}")
+        values[name] = value
+    return values

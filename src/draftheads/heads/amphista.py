@@ -14,14 +14,14 @@ The authors have published no code. Where the paper gives no detail, this implem
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import LayerConfig, TransformerLayer
-from draftheads.heads.base import EmbeddingConfig, Root
+from draftheads.heads.base import AllAtOnceHead, EmbeddingConfig, Root
 from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.layers import ResidualBlock, fusion
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
@@ -54,18 +54,16 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
             raise InvalidSettings(f"num_auto_embedding_blocks is {self.num_auto_embedding_blocks}; give 0 for none")
 
 
-class AmphistaHead(StatefulHead):
+class AmphistaHead(AllAtOnceHead, StatefulHead):
     """Equations 1 to 6: all heads' features at once, whatever the path."""
-
-    reads_path = False
 
     def __init__(self, config: AmphistaConfig) -> None:
         super().__init__(config, num_layers=config.num_adaptation_layers)
-        self.sampled_token = config.sampled_token
         size, stages = config.hidden_size, config.num_adaptation_layers
-        num_fusions = stages if config.sampled_token else 0
-        self.fusions = nn.ModuleList(fusion(size, state_first=True) for _ in range(num_fusions))
-        self.adaptations = nn.ModuleList(TransformerLayer(config) for _ in range(stages))
+        self.fusions = nn.ModuleList(
+            fusion(size, state_first=True) for _ in range(stages if config.sampled_token else 0)
+        )
+        self.adaptations: Any = nn.ModuleList(TransformerLayer(config) for _ in range(stages))
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
         )
@@ -85,27 +83,19 @@ class AmphistaHead(StatefulHead):
     def begin(self, root: Root, depth: int) -> Tensor:
         """All heads in one pass, whatever the tree: their logits (depth, B, V')."""
         features = self._heads(list(root.states.unbind(1)))[:depth]  # states are (B, stages, D), features (depth, B, D)
-        return self.lm_head_logits(features) if depth else features
-
-    def predict(self, state: Tensor, depth: int) -> Tensor:
-        """(B, 1, V'), whatever the draft tokens."""
-        return state[depth][:, None]
+        return self.lm_head_logits(features)
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """h_t and the stages' outputs, (rows, 1 + stages, D)."""
         embedded = self.scaled_embedding(next_tokens(context))
         stages = [context.hidden]
         for i, layer in enumerate(self.adaptations):
-            assert isinstance(layer, TransformerLayer)
             stages.append(layer.step(self._fused(i, stages[-1], embedded), history, i, rows))
         return torch.stack([last_of(states, context.num_accepted) for states in stages], 1)
 
     def _fused(self, stage: int, states: Tensor, embedded: Tensor) -> Tensor:
         """fc([h; e]), (…, D)."""
-        if not self.sampled_token:
-            return states
-        fused: Tensor = self.fusions[stage](torch.cat([states, embedded], -1))
-        return fused
+        return self.fusions[stage](torch.cat([states, embedded], -1)) if len(self.fusions) else states
 
     def _heads(self, stages: list[Tensor]) -> Tensor:
         """[h_t, stage one, stage two as far as there are], each (…, D), to features (K, …, D).
@@ -117,9 +107,7 @@ class AmphistaHead(StatefulHead):
         heads = torch.stack([block(x) for block, x in zip(self.blocks, inputs, strict=True)], -2)  # (…, K, D)
         if self.positions is not None:
             heads = heads + self.positions
-        if len(self.auto_embedding):
-            flat = heads.reshape(-1, count, heads.shape[-1])
-            for layer in self.auto_embedding:
-                flat = layer(flat, causal=False)
-            heads = flat.view(heads.shape)
-        return heads.movedim(-2, 0)
+        flat = heads.reshape(-1, count, heads.shape[-1])
+        for layer in self.auto_embedding:
+            flat = layer(flat, causal=False)
+        return flat.view(heads.shape).movedim(-2, 0)

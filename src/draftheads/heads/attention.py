@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import EmbeddingConfig, HeadConfig
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
+from draftheads.heads.layers import zero_linear
 from draftheads.utils.counts import counted
 
 
@@ -113,13 +114,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
-        nn.init.zeros_(self.down_proj.weight)
+        self.down_proj = zero_linear(intermediate_size, size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class TransformerLayer(nn.Module):
@@ -155,10 +154,9 @@ class TransformerLayer(nn.Module):
         self.v_proj = nn.Linear(inputs, groups * config.head_size, bias=config.qkv_bias)
         norms = [RmsNorm(config.head_size, config.norm_epsilon) if norm_heads else nn.Identity() for _ in range(2)]
         self.q_norm, self.k_norm = norms
-        self.o_proj = nn.Linear(heads * config.head_size, size, bias=False)
+        self.o_proj = zero_linear(heads * config.head_size, size, bias=False)
         self.middle_norm = RmsNorm(size, config.norm_epsilon)
         self.feed_forward = FeedForward(size, config.intermediate_size)
-        nn.init.zeros_(self.o_proj.weight)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, KeysValues]:
         """Queries (B, S, H, d), keys and values (B, S, G, d) of inputs (B, S, D) at positions (1 or B, S)."""
@@ -179,8 +177,7 @@ class TransformerLayer(nn.Module):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's output (B, S, D) from its inputs and what attention gave, (B, S, H, d)."""
         x = x + self.o_proj(attended.flatten(2))
-        out: Tensor = x + self.feed_forward(self.middle_norm(x))
-        return out
+        return x + self.feed_forward(self.middle_norm(x))
 
     def step(self, x: Tensor, history: HeadKVCache, layer: int, rows: slice) -> Tensor:
         """(B, P, D) -> (B, P, D), the next tokens of some rows; their keys and values go into the history."""

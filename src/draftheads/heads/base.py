@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,7 +17,6 @@ from draftheads.cpu.drafts import HeadLayers, NativeGrowth
 from draftheads.cpu.kernels import NativeInt8, pack, replace_linears
 from draftheads.cpu.native_library import load_library
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
-from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.layers import LmHeads
 from draftheads.settings import LmHeadKind
 from draftheads.speculation.candidates import Candidates
@@ -80,8 +78,7 @@ class HeadConfig:
 
     def options(self) -> dict[str, Any]:
         """All options by name, as they are saved."""
-        defaults = self.optional_defaults()
-        return {name: value for name, value in asdict(self).items() if name not in defaults or value != defaults[name]}
+        return dict(option for option in asdict(self).items() if option not in self.optional_defaults().items())
 
     @classmethod
     def optional_defaults(cls) -> dict[str, Any]:
@@ -131,7 +128,7 @@ class Root:
 
     token_ids: Tensor  # (B,) x_{t+1}
     states: Tensor  # (B, D) h_t in the head's type; of a stateful head what it made of the text, (B, …)
-    history: HeadKVCache | None = None  # of a stateful head
+    history: Any = None  # of a stateful head: its HeadKVCache
 
 
 class DraftHead(nn.Module, Drafter, Predictor):
@@ -150,14 +147,7 @@ class DraftHead(nn.Module, Drafter, Predictor):
     def __init__(self, config: HeadConfig, *, lm_head_bias: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.lm_heads = LmHeads(
-            config.num_lm_heads,
-            config.feature_size,
-            config.num_draft_tokens,
-            kind=config.lm_head,
-            rank=config.lm_head_rank,
-            bias=lm_head_bias,
-        )
+        self.lm_heads = LmHeads(config, bias=lm_head_bias)
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
         self.register_buffer("target_embedding", None, persistent=False)
@@ -199,7 +189,7 @@ class DraftHead(nn.Module, Drafter, Predictor):
 
     @abstractmethod
     def begin(self, root: Root, depth: int) -> Any:
-        """The state at the root of every row, for draft tokens down to ``depth``; at most :attr:`depth_limit`."""
+        """The state at the root of every row, for draft tokens down to ``depth``, 1 … :attr:`depth_limit`."""
 
     @abstractmethod
     def predict(self, state: Any, depth: int) -> Tensor:
@@ -229,10 +219,9 @@ class DraftHead(nn.Module, Drafter, Predictor):
         layers = self.layers_of_depths() if is_own and load_library() is not None else None
         if layers is None or self.config.lm_head == "low_rank":
             return None
-        lm_heads = [self.lm_heads.layer(i if self.config.num_lm_heads > 1 else 0) for i in range(len(layers))]
         try:
             return NativeGrowth(
-                [HeadLayers(*pair) for pair in zip(layers, lm_heads, strict=True)],  # type: ignore[arg-type]
+                [HeadLayers(part, self.lm_heads.layer(i)) for i, part in enumerate(layers)],  # type: ignore[arg-type]
                 reads_path=self.reads_path,
                 embedding=self.rounded_embedding or self.target_embedding,
                 embedding_scale=self.embedding_scale,
@@ -251,8 +240,7 @@ class DraftHead(nn.Module, Drafter, Predictor):
     @property
     def depth_limit(self) -> int | None:
         """How deep its trees may be: K, or None where all depths are the same function."""
-        has_one = self.config.lm_head == "shared" or self.config.num_lm_heads == 1
-        return None if self.shares_layers and has_one else self.config.num_heads
+        return None if self.shares_layers and self.lm_heads.is_one else self.config.num_heads
 
     def depth_for(self, shape: Shape) -> int:
         """How deep a shape without a depth grows: K, or as deep as its temperatures was measured within the limit."""
@@ -305,9 +293,8 @@ class DraftHead(nn.Module, Drafter, Predictor):
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of tokens in this head's type, (…) -> (…, D)."""
-        held: Any = self.rounded_embedding
-        rows: Tensor = self.target_embedding[token_ids] if held is None else held.rows_of(token_ids)
-        return rows.to(self.dtype)
+        rounded = self.rounded_embedding
+        return (rounded.rows_of(token_ids) if rounded else self.target_embedding[token_ids]).to(self.dtype)
 
     def scaled_embedding(self, token_ids: Tensor) -> Tensor:
         """The same times ``embedding_scale``."""
@@ -348,13 +335,12 @@ class DraftHead(nn.Module, Drafter, Predictor):
 
     def logits(self, features: Tensor, head_index: int) -> Tensor:
         """Head ``head_index``'s logits over the draft vocabulary: (…, F) -> (…, V')."""
-        logits: Tensor = self.lm_heads(features, head_index if self.config.num_lm_heads > 1 else 0)
-        return logits
+        return self.lm_heads(features, head_index)
 
     def lm_head_logits(self, features: Tensor) -> Tensor:
-        """The lm_heads' logits of the first heads at once, (depth, B, D) -> (depth, B, V'): one product if shared."""
-        if self.config.lm_head == "shared":
-            return self.lm_heads(features, 0)  # type: ignore[no-any-return]
+        """The lm_heads' logits of the first heads at once, (depth, B, D) -> (depth, B, V'): one product if one."""
+        if self.lm_heads.is_one:
+            return self.lm_heads(features, 0)
         return torch.stack([self.lm_heads(feature, i) for i, feature in enumerate(features)])
 
     def lm_head_inputs(self, features: Tensor) -> Tensor:
@@ -364,6 +350,16 @@ class DraftHead(nn.Module, Drafter, Predictor):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary indices as the target's token ids, any shape."""
         return draft_ids if self.config.draft_vocab_size is None else self.draft_vocab[draft_ids]
+
+
+class AllAtOnceHead(DraftHead):
+    """A head whose predictions do not depend on draft tokens. Its state is the logits of all depths, (depth, B, V')."""
+
+    reads_path = False
+
+    def predict(self, state: Any, depth: int) -> Tensor:
+        """(B, 1, V'), the same for all nodes of a depth."""
+        return state[depth][:, None]
 
 
 class HeadSession(DraftSession):
@@ -383,8 +379,11 @@ class HeadSession(DraftSession):
             self.head.check_shape(shape)
             self._checked = shape
         head, root = self.head, self.root(context)
-        begin, max_depth = partial(head.begin, root), head.depth_for(shape)
-        return fill(head, shape, context, begin=begin, max_depth=max_depth, expand=head.expander(root))
+
+        def begin(depth: int) -> Any:
+            return head.begin(root, depth) if depth else None  # nothing is predicted for a root alone
+
+        return fill(head, shape, context, begin=begin, max_depth=head.depth_for(shape), expand=head.expander(root))
 
     def root(self, context: Context) -> Root:
         """What drafting begins with."""

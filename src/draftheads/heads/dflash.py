@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer, attend_with_path
-from draftheads.heads.base import Root
+from draftheads.heads.base import AllAtOnceHead, Root
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.layers import first_texts, linear_fit, low_rank_fit
 from draftheads.heads.stateful import StatefulHead
@@ -63,10 +63,9 @@ class DFlashConfig(BlockConfig):
     paper: ClassVar[str] = "DFlash, 2026"
 
 
-class DFlashHead(StatefulHead):
+class DFlashHead(AllAtOnceHead, StatefulHead):
     """p_i = softmax(lm_head(norm(body([x_{t+1}, mask, …], c_0 … c_t)_i)))."""
 
-    reads_path = False
     predicts_hidden_states: ClassVar[bool] = False
     reads_places: ClassVar[bool] = True
 
@@ -75,7 +74,7 @@ class DFlashHead(StatefulHead):
         size, epsilon = config.hidden_size, config.norm_epsilon
         self.fc = nn.Linear(max(1, len(config.layers)) * size, size, bias=False)
         self.hidden_norm = RmsNorm(size, epsilon)
-        self.layers = nn.ModuleList(TransformerLayer(config, norm_heads=True) for _ in range(config.num_layers))
+        self.layers: Any = nn.ModuleList(TransformerLayer(config, norm_heads=True) for _ in range(config.num_layers))
         self.norm = RmsNorm(size, epsilon)
         self.block_size = config.block_size
         self.first = config.block_size - config.num_heads  # the row that makes the first prediction
@@ -116,7 +115,7 @@ class DFlashHead(StatefulHead):
         then favours the nearest place. Values are the parts of c and of x_{t+1} that tell most of the next h.
         """
         config: Any = self.config
-        layer = self.ordered_layers()[0]
+        layer = self.layers[0]
         groups, head_size = config.num_key_value_heads, config.head_size
         step = -(-config.vocab_size // len(seen))
         mask = root_ids.new_tensor([self.mask_token_id])
@@ -148,17 +147,11 @@ class DFlashHead(StatefulHead):
 
     def _normed(self, token_ids: Tensor) -> Tensor:
         """What the first layer's attention reads of tokens in a block, (S,) -> (S, D)."""
-        normed: Tensor = self.ordered_layers()[0].input_norm(self.scaled_embedding(token_ids))
-        return normed
-
-    def ordered_layers(self) -> Sequence[Any]:
-        """The layers of the body, the first one first."""
-        return list(self.layers)
+        return self.layers[0].input_norm(self.scaled_embedding(token_ids))
 
     def context(self, hidden: Tensor) -> Tensor:
         """c, (…, n·D) -> (…, D)."""
-        normed: Tensor = self.hidden_norm(self.fc(hidden))
-        return normed
+        return self.hidden_norm(self.fc(hidden))
 
     def blocks(self, root_ids: Tensor) -> Tensor:
         """What the body reads of blocks that begin with these tokens: (…) -> (…, S, D)."""
@@ -181,7 +174,7 @@ class DFlashHead(StatefulHead):
         positions = (starts[..., None] + torch.arange(rows, device=starts.device)).flatten(1)
         visible = mask.repeat_interleave(rows, dim=1)  # (1 or B, A·S, C)
         x = x.flatten(1, 2)
-        for layer, text in zip(self.ordered_layers(), seen, strict=True):
+        for layer, text in zip(self.layers, seen, strict=True):
             queries, own = layer.project(x, positions)
             block = KeysValues(
                 *(part.unflatten(1, (places, 1, rows)).expand(-1, -1, rows, -1, -1, -1).flatten(1, 2) for part in own)
@@ -199,7 +192,7 @@ class DFlashHead(StatefulHead):
         steps = torch.arange(length, device=token_ids.device)
         at = steps[None].expand(batch, -1) if places is None else places  # t of each block
         context = self.context(hidden)
-        seen = [layer.keys_values(context, steps[None]) for layer in self.ordered_layers()]
+        seen = [layer.keys_values(context, steps[None]) for layer in self.layers]
         roots = token_ids.roll(-1, dims=1).gather(1, at)
         found = self.body(self.blocks(roots), at + 1, seen, steps <= at[..., None])
         features = self.features(found, token_ids, at)
@@ -215,29 +208,16 @@ class DFlashHead(StatefulHead):
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         made = self.context(context.hidden)
         positions, longest = history.span(rows, made.shape[1])
-        for number, layer in enumerate(self.ordered_layers()):
+        for number, layer in enumerate(self.layers):
             history.write(number, rows, layer.keys_values(made, positions), positions, longest)
         return made[:, :0].flatten(1)  # a block reads nothing of the text but its keys and values
 
     def block_features(self, root: Root) -> Tensor:
         """(K, B, D) behind every row's text."""
-        assert root.history is not None, "a stateful head's session gives its history"
-        kept = [root.history.accepted(number) for number in range(len(root.history.layers))]
-        mask = kept[0][1][:, None]
+        seen, mask = root.history.accepted()
         blocks = self.blocks(root.token_ids[:, None])
-        return self.body(blocks, root.history.counts[:, None], [seen for seen, _ in kept], mask)[:, :, 0]
+        return self.body(blocks, root.history.counts[:, None], seen, mask[:, None])[:, :, 0]
 
     def begin(self, root: Root, depth: int) -> Any:
         """Logits of all places, (depth, B, V'): one pass, whatever the tree."""
-        if depth == 0:
-            return root.token_ids[None, :, None]
         return self.lm_head_logits(self.block_features(root)[:depth])
-
-    def lm_head_logits(self, features: Tensor) -> Tensor:
-        """(depth, B, D) -> (depth, B, V'): one product."""
-        return self.lm_heads(features, 0)  # type: ignore[no-any-return]
-
-    def predict(self, state: Any, depth: int) -> Tensor:
-        """(B, 1, V'), the same for all nodes of a depth."""
-        logits: Tensor = state[depth][:, None]
-        return logits

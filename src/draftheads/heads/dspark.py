@@ -1,22 +1,21 @@
 """DSpark: DFlash's body on shifted blocks, and a bias from the token before (arXiv 2607.05147).
 
 The row at each place predicts the token behind it, and a low-rank bias makes the prediction depend on the draft token
-before it (:mod:`draftheads.heads.markov`). In training the text's tokens take the place of draft tokens.
+before it (:class:`MarkovBias`). In training the text's tokens take the place of draft tokens.
 The published head has an embedding of its own, and a gate that reads the row and the token; see the options.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings, require_at_least
-from draftheads.heads.base import Root
+from draftheads.heads.base import DraftHead, Root
 from draftheads.heads.dflash import BlockConfig, DFlashHead
-from draftheads.heads.layers import first_texts, linear_fit, low_rank_fit
-from draftheads.heads.markov import MarkovBias, MarkovState
+from draftheads.heads.layers import first_texts, linear_fit, linears, low_rank_fit
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,90 @@ class DSparkConfig(BlockConfig):
             raise InvalidSettings("gate_reads_token is true and gated is false: there is no gate; give gated=true")
 
 
+class MarkovState(NamedTuple):
+    """At W nodes of a depth."""
+
+    logits: Tensor  # (depth, B, V') of what does not depend on the path
+    gates: Tensor  # (depth, B, r) what the gates read of the rows
+    token_ids: Tensor  # (B, W) of the nodes
+
+
+class MarkovBias(DraftHead):
+    """A bias on the logits of a token that depends on the token before it, through one product of rank r.
+
+    bias_i = U_i (gate_i(h) * A_i E(x)), x the token before. All else of a prediction is the same for all nodes of a
+    depth. A_i E(x) may be a row of an embedding of its own, and the gate may read it, too. ``down``, ``up`` and
+    ``gates`` have a layer for each depth, or one for all.
+    """
+
+    reads_path = True
+
+    def add_bias(self, config: Any, count: int) -> None:
+        """Makes so many layers by the options of :class:`DSparkConfig`. The bias starts as zero."""
+        rank, size = config.markov_rank, config.hidden_size
+        own = nn.ModuleList(nn.Embedding(config.vocab_size, rank) for _ in range(count if config.own_embedding else 0))
+        self.down = own if config.own_embedding else linears(count, size, rank)
+        self.up = linears(count, rank, config.num_draft_tokens)
+        self.gates = linears(count if config.gated else 0, size, rank, bias=True)
+        self.token_gates = linears(count if config.gate_reads_token else 0, rank, rank)
+        for parameter in (*self.up.parameters(), *self.gates.parameters(), *self.token_gates.parameters()):
+            nn.init.zeros_(parameter)
+
+    def scores(self, token_ids: Tensor, depth: int) -> Tensor:
+        """A E(x) of the tokens before, or their rows of the head's own embedding: (…) -> (…, r)."""
+        down = self.down[self._layer(depth)]
+        return down(token_ids if isinstance(down, nn.Embedding) else self.scaled_embedding(token_ids))
+
+    def biased(self, features: Tensor, rows: Tensor, before: Tensor, depth: int) -> Tensor:
+        """Features (…, D + r) of features and what the gate reads, each (…, D), and the tokens before, (…)."""
+        return torch.cat([features, self.gated(depth, self.gate(depth, rows), self.scores(before, depth))], -1)
+
+    def logits(self, features: Tensor, head_index: int) -> Tensor:
+        """(…, D + r) -> (…, V')."""
+        size = self.config.hidden_size
+        return super().logits(features[..., :size], head_index) + self.up[self._layer(head_index)](features[..., size:])
+
+    def logit_parameters(self) -> list[nn.Parameter]:
+        return [*super().logit_parameters(), *self.up.parameters()]
+
+    def lm_head_inputs(self, features: Tensor) -> Tensor:
+        return features[..., : self.config.hidden_size]
+
+    def with_gates(self, logits: Tensor, features: list[Tensor], token_ids: Tensor) -> MarkovState:
+        """At the roots (B,): logits (depth, B, V') without a bias, and each depth's features (B, D)."""
+        gates = [self.gate(depth, part).expand(len(part), -1) for depth, part in enumerate(features)]
+        return MarkovState(logits, torch.stack(gates), token_ids[:, None])
+
+    def predict(self, state: Any, depth: int) -> Tensor:
+        """Logits of the tokens of a place with the bias of each node, (B, W, V')."""
+        scores = self.gated(depth, state.gates[depth][:, None], self.scores(state.token_ids, depth))
+        return state.logits[depth][:, None] + self.up[self._layer(depth)](scores)
+
+    def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
+        return state._replace(token_ids=token_ids)
+
+    def gate(self, depth: int, features: Tensor) -> Tensor:
+        """What a gate reads of rows, before its sigmoid: (…, D) -> (…, r), or one 0 without a gate."""
+        return self.gates[self._layer(depth)](features) if len(self.gates) else features.new_zeros(1)
+
+    def gated(self, depth: int, gate: Tensor, scores: Tensor) -> Tensor:
+        """Scores (…, r) of tokens, times a gate around 1."""
+        if not len(self.gates):
+            return scores
+        if len(self.token_gates):
+            gate = gate + self.token_gates[self._layer(depth)](scores)
+        return 2.0 * torch.sigmoid(gate) * scores
+
+    def _layer(self, depth: int) -> int:
+        return depth if len(self.up) > 1 else 0
+
+
 class DSparkHead(MarkovBias, DFlashHead):
     """DFlash with a bias from the token before. It starts without: U is zero at first."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.add_bias(
-            config.markov_rank,
-            1,
-            gated=config.gated,
-            own_embedding=config.own_embedding,
-            gate_reads_token=config.gate_reads_token,
-        )
+        self.add_bias(config, 1)
 
     @torch.no_grad()
     def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -80,15 +151,10 @@ class DSparkHead(MarkovBias, DFlashHead):
 
     def features(self, found: Tensor, token_ids: Tensor, at: Tensor) -> Tensor:
         """(K, B, A, D + r)."""
-        parts = []
-        for i, rows in enumerate(found):
-            before = token_ids.roll(-(i + 1), dims=1)  # the wrapped tail is not used
-            parts.append(self.biased(rows, before.gather(1, at), i))
-        return torch.stack(parts)
+        before = [token_ids.roll(-(i + 1), dims=1).gather(1, at) for i in range(len(found))]  # no wrapped tail is used
+        return torch.stack([self.biased(rows, rows, before[i], i) for i, rows in enumerate(found)])
 
     def begin(self, root: Root, depth: int) -> MarkovState:
         """All that does not depend on the path, for all places at once."""
-        if depth == 0:
-            return self.with_gates(self.scaled_embedding(root.token_ids)[None], [], root.token_ids)
         features = self.block_features(root)[:depth]
         return self.with_gates(self.lm_head_logits(features), list(features), root.token_ids)

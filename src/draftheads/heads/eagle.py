@@ -84,5 +84,4 @@ class EagleHead(OneLayerHead):
 
     def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
         """(…, D)."""
-        fused: Tensor = self.fusion(torch.cat([self.scaled_embedding(token_ids), states], -1))
-        return fused
+        return self.fusion(torch.cat([self.scaled_embedding(token_ids), states], -1))

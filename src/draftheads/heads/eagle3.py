@@ -143,8 +143,7 @@ class Eagle3Head(OneLayerHead):
 
     def states(self, hidden: Tensor) -> Tensor:
         """g, (…, n·D) -> (…, M)."""
-        fused: Tensor = self.fc(self.fc_norm(hidden))
-        return fused
+        return self.fc(self.fc_norm(hidden))
 
     def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
         """[e; g], (…, 2·M)."""
@@ -156,5 +155,4 @@ class Eagle3Head(OneLayerHead):
 
     def outputs(self, features: Tensor) -> Tensor:
         """After the final norm, (…, M)."""
-        normed: Tensor = self.norm(features)
-        return normed
+        return self.norm(features)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
-from draftheads.heads.layers import ResidualBlock
+from draftheads.heads.layers import ResidualBlock, fusion, zero_linear
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,15 @@ class HydraConfig(EmbeddingConfig):
 class FusionBlock(nn.Module):
     """u -> R u + SiLU(W u), (…, M) -> (…, D): the first block of a Hydra head; R is learned since the sizes differ."""
 
-    def __init__(self, in_size: int, out_size: int) -> None:
+    def __init__(self, size: int, num_inputs: int) -> None:
         super().__init__()
-        self.residual = nn.Linear(in_size, out_size)
-        self.linear = nn.Linear(in_size, out_size)
         # starts as "h_t and nothing else", Medusa's starting point
-        for layer in (self.residual, self.linear):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
-        with torch.no_grad():
-            self.residual.weight[:, :out_size] = torch.eye(out_size)
+        self.residual = fusion(size, num_inputs=num_inputs, state_first=True)
+        self.linear = zero_linear(num_inputs * size, size)
 
     def forward(self, u: Tensor) -> Tensor:
         """(…, M) -> (…, D)."""
-        fused: Tensor = self.residual(u) + F.silu(self.linear(u))
-        return fused
+        return self.residual(u) + F.silu(self.linear(u))
 
 
 class HydraHead(DraftHead):
@@ -47,10 +41,7 @@ class HydraHead(DraftHead):
         super().__init__(config, lm_head_bias=True)  # as in the reference code
         size = config.hidden_size
         self.blocks = nn.ModuleList(
-            nn.Sequential(
-                FusionBlock((i + 2) * size, size),
-                *(ResidualBlock(size) for _ in range(config.num_layers - 1)),
-            )
+            nn.Sequential(FusionBlock(size, i + 2), *(ResidualBlock(size) for _ in range(config.num_layers - 1)))
             for i in range(config.num_heads)
         )
 

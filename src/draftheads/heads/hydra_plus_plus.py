@@ -52,5 +52,4 @@ class HydraPlusPlusHead(StatefulHead, HydraHead):
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         states = self.prefix.step(context.hidden, history, 0, rows)
-        normed: Tensor = self.prefix_norm(last_of(states, context.num_accepted))
-        return normed
+        return self.prefix_norm(last_of(states, context.num_accepted))

@@ -57,12 +57,10 @@ class HeadKVCache:
             old[index, positions] = values
         return KeysValues(*(part[rows, :longest] for part in kept))
 
-    def accepted(self, layer: int) -> tuple[KeysValues, Tensor]:
-        """What is kept of a layer: slots (B, C, G, d), and a mask (B, C) of those that count."""
-        kept = self.layers[layer]
-        assert kept is not None, "a history is read after it was written"
+    def accepted(self) -> tuple[list[KeysValues], Tensor]:
+        """What is kept of each layer: slots (B, C, G, d), and a mask (B, C) of those that count."""
         longest = max(self.lengths)
-        seen = KeysValues(*(part[: self.num_rows, :longest] for part in kept))
+        seen = [KeysValues(*(part[: self.num_rows, :longest] for part in kept)) for kept in self.layers if kept]
         return seen, torch.arange(longest, device=self.counts.device) < self.counts[:, None]
 
     def accept(self, rows: slice, counts: Tensor, lengths: Sequence[int]) -> None:
@@ -76,13 +74,9 @@ class HeadKVCache:
             if kept is not None:
                 self._with_room(layer, kept, 0)  # also for rows that have joined, of which nothing is written yet
         self.lengths = [self.lengths[row] for row in rows.tolist()]
-        if len(rows) == 0:
-            self.layers = [None] * len(self.layers)
-            self.counts = self.counts[:0]
-            return
         rows = to_device(rows, self.counts.device)
         self.counts = self.counts[rows]
-        num_slots = _whole_blocks(max(self.lengths))
+        num_slots = _whole_blocks(max(self.lengths, default=0))
         self.layers = [
             None if kept is None else KeysValues(*(part[rows, :num_slots] for part in kept)) for kept in self.layers
         ]

@@ -1,7 +1,7 @@
 """Building blocks that several draft heads share; nothing here knows what a draft is."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +10,16 @@ from torch.nn import functional as F
 from draftheads.cpu.kernels import PackedLinear, Plain, Product
 from draftheads.speculation.draft import TargetWeights
 
+if TYPE_CHECKING:
+    from draftheads.heads.base import HeadConfig
+
 
 class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), Medusa section 3.1.1. W and b start at zero, so the block starts as the identity."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = zero_linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
@@ -52,8 +53,7 @@ def linear_fit(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         towards = towards + x.T @ outputs.double()
     sizes = products.diagonal()
     ridge = _RIDGE * sizes.clamp_min(1e-6 * float(sizes.mean()))  # a number may be zero everywhere
-    solved: Tensor = torch.linalg.solve(products + ridge.diag(), towards)
-    return solved.T
+    return torch.linalg.solve(products + ridge.diag(), towards).T
 
 
 def low_rank_fit(fit: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -68,12 +68,18 @@ def low_rank_fit(fit: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor
     return F.pad(directions * unit, (0, missing)), F.pad(directions.T @ fit / unit, (0, 0, 0, missing))
 
 
-def fusion(size: int, *, state_first: bool, bias: bool = True) -> nn.Linear:
-    """A layer (…, 2·D) -> (…, D) on a state and an embedding, side by side; it starts as the state alone."""
-    layer = nn.Linear(2 * size, size, bias=bias)
+def zero_linear(in_features: int, out_features: int, *, bias: bool = True) -> nn.Linear:
+    """A layer that starts as zero."""
+    layer = nn.Linear(in_features, out_features, bias=bias)
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
-    nn.init.eye_(layer.weight.data[:, :size] if state_first else layer.weight.data[:, size:])
+    return layer
+
+
+def fusion(size: int, *, num_inputs: int = 2, state_first: bool, bias: bool = True) -> nn.Linear:
+    """A layer (…, n·D) -> (…, D) on a state and embeddings, side by side; it starts as the state alone."""
+    layer = zero_linear(num_inputs * size, size, bias=bias)
+    nn.init.eye_(layer.weight.data[:, :size] if state_first else layer.weight.data[:, -size:])
     return layer
 
 
@@ -84,21 +90,21 @@ class LmHeads(nn.Module):
     the architecture has one. low_rank: per head D -> r -> V'.
     """
 
-    def __init__(
-        self, num_heads: int, hidden_size: int, num_tokens: int, *, kind: str, rank: int, bias: bool = False
-    ) -> None:
+    def __init__(self, config: "HeadConfig", *, bias: bool) -> None:
         super().__init__()
-        self.kind, self.rank, self.bias = kind, rank, bias
+        self.kind, self.rank, self.bias, count = config.lm_head, config.lm_head_rank, bias, config.num_lm_heads
+        self.is_one = self.kind == "shared" or count == 1  # all depths have the same
+        size, num_tokens = config.feature_size, config.num_draft_tokens
         self.register_buffer("shared", None, persistent=False)  # (V', D)
         self.register_buffer("shared_bias", None, persistent=False)  # (V',)
         self.logit_scale = 1.0
         self.target_product: Product | None = None  # of the target's whole lm_head, where it is packed
         self.packed: PackedLinear | None = None  # the shared matrix in its kernel's form; then ``shared`` is gone
-        if kind == "own":
-            self.heads = linears(num_heads, hidden_size, num_tokens, bias=bias)
-        elif kind == "low_rank":
-            self.down = linears(num_heads, hidden_size, rank)
-            self.up = linears(num_heads, rank, num_tokens)
+        if self.kind == "own":
+            self.heads = linears(count, size, num_tokens, bias=bias)
+        elif self.kind == "low_rank":
+            self.down = linears(count, size, self.rank)
+            self.up = linears(count, self.rank, num_tokens)
 
     shared: Tensor | None
     shared_bias: Tensor | None
@@ -116,14 +122,15 @@ class LmHeads(nn.Module):
 
     def pack(self) -> None:
         """Makes the shared matrix a layer that can be packed; the target's own, where that is packed already."""
-        if self.shared is None:
-            return
-        self.packed = PackedLinear(self.target_product or Plain(self.shared, self.shared_bias))
-        self.shared = None
+        if self.shared is not None:
+            self.packed = PackedLinear(self.target_product or Plain(self.shared, self.shared_bias))
+            self.shared = None
 
     def layer(self, head_index: int) -> nn.Module | None:
-        """The packed layer of one head; None of low-rank ones, which have two."""
-        return self.packed if self.kind == "shared" else self.heads[head_index] if self.kind == "own" else None
+        """The packed layer of one depth; None of low-rank ones, which have two."""
+        if self.kind == "own":
+            return self.heads[0 if self.is_one else head_index]
+        return self.packed if self.kind == "shared" else None
 
     def initialise(self, weights: TargetWeights, rows: Tensor | None) -> None:
         """Own heads start as copies of the target's lm_head, low-rank ones as its best approximation of that rank."""
@@ -147,17 +154,12 @@ class LmHeads(nn.Module):
             up.load_state_dict({"weight": matrix @ top})
 
     def forward(self, features: Tensor, head_index: int) -> Tensor:
-        """(…, D) -> (…, V') for one head."""
-        if self.kind == "shared":
-            return self._shared_logits(features)
+        """(…, F) -> (…, V') at one depth."""
+        number = 0 if self.is_one else head_index
         if self.kind == "own":
-            own: Tensor = self.heads[head_index](features)
-            return own
-        low_rank: Tensor = self.up[head_index](self.down[head_index](features))
-        return low_rank
-
-    def _shared_logits(self, features: Tensor) -> Tensor:
-        logits: Tensor
+            return self.heads[number](features)
+        if self.kind == "low_rank":
+            return self.up[number](self.down[number](features))
         if self.packed is not None:
             logits = self.packed(features)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftheads.errors import require_at_least
 from draftheads.heads.base import EmbeddingConfig, Root
-from draftheads.heads.markov import MarkovBias, MarkovState
+from draftheads.heads.dspark import MarkovBias, MarkovState
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 
 
@@ -29,6 +29,8 @@ class MarkovMedusaConfig(MedusaConfig, EmbeddingConfig):
     description: ClassVar[str] = "Medusa, plus a term for the previous draft token"
     paper: ClassVar[str] = ""
     extends: ClassVar[str] = "medusa"
+    own_embedding: ClassVar[bool] = False  # options of DSpark
+    gate_reads_token: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,17 +42,12 @@ class MarkovMedusaHead(MarkovBias, MedusaHead):
 
     def __init__(self, config: MarkovMedusaConfig) -> None:
         super().__init__(config)
-        self.add_bias(config.markov_rank, config.num_heads, gated=config.gated)
+        self.add_bias(config, config.num_heads)
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D + r); the true text replaces the draft token above each head."""
-        embedded = self.scaled_embedding(token_ids)
-        features = []
-        for i, blocks in enumerate(self.blocks):
-            before = embedded.roll(-(i + 1), dims=1)  # the wrapped tail is not used
-            gated = self.gated(i, self.gate(i, hidden), self.down[i](before))
-            features.append(torch.cat([blocks(hidden), gated], -1))
-        return torch.stack(features)
+        before = [token_ids.roll(-(i + 1), dims=1) for i in range(len(self.blocks))]  # the wrapped tails are not used
+        return torch.stack([self.biased(part(hidden), hidden, before[i], i) for i, part in enumerate(self.blocks)])
 
     def begin(self, root: Root, depth: int) -> MarkovState:  # type: ignore[override]  # Medusa's state is its logits
         """All that does not depend on the path, for all depths at once."""

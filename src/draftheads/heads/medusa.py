@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadConfig, Root
+from draftheads.heads.base import AllAtOnceHead, HeadConfig, Root
 from draftheads.heads.layers import ResidualBlock
 
 
@@ -23,10 +23,8 @@ class MedusaConfig(HeadConfig):
     optional: ClassVar[frozenset[str]] = frozenset({"lm_head_bias"})
 
 
-class MedusaHead(DraftHead):
+class MedusaHead(AllAtOnceHead):
     """p_i = softmax(lm_head_i(blocks_i(h_t))). Every layer has weights of its own."""
-
-    reads_path = False
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config, lm_head_bias=config.lm_head_bias)
@@ -44,11 +42,4 @@ class MedusaHead(DraftHead):
 
     def begin(self, root: Root, depth: int) -> Tensor:
         """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""
-        if depth == 0:
-            return root.states[None]
-        features = [blocks(root.states) for blocks in self.blocks[:depth]]  # each (B, D)
-        return self.lm_head_logits(torch.stack(features))
-
-    def predict(self, state: Tensor, depth: int) -> Tensor:
-        """(B, 1, V'), the same for all nodes of a depth."""
-        return state[depth][:, None]
+        return self.lm_head_logits(torch.stack([blocks(root.states) for blocks in self.blocks[:depth]]))

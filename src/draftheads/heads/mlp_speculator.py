@@ -6,7 +6,7 @@ trees of as many nodes make 6 to 8 % more tokens per step.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
 from draftheads.heads.layers import linears
 from draftheads.speculation.draft import TargetWeights
 
-Embeddings = Literal["own", "target"]
 _EPSILON = 1e-6
 
 
@@ -32,7 +31,7 @@ class MlpSpeculatorConfig(EmbeddingConfig):
     """One embedding, norm and lm_head for all stages, and one projection for all but the first."""
     scale_input: bool = False
     """Whether h_t is brought to a root mean square of 1/√2 first."""
-    embeddings: Embeddings = "target"
+    embeddings: Literal["own", "target"] = "target"
     """Whose embeddings of tokens: own ones for each stage (IBM's), or the target's, projected."""
 
     method: ClassVar[str] = "mlp-speculator"
@@ -43,7 +42,7 @@ class MlpSpeculatorConfig(EmbeddingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, inner_size=self.inner_size)
-        if self.embeddings not in get_args(Embeddings):
+        if self.embeddings not in ("own", "target"):
             raise InvalidSettings(f"embeddings is {self.embeddings!r}; choose own or target")
 
     @property
@@ -95,10 +94,8 @@ class MlpSpeculatorHead(DraftHead):
         # own ones have a variance of 1/M, the target's are brought to that of hidden states
         self.embedding_weight = math.sqrt((1 - state_weight**2) * (size / 2 if own else 1)) / state_weight
         distinct = 1 if config.tie_weights else stages
-        self.projections = nn.ModuleList(
-            nn.Linear(hidden if i == 0 else size, size, bias=False)
-            for i in range(min(2, stages) if config.tie_weights else stages)
-        )
+        further = min(1, stages - 1) if config.tie_weights else stages - 1
+        self.projections = nn.ModuleList([*linears(1, hidden, size), *linears(further, size, size)])
         self.norms = nn.ModuleList(BiasedRmsNorm(size) for _ in range(distinct))
         self.embeddings = nn.ModuleList(nn.Embedding(config.vocab_size, size) for _ in range(distinct if own else 0))
         self.embedding_projections = linears(0 if own else distinct, hidden, size)
@@ -146,11 +143,7 @@ class MlpSpeculatorHead(DraftHead):
         else:
             embedded = self.embedding_projections[shared](self.scaled_embedding(token_ids))
         projected = self.projections[min(stage, 1) if tied else stage](state)
-        advanced: Tensor = F.gelu(self.norms[shared](projected + self.embedding_weight * embedded))
-        return advanced
+        return F.gelu(self.norms[shared](projected + self.embedding_weight * embedded))
 
     def _features(self, state: Tensor, stage: int) -> Tensor:
-        if not len(self.outputs):
-            return state
-        features: Tensor = self.outputs[0 if self.options.tie_weights else stage](state)
-        return features
+        return self.outputs[0 if self.options.tie_weights else stage](state) if len(self.outputs) else state

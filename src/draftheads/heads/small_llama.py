@@ -58,8 +58,7 @@ class SmallLlamaHead(PathHead):
 
     def outputs(self, features: Tensor) -> Tensor:
         """After the final norm, (…, D)."""
-        normed: Tensor = self.norm(features)
-        return normed
+        return self.norm(features)
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D)."""

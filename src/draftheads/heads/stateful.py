@@ -59,8 +59,8 @@ class PathState(NamedTuple):
     """W nodes of a depth of a :class:`PathHead`."""
 
     features: Tensor  # (B, W, D) the last layer's outputs there
-    paths: tuple[KeysValues, ...]  # of each layer, (B, W, depth, G, d) of the nodes on the way there
-    seen: tuple[KeysValues, ...]  # of each layer, (B, C, G, d) of the text
+    paths: list[KeysValues]  # of each layer, (B, W, depth, G, d) of the nodes on the way there
+    seen: list[KeysValues]  # of each layer, (B, C, G, d) of the text
     mask: Tensor  # (B, C) which of them count
     counts: Tensor  # (B,) tokens of the text
 
@@ -91,10 +91,9 @@ class PathHead(StatefulHead):
 
     def begin(self, root: Root, depth: int) -> PathState:
         """The roots."""
-        assert root.history is not None, "a stateful head's session gives its history"
-        seen, masks = zip(*map(root.history.accepted, range(len(root.history.layers))), strict=True)
-        nothing = tuple(KeysValues(*(part[:, None, :0] for part in layer)) for layer in seen)
-        return PathState(root.states[:, None], nothing, seen, masks[0], root.history.counts)
+        seen, mask = root.history.accepted()
+        nothing = [KeysValues(*(part[:, None, :0] for part in layer)) for layer in seen]
+        return PathState(root.states[:, None], nothing, seen, mask, root.history.counts)
 
     def predict(self, state: PathState, depth: int) -> Tensor:
         """(B, W, V')."""
@@ -109,11 +108,11 @@ class PathHead(StatefulHead):
         for layer, above, seen in zip(self.ordered_layers(), state.paths, state.seen, strict=True):
             queries, new = layer.project(x, positions)
             path = KeysValues(
-                *(torch.cat([old[rows, parents], part[:, :, None]], 2) for old, part in zip(above, new, strict=True))
+                *(torch.cat([a[rows, parents], b[:, :, None]], 2) for a, b in zip(above, new, strict=True))
             )
             x = layer.finish(x, attend_with_path(queries, seen, state.mask[:, None], path))
             paths.append(path)
-        return state._replace(features=x, paths=tuple(paths))
+        return state._replace(features=x, paths=paths)
 
 
 class StatefulSession(HeadSession):
@@ -147,17 +146,11 @@ class StatefulSession(HeadSession):
         known = self.history.num_rows
         self.history.join(batch, context.root_ids.device)
         parts = []
-        for rows in (slice(0, known), slice(known, batch)):
-            if rows.start == rows.stop:
-                continue
+        for rows in (slice(start, stop) for start, stop in ((0, known), (known, batch)) if start < stop):
             counts = context.counts[rows]
             width = max(counts) if 0 < known < batch else context.hidden.shape[1]
-            part = Context(
-                context.hidden[rows, :width],
-                context.token_ids[rows, :width],
-                context.num_accepted[rows],
-                context.root_ids[rows],
-            )
+            hidden, tokens = (values[rows, :width] for values in (context.hidden, context.token_ids))
+            part = Context(hidden, tokens, context.num_accepted[rows], context.root_ids[rows])
             parts.append(self._read(part, rows, counts))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

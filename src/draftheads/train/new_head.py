@@ -15,10 +15,9 @@ from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors
 from draftheads.checkpoints.registry import find_head
 from draftheads.data.features import Documents
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings
-from draftheads.heads import head_classes
+from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
-from draftheads.heads.head_options import parse_head_options
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import default_dtype, head_sizes, num_weights
 from draftheads.speculation.draft import TargetWeights

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import tyro
 
 from draftheads.errors import InvalidSettings, no_such
-from draftheads.heads import HEADS, check_method, head_classes
+from draftheads.heads import HEADS, check_method, head_classes, parse_head_options
 from draftheads.settings import (
     ABOVE_0,
     FRACTION,
@@ -116,7 +116,6 @@ class TrainOptions(OptionGroup):
         """Raises DraftHeadsError if settings do not fit together, or something is missing."""
         check_method(self.method)
         from draftheads.heads.base import LARGEST_SIZE  # noqa: PLC0415 - slow to import
-        from draftheads.heads.head_options import parse_head_options  # noqa: PLC0415
 
         config_class, head_class = head_classes(self.method)
         own = parse_head_options(self.method, self.head_options)
