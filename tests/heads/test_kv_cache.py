@@ -19,14 +19,14 @@ def test_a_history_grows_and_keeps_what_was_written() -> None:
         counts = torch.randint(1, 5, (2,), generator=chance)
         history.accept(slice(0, 2), counts, counts.tolist())
         done = [n + count for n, count in zip(done, counts.tolist(), strict=True)]
-    seen, mask = history.accepted(0)
+    (seen,), mask = history.accepted()
     for row, count in enumerate(done):
         assert mask[row].sum() == count
         assert torch.equal(seen.keys[row, :count], texts[row, :count])
         assert torch.equal(seen.values[row, :count], -texts[row, :count])
     assert history.lengths == history.counts.tolist() == done
     history.keep(torch.tensor([1]))
-    assert torch.equal(history.accepted(0)[0].keys[0, : done[1]], texts[1, : done[1]])
+    assert torch.equal(history.accepted()[0][0].keys[0, : done[1]], texts[1, : done[1]])
 
 
 def test_a_history_shrinks_when_its_longest_row_leaves() -> None:
@@ -41,7 +41,7 @@ def test_a_history_shrinks_when_its_longest_row_leaves() -> None:
     assert slots(history) == 3 * 1024
     history.keep(torch.tensor([0, 2]))
     assert slots(history) == 2 * 256
-    seen, _ = history.accepted(0)
+    (seen,), _ = history.accepted()
     assert torch.equal(seen.keys[1], texts[2, :200])
     assert torch.equal(seen.values[0, :10], -texts[0, :10])
 

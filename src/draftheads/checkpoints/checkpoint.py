@@ -6,7 +6,7 @@ The files of a head and their keys: :mod:`draftheads.checkpoints.head_files`.
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -345,15 +345,22 @@ def weightless_head(config: HeadConfig) -> DraftHead:
         return head_class(config)
 
 
+def check_names(
+    path: Path, found: Iterable[str], needed: Iterable[str], counts: str, *, unused: Iterable[str] = ()
+) -> None:
+    """Raises :class:`CheckpointCorrupt` if a file at ``path`` has other tensors than needed ones and unused ones."""
+    missing, surplus = set(needed).difference(found), set(found).difference(needed, unused)
+    for kind, names in (("missing", missing), ("surplus", surplus)):
+        if names:
+            noun = "tensors" if len(names) > 1 else "tensor"
+            raise CheckpointCorrupt(f"{path}: {kind} {noun} {first_names(names)}: {counts}")
+
+
 def _check_tensors(files: HeadFiles, skeleton: DraftHead) -> None:
     """Names, shapes and types of the saved tensors must be those of the skeleton."""
     path, expected = files.folder / TENSORS_FILE, skeleton.state_dict()
-    found = set(files.shapes)
-    for kind, names in (("missing", set(expected) - found), ("surplus", found - set(expected))):
-        if names:
-            counts = f"it has {counted(len(found), 'tensor')}, {CONFIG_FILE} needs {len(expected)}"
-            noun = "tensors" if len(names) > 1 else "tensor"
-            raise CheckpointCorrupt(f"{path}: {kind} {noun} {first_names(names)}: {counts}")
+    counts = f"it has {counted(len(files.shapes), 'tensor')}, {CONFIG_FILE} needs {len(expected)}"
+    check_names(path, files.shapes, expected, counts)
     for name, tensor in expected.items():
         if files.shapes[name] != tuple(tensor.shape):
             raise CheckpointCorrupt(

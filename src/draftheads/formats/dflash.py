@@ -18,21 +18,19 @@ from draftheads.formats.layout import (
     Format,
     Layout,
     Made,
+    Reasons,
+    Source,
     Written,
     changed_logits,
     distance,
     draft_vocab,
-    layer_names,
-    layer_options,
-    llama_config,
-    need_config,
+    lm_head_of,
     numbers_in,
     refuse,
-    scaled_otherwise,
     speculators_config,
     vocabulary_maps,
 )
-from draftheads.formats.source import CONFIG, Source
+from draftheads.formats.llama import layer_names, layer_options, llama_config, scaled_otherwise
 from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.dflash import BlockConfig, DFlashConfig
 from draftheads.heads.dspark import DSparkConfig, DSparkHead
@@ -43,17 +41,16 @@ _SHIFTED = ("sample_from_anchor", "shift_label")
 _ARCHITECTURES = {  # all with Qwen3's layers
     *("DFlashDraftModel", "DFlashSpeculator", "DSparkDraftModel", "DSparkSpeculator", "Qwen3DSparkModel")
 }
-_ONE = {"attention_value_scale": "scaled values", "output_multiplier": "scaled logits"}  # other values than 1
-_OTHERWISE = {  # keys that make other heads of these files, and what they mean
-    "causal": "rows that see the rows before them only",
-    "causal_head": "rows that see the rows before them only",
-    "is_causal": "rows that see the rows before them only",
-    "use_swa": "attention within a window",
-    "attention_sink_bias": "attention sinks",
-    "final_logit_softcapping": "capped logits",
+_OTHERWISE: dict[str, tuple[float, str]] = {  # keys whose other values make other heads of these files, and which ones
+    "attention_value_scale": (1, "scaled values"),
+    "output_multiplier": (1, "scaled logits"),
+    **dict.fromkeys(("causal", "causal_head", "is_causal"), (0, "rows that see the rows before them only")),
+    "use_swa": (0, "attention within a window"),
+    "attention_sink_bias": (0, "attention sinks"),
+    "final_logit_softcapping": (0, "capped logits"),
 }
 _BODY = {"fc", "hidden_norm", "norm", "layers"}
-_COPIES = {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
+_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _MARKOV = ("markov_head", "markov_w1", "markov_w2", "gate_proj", "joint_proj")  # ModelOpt's have no prefix
 _CONFIDENCE = ("confidence_head", "confidence_proj")
 _VERIFIER = ("verifier_norm", "verifier_lm_head")  # the base's, in files of speculators' training
@@ -67,26 +64,25 @@ def is_dflash(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def block_layout(source: Source, base: TargetModel) -> Layout:
     """Sizes, layers and the kind of block are those of ``config.json``; a Markov head makes it a DSpark head."""
-    need_config(source, "it says which layers the head reads, and what stands for a masked token")
+    source.need_config("it says which layers the head reads, and what stands for a masked token")
     given: dict[str, Any] = {**source.config, **(source.config.get(_OF_ITSELF) or {})}
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
     parts = {name.partition(".")[0] for name in source.shapes}
     is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
-    _refuse_others(source, given, layer, parts, changed_logits(base) if is_markov else [])
+    _refuse_others(source, given, layer, parts, changed_logits(base) if is_markov else {})
     is_shifted = _is_shifted(source, given, is_markov=is_markov)
     block = source.number("block_size", most=MOST_DEPTH, given=given)
     mask = given.get("mask_token_id")
     if block is None or block < 2 - is_shifted or not isinstance(mask, int):
-        raise CheckpointCorrupt(f"{source.folder / CONFIG}: block_size is {block} and mask_token_id {mask}; give both")
+        raise source.wrong(f"block_size is {block} and mask_token_id {mask}; give both")
     found = len(numbers_in(source.shapes, r"layers\.(\d+)\.input_layernorm\.weight"))
     options: dict[str, Any] = {
-        **layer_options(source, base, layer, base.hidden_size),
+        **layer_options(source, base, layer, base.hidden_size, "layers.0."),
         "num_heads": block - (not is_shifted),
         "num_layers": source.number("num_hidden_layers", most=MOST_DEPTH, given=layer) or found,
         "layers": _layers(source, given, base),
         "mask_token_id": mask,
         "is_shifted": is_shifted,
-        "qkv_bias": "layers.0.self_attn.q_proj.bias" in source.shapes,
         "embedding_scale": float(given.get("input_embedding_scale") or 1.0),
     }
     names, copies, unused = _vocabulary(source, base, options)
@@ -107,32 +103,28 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
 
 
 def _refuse_others(
-    source: Source, given: Mapping[str, Any], layer: Mapping[str, Any], parts: set[str], reasons: list[str]
+    source: Source, given: Mapping[str, Any], layer: Mapping[str, Any], parts: set[str], reasons: Reasons
 ) -> None:
     """Raises :class:`UnsupportedModel` for the relatives of these heads, by name."""
-    for name, meaning in {**_OTHERWISE, **_ONE}.items():
+    reasons = dict(reasons)
+    for name, (usual, meaning) in _OTHERWISE.items():
         value = given.get(name, layer.get(name))
-        if value and not (name in _ONE and value == 1):
-            reasons.append(f"{name} is {value}, and heads with {meaning} cannot be read")
-    if others := sorted(set(given.get("architectures") or ()) - _ARCHITECTURES):
-        reasons.append(
-            f"architectures is {others}; of this family only heads with Qwen3's layers can be read "
-            f"({', '.join(sorted(_ARCHITECTURES))})"
-        )
-    known = {*_BODY, *_MARKOV, *_CONFIDENCE, *_VERIFIER, "embed_tokens", "lm_head", "d2t", "t2d"}
-    if others := sorted(parts - known):
-        reasons.append(
-            f"it has parts that DFlash and DSpark do not have ({', '.join(others)}): it is a head of another kind, "
-            "such as DFlash2 or Domino, which cannot be read"
-        )
-    if given.get("markov_head_type") == "rnn" or any("joint_proj." in name for name in source.shapes):
-        reasons.append("its Markov head is of the kind rnn, which cannot be read; vanilla and gated ones can")
-    if "sliding_attention" in (layer.get("layer_types") or ()):
-        reasons.append("layer_types has sliding_attention, and windows cannot be read")
-    if (source.folder / _MASK_FILE).is_file():
-        reasons.append(f"{_MASK_FILE} is beside it, and a mask with an embedding of its own cannot be read")
-    if reasons:
-        raise UnsupportedModel(f"{source.path}: {'; '.join(reasons)}")
+        reasons[f"{name} is {value}, and heads with {meaning} cannot be read"] = value and value != usual
+    others = sorted(set(given.get("architectures") or ()) - _ARCHITECTURES)
+    unknown = sorted(parts - {*_BODY, *_MARKOV, *_CONFIDENCE, *_VERIFIER, "embed_tokens", "lm_head", "d2t", "t2d"})
+    is_rnn = given.get("markov_head_type") == "rnn" or any("joint_proj." in name for name in source.shapes)
+    has_windows = "sliding_attention" in (layer.get("layer_types") or ())
+    has_mask = source.config_file.with_name(_MASK_FILE).is_file()
+    reasons |= {
+        f"architectures is {others}; of this family only heads with Qwen3's layers can be read "
+        f"({', '.join(sorted(_ARCHITECTURES))})": others,
+        f"it has parts that DFlash and DSpark do not have ({', '.join(unknown)}): it is a head of another kind, "
+        "such as DFlash2 or Domino, which cannot be read": unknown,
+        "its Markov head is of the kind rnn, which cannot be read; vanilla and gated ones can": is_rnn,
+        "layer_types has sliding_attention, and windows cannot be read": has_windows,
+        f"{_MASK_FILE} is beside it, and a mask with an embedding of its own cannot be read": has_mask,
+    }
+    refuse(reasons, UnsupportedModel, f"{source.path}: ")
 
 
 def _is_shifted(source: Source, given: Mapping[str, Any], *, is_markov: bool) -> bool:
@@ -144,14 +136,14 @@ def _is_shifted(source: Source, given: Mapping[str, Any], *, is_markov: bool) ->
     values = {name: given[name] for name in _SHIFTED if given.get(name) is not None}
     told = " and ".join(f"{name} is {value!r}" for name, value in values.items())
     if len(set(map(str, values.values()))) > 1 or not all(isinstance(value, bool) for value in values.values()):
-        raise CheckpointCorrupt(f"{source.folder / CONFIG}: {told}; give one of them, true or false")
+        raise source.wrong(f"{told}; give one of them, true or false")
     if values:
         return bool(next(iter(values.values())))
     is_deepspec = _SPECULATORS not in given and any("DSpark" in name for name in given.get("architectures") or ())
     if is_markov and not is_deepspec:
-        raise CheckpointCorrupt(
-            f"{source.folder / CONFIG}: sample_from_anchor is missing; give true if the first row of a block predicts "
-            "(block_size draft tokens), and false if it does not (block_size - 1)"
+        raise source.wrong(
+            "sample_from_anchor is missing; give true if the first row of a block predicts (block_size draft tokens), "
+            "and false if it does not (block_size - 1)"
         )
     return is_deepspec
 
@@ -161,9 +153,9 @@ def _layers(source: Source, given: Mapping[str, Any], base: TargetModel) -> list
     layers = [int(layer) + shift for layer in given.get(key) or ()]
     known = range(int(base.config.num_hidden_layers))
     if not layers or any(layer not in known for layer in layers):
-        raise CheckpointCorrupt(
-            f"{source.folder / CONFIG}: {key} makes the layers {layers}; {base.model_id} has {len(known)}, "
-            "and states that leave the last one cannot be read"
+        raise source.wrong(
+            f"{key} makes the layers {layers}; {base.model_id} has {len(known)}, and states that leave the last one "
+            "cannot be read"
         )
     return layers
 
@@ -176,11 +168,10 @@ def _vocabulary(
     An lm_head of a part of the tokens is the head's own, unless it repeats the base's rows.
     """
     shapes = source.shapes
-    copies = {name: part for name, part in _COPIES.items() if name in shapes}
     maps = tuple(name for name in ("d2t", "t2d") if name in shapes)
     size = source.number("draft_vocab_size") or base.vocab_size
-    if size >= base.vocab_size and not ("d2t" in maps and bool(source.tensor("d2t").any())):
-        return {}, copies, set(maps)
+    if size >= base.vocab_size and not ("d2t" in maps and source.tensor("d2t").any()):
+        return {}, {_EMBEDDING: "embedding", _LM_HEAD: "lm_head"}, set(maps)
     if "d2t" not in maps or shapes["d2t"] != (size,):
         raise CheckpointCorrupt(
             f"{source.path}: draft_vocab_size is {size} of {base.vocab_size} tokens, and tensor d2t is "
@@ -188,14 +179,13 @@ def _vocabulary(
         )
     options["draft_vocab_size"] = size
     names: dict[str, str | Made] = {"draft_vocab": Made(maps, partial(draft_vocab, source, base.vocab_size))}
-    lm_head = "lm_head.weight"
-    if copies.pop(lm_head, None) and not changed_logits(base):
+    if _LM_HEAD in shapes and not any(changed_logits(base).values()):
         rows = base.weights.lm_head[draft_vocab(source, base.vocab_size, *map(source.tensor, maps))]
-        apart = distance(source.tensor(lm_head), rows)
+        apart = distance(source.tensor(_LM_HEAD), rows)
         if apart is not None and apart <= CLOSE:
-            return names, copies, {lm_head}
+            return names, {_EMBEDDING: "embedding"}, {_LM_HEAD}
     options["lm_head"] = "own"
-    return {**names, "lm_heads.heads.0.weight": lm_head}, copies, set()
+    return {**names, "lm_heads.heads.0.weight": _LM_HEAD}, {_EMBEDDING: "embedding"}, set()
 
 
 def dflash_names(config: BlockConfig) -> dict[str, str]:
@@ -203,7 +193,7 @@ def dflash_names(config: BlockConfig) -> dict[str, str]:
     names = {name: name for name in ("fc.weight", "hidden_norm.weight", "norm.weight")}
     for i in range(config.num_layers):
         layer = f"layers.{i}."
-        names |= layer_names(config, layer, layer) | {f"{layer}input_norm.weight": f"{layer}input_layernorm.weight"}
+        names |= layer_names(config, layer, layer)
         names |= {f"{layer}{part}_norm.weight": f"{layer}self_attn.{part}_norm.weight" for part in "qk"}
     return names
 
@@ -214,8 +204,7 @@ def body(head: DraftHead, target: TargetModel) -> Written:
     The layouts have no scale of embeddings. What layers add is divided by the scale instead, and all else is normed,
     with an epsilon for smaller numbers.
     """
-    config = head.config
-    assert isinstance(config, BlockConfig)
+    config: Any = head.config
     tensors = {theirs: head.state_dict()[ours] for ours, theirs in dflash_names(config).items()}
     added = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]
     tensors |= {name: tensors[name].float() / head.embedding_scale for name in added}
@@ -228,31 +217,24 @@ def body(head: DraftHead, target: TargetModel) -> Written:
     return about, tensors
 
 
-def obstacles(config: BlockConfig, target: TargetModel) -> list[str]:
+def obstacles(config: BlockConfig, target: TargetModel) -> Reasons:
     """Why no layout of a block drafter has a place for a head."""
-    reasons = scaled_otherwise(config, target)
-    if not config.layers:
-        reasons.append(
-            "the head reads the last hidden state, and engines give a head of this kind what enters layers: train a "
-            "head that reads some (--head-options layers=[…])"
-        )
-    if config.method == "dflash" and config.is_shifted:
-        reasons.append(
-            "the head's blocks are shifted, and engines refuse DFlash heads whose first row predicts: train it with "
-            "--head-options is_shifted=false"
-        )
-    return reasons
+    return {
+        **scaled_otherwise(config, target),
+        "the head reads the last hidden state, and engines give a head of this kind what enters layers: train a "
+        "head that reads some (--head-options layers=[…])": not config.layers,
+        "the head's blocks are shifted, and engines refuse DFlash heads whose first row predicts: train it with "
+        "--head-options is_shifted=false": config.method == "dflash" and config.is_shifted,
+    }
 
 
-def not_shared(config: BlockConfig) -> list[str]:
-    """Why an lm_head that is not the target's has no place."""
-    reason = (
+def not_shared(config: BlockConfig) -> Reasons:
+    """Why an lm_head that is not the target's has no place. In speculators' layout one of a part of the tokens has."""
+    other = "" if config.draft_vocab_size is None else ", or export it --to speculators"
+    return {
         f"the head's lm_head is {config.lm_head}, and engines take the target's for block drafters: train it with "
-        "--lm-head shared"
-    )
-    if config.draft_vocab_size is not None:  # then the lm_head has a place there
-        reason += ", or export it --to speculators"
-    return [] if config.lm_head == "shared" else [reason]
+        f"--lm-head shared{other}": config.lm_head != "shared"
+    }
 
 
 def block_keys(config: BlockConfig, target: TargetModel) -> dict[str, Any]:
@@ -267,38 +249,30 @@ def block_keys(config: BlockConfig, target: TargetModel) -> dict[str, Any]:
 
 def write_dflash(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     """``config.json`` and the tensors of z-lab's layout."""
-    config = head.config
-    assert isinstance(config, BlockConfig)
-    refuse([*obstacles(config, target), *not_shared(config)])
+    config: Any = head.config
+    refuse({**obstacles(config, target), **not_shared(config)})
     layer, tensors = body(head, target)
     keys = block_keys(config, target)
-    about = {
-        "architectures": ["DFlashDraftModel"],
-        **layer,
-        **{name: keys[name] for name in ("num_target_layers", "block_size")},
-        _OF_ITSELF: keys,
-    }
-    return about, tensors
+    about = {"architectures": ["DFlashDraftModel"], **layer, _OF_ITSELF: keys}
+    return {**about, **{name: keys[name] for name in ("num_target_layers", "block_size")}}, tensors
 
 
 def write_dspark(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     """DeepSpec's ``config.json`` and tensors, with copies of the target's embedding and lm_head."""
-    config = head.config
-    assert isinstance(config, DSparkConfig)
-    reasons = [*obstacles(config, target), *not_shared(config), *changed_logits(target)]
-    if not config.is_shifted:
-        reasons.append(
-            "the head's blocks are not shifted, and DeepSpec's layout has no key for that: export it --to speculators"
-        )
-    if config.draft_vocab_size is not None:
-        reasons.append(
-            f"the head predicts {config.draft_vocab_size} of {config.vocab_size} tokens, and DeepSpec's layout has no "
-            "draft vocabulary: export it --to speculators, or train it with --draft-vocab-size 0"
-        )
+    config: Any = head.config
+    reasons = {
+        **obstacles(config, target),
+        **not_shared(config),
+        **changed_logits(target),
+        "the head's blocks are not shifted, and DeepSpec's layout has no key for that: export it --to "
+        "speculators": not config.is_shifted,
+        f"the head predicts {config.draft_vocab_size} of {config.vocab_size} tokens, and DeepSpec's layout has no "
+        "draft vocabulary: export it --to speculators, or train it with --draft-vocab-size 0": config.draft_vocab_size,
+    }
     refuse(reasons)
     layer, tensors = body(head, target)
     keys = {**block_keys(config, target), **markov_keys(config), "num_anchors": 512}
-    copies = {"embed_tokens.weight": target.weights.embedding, "lm_head.weight": target.weights.lm_head}
+    copies = {_EMBEDDING: target.weights.embedding, _LM_HEAD: target.weights.lm_head}
     return {"architectures": ["Qwen3DSparkModel"], **layer, **keys}, {**copies, **tensors, **markov_tensors(head)}
 
 
@@ -307,12 +281,9 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
 
     Only an lm_head of a part of the tokens is written, with ``d2t`` and ``t2d``.
     """
-    config = head.config
-    assert isinstance(config, BlockConfig)
-    reasons = [*obstacles(config, target), *changed_logits(target)]
-    if config.draft_vocab_size is None:
-        reasons += not_shared(config)
-    refuse(reasons)
+    config: Any = head.config
+    whole = not_shared(config) if config.draft_vocab_size is None else {}
+    refuse({**obstacles(config, target), **changed_logits(target), **whole})
     layer, tensors = body(head, target)
     about = {
         "architectures": ["DSparkDraftModel" if isinstance(config, DSparkConfig) else "DFlashDraftModel"],
@@ -325,8 +296,8 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
     }
     if isinstance(config, DSparkConfig):
         tensors |= markov_tensors(head)
-    if config.draft_vocab_size is not None:  # whatever kind the lm_head is: the logits of unit vectors are its columns
-        tensors |= {"lm_head.weight": head.lm_heads(torch.eye(config.hidden_size), 0).T, **vocabulary_maps(head)}
+    if config.draft_vocab_size is not None:
+        tensors |= {_LM_HEAD: lm_head_of(head), **vocabulary_maps(head)}
     return about, tensors
 
 
@@ -337,9 +308,7 @@ def markov_options(source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
     rank = shapes.get("markov_w1.weight", (0,))[-1] or given.get("markov_rank")
     for name, value in {"markov_head_type": kind, "markov_rank": rank}.items():
         if given.get(name, value) != value:
-            raise CheckpointCorrupt(
-                f"{source.folder / CONFIG}: {name} is {given[name]!r}, and the tensors are those of {value!r}"
-            )
+            raise source.wrong(f"{name} is {given[name]!r}, and the tensors are those of {value!r}")
     return {"markov_rank": rank, "gated": kind == "gated", "gate_reads_token": kind == "gated"}
 
 
@@ -349,12 +318,12 @@ def markov_names(config: DSparkConfig, prefix: str = "markov_head.") -> dict[str
     There the bias is W2 (σ(G [h; e] + b) * e) with e = W1[x] (arXiv 2607.05147); our gate is twice that.
     """
     size, gate = config.hidden_size, f"{prefix}gate_proj."
-    names: dict[str, str | Made] = {"down.0.weight": f"{prefix}markov_w1.weight"}
+    down, up = (f"{prefix}markov_{name}.weight" for name in ("w1", "w2"))
     if not config.gated:
-        return {**names, "up.0.weight": f"{prefix}markov_w2.weight"}
+        return {"down.0.weight": down, "up.0.weight": up}
     return {
-        **names,
-        "up.0.weight": Made((f"{prefix}markov_w2.weight",), lambda w: w / 2),
+        "down.0.weight": down,
+        "up.0.weight": Made((up,), lambda w: w / 2),
         "gates.0.weight": Made((f"{gate}weight",), lambda w: w[:, :size].contiguous()),
         "token_gates.0.weight": Made((f"{gate}weight",), lambda w: w[:, size:].contiguous()),
         "gates.0.bias": f"{gate}bias",
@@ -367,20 +336,17 @@ def markov_tensors(head: DraftHead) -> dict[str, Tensor]:
     Without an embedding of its own W1 is A E(x) of every token, and a gate that does not read the token has zeros.
     """
     assert isinstance(head, DSparkHead)
-    config, prefix = head.config, "markov_head."
-    assert isinstance(config, DSparkConfig)
+    config: Any = head.config
+    prefix = "markov_head."
     weights, gate = head.state_dict(), 2.0 if config.gated else 1.0
     tensors = {
         f"{prefix}markov_w1.weight": head.scores(torch.arange(config.vocab_size), 0),
         f"{prefix}markov_w2.weight": weights["up.0.weight"] * gate,
     }
     if config.gated:
-        unread = torch.zeros(2 * (config.markov_rank,))
-        gates = weights["gates.0.weight"], weights.get("token_gates.0.weight", unread)
-        tensors |= {
-            f"{prefix}gate_proj.weight": torch.cat(gates, 1),
-            f"{prefix}gate_proj.bias": weights["gates.0.bias"],
-        }
+        of_token = weights.get("token_gates.0.weight", torch.zeros(2 * (config.markov_rank,)))
+        tensors[f"{prefix}gate_proj.weight"] = torch.cat([weights["gates.0.weight"], of_token], 1)
+        tensors[f"{prefix}gate_proj.bias"] = weights["gates.0.bias"]
     return tensors
 
 

@@ -15,18 +15,16 @@ from draftheads.formats.layout import (
     Format,
     Layout,
     Made,
+    Source,
     Written,
     distance,
     draft_vocab,
-    layer_names,
-    layer_options,
-    llama_config,
+    lm_head_of,
     refuse,
-    scaled_otherwise,
     speculators_config,
     vocabulary_maps,
 )
-from draftheads.formats.source import Source
+from draftheads.formats.llama import layer_names, layer_options, llama_config, scaled_otherwise
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
 from draftheads.heads.eagle import EagleConfig
@@ -56,26 +54,16 @@ def is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def eagle_layout(source: Source, base: TargetModel) -> Layout:
     """Biases are there or not, whatever the configuration says."""
-    sizes = layer_options(source, base, source.config, base.hidden_size)
-    config = EagleConfig(
-        **sizes,
-        fusion_bias="fc.bias" in source.shapes,
-        qkv_bias=f"{_SPECULATORS}self_attn.q_proj.bias" in source.shapes,
-        num_heads=_depth(source),
-    )
-    return Layout(
-        "an EAGLE head",
-        config,
-        eagle_names(config),
-        copies={_EMBEDDING: "embedding"} if _EMBEDDING in source.shapes else {},
-        unused=_unused(source),
-    )
+    sizes = layer_options(source, base, source.config, base.hidden_size, _SPECULATORS)
+    config = EagleConfig(**sizes, fusion_bias="fc.bias" in source.shapes, num_heads=_depth(source))
+    copies = {_EMBEDDING: "embedding"}
+    return Layout("an EAGLE head", config, eagle_names(config), copies=copies, unused=_unused(source))
 
 
 def eagle_names(config: EagleConfig) -> dict[str, str]:
     """The published name of each tensor."""
     names = {"fusion.weight": "fc.weight", **({"fusion.bias": "fc.bias"} if config.fusion_bias else {})}
-    return names | layer_names(config, "layer.", _SPECULATORS)
+    return names | layer_names(config, "layer.", _SPECULATORS, input_norm=False)
 
 
 def eagle3_layout(source: Source, base: TargetModel) -> Layout:
@@ -90,7 +78,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
     size = shapes["fc.weight"][0]
-    sizes = layer_options(source, base, layer, size)
+    sizes = layer_options(source, base, layer, size, prefix)
     own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
     target_size = given.get("target_hidden_size") or base.hidden_size
     if target_size != base.hidden_size:
@@ -101,6 +89,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     count = shapes["fc.weight"][1] // base.hidden_size
     layers = _layers(source, base, count)
     num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else source.number("draft_vocab_size")
+    maps = tuple(name for name in ("d2t", "t2d") if name in shapes)
     is_trimmed = "d2t" in shapes and (num_tokens != base.vocab_size or bool(source.tensor("d2t").any()))
     config = Eagle3Config(
         **sizes,
@@ -108,7 +97,6 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         fc_norm="fc_norm.0.weight" in shapes,
         norm_output=source.flag("norm_output"),
         norm_before_residual=source.flag("norm_before_residual"),
-        qkv_bias=f"{prefix}self_attn.q_proj.bias" in shapes,
         lm_head="own" if "lm_head.weight" in shapes or size != base.hidden_size else "shared",
         draft_vocab_size=num_tokens if is_trimmed else None,
         num_heads=_depth(source),
@@ -117,10 +105,9 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
     )
     names: dict[str, str | Made] = dict(eagle3_names(config, prefix))
     if is_trimmed:
-        with_mask = ("d2t", "t2d") if "t2d" in shapes else ("d2t",)
-        names["draft_vocab"] = Made(with_mask, partial(draft_vocab, source, base.vocab_size))
-    unused = {*_unused(source), *({"d2t", "t2d"} & set(shapes) if not is_trimmed else ())}
-    copies = {_EMBEDDING: "embedding"} if _EMBEDDING in shapes and not own_embedding else {}
+        names["draft_vocab"] = Made(maps, partial(draft_vocab, source, base.vocab_size))
+    unused = {*_unused(source), *(() if is_trimmed else maps)}
+    copies = {} if own_embedding else {_EMBEDDING: "embedding"}
     return Layout("an EAGLE-3 head", config, names, copies=copies, unused=unused)
 
 
@@ -129,7 +116,7 @@ def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, st
     names = {"fc.weight": "fc.weight", "norm.weight": "norm.weight"}
     if config.fc_norm:
         names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
-    names |= layer_names(config, "layer.", prefix)
+    names |= layer_names(config, "layer.", prefix, input_norm=False)
     names |= {"embedding.weight": _EMBEDDING} if config.own_embedding else {}
     names |= {
         "layer.input_norm.norms.0.weight": f"{prefix}input_layernorm.weight",
@@ -145,24 +132,19 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "", *, prefix: s
     draft tokens. Engines count layers in two ways: vLLM and llama.cpp name the layer whose input is read, at the top;
     SGLang the one before it, in ``eagle_config``.
     """
-    config = head.config
-    assert isinstance(config, Eagle3Config)
-    reasons = scaled_otherwise(config, target)
-    if len(config.layers) != _NUM_STATES:
-        reasons.append(
-            f"the head reads the layers {config.layers}, and engines give an EAGLE-3 head the hidden states of "
-            f"{_NUM_STATES}: train a head that reads {_NUM_STATES} (--head-options layers=[…])"
-        )
-    if target.weights.lm_head_bias is not None and config.lm_head == "shared":
-        reasons.append(
-            "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own"
-        )
+    config: Any = head.config
+    are_others, has_bias = len(config.layers) != _NUM_STATES, target.weights.lm_head_bias is not None
+    reasons = {
+        **scaled_otherwise(config, target),
+        f"the head reads the layers {config.layers}, and engines give an EAGLE-3 head the hidden states of "
+        f"{_NUM_STATES}: train a head that reads {_NUM_STATES} (--head-options layers=[…])": are_others,
+        "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own": has_bias
+        and config.lm_head == "shared",
+    }
     refuse(reasons)
     weights, names = head.state_dict(), eagle3_names(config, prefix)
     tensors = {theirs: weights[ours] for ours, theirs in names.items()}
-    # whatever kind the lm_head is: the logits of unit vectors are its columns
-    tensors["lm_head.weight"] = head.logits(torch.eye(config.feature_size), 0).T
-    tensors |= {**_output_bias(config, prefix), **vocabulary_maps(head)}
+    tensors |= {"lm_head.weight": lm_head_of(head), **_output_bias(config, prefix), **vocabulary_maps(head)}
     about = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -188,8 +170,7 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
     ``name`` is the base model's, whose embedding is written if the head has none: the project starts from it.
     """
     given, tensors = write_eagle3(head, target, prefix=_SPECULATORS)
-    config = head.config
-    assert isinstance(config, Eagle3Config)
+    config: Any = head.config
     layer = {"model_type": "llama", **llama_config(config, target), "hidden_size": config.state_size}
     kept = ("norm_before_residual", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
     about = {
@@ -205,21 +186,17 @@ def write_eagle(head: DraftHead, target: TargetModel, _: str = "", *, with_bias:
 
     Embeddings that the head scales are scaled by ``fc``. The lm_head is the target's.
     """
-    config = head.config
-    assert isinstance(config, EagleConfig)
-    reasons = scaled_otherwise(config, target)
-    if config.lm_head != "shared":
-        reasons.append(
-            f"the head's lm_head is {config.lm_head}, and engines take the target's for EAGLE heads: train it with "
-            "--lm-head shared"
-        )
+    config: Any = head.config
     tensors = {theirs: head.state_dict()[ours] for ours, theirs in eagle_names(config).items()}
     tensors |= _output_bias(config, _SPECULATORS)
-    if not with_bias and (bias := tensors.pop("fc.bias", None)) is not None and bool(bias.any()):
-        reasons.append(
-            "the head's fc has a bias, for which vLLM's layout has no place: export it --to eagle-sglang, or "
-            "train it with --head-options fusion_bias=false"
-        )
+    bias = None if with_bias else tensors.pop("fc.bias", None)
+    reasons = {
+        **scaled_otherwise(config, target),
+        f"the head's lm_head is {config.lm_head}, and engines take the target's for EAGLE heads: train it with "
+        "--lm-head shared": config.lm_head != "shared",
+        "the head's fc has a bias, for which vLLM's layout has no place: export it --to eagle-sglang, or "
+        "train it with --head-options fusion_bias=false": bias is not None and bias.any(),
+    }
     refuse(reasons)
     scale = torch.ones(2 * config.hidden_size)
     scale[: config.hidden_size] = head.embedding_scale
@@ -236,9 +213,7 @@ def _has_own_embedding(source: Source, base: TargetModel) -> bool:
     Warns:
         BaseModelWarning: it is; so the head may be for another base model.
     """
-    if _EMBEDDING not in source.shapes:
-        return False
-    apart = distance(source.tensor(_EMBEDDING), base.weights.embedding)
+    apart = distance(source.tensor(_EMBEDDING), base.weights.embedding) if _EMBEDDING in source.shapes else None
     if apart is None or apart <= CLOSE:
         return False
     warnings.warn(
@@ -275,12 +250,9 @@ def _layers(source: Source, base: TargetModel, count: int) -> list[int]:
 
 def _unused(source: Source) -> set[str]:
     """Also a bias behind the attention, if it is zero."""
-    return {
-        name
-        for name in source.shapes
-        if name.endswith("rotary_emb.inv_freq")
-        or (name.endswith("self_attn.o_proj.bias") and not source.tensor(name).any())
-    }
+    biases = [name for name in source.shapes if name.endswith("self_attn.o_proj.bias")]
+    unused = {name for name in biases if not source.tensor(name).any()}
+    return unused | {name for name in source.shapes if name.endswith("rotary_emb.inv_freq")}
 
 
 def _output_bias(config: LayerConfig, prefix: str) -> dict[str, Tensor]:

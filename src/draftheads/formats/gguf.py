@@ -6,6 +6,7 @@ tensors are those that llama.cpp's ``src/models/dflash.cpp`` reads, which also h
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch import Tensor
 
 from draftheads.errors import MissingDependency
 from draftheads.formats.dflash import markov_tensors, obstacles
-from draftheads.formats.layout import Format, Written, changed_logits, refuse
+from draftheads.formats.layout import Format, Written, changed_logits, lm_head_of, refuse
 from draftheads.heads.base import DraftHead
 from draftheads.heads.dflash import BlockConfig
-from draftheads.heads.dspark import DSparkConfig
 from draftheads.models.model import TargetModel
 
 GGUF_FILE = "draft.gguf"
@@ -30,31 +30,26 @@ _OF_LAYER |= {f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "u
 
 def write_dflash_gguf(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     """The file's keys and its tensors. Only an lm_head that is not the target's is written."""
-    config = head.config
-    assert isinstance(config, BlockConfig)
-    is_dspark = isinstance(config, DSparkConfig)
-    reasons = [*obstacles(config, target), *changed_logits(target)]
-    if isinstance(config, DSparkConfig) and config.gated:
-        reasons.append(
-            "the head's bias has a gate (gated=true), and llama.cpp reads a bias without one (gated=false): train it "
-            "with --head-options gated=false"
-        )
-    if config.qkv_bias:
-        reasons.append(
-            "queries, keys and values of the head have a bias (qkv_bias=true), and llama.cpp reads none "
-            "(qkv_bias=false): train it with --head-options qkv_bias=false"
-        )
+    config: Any = head.config
+    is_dspark = config.method == "dspark"
+    reasons = {
+        **obstacles(config, target),
+        **changed_logits(target),
+        "the head's bias has a gate (gated=true), and llama.cpp reads a bias without one (gated=false): train it "
+        "with --head-options gated=false": is_dspark and config.gated,
+        "queries, keys and values of the head have a bias (qkv_bias=true), and llama.cpp reads none "
+        "(qkv_bias=false): train it with --head-options qkv_bias=false": config.qkv_bias,
+    }
     refuse(reasons)
     weights = head.state_dict()
     tensors = {f"{theirs}.weight": weights[f"{ours}.weight"] for ours, theirs in _WHOLE.items()}
-    for i in range(config.num_layers):
-        for ours, theirs in _OF_LAYER.items():
-            tensors[f"blk.{i}.{theirs}.weight"] = weights[f"layers.{i}.{ours}.weight"]
+    for i, (ours, theirs) in product(range(config.num_layers), _OF_LAYER.items()):
+        tensors[f"blk.{i}.{theirs}.weight"] = weights[f"layers.{i}.{ours}.weight"]
     if config.rope_frequencies is not None:  # there a base's frequencies are divided by factors
         usual = config.rope_theta ** (-torch.arange(0, config.head_size, 2) / config.head_size)
         tensors["rope_freqs.weight"] = usual / torch.tensor(config.rope_frequencies)
     if config.draft_vocab_size is not None or config.lm_head != "shared":
-        tensors["output.weight"] = head.lm_heads(torch.eye(config.hidden_size), 0).T  # columns: logits of unit vectors
+        tensors["output.weight"] = lm_head_of(head)
     if config.draft_vocab_size is not None:
         tensors["d2t"] = head.draft_vocab  # ids, not their distances as in other layouts
     if is_dspark:

@@ -1,32 +1,155 @@
-"""A head in another project's layout: which of its tensors are which of ours, in both directions."""
+"""A head in another project's layout: its files, and which of its tensors are which of ours, in both directions.
 
+Nothing in the files is executed: a pickle may hold tensors and no other objects.
+"""
+
+import json
+import pickle
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftheads.checkpoints.checkpoint import weightless_head
+from draftheads.checkpoints.checkpoint import check_names, weightless_head
 from draftheads.checkpoints.head_files import TENSORS_FILE
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, UnsupportedModel
-from draftheads.formats.source import CONFIG, Source
-from draftheads.heads.attention import LayerConfig
-from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    DraftHeadsError,
+    InvalidSettings,
+    ModelNotFound,
+    first_line,
+)
+from draftheads.heads.base import LARGEST_SIZE, DraftHead, HeadConfig
 from draftheads.models.model import TargetModel
-from draftheads.models.model_config import fits, layer_sizes
+from draftheads.models.model_config import fits
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
-from draftheads.utils.messages import first_names
 
-_OF_LAYER = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
-)
 CLOSE = 1e-2  # how far a copy of the base's weights may be from them, relative: 16-bit types differ by less
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and the tensors by name
+Reasons = Mapping[str, object]  # why a head cannot be read or written, each with what is true if it is so
+_ENDINGS = (".safetensors", ".bin", ".pt")  # the first kind that is there counts
+_OF_TRAINING = ("training_args", "optimizer", "scheduler")  # beside the weights
+_HEADS_ALONE = ("medusa_lm_head", "hydra_lm_head")  # maybe beside files of a base model
+
+
+class Source:
+    """The files of a head that another project has saved: names and shapes first, tensors when they are needed.
+
+    Args:
+        path: of a folder, or of one file in it.
+
+    Raises:
+        ModelNotFound: there is none.
+        CheckpointCorrupt: a file cannot be read, or holds more than tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = (path if path.is_dir() else path.parent) / "config.json"
+        if not path.exists():
+            raise ModelNotFound(f"no head at {path}: no such file or folder")
+        self.files = _files_of(path)
+        self._places: dict[str, Path] = {}
+        self._pickled: dict[str, Tensor] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in self.files:
+            for name, shape in self._shapes_in(file).items():
+                if name in self._places:
+                    places = f"{self._places[name].name} and {file.name}"
+                    raise CheckpointCorrupt(f"{path}: the tensor {name!r} is in {places}")
+                self._places[name], self.shapes[name] = file, shape
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` says; empty where there is none."""
+        if not self.config_file.is_file():
+            return {}
+        try:
+            values = json.loads(self.config_file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointCorrupt(f"{self.config_file} is no JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise CheckpointCorrupt(f"{self.config_file} holds a {type(values).__name__}; it must be an object")
+        return values
+
+    def need_config(self, why: str) -> None:
+        if not self.config:
+            raise CheckpointCorrupt(f"{self.config_file} is missing; {why}")
+
+    def wrong(self, what: str) -> CheckpointCorrupt:
+        """The error for a configuration that cannot be."""
+        return CheckpointCorrupt(f"{self.config_file}: {what}")
+
+    def number(self, name: str, *, most: int = LARGEST_SIZE, given: Mapping[str, Any] | None = None) -> int | None:
+        """A key of the configuration, or of the ``given`` part of it; None where it is missing."""
+        value = (self.config if given is None else given).get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most):
+            raise self.wrong(f"{name} is {value!r}; it must lie in 1 … {most}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Whether a key of the configuration is true; false where it is missing."""
+        value = self.config.get(name) or False
+        if not isinstance(value, bool):
+            raise self.wrong(f"{name} is {value!r}; it must be true or false")
+        return value
+
+    def tensor(self, name: str) -> Tensor:
+        if name in self._pickled:
+            return self._pickled[name]
+        with safe_open(self._places[name], framework="pt") as opened:
+            return opened.get_tensor(name)  # type: ignore[no-any-return]
+
+    def _shapes_in(self, file: Path) -> dict[str, tuple[int, ...]]:
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise CheckpointCorrupt(f"{file} is not a complete safetensors file: {first_line(error)}") from None
+        tensors = _tensors_in(file)
+        self._pickled |= tensors
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    # a pipe of that name would never end
+    files = sorted(f for f in path.iterdir() if f.suffix in _ENDINGS and f.stem not in _OF_TRAINING and f.is_file())
+    files = [file for file in files if file.stem in _HEADS_ALONE] or files
+    for ending in _ENDINGS:
+        if found := [file for file in files if file.suffix == ending]:
+            return found
+    raise ModelNotFound(f"no head at {path}: it has no file that ends in {', '.join(_ENDINGS)}")
+
+
+def _tensors_in(file: Path) -> dict[str, Tensor]:
+    """Of a file that ``torch.save`` wrote. Without ``weights_only`` a pickle could run any code."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles of other kinds, which are errors
+            values = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointCorrupt(
+            f"{file} holds more than tensors, and other objects could run code, so nothing of it was read: "
+            f"{first_line(error)}"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointCorrupt(f"{file} is not a file of torch.save: {first_line(error)}") from None
+    are_tensors = isinstance(values, dict) and all(isinstance(value, Tensor) for value in values.values())
+    if not are_tensors or not all(isinstance(name, str) for name in values):
+        raise CheckpointCorrupt(f"{file} holds a {type(values).__name__}; it must be a dictionary of tensors")
+    return dict(values)
 
 
 class Made(NamedTuple):
@@ -44,7 +167,7 @@ class Layout:
         format: its name, for messages.
         config: of the head that it is.
         names: the file's tensor for each of ours, or how ours is made.
-        copies: the file's tensors that repeat the base model's ``embedding`` or ``lm_head``, which are checked.
+        copies: tensors that repeat the base model's ``embedding`` or ``lm_head``, which are checked if they are there.
         unused: the file's tensors that no head needs.
         tree: on which it was drafted with it, if the file says it.
     """
@@ -59,21 +182,19 @@ class Layout:
     def read(self, source: Source, base: TargetModel) -> dict[str, Tensor]:
         """The head's tensors by name."""
         expected = weightless_head(self.config).state_dict()
-        if unnamed := set(expected) ^ set(self.names):
-            raise AssertionError(f"{self.format}: {sorted(unnamed)} of {self.config.method} have no place")
         used = {name for where in self.names.values() for name in (where.of if isinstance(where, Made) else [where])}
-        found = set(source.shapes)
-        for kind, names in (
-            ("missing", (used | set(self.copies)) - found),
-            ("surplus", found - used - set(self.copies) - set(self.unused)),
-        ):
-            if names:
-                raise CheckpointCorrupt(
-                    f"{source.path}: {kind} {'tensors' if len(names) > 1 else 'tensor'} {first_names(names)}: read as "
-                    f"{self.format} with {self._sizes()}, it needs {counted(len(used), 'tensor')} and has {len(found)}"
-                )
+        counts = f"it needs {counted(len(used), 'tensor')} and has {len(source.shapes)}"
+        counts = f"read as {self.format} with {self._sizes()}, {counts}"
+        check_names(source.path, source.shapes, used, counts, unused={*self.copies, *self.unused})
         for name, part in self.copies.items():
-            self._check_copy(source, name, part, base)
+            own = getattr(base.weights, part)
+            apart = distance(source.tensor(name), own) if name in source.shapes else 0.0
+            if apart is None or not apart <= CLOSE:
+                by = f"{apart:.0%}" if apart is not None else f"its size {source.shapes[name]}, not {tuple(own.shape)},"
+                raise CheckpointMismatch(
+                    f"{source.path}: its {name} differs by {by} from the {part} of {base.model_id}: give the base "
+                    "model that the head was trained for"
+                )
         tensors = {}
         for name, where in self.names.items():
             shape = tuple(expected[name].shape)
@@ -95,26 +216,12 @@ class Layout:
             tensors[name] = tensor
         return tensors
 
-    def is_in_file(self, name: str) -> bool:
-        """Whether one of our tensors is read, not only filled in."""
-        where = self.names[name]
-        return not isinstance(where, Made) or bool(where.of)
-
     def _sizes(self) -> str:
         config = self.config
         return (
             f"{counted(config.num_heads, 'head')} of {counted(config.num_layers, 'layer')}, hidden_size "
             f"{config.hidden_size} and {counted(config.num_draft_tokens, 'draft token')}"
         )
-
-    def _check_copy(self, source: Source, name: str, part: str, base: TargetModel) -> None:
-        apart = distance(source.tensor(name), own := getattr(base.weights, part))
-        if apart is None or not apart <= CLOSE:
-            by = f"{apart:.0%}" if apart is not None else f"its size {source.shapes[name]}, not {tuple(own.shape)},"
-            raise CheckpointMismatch(
-                f"{source.path}: its {name} differs by {by} from the {part} of {base.model_id}: give the base model "
-                "that the head was trained for"
-            )
 
 
 class Format(NamedTuple):
@@ -158,22 +265,28 @@ def numbers_in(shapes: Collection[str], pattern: str) -> list[tuple[int, ...]]:
     return sorted(tuple(map(int, match.groups())) for match in found if match)
 
 
-def refuse(reasons: Sequence[str]) -> None:
-    """Raises :class:`InvalidSettings` with all the reasons why a head cannot be written, if there are any."""
-    if reasons:
-        raise InvalidSettings("; ".join(reasons))
+def refuse(reasons: Reasons, error: type[DraftHeadsError] = InvalidSettings, start: str = "") -> None:
+    """Raises an error with all the reasons that are so, if there are any."""
+    if said := "; ".join(reason for reason, is_so in reasons.items() if is_so):
+        raise error(start + said)
 
 
-def partial_vocabulary(config: HeadConfig) -> list[str]:
-    """Why :func:`whole_lm_heads` cannot be made, if they cannot."""
-    if config.draft_vocab_size is None or config.lm_head == "shared":
-        return []
-    reason = (
+def partial_vocabulary(config: HeadConfig) -> Reasons:
+    """Why :func:`whole_lm_heads` cannot be made."""
+    return {
         f"the layout has lm_heads of the whole vocabulary, and those of the head are of the kind {config.lm_head} for "
-        f"{counted(config.draft_vocab_size, 'draft token')} of {config.vocab_size}: train it with --draft-vocab-size 0 "
-        "or with --lm-head shared"
-    )
-    return [reason]
+        f"{counted(config.num_draft_tokens, 'draft token')} of {config.vocab_size}: train it with --draft-vocab-size 0 "
+        "or with --lm-head shared": config.draft_vocab_size is not None and config.lm_head != "shared"
+    }
+
+
+def changed_logits(target: TargetModel) -> Reasons:
+    """What a layout whose logits are the product with the lm_head, and no more, has no place for."""
+    scale, bias = target.weights.logit_scale, target.weights.lm_head_bias
+    return {
+        f"the model multiplies its logits by {scale}, for which the layout has no place": scale != 1.0,
+        "the model's lm_head has a bias, for which the layout has no place": bias is not None,
+    }
 
 
 def whole_lm_heads(head: DraftHead, target: TargetModel) -> list[tuple[Tensor, Tensor]]:
@@ -188,36 +301,14 @@ def whole_lm_heads(head: DraftHead, target: TargetModel) -> list[tuple[Tensor, T
     return [((of_units[1:] - of_units[0]).T, of_units[0]) for of_units in logits]
 
 
+def lm_head_of(head: DraftHead) -> Tensor:
+    """The weight (V', F) of the only lm_head, whatever its kind: the logits of unit vectors are its columns."""
+    return head.lm_heads(torch.eye(head.config.feature_size), 0).T  # type: ignore[no-any-return]
+
+
 def sizes_of(base: TargetModel) -> dict[str, Any]:
     """The sizes that every head shares with its base."""
     return {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
-
-
-def need_config(source: Source, why: str) -> None:
-    if not source.config:
-        raise CheckpointCorrupt(f"{source.folder / CONFIG} is missing; {why}")
-
-
-def layer_options(source: Source, base: TargetModel, given: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Options of a layer of that size that a Llama configuration gives."""
-    from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
-
-    need_config(source, "it says how many heads the layer's attention has, and its rotary positions")
-    if (act := given.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModel(f"{source.path}: the layer's activation is {act!r}; only silu can be read")
-    kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}
-    for name in _OF_LAYER[:4]:
-        source.number(name, given=given)
-    if "num_attention_heads" not in kept:
-        raise CheckpointCorrupt(f"{source.folder / CONFIG}: num_attention_heads is missing")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = LlamaConfig(**kept, hidden_size=size)
-        sizes = layer_sizes(config, size)
-    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise CheckpointCorrupt(f"{source.folder / CONFIG}: {error}") from None
-    return {**sizes_of(base), **sizes}
 
 
 def draft_ids(source: Source, name: str, vocab_size: int, ids: Tensor) -> Tensor:
@@ -239,9 +330,8 @@ def draft_vocab(source: Source, vocab_size: int, d2t: Tensor, t2d: Tensor | None
 
 def vocabulary_maps(head: DraftHead) -> dict[str, Tensor]:
     """``d2t`` (V',) int64, the target's id of each draft token minus its place; ``t2d`` (V,), true for draft tokens."""
-    config = head.config
-    ids = head.draft_vocab if config.draft_vocab_size is not None else torch.arange(config.vocab_size)
-    is_drafted = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
+    ids = head.to_target_ids(torch.arange(head.config.num_draft_tokens))
+    is_drafted = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, value=True)
     return {"d2t": ids - torch.arange(len(ids)), "t2d": is_drafted}
 
 
@@ -261,64 +351,4 @@ def speculators_config(config: HeadConfig, layer: dict[str, Any], target: Target
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_heads}],
             "verifier": {"name_or_path": name, "architectures": architectures or [type(target.model).__name__]},
         },
-    }
-
-
-def changed_logits(target: TargetModel) -> list[str]:
-    """What a layout whose logits are the product with the lm_head, and no more, has no place for."""
-    scale = target.weights.logit_scale
-    scaled = [] if scale == 1.0 else [f"the model multiplies its logits by {scale}, for which the layout has no place"]
-    has_bias = target.weights.lm_head_bias is not None
-    return scaled + (["the model's lm_head has a bias, for which the layout has no place"] if has_bias else [])
-
-
-def zeros(size: int) -> Made:
-    """A bias that is not there."""
-    return Made((), lambda: torch.zeros(size))
-
-
-def scaled_otherwise(config: LayerConfig, target: TargetModel) -> list[str]:
-    """Why :func:`llama_config` is not the head's, if it is not."""
-    scaled = config.rope_frequencies
-    if scaled is None or scaled == layer_sizes(target.config, config.hidden_size).get("rope_frequencies"):
-        return []
-    return ["the head's rotary positions are scaled otherwise than the model's, which the layout would be written with"]
-
-
-def layer_names(config: LayerConfig, ours: str, theirs: str) -> dict[str, str]:
-    """Llama's name of each tensor of a transformer layer but the norm of its inputs, by ours; both with a prefix."""
-    parts = [f"{part}_proj.weight" for part in "qkvo"]
-    parts += [f"{part}_proj.bias" for part in "qkv"] if config.qkv_bias else []
-    names = {f"{ours}{part}": f"{theirs}self_attn.{part}" for part in parts}
-    middle = {f"{part}_proj.weight" for part in ("gate", "up", "down")}
-    names |= {f"{ours}feed_forward.{part}": f"{theirs}mlp.{part}" for part in sorted(middle)}
-    return names | {f"{ours}middle_norm.weight": f"{theirs}post_attention_layernorm.weight"}
-
-
-def llama_config(config: LayerConfig, target: TargetModel) -> dict[str, Any]:
-    """What a Llama configuration says of one layer, with rotary positions in the old and the new schema."""
-    rope: dict[str, Any] = getattr(target.config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    is_scaled = config.rope_frequencies is not None
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"} if is_scaled else None
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": False,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
-        "max_position_embeddings": target.max_positions,
-        "vocab_size": config.vocab_size,
-        "bos_token_id": getattr(target.config, "bos_token_id", None),
-        "eos_token_id": getattr(target.config, "eos_token_id", None),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
     }

@@ -1,4 +1,8 @@
-"""Heads of FasterDecoding/Medusa (versions 0.1, 2 and 1.0), and of vLLM up to 0.32, which are only read."""
+"""Heads of FasterDecoding/Medusa (versions 0.1, 2 and 1.0), and what came of it: vLLM's up to 0.32 and zankner/Hydra's.
+
+Those of vLLM and of Hydra are only read. Hydra's are Hydra, Hydra++ (``prefix-mlp``), and heads that read no draft
+tokens.
+"""
 
 import re
 from collections.abc import Mapping
@@ -11,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree
+from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, UnsupportedModel
 from draftheads.formats.layout import (
     Format,
     Layout,
     Made,
+    Reasons,
+    Source,
     Written,
     draft_ids,
     numbers_in,
@@ -23,10 +29,11 @@ from draftheads.formats.layout import (
     refuse,
     sizes_of,
     whole_lm_heads,
-    zeros,
 )
-from draftheads.formats.source import CONFIG, Source
-from draftheads.heads.base import DraftHead
+from draftheads.formats.llama import layer_names
+from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.heads.hydra import HydraConfig
+from draftheads.heads.hydra_plus_plus import HydraPlusPlusConfig
 from draftheads.heads.medusa import MedusaConfig
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
@@ -34,6 +41,8 @@ from draftheads.speculation.tree import Tree
 _IN_MODEL = "medusa_head."  # of version 1.0, beside the base model's tensors
 _MOST_CHOICES = 1024  # published trees have 64
 _OF_VLLM = "medusa_heads."
+_PREFIX = "prefix_embeding_layer."  # as Hydra's project spells it
+_EMBEDDING = "input_embed_fn.weight"
 
 
 def is_medusa(shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -57,10 +66,11 @@ def medusa_layout(source: Source, base: TargetModel) -> Layout:
     kind = "a full model with Medusa heads" if prefix else "Medusa heads" if has_own else "Medusa heads, version 2"
     beside = [name for name in shapes if prefix and not name.startswith(prefix)]
     name = base.model_id  # of a model on the Hub, the folder of its files has the name with "--" for "/"
-    if beside and source.folder.resolve() != Path(name).resolve() and name.replace("/", "--") not in str(source.folder):
+    folder = source.config_file.parent
+    if beside and folder.resolve() != Path(name).resolve() and name.replace("/", "--") not in str(folder):
         raise InvalidSettings(
             f"{source.path} is a full model with Medusa heads, which were trained for that model, not for "
-            f"{base.model_id}: give --model {source.folder}"
+            f"{base.model_id}: give --model {folder}"
         )
     return Layout(kind, config, names, unused=beside, tree=_choices(source, heads))
 
@@ -89,7 +99,7 @@ def vllm_layout(source: Source, base: TargetModel) -> Layout:
     for ours, theirs in vllm_names(config).items():
         name = prefix + theirs
         if theirs.endswith(".bias") and name not in shapes:
-            names[ours] = zeros(base.hidden_size)
+            names[ours] = Made((name.removesuffix("bias") + "weight",), lambda weight: weight.new_zeros(len(weight)))
         elif theirs.startswith("lm_heads."):
             one = prefix + "lm_head.weight"
             name = name if name in shapes else one if one in shapes else f"{prefix}lm_heads.0.weight"
@@ -114,9 +124,11 @@ def vllm_names(config: MedusaConfig) -> dict[str, str]:
 
 def write_medusa(head: DraftHead, target: TargetModel, name: str) -> Written:
     """``config.json`` and the tensors as Medusa stores them, with the head's lm_heads written out or shared."""
-    config, tensors = head.config, dict(head.state_dict())
-    assert isinstance(config, MedusaConfig)
-    refuse([*_biases(head), *partial_vocabulary(config), *_different_layers(config, tensors)])
+    config: Any = head.config
+    tensors = dict(head.state_dict())
+    has_bias = head.lm_heads.shared_bias is not None or head.lm_heads.bias
+    reasons = {"the lm_heads have a bias, for which the layout has no place": has_bias, **partial_vocabulary(config)}
+    refuse({**reasons, **_different_layers(config, tensors)})
     about: dict[str, Any] = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
     about["base_model_name_or_path"] = name
     if config.lm_head == "shared":
@@ -127,20 +139,14 @@ def write_medusa(head: DraftHead, target: TargetModel, name: str) -> Written:
     return about, {theirs: tensors[ours] for ours, theirs in medusa_names(config).items()}
 
 
-def _different_layers(config: MedusaConfig, tensors: Mapping[str, Tensor]) -> list[str]:
+def _different_layers(config: MedusaConfig, tensors: Mapping[str, Tensor]) -> Reasons:
     """Why a head cannot be written for Medusa's code, which uses one block for all layers of a head."""
     for i, part in product(range(config.num_heads), ("weight", "bias")):
         first, *others = (tensors[f"blocks.{i}.{j}.linear.{part}"] for j in range(config.num_layers))
         if not all(torch.equal(first, other) for other in others):
             what = f"the layers of head {i} differ, and the original code would read the last one into all of them"
-            return [f"{what}: train a head with --num-layers 1"]
-    return []
-
-
-def _biases(head: DraftHead) -> list[str]:
-    """Why the layout does not hold a head whose lm_heads have biases."""
-    has_bias = head.lm_heads.shared_bias is not None or head.lm_heads.bias
-    return ["the lm_heads have a bias, for which the layout has no place"] if has_bias else []
+            return {f"{what}: train a head with --num-layers 1": True}
+    return {}
 
 
 def _choices(source: Source, heads: int) -> Tree | None:
@@ -151,15 +157,62 @@ def _choices(source: Source, heads: int) -> Tree | None:
     try:
         return Tree.from_paths([tuple(path) for path in choices[:_MOST_CHOICES] if 0 < len(path) <= heads])
     except (TypeError, ValueError, InvalidTree) as error:
-        raise CheckpointCorrupt(f"{source.folder / CONFIG}: medusa_choices: {error}") from None
+        raise source.wrong(f"medusa_choices: {error}") from None
 
 
 def _counts(source: Source, places: list[tuple[int, ...]]) -> tuple[int, int]:
     """Heads and layers of each; an error where one is missing."""
-    heads, layers = 1 + places[-1][0], 1 + max(layer for _, layer in places)
+    heads, layers = 1 + places[-1][0], len({layer for _, layer in places})
     if heads * layers > len(places):
         raise CheckpointCorrupt(f"{source.path}: layers are missing: {heads} × {layers}, and {len(places)} are there")
     return heads, layers
+
+
+def is_hydra(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the heads' tensors have the project's names."""
+    return any(name.startswith("hydra_mlp.") for name in shapes)
+
+
+def hydra_layout(source: Source, base: TargetModel) -> Layout:
+    """The kind of head follows from the tensors."""
+    shapes = source.shapes
+    if offset := source.config.get("hidden_state_offset"):
+        raise UnsupportedModel(
+            f"{source.path}: the heads read the hidden states {offset} layers before the last (hidden_state_offset); "
+            "only heads on the last layer's can be read"
+        )
+    has_prefix = any(name.startswith(_PREFIX) for name in shapes)
+    is_grounded = any(".res_connection." in name for name in shapes)
+    heads, layers = _counts(source, numbers_in(shapes, r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"))
+    given: dict[str, Any] = {**sizes_of(base), "num_heads": heads, "num_layers": layers, "lm_head": "own"}
+    config: HeadConfig
+    if has_prefix and not is_grounded:
+        raise UnsupportedModel(f"{source.path}: a prefix layer for heads that read no draft tokens cannot be read")
+    if has_prefix:
+        config, kind = HydraPlusPlusConfig(**given, **base.layer_sizes), "Hydra++ heads"
+    elif is_grounded:
+        config, kind = HydraConfig(**given), "Hydra heads"
+    else:
+        config, kind = MedusaConfig(**given, lm_head_bias=True), "Hydra heads that read no draft tokens"
+    copies = {_EMBEDDING: "embedding"}
+    unused = {name for name in shapes if name.endswith(".rotary_emb.inv_freq")} | {f"{_PREFIX}embed_tokens.weight"}
+    return Layout(kind, config, hydra_names(config), copies=copies, unused=unused)
+
+
+def hydra_names(config: HeadConfig) -> dict[str, str]:
+    """The project's name of each tensor. With a prefix layer, a dropout module stands before each other module."""
+    has_prefix = isinstance(config, HydraPlusPlusConfig)
+    names = {}
+    for i, j, part in product(range(config.num_heads), range(config.num_layers), ("weight", "bias")):
+        block = f"hydra_mlp.{i}.{2 * j + 1 if has_prefix else j}"
+        names[f"blocks.{i}.{j}.linear.{part}"] = f"{block}.linear.{part}"
+        if j == 0 and not isinstance(config, MedusaConfig):
+            names[f"blocks.{i}.0.residual.{part}"] = f"{block}.res_connection.{part}"
+        names[f"lm_heads.heads.{i}.{part}"] = f"hydra_lm_head.{i}.{'1.' if has_prefix else ''}{part}"
+    if isinstance(config, HydraPlusPlusConfig):
+        names |= layer_names(config, "prefix.", f"{_PREFIX}layers.0.")
+        names["prefix_norm.weight"] = f"{_PREFIX}norm.weight"
+    return names
 
 
 FORMATS = (
@@ -178,4 +231,5 @@ FORMATS = (
         file="medusa_lm_head.safetensors",
     ),
     Format("vllm-medusa", is_vllm_medusa, vllm_layout),
+    Format("hydra", is_hydra, hydra_layout),
 )

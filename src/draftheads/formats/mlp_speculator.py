@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from draftheads.formats.layout import (
     Format,
     Layout,
     Made,
+    Source,
     Written,
     numbers_in,
     partial_vocabulary,
@@ -23,7 +25,6 @@ from draftheads.formats.layout import (
     sizes_of,
     whole_lm_heads,
 )
-from draftheads.formats.source import CONFIG, Source
 from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from draftheads.models.model import TargetModel
@@ -53,17 +54,17 @@ def mlp_layout(source: Source, base: TargetModel) -> Layout:
     shapes = source.shapes
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in shapes) else ""
     known = {theirs: _stages(source, prefix, theirs) for theirs, _ in _PARTS.values()}
-    stages = source.number("n_predict", most=MOST_DEPTH) or max(map(len, known.values()))
-    may_be_tied = source.config.get("tie_weights", len(known["emb"]) < stages)
+    stages = source.number("n_predict", most=MOST_DEPTH) or max(known.values())
+    may_be_tied = source.config.get("tie_weights", known["emb"] < stages)
     for theirs, found in known.items():
-        fewest = (min(2, stages) if theirs == "proj" else 1) if may_be_tied else stages
-        if len(found) not in (fewest, stages):
+        fewest = _distinct(theirs, stages, tied=may_be_tied)
+        if found not in (fewest, stages):
             raise CheckpointCorrupt(
-                f"{source.path}: missing tensor {prefix}{theirs}.{len(found)}.weight: an MLP speculator of "
+                f"{source.path}: missing tensor {prefix}{theirs}.{found}.weight: an MLP speculator of "
                 f"{counted(stages, 'stage')}{', which are tied,' if may_be_tied else ''} needs {fewest} or {stages}"
             )
     tied = stages > 1 and all(
-        _are_equal(source, prefix, theirs, part, known[theirs][1 if theirs == "proj" else 0 :])
+        _are_equal(source, [f"{prefix}{theirs}.{i}.{part}" for i in range(theirs == "proj", known[theirs])])
         for theirs, parts in _PARTS.values()
         for part in parts
     )
@@ -77,30 +78,27 @@ def mlp_layout(source: Source, base: TargetModel) -> Layout:
         embeddings="own",
     )
     names: dict[str, str | Made] = {}
-    used = set()
-    for ours, (theirs, parts) in _PARTS.items():
-        count = (min(2, stages) if theirs == "proj" else 1) if tied else stages
-        for i in range(count):
-            place = min(i, known[theirs][-1])  # of a tied part its only one
-            for part in parts:
-                name = f"{prefix}{theirs}.{place}.{part}"
-                names[f"{ours}.{i}.{part}"] = name if place == i else Made((name,), torch.clone)
-                used.add(name)
-    unused = {
-        name for name in shapes if name not in used and re.match(rf"{re.escape(prefix)}(emb|proj|ln|head)\.", name)
-    }
-    return Layout("an MLP speculator", config, names, unused=unused if tied else (), tree=_candidates(source, stages))
+    for ours, theirs in mlp_names(config, prefix).items():
+        stem, place, part = theirs.rsplit(".", 2)
+        last = f"{stem}.{min(int(place), known[stem.removeprefix(prefix)] - 1)}.{part}"  # of a tied part its only one
+        names[ours] = theirs if theirs == last else Made((last,), torch.clone)
+    unused = [name for name in shapes if tied and re.match(rf"{re.escape(prefix)}(emb|proj|ln|head)\.", name)]
+    return Layout("an MLP speculator", config, names, unused=unused, tree=_candidates(source, stages))
 
 
-def mlp_names(config: MlpSpeculatorConfig) -> dict[str, str]:
+def mlp_names(config: MlpSpeculatorConfig, prefix: str = _PREFIX) -> dict[str, str]:
     """The project's name of each tensor."""
-    count = 1 if config.tie_weights else config.num_heads
     return {
-        f"{ours}.{i}.{part}": f"{_PREFIX}{theirs}.{i}.{part}"
+        f"{ours}.{i}.{part}": f"{prefix}{theirs}.{i}.{part}"
         for ours, (theirs, parts) in _PARTS.items()
-        for i in range(min(2, config.num_heads) if config.tie_weights and theirs == "proj" else count)
+        for i in range(_distinct(theirs, config.num_heads, tied=config.tie_weights))
         for part in parts
     }
+
+
+def _distinct(theirs: str, stages: int, *, tied: bool) -> int:
+    """How many different ones there are of a part."""
+    return (min(2, stages) if theirs == "proj" else 1) if tied else stages
 
 
 def write_mlp(head: DraftHead, target: TargetModel, _: str = "") -> Written:
@@ -109,8 +107,7 @@ def write_mlp(head: DraftHead, target: TargetModel, _: str = "") -> Written:
     Parts of the target that the head reads become its own: the embeddings with their scale and projection, the lm_head
     with the layer before it. A bias has no place there: if there is one, states get numbers that are always the same.
     """
-    config = head.config
-    assert isinstance(config, MlpSpeculatorConfig)
+    config: Any = head.config
     refuse(partial_vocabulary(config))
     own, given = _as_own(head, target)
     about = {
@@ -170,32 +167,29 @@ def _candidates(source: Source, stages: int) -> Tree | None:
     if widths is None or count is None:
         return None
     if not isinstance(widths, list) or len(widths) < stages or not all(isinstance(k, int) and k > 0 for k in widths):
-        raise CheckpointCorrupt(
-            f"{source.folder / CONFIG}: top_k_tokens_per_head is {widths}; it must have a number of at least 1 "
-            f"for each of {counted(stages, 'stage')}"
-        )
+        needs = f"it must have a number of at least 1 for each of {counted(stages, 'stage')}"
+        raise source.wrong(f"top_k_tokens_per_head is {widths}; {needs}")
     if count > MAX_NODES or math.prod(widths[:stages]) > _MOST_PATHS:
         return None
-    whole = sorted(product(*(range(min(k, count)) for k in widths[:stages])), key=lambda path: (sum(path), path))[
-        :count
-    ]
-    return Tree.from_paths(sorted({path[: depth + 1] for path in whole for depth in range(stages)}))
+    whole = sorted(product(*(range(min(k, count)) for k in widths[:stages])), key=lambda path: (sum(path), path))
+    return Tree.from_paths(sorted({path[: depth + 1] for path in whole[:count] for depth in range(stages)}))
 
 
-def _stages(source: Source, prefix: str, part: str) -> list[int]:
+def _stages(source: Source, prefix: str, part: str) -> int:
+    """How many there are of a part."""
     places = [place for (place,) in numbers_in(source.shapes, rf"{re.escape(prefix + part)}\.(\d+)\.weight")]
     if places != list(range(len(places))) or not places:
         raise CheckpointCorrupt(
             f"{source.path}: {prefix}{part} has the stages {places}; they must be 0, 1, … without gaps"
         )
-    return places
+    return len(places)
 
 
-def _are_equal(source: Source, prefix: str, theirs: str, part: str, places: Sequence[int]) -> bool:
-    first, *others = (f"{prefix}{theirs}.{place}.{part}" for place in places or [0])
+def _are_equal(source: Source, names: Sequence[str]) -> bool:
     return all(
-        source.shapes.get(name) == source.shapes.get(first) and torch.equal(source.tensor(name), source.tensor(first))
-        for name in others
+        source.shapes.get(name) == source.shapes.get(names[0])
+        and torch.equal(source.tensor(name), source.tensor(names[0]))
+        for name in names[1:]
     )
 
 

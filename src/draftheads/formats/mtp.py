@@ -9,8 +9,7 @@ from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import weightless_head
 from draftheads.errors import UnsupportedModel
-from draftheads.formats.layout import Format, Layout, Made, numbers_in, sizes_of
-from draftheads.formats.source import Source
+from draftheads.formats.layout import Format, Layout, Made, Source, numbers_in, sizes_of
 from draftheads.heads.mtp import MtpConfig
 from draftheads.models.model import TargetModel
 
@@ -57,7 +56,6 @@ def mtp_layout(source: Source, base: TargetModel) -> Layout:
             is_made = ".experts." in name and theirs not in source.shapes
             places[name] = _of_experts(theirs, len(tensor)) if is_made else theirs
     copies = {f"{prefix}embed_tokens.weight": "embedding", f"{prefix}shared_head.head.weight": "lm_head"}
-    copies = {name: part for name, part in copies.items() if name in source.shapes}
     unused = {name for name in source.shapes if not name.startswith(prefix)}
     return Layout("an MTP layer", config, places, copies=copies, unused=unused)
 

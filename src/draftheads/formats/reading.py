@@ -9,15 +9,13 @@ from os import PathLike
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import save_head, weightless_head
 from draftheads.checkpoints.head_files import FORMAT_VERSION
 from draftheads.drafters.mixed import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
-from draftheads.formats import dflash, eagle, gguf, hydra, medusa, mlp_speculator, mtp, small_llama
-from draftheads.formats.layout import Format, Layout
-from draftheads.formats.source import Source
+from draftheads.formats import dflash, eagle, gguf, llama, medusa, mlp_speculator, mtp
+from draftheads.formats.layout import Format, Layout, Source
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
@@ -25,7 +23,7 @@ from draftheads.utils.cache import cache_folder
 from draftheads.utils.messages import first_names
 
 NAMES = "Medusa, Hydra, IBM's MLP speculator, EAGLE, EAGLE-3, DFlash, DSpark and MTP layers in a model's own files"
-_PROJECTS = (medusa, hydra, mlp_speculator, dflash, gguf, eagle, small_llama, mtp)
+_PROJECTS = (medusa, mlp_speculator, dflash, gguf, eagle, llama, mtp)
 FORMATS: tuple[Format, ...] = tuple(form for project in _PROJECTS for form in project.FORMATS)
 _EMBEDDINGS = {"model.embed_tokens.weight", "model.language_model.embed_tokens.weight"}  # of whole models
 
@@ -55,12 +53,17 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
     if Path(out).exists():
         raise StorageError(f"{out} exists already; choose another folder")
     try:
-        layout, tensors = _read(Path(source), base)
+        opened = Source(Path(source))
+        if (form := _form_of(opened)) is None or form.read is None:
+            found = f"{source} has the tensors {first_names(opened.shapes)}"
+            raise ModelNotFound(f"{found}: they are of no known format, which are {NAMES}")  # noqa: TRY301
+        layout = form.read(opened, base)
+        tensors = layout.read(opened, base)
     except DraftHeadsError:
         raise
     except Exception as error:  # a file of others may be wrong in any way
         raise CheckpointCorrupt(f"{source} cannot be read: {error!r}") from error
-    types = {tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and layout.is_in_file(name)}
+    types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     dtype = torch.float32 if len(types) > 1 else next(iter(types))
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointCorrupt(f"{source} holds {dtype}; heads are in float32, bfloat16 or float16")
@@ -71,24 +74,13 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
     return layout
 
 
-def _read(path: Path, base: TargetModel) -> tuple[Layout, dict[str, Tensor]]:
-    opened = Source(path)
-    form = _form_of(opened)
-    if form is None:
-        names = first_names(opened.shapes)
-        raise ModelNotFound(f"{opened.path} has the tensors {names}: they are of no known format, which are {NAMES}")
-    assert form.read is not None
-    layout = form.read(opened, base)
-    return layout, layout.read(opened, base)
-
-
 def _form_of(opened: Source) -> Format | None:
     """The format whose tensors these are."""
     form = next((form for form in FORMATS if form.fits(opened.shapes)), None)
     if form is None and _EMBEDDINGS & set(opened.shapes):
         raise ModelNotFound(
-            f"{opened.path} is a whole model, not a draft head: use it as a draft model, --draft-model {opened.folder} "
-            "(it has no MTP layer, such as mtp.fc.weight, which would be a head)"
+            f"{opened.path} is a whole model, not a draft head: use it as a draft model, --draft-model "
+            f"{opened.config_file.parent} (it has no MTP layer, such as mtp.fc.weight, which would be a head)"
         )
     return form
 
@@ -100,9 +92,7 @@ def _profile(layout: Layout) -> AcceptanceProfile:
     if layout.tree is None:
         return assumed
     values = dict(zip(layout.tree.paths, node_values(layout.tree, {}), strict=True))
-    likely = sorted((path for path in values if path), key=lambda path: (-values[path], len(path), path))[
-        : MAX_NODES - 1
-    ]
+    likely = sorted(filter(None, values), key=lambda path: (-values[path], len(path), path))[: MAX_NODES - 1]
     tokens = accumulate([1.0, *(values[path] for path in likely)])
     return replace(assumed, paths=[list(path) for path in likely], static_tokens=[round(total, 4) for total in tokens])
 
