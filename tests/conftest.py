@@ -11,7 +11,7 @@ import transformers
 
 from cli_world import PROMPTS, write_model
 from draftheads import loading
-from draftheads.checkpoints import profile_store
+from draftheads.checkpoints import registry
 from draftheads.decode import step_costs as cost
 from draftheads.utils.machine import OtherPrograms
 from families import by_hand
@@ -62,7 +62,7 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "cache_folder", place)
-        patch.setattr(profile_store, "cache_folder", place)
+        patch.setattr(registry, "cache_folder", place)
         yield
 
 

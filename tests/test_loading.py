@@ -12,7 +12,7 @@ import draftheads
 from draftheads import loading
 from draftheads.bench.contenders import load_contenders
 from draftheads.checkpoints.checkpoint import read_head, save_head
-from draftheads.checkpoints.profile_store import cached_profile_folder
+from draftheads.checkpoints.registry import cached_profile_folder
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import StepCosts
 from draftheads.drafters.mixed import Mixed

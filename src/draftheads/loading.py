@@ -12,8 +12,7 @@ from typing import Any, Never, Unpack
 import torch
 
 from draftheads.checkpoints.checkpoint import ResolvedHead, bound_head, resolve_head
-from draftheads.checkpoints.profile_store import find_profile
-from draftheads.checkpoints.registry import find_head, find_published
+from draftheads.checkpoints.registry import find_head, find_profile, find_published
 from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import AcceptanceCheck

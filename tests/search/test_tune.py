@@ -15,8 +15,13 @@ import pytest
 import draftheads
 from cli_world import PROMPTS
 from draftheads.checkpoints.checkpoint import read_head
-from draftheads.checkpoints.profile_store import cached_profile, cached_profile_folder, find_profile, folder_to_write
-from draftheads.checkpoints.registry import zoo_heads
+from draftheads.checkpoints.registry import (
+    cached_profile,
+    cached_profile_folder,
+    find_profile,
+    folder_to_write,
+    zoo_heads,
+)
 from draftheads.cli.main import main
 from draftheads.errors import CheckpointCorrupt
 from draftheads.search.settings import ReplaySettings, TuneOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftheads.checkpoints.checkpoint import read_head
-from draftheads.checkpoints.profile_store import cached_profile_folder
+from draftheads.checkpoints.registry import cached_profile_folder
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.models.gguf_models import place_in_cache
 from draftheads.utils.cache import PARTS, CachePart, cache_folder, clear, contents_of

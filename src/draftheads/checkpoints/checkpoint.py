@@ -165,7 +165,11 @@ def bound_head(
 ) -> DraftHead:
     """The head of these tensors, ready to draft for ``base``; arguments and errors as for :func:`load_head`."""
     check_base(saved, base)
-    _check_draft_vocab(saved, tensors)
+    if saved.config.draft_vocab_size is not None:
+        low, high = int(tensors["draft_vocab"].min()), int(tensors["draft_vocab"].max())
+        if low < 0 or high >= saved.config.vocab_size:
+            found = f"{saved.folder / TENSORS_FILE}: draft_vocab has ids {low} … {high}"
+            raise CheckpointCorrupt(f"{found}; they must lie in 0 … {saved.config.vocab_size - 1}")
     head = _filled(*_grown(saved.config, tensors, base.vocab_size), base, dtype or base.dtype)
     if unsaved := [name for name, buffer in head.named_buffers() if buffer.is_meta]:
         raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
@@ -265,12 +269,10 @@ def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) ->
         skeleton.check_shape(profile.tree(len(profile.paths) + 1))
     except InvalidTree as error:
         raise InvalidTree(f"{path}: {error}") from None
-    has_fewer, differ = profile.depth < config.num_heads, profile.depth != config.num_heads
-    if has_fewer if skeleton.depth_limit is None else differ:
-        raise CheckpointCorrupt(
-            f"{path}: temperatures has {counted(profile.depth, 'number')} but the head has "
-            f"{counted(config.num_heads, 'head')}"
-        )
+    further = profile.depth - config.num_heads
+    if further < 0 or (further and skeleton.depth_limit is not None):
+        numbers, heads = counted(profile.depth, "number"), counted(config.num_heads, "head")
+        raise CheckpointCorrupt(f"{path}: temperatures has {numbers} but the head has {heads}")
 
 
 def check_base(saved: SavedHead, base: TargetModel) -> None:
@@ -289,27 +291,16 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     is_other = prints.tokenizer != given_prints.tokenizer and _apart(saved, "embedding", given_prints) <= MAX_DIFFERENCE
     if is_other and prints.tokenizer in tokenizer_fingerprints(base.tokenizer):
         given_prints = replace(given_prints, tokenizer=prints.tokenizer)
-    fix = (
-        "load the head with its own base model, or train a new head with "
-        f"`draftheads train --method {saved.method} --model {base.model_id}`"
-    )
-    for what, trained, given in (
-        ("hidden_size", saved.config.hidden_size, base.hidden_size),
-        ("vocab_size", rows, min(base.vocab_size, rows)),
-        ("tokenizer fingerprint", prints.tokenizer, given_prints.tokenizer),
-    ):
-        if trained != given:
-            raise CheckpointMismatch(
-                f"{saved.folder}: trained for {saved.model_id} with {what} {trained}, "
-                f"this model, {base.model_id}, has {given}: {fix}"
-            )
+    saved.check("hidden_size", saved.config.hidden_size, base.hidden_size, base.model_id)
+    saved.check("vocab_size", rows, min(base.vocab_size, rows), base.model_id)
+    saved.check("tokenizer fingerprint", prints.tokenizer, given_prints.tokenizer, base.model_id)
     for name in ("embedding", "lm_head"):
         apart = _apart(saved, name, given_prints)
         if not apart <= MAX_DIFFERENCE:
             raise CheckpointMismatch(
                 f"{saved.folder}: trained for {saved.model_id}; the {name} of this model, {base.model_id}, differs "
-                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: {fix}, or "
-                f"with `--start-from {saved.folder}` if this is a tuned copy"
+                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: "
+                f"{saved.fix_for(base.model_id)}, or with `--start-from {saved.folder}` if this is a tuned copy"
             )
     if None in (prints.layers, given_prints.layers):
         return
@@ -368,16 +359,6 @@ def _check_tensors(files: HeadFiles, skeleton: DraftHead) -> None:
             )
         if (files.types[name] in _FLOATS) != tensor.is_floating_point():
             raise CheckpointCorrupt(f"{path}: tensor {name} holds {files.types[name]}; it must be {tensor.dtype}")
-
-
-def _check_draft_vocab(saved: SavedHead, tensors: Mapping[str, Tensor]) -> None:
-    if saved.config.draft_vocab_size is None:
-        return
-    ids = tensors["draft_vocab"]
-    low, high, size = int(ids.min()), int(ids.max()), saved.config.vocab_size
-    if low < 0 or high >= size:
-        path = saved.folder / TENSORS_FILE
-        raise CheckpointCorrupt(f"{path}: draft_vocab has ids {low} … {high}; they must lie in 0 … {size - 1}")
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from draftheads.errors import CheckpointCorrupt, ModelNotFound, UnknownMethod
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnknownMethod
 from draftheads.heads import check_method
 from draftheads.models.model_names import kind_of_folder
 from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
@@ -35,14 +35,8 @@ CONFIG_FILE, TENSORS_FILE, CARD_FILE = "config.json", "model.safetensors", "READ
 HEAD_FOLDER = "head"  # of a joint run and of a merged model
 HEAD_FILES = (TENSORS_FILE, PROFILE_FILE, CARD_FILE, CONFIG_FILE)
 
-_CONFIG_KEYS = {
-    "format_version": int,
-    "method": str,
-    "head": dict,
-    "base": dict,
-    "provenance": dict,
-    "chat_template": str | None,
-}
+_CONFIG_KEYS = {"format_version": int, "method": str, "head": dict, "base": dict, "provenance": dict}
+_CONFIG_KEYS |= {"chat_template": str | None}
 _BASE_KEYS = {"model_id": str, "fingerprints": dict}
 
 
@@ -80,6 +74,19 @@ class HeadFiles:
     def num_bytes(self) -> int:
         return self.tensors_file.stat().st_size
 
+    def check(self, what: str, trained: object, given: object, model: str) -> None:
+        """Raises :class:`CheckpointMismatch` if something of the model differs from what the head was trained with."""
+        if trained != given:
+            raise CheckpointMismatch(
+                f"{self.folder}: trained for {self.model_id} with {what} {trained}, this model, {model}, has {given}: "
+                f"{self.fix_for(model)}"
+            )
+
+    def fix_for(self, model: str) -> str:
+        """What to do where the head is not for this model."""
+        train = f"`draftheads train --method {self.method} --model {model}`"
+        return f"load the head with its own base model, or train a new head with {train}"
+
     @property
     def card(self) -> str:
         """The text of the model card; empty if there is none."""
@@ -107,18 +114,9 @@ def _read(folder: Path, *, ignore_profile: bool) -> HeadFiles:
         raise UnknownMethod(f"{path}: {error}, or upgrade this package") from None
     profile = AcceptanceProfile.assumed(1) if ignore_profile else read_profile(_present(current(folder, PROFILE_FILE)))
     shapes, types = _read_header(current(folder, TENSORS_FILE))
-    return HeadFiles(
-        folder=folder,
-        method=raw["method"],
-        options=raw["head"],
-        model_id=base["model_id"],
-        base_prints=base["fingerprints"],
-        provenance=raw["provenance"],
-        profile=profile,
-        shapes=shapes,
-        types=types,
-        chat_template=raw["chat_template"],
-    )
+    facts = {name: raw[name] for name in ("method", "provenance", "chat_template")}
+    facts |= {"options": raw["head"], "model_id": base["model_id"], "base_prints": base["fingerprints"]}
+    return HeadFiles(**facts, folder=folder, profile=profile, shapes=shapes, types=types)
 
 
 def _check_is_head(folder: Path) -> None:

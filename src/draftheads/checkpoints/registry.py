@@ -1,9 +1,12 @@
 """Finds a head by its name: bundled, in the data package ``draftheads-zoo``, a folder, or on the Hugging Face Hub.
 
-Knows names and places; ``checkpoint.py`` knows what is in a head's folder and which model it belongs to.
+Knows names and places; ``checkpoint.py`` knows what is in a head's folder and which model it belongs to. The acceptance
+profile of a head is in its folder, or in the user's cache: ``draftheads tune`` writes into the folder of a head that
+belongs to the user. For a bundled head or one in the Hub's cache it writes into the user's cache, under the head's
+digest. Loading looks there first.
 """
 
-import json
+import contextlib
 import re
 from collections.abc import Iterable
 from importlib import resources
@@ -11,14 +14,27 @@ from importlib.util import find_spec
 from os import PathLike
 from os.path import exists
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, read_head_files
-from draftheads.errors import CheckpointMismatch, ModelNotFound, first_line
+from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, HeadFiles, read_head_files
+from draftheads.errors import InvalidSettings, ModelNotFound, first_line
 from draftheads.models.gguf_models import SMOLLM2_135M
-from draftheads.models.model_names import base_of, check_model_can_exist, config_of, hint_at, kind_of_folder, model_name
+from draftheads.models.model_names import (
+    base_of,
+    check_model_can_exist,
+    config_of,
+    hint_at,
+    json_in,
+    kind_of_folder,
+    model_name,
+)
+from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
 from draftheads.speculation.shapes import UNTRAINED_HEADS
+from draftheads.utils.cache import cache_folder
 from draftheads.utils.files import user_path
+
+if TYPE_CHECKING:
+    from draftheads.checkpoints.checkpoint import SavedHead
 
 DATA_PACKAGE = "draftheads-zoo"
 DATA_PACKAGE_INSTALL = "pip install ./zoo (in a checkout of draftheads)"
@@ -83,8 +99,9 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
     folder = user_path(name)
     if slash and folder.is_dir():  # smollm2-135m/medusa may be one's own
         return folder
-    if (base or not slash) and (installed := _installed(method, base or base_name)) is not None:
-        return installed
+    for head in zoo_heads() if base or not slash else ():
+        if (head.base_name, head.method) == (base or base_name, method):
+            return head.folder
     if folder.is_dir():
         return folder
     if (base or base_name) == SMOLLM2_135M and method in DATA_PACKAGE_HEADS:
@@ -115,12 +132,7 @@ def check_head(name: str, base_name: str) -> None:
         return
     files = read_head_files(folder, ignore_profile=True)
     trained, given = files.options.get("hidden_size"), config_of(base_name).get("hidden_size")
-    if given not in (None, trained):
-        raise CheckpointMismatch(
-            f"{folder}: trained for {files.model_id} with hidden_size {trained}, this model, {base_name}, has {given}: "
-            "load the head with its own base model, or train a new head with "
-            f"`draftheads train --method {files.method} --model {base_name}`"
-        )
+    files.check("hidden_size", trained, trained if given is None else given, base_name)
 
 
 def find_published(name: str | PathLike[str], base_name: str) -> Path:
@@ -134,25 +146,12 @@ def find_published(name: str | PathLike[str], base_name: str) -> Path:
             f"no head {name!r}: neither a file or folder here nor an id on the Hugging Face Hub (owner/name)"
         )
     folder = _download(match["repo"], match["subfolder"], base_name)
-    config = _json_in(folder / CONFIG_FILE)
+    config = json_in(folder / CONFIG_FILE)
     words = [*config, str(config.get("model_type"))]
     has_heads = any(part in word for word in words for part in ("medusa", "nextn", "mtp", "qwen3_next"))
     if config.get("num_hidden_layers", 1) > _MOST_LAYERS and not has_heads:
         raise ModelNotFound(f"{name} is a model (num_hidden_layers: {config['num_hidden_layers']}), not a draft head")
     return _download(match["repo"], match["subfolder"], base_name, _OF_OTHERS)
-
-
-def _installed(method: str, base_name: str) -> Path | None:
-    return next((head.folder for head in zoo_heads() if (head.base_name, head.method) == (base_name, method)), None)
-
-
-def _json_in(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is none that can be read."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _download(repo: str, subfolder: str | None, base_name: str, names: Iterable[str] = HEAD_FILES) -> Path:
@@ -179,3 +178,44 @@ def _installed_for(base_name: str) -> str:
     is_here = base_name == SMOLLM2_135M or user_path(base_name).exists()
     meant = "" if is_here else hint_at(base_name, [SMOLLM2_135M])
     return f"none is installed for {base_name}{meant}" + (f"; for a tuned copy of its base: {others}" if others else "")
+
+
+def find_profile(saved: "SavedHead", profile: str | PathLike[str] = "auto") -> AcceptanceProfile:
+    """The acceptance profile of a head; ``profile`` as for :func:`draftheads.load`."""
+    from draftheads.checkpoints.checkpoint import check_profile  # noqa: PLC0415 - slow to import
+
+    if profile == "auto":
+        path = cached_profile(saved)
+        if path is None:
+            return saved.profile
+    else:
+        place = user_path(profile)
+        path = place / PROFILE_FILE if place.is_dir() else place
+        if not path.is_file():
+            raise ModelNotFound(f"no acceptance profile at {profile}: no such file; `draftheads tune` makes one")
+    stored = read_profile(path)
+    check_profile(saved.config, stored, path)
+    return stored
+
+
+def cached_profile(saved: HeadFiles) -> Path | None:
+    """The head's profile in the user's cache; None where there is none or the cache cannot be read."""
+    with contextlib.suppress(InvalidSettings, OSError):
+        path = cached_profile_folder(saved) / PROFILE_FILE
+        return path if path.is_file() else None
+    return None
+
+
+def cached_profile_folder(saved: HeadFiles) -> Path:
+    """The folder in the user's cache for the head's profile."""
+    return cache_folder() / "profiles" / f"{saved.method}-{saved.digest}"
+
+
+def folder_to_write(saved: HeadFiles) -> Path:
+    """Where a new profile belongs: the head's folder, or the user's cache for a bundled or downloaded head."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
+
+    folder = saved.folder.resolve()
+    bundled = [head.folder.resolve() for head in zoo_heads()]
+    is_others = folder in bundled or folder.is_relative_to(Path(HF_HUB_CACHE).resolve())
+    return cached_profile_folder(saved) if is_others else saved.folder

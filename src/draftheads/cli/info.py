@@ -12,8 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from draftheads.checkpoints.head_files import HeadFiles, read_head_files
-from draftheads.checkpoints.profile_store import cached_profile
-from draftheads.checkpoints.registry import DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, find_head, zoo_heads
+from draftheads.checkpoints.registry import (
+    DATA_PACKAGE_HEADS,
+    DATA_PACKAGE_INSTALL,
+    cached_profile,
+    find_head,
+    zoo_heads,
+)
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import head_methods
 from draftheads.models.gguf_models import SMOLLM2_135M

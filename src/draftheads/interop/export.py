@@ -156,9 +156,8 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
 
 def _commands(form: Format, folder: Path, model_id: str, head: HeadConfig) -> dict[str, str]:
     """By engine, the command that decodes with an exported head; its steps are draft tokens, or heads."""
-    steps = head.num_heads
-    words = {"head": shlex.quote(str(folder)), "model": shlex.quote(model_id), "steps": str(steps)}
-    words["method"] = head.method
+    words = {"head": shlex.quote(str(folder)), "model": shlex.quote(model_id)}
+    words |= {"steps": str(head.num_heads), "method": head.method}
     found = {}
     for engine, command in form.commands.items():
         if engine == "TensorRT-LLM" and not (folder / _OWN_HEADS).is_file():  # it does not read shared lm_heads
@@ -166,9 +165,8 @@ def _commands(form: Format, folder: Path, model_id: str, head: HeadConfig) -> di
         has_map = engine == "SGLang" and (folder / _TOKEN_MAP).is_file()
         text = f"{command} --speculative-token-map {shlex.quote(str(folder / _TOKEN_MAP))}" if has_map else command
         if match := re.search(r"VLLM\((\w+)\)", command):
-            given = {"method": match[1], "model": str(folder), "num_speculative_tokens": steps}
-            config = shlex.quote(json.dumps(given))
-            text = text.replace(match[0], f"vllm serve {words['model']} --speculative-config {config}")
+            config = json.dumps({"method": match[1], "model": str(folder), "num_speculative_tokens": head.num_heads})
+            text = text.replace(match[0], f"vllm serve {words['model']} --speculative-config {shlex.quote(config)}")
         for word, value in words.items():
             text = text.replace(f"<{word}>", value)
         found[engine] = text

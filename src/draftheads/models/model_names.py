@@ -67,7 +67,7 @@ def check_model(name: str) -> None:
 def config_of(name: str) -> dict[str, Any]:
     """The configuration of a model that is here, of its text part; empty if it cannot be read without the Hub."""
     base = base_of(name)
-    config = _json((place_in_cache() if base == SMOLLM2_135M else user_path(base)) / "config.json")
+    config = json_in((place_in_cache() if base == SMOLLM2_135M else user_path(base)) / "config.json")
     text: Any = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -76,7 +76,7 @@ def is_base_model(name: str) -> bool:
     """Whether a folder here has a tokenizer without a chat template; no adapter, which may have one of its own."""
     folder = user_path(name)
     files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates", ADAPTER_CONFIG, ADAPTER_FOLDER)
-    tokenizer = _json(folder / "tokenizer_config.json")
+    tokenizer = json_in(folder / "tokenizer_config.json")
     return bool(tokenizer) and "chat_template" not in tokenizer and not any((folder / file).exists() for file in files)
 
 
@@ -99,9 +99,9 @@ def base_of(name: str) -> str:
     adapter = find_adapter(folder) if folder.is_dir() else None
     if adapter is None:
         return SMOLLM2_135M if _is_embedded(name) else name
-    base: Any = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    base: Any = json_in(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not (isinstance(base, str) and user_path(base).is_dir()):
-        recorded = _json(adapter / BASE_FILE).get("base")  # of `train --joint`, with the Hub id
+        recorded = json_in(adapter / BASE_FILE).get("base")  # of `train --joint`, with the Hub id
         base = recorded.get("model_id", base) if isinstance(recorded, dict) else base
     if not isinstance(base, str) or not base:
         raise CheckpointCorrupt(
@@ -126,7 +126,7 @@ def kind_of_folder(folder: Path) -> Literal["adapter", "draft head", "model"] | 
     """What a folder holds, by its configuration files; None if it is none of these."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "adapter"
-    config = _json(current(folder, "config.json"))
+    config = json_in(current(folder, "config.json"))
     if {"format_version", "method", "base"} <= set(config):
         return "draft head"
     return "model" if {"model_type", "architectures"} & set(config) else None
@@ -134,7 +134,7 @@ def kind_of_folder(folder: Path) -> Literal["adapter", "draft head", "model"] | 
 
 def _check_is_model(name: str, folder: Path) -> None:
     if kind_of_folder(folder) == "draft head":
-        config = _json(current(folder, "config.json"))
+        config = json_in(current(folder, "config.json"))
         base = config["base"].get("model_id") if isinstance(config["base"], dict) else None
         raise ModelNotFound(
             f"{name} is a draft head ({config['method']} for {base}), not a model: load({str(base)!r}, head={name!r})"
@@ -145,7 +145,7 @@ def _check_is_model(name: str, folder: Path) -> None:
         raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_in(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is none that can be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from draftheads.checkpoints.checkpoint import resolve_head
-from draftheads.checkpoints.profile_store import folder_to_write
-from draftheads.checkpoints.registry import head_name
+from draftheads.checkpoints.registry import folder_to_write, head_name
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner, rates
