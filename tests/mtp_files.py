@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from draftheads.models.model import TargetModel
 from families import tiny_model
+from slow_heads import turned
 
 D, HEADS, GROUPS, SIZE, EXPERTS, CHOSEN = 32, 4, 2, 8, 4, 2  # as in families.py
 NOPE, ROPE, VALUE, LATENT = 8, 8, 12, 16  # of DeepSeek's heads
@@ -146,14 +147,14 @@ class SlowMtp:
 
     def _attention(self, normed: list[Tensor]) -> Tensor:
         gated, last = self.kind.family.startswith("qwen3_"), len(normed) - 1
-        turned = {"qwen2": SIZE, "glm4_moe": SIZE // 2}.get(self.kind.family, SIZE // 4)
+        size = {"qwen2": SIZE, "glm4_moe": SIZE // 2}.get(self.kind.family, SIZE // 4)
 
         def heads(name: str, at: int) -> Tensor:
             return self._linear(f"self_attn.{name}_proj", normed[at]).view(-1, SIZE)
 
         def own(name: str, x: Tensor, at: int) -> Tensor:
             x = self._norm(f"{self.kind.layer}self_attn.{name}_norm", x) if gated else x
-            return torch.cat([_turned(x[:, :turned], at, halves=True), x[:, turned:]], 1)
+            return torch.cat([turned(x[:, :size], at, BASE), x[:, size:]], 1)
 
         asked = heads("q", last)
         queries = own("q", asked[::2] if gated else asked, last)
@@ -176,12 +177,12 @@ class SlowMtp:
 
         asked = small("q_a_layernorm", self._linear("self_attn.q_a_proj", normed[-1]))
         queries = self._linear("self_attn.q_b_proj", asked).view(HEADS, -1)
-        query = torch.cat([queries[:, :NOPE], _turned(queries[:, NOPE:], len(normed) - 1, halves=False)], 1)
+        query = torch.cat([queries[:, :NOPE], turned(queries[:, NOPE:], len(normed) - 1, BASE, halves=False)], 1)
         keys, values = [], []
         for at, x in enumerate(normed):
             latent = self._linear("self_attn.kv_a_proj_with_mqa", x)
             spread = self._linear("self_attn.kv_b_proj", small("kv_a_layernorm", latent[:LATENT])).view(HEADS, -1)
-            common = _turned(latent[None, LATENT:], at, halves=False).expand(HEADS, -1)
+            common = turned(latent[None, LATENT:], at, BASE, halves=False).expand(HEADS, -1)
             keys.append(torch.cat([spread[:, :NOPE], common], 1))
             values.append(spread[:, NOPE:])
         scores = torch.einsum("hd,chd->hc", query, torch.stack(keys)) / (NOPE + ROPE) ** 0.5
@@ -214,14 +215,3 @@ class SlowMtp:
     def _mlp(self, name: str, x: Tensor) -> Tensor:
         inner = F.silu(self._linear(f"{name}gate_proj", x)) * self._linear(f"{name}up_proj", x)
         return self._linear(f"{name}down_proj", inner)
-
-
-def _turned(x: Tensor, position: int, *, halves: bool) -> Tensor:
-    """(heads, d) by a position: numbers j and j + d/2 are a pair, or 2j and 2j + 1."""
-    size, out = x.shape[1], x.clone()
-    for j in range(size // 2):
-        angle = torch.tensor(position * BASE ** (-2 * j / size))
-        one, two = (j, j + size // 2) if halves else (2 * j, 2 * j + 1)
-        a, b = x[:, one], x[:, two]
-        out[:, one], out[:, two] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
-    return out

@@ -5,7 +5,7 @@ package's heads.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +60,6 @@ class Published:
     file: str = "model.safetensors"
     back: str | None = None
     states: int = 1  # hidden states of a token that it reads
-    options: dict[str, Any] = field(default_factory=dict)  # of the head that is expected
 
 
 def numbers(*shape: int) -> Tensor:
@@ -94,19 +93,11 @@ def medusa(target: TargetModel, *, own: bool = True, layers: int = 2) -> Publish
             found.append(F.linear(x, tensors[f"{i}.{layers}.weight"] if own else target.weights.lm_head))
         return found
 
-    config = {
-        "medusa_num_heads": 2,
-        "medusa_num_layers": 1,
-        "base_model_name_or_path": "base",
-    }  # both wrong, as published
-    return Published(
-        "medusa",
-        tensors,
-        config if own else {**config, "version": "2"},
-        logits,
-        "medusa_lm_head.pt" if own else "medusa_lm_head.safetensors",
-        "medusa",
-    )
+    # both wrong, as published
+    about = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "base"}
+    about |= {} if own else {"version": "2"}
+    file = "medusa_lm_head.pt" if own else "medusa_lm_head.safetensors"
+    return Published("medusa", tensors, about, logits, file, "medusa")
 
 
 def vllm_medusa(target: TargetModel, *, biases: bool = True, trimmed: bool = True, one: bool = False) -> Published:
@@ -274,7 +265,7 @@ def eagle(target: TargetModel, *, fusion_bias: bool = True, qkv_bias: bool = Fal
         return unrolled(hidden, ids, embedding, last, lambda state: F.linear(state, lm_head))
 
     about = {**SIZES, **rope, "model_type": "llama", "bias": fusion_bias}
-    return Published("eagle", tensors, about, logits, back="eagle-sglang", options={"fusion_bias": fusion_bias})
+    return Published("eagle", tensors, about, logits, back="eagle-sglang")
 
 
 def eagle3(
@@ -305,17 +296,9 @@ def eagle3(
         tensors["embed_tokens.weight"] = embedding.clone()
 
     def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
-        def last(embedded: Tensor, states: Tensor) -> Tensor:
-            return torch.stack([*map(torch.Tensor.contiguous, head(embedded, states)[1:])])[0]
+        return unrolled(head.states(hidden[0])[None], ids, embedding, head, head.logits)
 
-        return unrolled(head.states(hidden[0])[None], ids, embedding, last, head_logits)
-
-    def head_logits(state: Tensor) -> Tensor:
-        return head.lm_head(state if head.norm_output else head.norm(state))  # type: ignore[no-any-return]
-
-    about = given
-    if layers is not None:
-        about = {**about, "eagle_aux_hidden_state_layer_ids": layers}
+    about = given if layers is None else {**given, "eagle_aux_hidden_state_layer_ids": layers}
     if form == "layers.0.":
         own = {name: given[name] for name in SIZES}
         about = {name: value for name, value in about.items() if name not in SIZES}
@@ -380,8 +363,13 @@ class Eagle3(nn.Module):
         fused: Tensor = self.fc(hidden)
         return fused
 
-    def forward(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the last place (V',), and what the next place reads as its state (M,): inputs are (T, M)."""
+    def logits(self, state: Tensor) -> Tensor:
+        """(V',) of what :meth:`forward` returns."""
+        logits: Tensor = self.lm_head(state if self.norm_output else self.norm(state))
+        return logits
+
+    def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """What the next place reads as its state (M,): inputs are (T, M)."""
         layer, positions = self.midlayer, torch.arange(len(states))[None]
         normed = layer.hidden_norm(states)
         x = torch.cat([layer.input_layernorm(embedded), normed], -1)[None]
@@ -389,5 +377,5 @@ class Eagle3(nn.Module):
         states = normed if self.norm_before_residual else states
         x = states + layer.self_attn(x, position_embeddings=self.rotary(x, positions), attention_mask=mask)[0][0]
         x = (x + layer.mlp(layer.post_attention_layernorm(x)))[-1]
-        last = self.norm(x)
-        return self.lm_head(last), last if self.norm_output else x
+        last: Tensor = self.norm(x) if self.norm_output else x
+        return last

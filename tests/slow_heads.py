@@ -1,10 +1,9 @@
 """Tiny heads with random weights, and their slow twins from the papers' formulas."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.heads import head_classes
@@ -97,6 +96,17 @@ def slow_logits(head: DraftHead, i: int, features: Tensor) -> Tensor:
     return logits[DRAFT_VOCAB] if head.config.draft_vocab_size else logits
 
 
+def turned(x: Tensor, position: int, base: float, *, halves: bool = True) -> Tensor:
+    """(heads, d) by a position: numbers j and j + d/2 are a pair, or 2j and 2j + 1."""
+    size, out = x.shape[1], x.clone()
+    for j in range(size // 2):
+        angle = torch.tensor(position * base ** (-2 * j / size))
+        one, two = (j, j + size // 2) if halves else (2 * j, 2 * j + 1)
+        a, b = x[:, one], x[:, two]
+        out[:, one], out[:, two] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    return out
+
+
 def rms_norm(v: Tensor, weight: Tensor) -> Tensor:
     """One vector, with the usual epsilon."""
     return v / (v.square().mean() + 1e-5).sqrt() * weight
@@ -109,33 +119,27 @@ def slow_attention(
     *,
     causal: bool = True,
     rotary: bool = True,
-    normed: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """The layer's output (T, D) one query and one head at a time; ``normed`` is what attention reads, if not x."""
+    """The layer's output (T, D) one query and one head at a time."""
     size, heads, groups = config.head_size, config.num_attention_heads, config.num_key_value_heads
 
-    def turned(v: Tensor, position: int) -> Tensor:
-        out = v.clone()
-        for j in range(size // 2 if rotary else 0):
-            angle = torch.tensor(position * config.rope_theta ** (-2.0 * j / size))
-            a, b = v[j], v[j + size // 2]
-            out[j] = a * angle.cos() - b * angle.sin()
-            out[j + size // 2] = b * angle.cos() + a * angle.sin()
-        return out
+    def part(product: nn.Linear, number: int, at: int) -> Tensor:
+        return product.weight[number * size : (number + 1) * size] @ normed[at]
 
-    if normed is None:
-        normed = [rms_norm(v, layer.input_norm.weight) for v in x]  # type: ignore[arg-type]
+    def placed(product: nn.Linear, number: int, at: int) -> Tensor:
+        vector = part(product, number, at)
+        return turned(vector[None], at, config.rope_theta)[0] if rotary else vector
+
+    normed = [rms_norm(v, layer.input_norm.weight) for v in x]  # type: ignore[arg-type]
     outputs = []
     for t, v in enumerate(x):
         attended = []
         for h in range(heads):
             g = h // (heads // groups)
-            q = turned(layer.q_proj.weight[h * size : (h + 1) * size] @ normed[t], t)
             seen = range(t + 1 if causal else len(x))
-            keys = [turned(layer.k_proj.weight[g * size : (g + 1) * size] @ normed[s], s) for s in seen]
-            values = [layer.v_proj.weight[g * size : (g + 1) * size] @ normed[s] for s in seen]
-            weights = (torch.stack(keys) @ q / size**0.5).softmax(0)
-            attended.append(weights @ torch.stack(values))
+            keys = torch.stack([placed(layer.k_proj, g, s) for s in seen])
+            values = torch.stack([part(layer.v_proj, g, s) for s in seen])
+            attended.append((keys @ placed(layer.q_proj, h, t) / size**0.5).softmax(0) @ values)
         middle = v + layer.o_proj.weight @ torch.cat(attended)
         inner = rms_norm(middle, layer.middle_norm.weight)
         mlp = layer.feed_forward
@@ -147,17 +151,6 @@ def slow_attention(
 def _each_normed(x: Tensor, weight: Tensor) -> Tensor:
     """Every head (heads, d) by itself."""
     return torch.stack([rms_norm(head, weight) for head in x])
-
-
-def _turned(x: Tensor, position: int, base: float) -> Tensor:
-    """(heads, d) by a position, pair by pair."""
-    half = x.shape[1] // 2
-    out = torch.empty_like(x)
-    for j in range(half):
-        angle = torch.tensor(position * base ** (-2 * j / x.shape[1]))
-        a, b = x[:, j], x[:, j + half]
-        out[:, j], out[:, j + half] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
-    return out
 
 
 def slow_block(
@@ -175,7 +168,7 @@ def slow_block(
 
         def key_value(x: Tensor, position: int, of: dict[str, Tensor] = of) -> tuple[Tensor, Tensor]:
             key = _each_normed((of["self_attn.k_proj.weight"] @ x).view(groups, -1), of["self_attn.k_norm.weight"])
-            return _turned(key, position, base), (of["self_attn.v_proj.weight"] @ x).view(groups, -1)
+            return turned(key, position, base), (of["self_attn.v_proj.weight"] @ x).view(groups, -1)
 
         normed = [rms_norm(x, of["input_layernorm.weight"]) for x in rows]
         seen = [key_value(c, i) for i, c in enumerate(context)]
@@ -183,7 +176,7 @@ def slow_block(
         after = []
         for i, x in enumerate(normed):
             query = _each_normed((of["self_attn.q_proj.weight"] @ x).view(heads, -1), of["self_attn.q_norm.weight"])
-            query = _turned(query, start + i, base)
+            query = turned(query, start + i, base)
             attended = []
             for h in range(heads):
                 group = h // (heads // groups)
@@ -196,3 +189,23 @@ def slow_block(
             after.append(y + of["mlp.down_proj.weight"] @ inner)
         rows, layer = after, layer + 1
     return torch.stack([rms_norm(x, weight["norm.weight"]) for x in rows])
+
+
+def slow_block_log_probs(
+    tensors: dict[str, Tensor], rows: Tensor, lm_head: Tensor, text: list[int], *, is_shifted: bool
+) -> Tensor:
+    """(K, V') of a block's rows, with the bias of a Markov head if there is one, by the names of published files.
+
+    ``text`` has the block's first token, and the tokens that stand where draft tokens would.
+    """
+    weight = {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items()}
+    found = []
+    for i, row in enumerate(rows if is_shifted else rows[1:]):
+        logits = lm_head @ row
+        if "markov_w1.weight" in weight:
+            e = weight["markov_w1.weight"][text[i]]
+            if "gate_proj.weight" in weight:
+                e = torch.sigmoid(weight["gate_proj.weight"] @ torch.cat([row, e]) + weight["gate_proj.bias"]) * e
+            logits = logits + weight["markov_w2.weight"] @ e
+        found.append(logits.log_softmax(-1))
+    return torch.stack(found)

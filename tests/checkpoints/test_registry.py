@@ -63,10 +63,10 @@ def test_heads_of_the_data_package_are_found(zoo: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("zoo")
-@pytest.mark.parametrize("method", registry.DATA_PACKAGE_HEADS)
-def test_without_the_data_package_the_error_names_it(method: str) -> None:
-    with pytest.raises(ModelNotFound, match=rf"{re.escape(repr(method))} for smollm2.* draftheads-zoo"):
-        find_head(method, "smollm2-135m")
+def test_without_the_data_package_the_error_names_it() -> None:
+    for method in registry.DATA_PACKAGE_HEADS:
+        with pytest.raises(ModelNotFound, match=rf"{re.escape(repr(method))} for smollm2.* draftheads-zoo"):
+            find_head(method, "smollm2-135m")
 
 
 def test_a_method_is_found_for_its_base_whatever_the_working_directory(zoo: Path) -> None:
@@ -111,9 +111,7 @@ def test_an_unknown_name_lists_what_is_bundled(zoo: Path, name: str, model: str,
 
 
 @pytest.mark.usefixtures("zoo")
-@pytest.mark.parametrize(
-    "name", ["./runs/head", "../head", "/no/such/head", "a/b/../c", "a/b/c/", "owner/", "/head", "a b/c"]
-)
+@pytest.mark.parametrize("name", ["../head", "/no/such/head", "a/b/../c", "a/b/c/", "owner/", "a b/c"])
 def test_a_name_that_is_not_a_hub_id_causes_no_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(ModelNotFound, match="Hub"):

@@ -15,7 +15,7 @@ from cli_world import write_model
 from draftheads.bench.contenders import heads_for
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.registry import find_head
-from draftheads.errors import CheckpointMismatch, ModelNotFound
+from draftheads.errors import ModelNotFound
 from draftheads.serve.load_models import HeadExchange
 from families import TREES, tiny_profile
 
@@ -63,23 +63,3 @@ def test_by_its_method_alone_it_is_not_found(zoo: Path) -> None:
         find_head("hydra", "my-model")
     assert not {"medusa", "hydra"} & set(heads_for("my-model"))
     assert find_head("base-1/hydra", "base-1") == find_head("hydra", "base-1") == zoo / "hydra"
-
-
-@pytest.mark.parametrize("number", [0, 5])
-def test_a_copy_with_more_tokens_uses_the_head(number: int, zoo: Path) -> None:
-    """The new tokens of the tokenizer lie behind the model's, or in what filled its embedding up."""
-    tokenizer = AutoTokenizer.from_pretrained("my-model")
-    tokenizer.add_tokens(["<tool>", "<think>"], special_tokens=True)
-    model = AutoModelForCausalLM.from_pretrained("my-model")
-    model.resize_token_embeddings(model.config.vocab_size + number)
-    model.save_pretrained("my-model")
-    tokenizer.save_pretrained("my-model")
-    plain, drafted = (draftheads.load("my-model", head, **FP32) for head in (None, "base-1/hydra"))
-    texts = [
-        [result.token_ids for result in each.generate(["a dog", "ice"], max_new_tokens=30)] for each in (plain, drafted)
-    ]
-    assert texts[0] == texts[1]
-    model.resize_token_embeddings(23)
-    model.save_pretrained("my-model")
-    with pytest.raises(CheckpointMismatch, match=r"vocab_size .*, has 23"):
-        draftheads.load("my-model", "base-1/hydra", **FP32)

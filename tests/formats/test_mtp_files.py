@@ -14,7 +14,7 @@ import draftheads
 from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound, UnsupportedModel
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, UnsupportedModel
 from draftheads.formats.reading import convert, is_published
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
@@ -267,13 +267,6 @@ def test_a_family_whose_configuration_extends_another_has_the_settings_of_both()
 # --- errors ---
 
 
-def test_a_model_without_such_a_layer(tmp_path: Path) -> None:
-    model = model_for("mimo")
-    folder = write(tmp_path / "model", {name: part.clone() for name, part in model.model.state_dict().items()})
-    with pytest.raises(ModelNotFound, match=r"is a whole model, .* \(it has no MTP layer, such as mtp\.fc\.weight"):
-        convert(folder, tmp_path / "out", base=model)
-
-
 def test_a_family_that_is_not_known(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     with pytest.raises(InvalidSettings, match=r"layer of the model's own class; mixtral is none of .*qwen3_next"):
@@ -285,10 +278,7 @@ def test_a_family_that_is_not_known(tmp_path: Path) -> None:
     [
         ({"model.layers.3.eh_proj.weight": (32, 64)}, UnsupportedModel, "has several MTP layers; a head has one"),
         ({"mtp.layers.1.input_layernorm.weight": (32,)}, UnsupportedModel, "has several MTP layers; a head has one"),
-        ({"model.layers.2.self_attn.q_proj.bias": (32,)}, CheckpointCorrupt, "surplus tensor model.layers.2.self_attn"),
-        ({"model.layers.2.enorm.weight": None}, CheckpointCorrupt, "missing tensor model.layers.2.enorm.weight"),
         ({"model.layers.2.mlp.experts.3.up_proj.weight": None}, CheckpointCorrupt, r"missing tensor .*\.3\.up_proj"),
-        ({"model.layers.2.enorm.weight": (31,)}, CheckpointCorrupt, r"enorm.weight is \(31,\); .* makes it \(32,\)"),
         ({"model.layers.2.embed_tokens.weight": (VOCAB, 32)}, CheckpointMismatch, r"embed_tokens.weight differs by"),
         ({"model.layers.2.shared_head.head.weight": (VOCAB, 32)}, CheckpointMismatch, r"differs .* from the lm_head"),
     ],
@@ -311,9 +301,7 @@ def test_files_that_are_not_the_layer(
         ({"model_type": "gpt2"}, "gpt2 is none of"),
         ({"attn_implementation": "some/kernels"}, "layer has attn_implementation, which is no setting"),
         ({"quantization_config": {}}, "layer has quantization_config"),
-        ({"dtype": "float16"}, "layer has dtype"),
         ({"num_attention_heads": 0}, "layer makes no layer of qwen2"),
-        ({"intermediate_size": "many"}, "layer makes no layer of qwen2"),
     ],
 )
 def test_a_saved_head_whose_layer_is_impossible(change: dict[str, Any], message: str, tmp_path: Path) -> None:

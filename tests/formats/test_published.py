@@ -5,7 +5,6 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
@@ -23,22 +22,17 @@ from draftheads import import_head, load
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.checkpoints.registry import find_published
 from draftheads.cli.main import main
-from draftheads.data.texts import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.errors import (
     BaseModelWarning,
     CheckpointCorrupt,
     CheckpointMismatch,
     DraftHeadsError,
-    InvalidSettings,
     ModelNotFound,
     StorageError,
     UnsupportedModel,
 )
-from draftheads.formats.medusa import write_medusa
 from draftheads.formats.reading import convert, imported_once, is_published
-from draftheads.heads.base import DraftHead
-from draftheads.heads.eagle import EagleConfig, EagleHead
 from draftheads.interop.export import export_head
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -46,7 +40,6 @@ from draftheads.speculation.tree import Tree
 from families import PROMPTS, VOCAB, tiny_head, tiny_model
 from joint_world import on_disk
 from published_heads import HEADS, Published
-from training_world import build_features, chat, chat_model, distilled_chats, train_for, train_options, write_chats
 
 Make = Callable[[TargetModel], Published]
 DEEP = {"num_hidden_layers": 8}  # three different layers are read
@@ -161,7 +154,9 @@ def test_it_comes_back_equal(case: str, stored: TargetModel, tmp_path: Path) -> 
         assert torch.equal(values.bfloat16(), after[tensor].bfloat16()), tensor
 
 
-def test_a_full_model_with_heads_is_its_own_base(stored: TargetModel, tmp_path: Path) -> None:
+def test_a_full_model_with_heads_is_its_own_base(
+    stored: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = stored.model_id
     heads = {f"medusa_head.{key}": tensor for key, tensor in published.medusa(stored).tensors.items()}
     both = {**load_file(tmp_path / "model" / "model.safetensors"), **heads}
@@ -170,6 +165,8 @@ def test_a_full_model_with_heads_is_its_own_base(stored: TargetModel, tmp_path: 
     other = on_disk(tmp_path / "other", **DEEP)
     with pytest.raises(DraftHeadsError, match=f"trained for that model, not for .*: give --model {name}"):
         import_head(name, tmp_path / "more", model=other)
+    monkeypatch.chdir(tmp_path)
+    assert import_head("./model", "more", model="model").config.num_heads == HEADS
 
 
 def test_load_takes_a_published_head_and_keeps_it(
@@ -259,16 +256,6 @@ def test_an_embedding_of_its_own_may_be_that_of_another_base(form: str, tmp_path
     assert "inner_size" not in options
 
 
-def test_another_size_needs_an_embedding(target: TargetModel, tmp_path: Path) -> None:
-    with torch.no_grad():
-        head = published.eagle3(target, size=24, own_embedding=True)
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        tensors = {key: tensor for key, tensor in head.tensors.items() if key != name}
-        folder = written(replace(head, tensors=tensors), tmp_path / name)
-        with pytest.raises(CheckpointCorrupt, match=f"missing tensor {name}"):
-            convert(folder, tmp_path / "ours", base=target)
-
-
 @pytest.mark.parametrize("case", ["hydra", "eagle"])
 def test_another_base_is_refused(case: str, tmp_path: Path) -> None:
     target, other = tiny_model("llama", **DEEP), tiny_model("llama", seed=9, **DEEP)
@@ -315,43 +302,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"draftheads tune --model {name} --head" in said
     assert main(["export", str(tmp_path / "ours"), "--model", name, "--out", str(tmp_path / "again")]) == 0
     assert "in the layout medusa" in capsys.readouterr().out
-
-
-def test_an_imported_head_is_trained_further_on_a_tuned_copy_of_its_base(tmp_path: Path) -> None:
-    """After tuning a model, its head accepts less; a few passes bring it back."""
-    base, tuned = chat_model(), chat_model()
-    torch.manual_seed(5)
-    for parameter in tuned.model.get_decoder().layers.parameters():
-        parameter.data += 0.2 * parameter.data.std().nan_to_num() * torch.randn_like(parameter)
-    whole = {"draft_vocab_size": 0, "lm_head": "own", "epochs": 12}
-    train_for(base, train_options(tmp_path / "first", features_of(base, tmp_path / "base"), **whole))
-    config, tensors = write_medusa(load_head(tmp_path / "first", base), base, "base")
-    written(Published("medusa", tensors, config, lambda *_: [], "medusa_lm_head.pt"), tmp_path / "theirs")
-    convert(tmp_path / "theirs", tmp_path / "ours", base=base)
-    known = tokens_per_step(base, load_head(tmp_path / "ours", base))
-    with pytest.warns(BaseModelWarning, match="differ by 20%.* Train it further"):
-        before = tokens_per_step(tuned, load_head(tmp_path / "ours", tuned))
-    assert known > 1.25
-    features = features_of(tuned, tmp_path / "tuned")
-    settings = train_options(tmp_path / "more", features, start_from=str(tmp_path / "ours"), **whole)
-    train_for(tuned, settings)
-    after = tokens_per_step(tuned, load_head(settings.out, tuned))
-    assert before < known - 0.05, "tuning costs acceptance"
-    assert after > before + 0.05
-
-
-def features_of(target: TargetModel, folder: Path) -> Path:
-    folder.mkdir()
-    chats = write_chats(folder / "chats.jsonl", distilled_chats(target))
-    build_features(target, load_texts(target, [chats], max_length=64), folder / "features")
-    return folder / "features"
-
-
-def tokens_per_step(target: TargetModel, head: DraftHead) -> float:
-    """Of chains, on questions of one word."""
-    prompts = [chat(f"w{i}")["messages"][:1] for i in range(30)]
-    answers = Engine(target, head, shape=Tree.chain(HEADS)).generate(prompts, max_new_tokens=12)
-    return sum(len(answer.token_ids) for answer in answers) / sum(answer.num_steps for answer in answers)
 
 
 def test_a_head_on_the_hub_is_downloaded_whatever_its_files_are_called(
@@ -421,23 +371,16 @@ def test_a_changed_configuration_is_read_anew(
     ("case", "changes", "tensors"),
     [
         ("medusa v0.1", {}, {"999999999.0.linear.weight": torch.zeros(2, 2)}),
-        ("hydra", {}, {"hydra_mlp.999999999.0.linear.weight": torch.zeros(2, 2)}),
         ("accelerator", {"scale_input": "false"}, {}),
         ("accelerator", {"n_predict": -1}, {}),
         ("accelerator, tied and scaled", {"n_predict": 10**6}, {}),
-        ("accelerator", {"n_predict": True}, {}),
         ("accelerator", {"inner_dim": 10**12}, {}),
         ("accelerator", {"n_candidates": 10**12}, {}),
         ("eagle", {"head_dim": 10**12}, {}),
-        ("eagle", {"num_key_value_heads": 10**12}, {}),
-        ("eagle3", {"intermediate_size": 10**12}, {}),
         ("speculators", {"draft_vocab_size": 10**12}, {"lm_head.weight": None}),
-        ("speculators", {"transformer_layer_config": {**published.SIZES, "head_dim": 10**12}}, {}),
         ("eagle", {"num_attention_heads": "4"}, {}),
         ("eagle", {"rope_scaling": "linear"}, {}),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": 5}, {}),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3000]}, {}),
-        ("eagle3", {"norm_before_residual": "false"}, {}),
         ("eagle3", {"eagle_config": "text"}, {}),
         ("eagle3", {}, {"d2t": torch.zeros(())}),
         ("vllm-medusa", {}, {"medusa_heads.token_map": torch.tensor([500] * 10)}),
@@ -453,17 +396,6 @@ def test_what_makes_no_sense_is_an_error_of_the_file(
     with pytest.raises(CheckpointCorrupt, match="theirs"):
         convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
     assert not (tmp_path / "ours").exists()
-
-
-@pytest.mark.parametrize("case", ["medusa v0.1", "hydra", "vllm-medusa"])
-def test_a_file_cannot_have_more_heads_than_a_tree_has_nodes(case: str, target: TargetModel, tmp_path: Path) -> None:
-    head = made(case, target)
-    of_head = re.compile(r"^((?:hydra_mlp|hydra_lm_head|medusa_heads.blocks|medusa_heads.lm_heads)\.)?0\.")
-    first = {name: tensor for name, tensor in head.tensors.items() if of_head.match(name)}
-    for i in range(1, 130):
-        head.tensors |= {of_head.sub(rf"\g<1>{i}.", name): tensor.clone() for name, tensor in first.items()}
-    with pytest.raises(InvalidSettings, match="num_heads is 130; it must be at most 127"):
-        convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
 
 
 def test_nested_json_and_endless_trees_are_errors_of_the_file(target: TargetModel, tmp_path: Path) -> None:
@@ -487,38 +419,35 @@ def test_quantised_tensors_are_refused(dtype: torch.dtype, case: str, target: Ta
         convert(written(head, tmp_path / "theirs"), tmp_path / "ours", base=target)
 
 
-@pytest.mark.parametrize("to", ["eagle", "eagle-sglang"])
-@torch.no_grad()
-def test_the_scale_of_embeddings_is_written_into_the_weights(to: str, stored: TargetModel, tmp_path: Path) -> None:
-    sizes = {"embedding_scale": 2.0, "fusion_bias": False, **stored.layer_sizes}
-    config = EagleConfig(stored.hidden_size, stored.vocab_size, **sizes)
-    torch.manual_seed(1)
-    head = EagleHead(config)
-    head.initialise(stored.weights)
-    for parameter in head.parameters():
-        parameter.data = published.numbers(*parameter.shape)
-    save_head(head, tmp_path / "head", base=stored)
-    done = export_head(tmp_path / "head", tmp_path / "out", model=stored.model_id, to=to)
-    import_head(done.folder, tmp_path / "again", model=stored.model_id)
-    again = load_head(tmp_path / "again", stored)
-    assert again.embedding_scale == 1.0
-    hidden, ids = torch.randn(1, 8, stored.hidden_size), torch.randint(3, stored.vocab_size, (1, 8))
-    torch.testing.assert_close(again(hidden, ids)[:4], head.eval()(hidden, ids), rtol=1e-2, atol=1e-2)
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 1024}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn": YARN,
+    "llama3": LLAMA3,
+}
 
 
+@pytest.mark.parametrize("rope", ROPE)
 @torch.no_grad()
-def test_a_small_llama_is_an_ordinary_one(stored: TargetModel, tmp_path: Path) -> None:
-    head = tiny_head("small-llama", stored, draft_vocab_size=None)
+def test_a_small_llama_is_an_ordinary_one(rope: str, tmp_path: Path) -> None:
+    """A Llama of transformers with the same weights and positions."""
+    changes = {"rope_parameters": ROPE[rope], "max_position_embeddings": 256}
+    name = on_disk(tmp_path / "model", dtype=torch.bfloat16, **changes)
+    target = TargetModel.load(name, dtype=torch.float32)
+    head = tiny_head("small-llama", target, **target.layer_sizes, num_layers=2, draft_vocab_size=12)
     for parameter in head.parameters():
         parameter.data = published.numbers(*parameter.shape)
-    save_head(head, tmp_path / "head", base=stored, profile=AcceptanceProfile.assumed(head.config.num_heads))
-    folder = export_head(tmp_path / "head", tmp_path / "out", model=stored.model_id).folder
+    save_head(head, tmp_path / "head", base=target, profile=AcceptanceProfile.assumed(head.config.num_heads))
+    folder = export_head(tmp_path / "head", tmp_path / "out", model=name).folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() == stored.tokenizer.get_vocab()
-    ids = torch.randint(3, stored.vocab_size, (1, 9))
-    features = head(torch.zeros(1, 9, stored.hidden_size), ids)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer.get_vocab()
+    ids = torch.randint(3, target.vocab_size, (1, 9))
+    features = head(torch.zeros(1, 9, target.hidden_size), ids)
     expected = head.logits(features[0].roll(1, dims=1), 0)  # head 0 at t is the model after t+1 tokens
-    torch.testing.assert_close(model(ids).logits, expected, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(model(ids).logits[..., head.draft_vocab], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_type_of_the_file_is_kept(target: TargetModel, tmp_path: Path) -> None:
@@ -569,13 +498,3 @@ def test_a_bias_behind_the_attention_is_refused_unless_it_is_zero(target: Target
     bias[3] = 1.0
     with pytest.raises(CheckpointCorrupt, match=r"surplus tensor layers\.0\.self_attn\.o_proj\.bias"):
         convert(written(head, tmp_path / "one"), tmp_path / "more", base=target)
-
-
-def test_a_full_model_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    on_disk(Path("full"), **DEEP)
-    target = TargetModel.load("full", dtype=torch.float32)
-    heads = {f"medusa_head.{name}": tensor for name, tensor in published.medusa(target).tensors.items()}
-    both = {**load_file("full/model.safetensors"), **heads}
-    save_file(both, "full/model.safetensors", metadata={"format": "pt"})
-    assert import_head("./full", "ours", model="full").config.num_heads == HEADS

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import HEADS, head_classes
@@ -20,15 +18,12 @@ from draftheads.heads.base import DraftHead, EmbeddingConfig
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from draftheads.heads.stateful import StatefulHead, StatefulSession
 from draftheads.models.model import TargetModel
-from draftheads.models.model_config import layer_sizes
-from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context
-from draftheads.speculation.sampling import RowSettings
-from draftheads.speculation.shapes import BestFirst, Sampled
+from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from draftheads.testing import check_head
 from draftheads.train.options import TrainOptions
-from families import FAMILIES, TREES, VOCAB, propose, tiny_head, tiny_model
+from families import FAMILIES, VOCAB, propose, tiny_head, tiny_model
 from slow_heads import slow_attention
 from thorough import some_rows
 
@@ -65,6 +60,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mtp, own": {"lm_head": "own", "hidden_first": True, "draft_vocab_size": 12},
     "mtp, latent attention": {"layer": LATENT},
     "markov-medusa, own": {"lm_head": "own", "num_layers": 2, "draft_vocab_size": 12},
+    "dflash, shifted": {"is_shifted": True, "layers": [], "num_layers": 2},
+    "dspark, as published": {"own_embedding": True, "gate_reads_token": True, "draft_vocab_size": 12},
 }
 
 
@@ -106,59 +103,6 @@ def test_drafting_is_what_was_taught(name: str) -> None:
     """As the public check says, which other packages use."""
     layers = {"layers": [0, 1]} if name.startswith("eagle3") else {}
     check_head(method_of(name), **{**layers, **VARIANTS[name]})
-
-
-@pytest.mark.few(18)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_node_of_a_tree_is_predicted_from_its_own_path(name: str, model: TargetModel) -> None:
-    """What a node's children are drawn from is what the features along the text say, had its path been the text."""
-    head = variant(name, model)
-    tree = TREES["cartesian"]
-    hidden, tokens = random_text(head, 3, 16)
-    ends = [11, 6, 1]
-    rows = RowSettings.of([SamplingSettings(temperature=1.0)] * 3, vocab_size=VOCAB, device=torch.device("cpu"))
-    chance = torch.Generator().manual_seed(1)
-    context = replace(
-        whole(hidden, tokens, ends),
-        rows=rows,
-        draws=lambda count: torch.rand(3, count, generator=chance, dtype=torch.float64),
-    )
-    draft = propose(head, context, Sampled(tree))
-    assert draft.probs is not None
-    for row, end in enumerate(ends):
-        for node, path in enumerate(tree.paths):
-            if len(path) == tree.max_depth:
-                continue
-            depth = len(path)
-            on_path = [tree.paths.index(path[:length]) for length in range(1, depth + 1)]
-            text = tokens[row].clone()
-            text[end + 1 : end + 1 + depth] = draft.token_ids[row, on_path]
-            logits = head.logits(head(hidden[row : row + 1], text[None])[depth, 0, end - 1], depth)
-            expected = torch.zeros(VOCAB)
-            expected[head.to_target_ids(torch.arange(logits.shape[-1]))] = logits.softmax(-1)
-            torch.testing.assert_close(draft.probs[row, node].float(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.few(18)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: str, model: TargetModel) -> None:
-    head = variant(name, model)
-    hidden, tokens = random_text(head, 1, 20)
-    changed = tokens.clone()
-    changed[0, 12] = (changed[0, 12] + 1) % VOCAB
-    before, after = (
-        torch.stack([head.logits(features[i], i) for i in range(head.config.num_heads)])
-        for features in (head(hidden, tokens), head(hidden, changed))
-    )
-    differs = (before - after).abs().amax((1, 3)) > 1e-6  # (K, T)
-    # token 12 is x_{t+1}, the root, for t = 11; x_{t+2} for t = 10
-    assert differs[0, 11] or not head.reads_path
-    if head.reads_path:
-        assert differs[1, 10]
-    else:
-        assert not differs[:, 10].any()
-    assert not differs[0, :11].any(), "head 0 at t sees x_{t+1} at most"
-    assert isinstance(head, StatefulHead) or not differs[:, 12:].any(), "only a history holds earlier tokens"
 
 
 # steps without a draft: now and then, several in a row, from the beginning on, and so many that they must be read
@@ -275,35 +219,8 @@ def test_a_single_lm_head_serves_all_depths(model: TargetModel) -> None:
     assert propose(head, whole(*random_text(head, 1, 9), [7]), Tree.chain(4)).max_depth == 4
 
 
-def recorded(head: DraftHead) -> list[tuple[slice, Context]]:
-    """What the head reads from now on: rows and their contexts."""
-    read = []
-    head.read = lambda context, rows, *args, read_it=head.read: (  # type: ignore[method-assign]
-        read.append((rows, context)),
-        read_it(context, rows, *args),
-    )[1]
-    return read
-
-
-@pytest.mark.parametrize("method", STATEFUL)
-def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model: TargetModel) -> None:
-    head = tiny_head(method, model)
-    hidden, tokens = random_text(head, 2, 30)
-    read = recorded(head)
-    session = head.start()
-    session.observe(whole(hidden, tokens, [5, 8]))
-    session.observe(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
-    assert not read
-    assert isinstance(session, StatefulSession)
-    assert (session.num_rows, len(session.pending)) == (2, 2)
-    session.propose(Context(hidden[:, :3], tokens[:, :3], torch.tensor([3, 2]), tokens[:, 4]), head.default_shape)
-    assert [context.num_accepted.tolist() for _, context in read] == [[9, 12]]
-    assert session.pending == []
-
-
-@pytest.mark.parametrize("method", STATEFUL)
-def test_rows_of_which_nothing_is_read_yet_move_with_the_others(method: str, model: TargetModel) -> None:
-    head = tiny_head(method, model)
+def test_rows_of_which_nothing_is_read_yet_move_with_the_others(model: TargetModel) -> None:
+    head = tiny_head("eagle", model)
     hidden, tokens = random_text(head, 3, 30)
     session = head.start()
     session.propose(whole(hidden[:2], tokens[:2], [9, 9]), head.default_shape)
@@ -361,9 +278,8 @@ def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
         assert same, key
 
 
-@pytest.mark.parametrize("method", STATEFUL)
-def test_a_missing_row_that_was_not_dropped_raises(method: str, model: TargetModel) -> None:
-    head = tiny_head(method, model)
+def test_a_missing_row_that_was_not_dropped_raises(model: TargetModel) -> None:
+    head = tiny_head("hydra++", model)
     session, shape = head.start(), head.default_shape
     hidden, tokens = random_text(head, 3, 9)
     session.propose(whole(hidden, tokens, [5, 8, 2]), shape)
@@ -375,60 +291,11 @@ def test_a_missing_row_that_was_not_dropped_raises(method: str, model: TargetMod
 
 # --- sizes ---
 
-D, V, INNER = 4096, 32000, 11008  # Vicuna-7B
-SQUARE = D * D + D  # a linear layer with its bias
-LAYER = 4 * D * D + 3 * D * INNER + 2 * D
-VICUNA = {
-    "hidden_size": D,
-    "vocab_size": V,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_size": 128,
-    "intermediate_size": INNER,
-}
-SIZES: dict[str, tuple[dict[str, Any], int]] = {  # of 4 heads, where the options do not say otherwise
-    "medusa": ({"lm_head": "own"}, 4 * (SQUARE + V * D)),
-    "medusa, deep": ({"num_layers": 2}, 4 * 2 * SQUARE),
-    "medusa, low rank": ({"lm_head": "low_rank", "lm_head_rank": 64}, 4 * (SQUARE + 64 * (D + V))),
-    "medusa, trimmed": ({"lm_head": "own", "draft_vocab_size": 8000}, 4 * (SQUARE + 8000 * D)),
-    "hydra": ({}, sum(2 * ((i + 2) * D * D + D) for i in range(4))),
-    "hydra, deep": ({"num_layers": 4}, sum(2 * ((i + 2) * D * D + D) + 3 * SQUARE for i in range(4))),
-    "hydra++": (
-        {"num_layers": 4, "lm_head": "own"},
-        sum(2 * ((i + 2) * D * D + D) + 3 * SQUARE + V * D + V for i in range(4)) + LAYER + D,
-    ),
-    "mlp-speculator": ({"num_heads": 3, "lm_head": "own", "embeddings": "own"}, 3 * (V * D + D * D + V * D + 2 * D)),
-    "mlp-speculator, tied": (
-        {"lm_head": "own", "embeddings": "own", "tie_weights": True, "inner_size": 3584},
-        2 * V * 3584 + 3584 * D + 3584 * 3584 + 2 * 3584,
-    ),
-    "eagle": ({}, 2 * D * D + D + LAYER - D),
-    "amphista": ({"lm_head": "own"}, 2 * (2 * D * D + D + LAYER) + 4 * (SQUARE + D) + LAYER + 4 * V * D),
-    "amphista, low rank": (
-        {"lm_head": "low_rank", "lm_head_rank": 256},
-        2 * (2 * D * D + D + LAYER) + 4 * (SQUARE + D) + LAYER + 4 * 256 * (V + D),
-    ),
-    "markov-medusa": ({"markov_rank": 256}, 4 * SQUARE + 4 * 256 * (D + V) + 4 * (256 * D + 256)),
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_at_vicunas_sizes_heads_have_the_papers_parameters(name: str) -> None:
-    options, expected = SIZES[name]
-    config_class, head_class = head_classes(method_of(name))
-    sizes = VICUNA if issubclass(config_class, LayerConfig) else {"hidden_size": D, "vocab_size": V}
-    with torch.device("meta"):
-        head = head_class(config_class(**{**sizes, **options}))
-    assert sum(parameter.numel() for parameter in head.parameters()) == expected
-
 
 def test_the_weights_of_state_and_token_are_ibms() -> None:
-    """After n stages half of the state's variance stems from h_t; own embeddings have a variance of 1/M."""
-    head = MlpSpeculatorHead(MlpSpeculatorConfig(64, VOCAB, num_heads=3, embeddings="own", lm_head="own"))
-    state_weight = 0.5 ** (0.5 / 3)
-    assert head.embedding_weight == pytest.approx(((1 - state_weight**2) * 64 / 2) ** 0.5 / state_weight)
-    assert state_weight ** (2 * 3) == pytest.approx(0.5)
+    """After n stages half of the state's variance stems from h_t. Own embeddings: tests/formats/test_published.py."""
     target = MlpSpeculatorHead(MlpSpeculatorConfig(64, VOCAB, num_heads=3))
+    state_weight = 0.5 ** (0.5 / 3)
     assert target.embedding_weight == pytest.approx((1 - state_weight**2) ** 0.5 / state_weight)
 
 
@@ -466,24 +333,6 @@ def residual(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return x + F.silu(affine(weights, f"{name}.linear", x))
 
 
-@pytest.mark.parametrize("name", ["hydra++, deep", "hydra++, grouped"])
-def test_hydra_plus_plus_follows_its_formula(name: str, model: TargetModel) -> None:
-    """u = [s_t; E(x_{t+1}); …], R u + SiLU(W u), then residual blocks; s_t of a layer and a norm."""
-    head = variant(name, model)
-    weights, embedding, hidden, tokens = with_text(head, model)
-    assert isinstance(head.config, LayerConfig)
-    layer = slow_attention(head.prefix, hidden[0], head.config)  # type: ignore[arg-type]
-    rms = (layer.square().mean(-1, keepdim=True) + head.config.norm_epsilon).sqrt()
-    states = layer / rms * weights["prefix_norm.weight"]
-    features = head(hidden, tokens)
-    for i in range(head.config.num_heads):
-        u = torch.cat([states[3], *(embedding[tokens[0, 4 + j]] for j in range(i + 1))])
-        x = affine(weights, f"blocks.{i}.0.residual", u) + F.silu(affine(weights, f"blocks.{i}.0.linear", u))
-        for j in range(1, head.config.num_layers):
-            x = residual(weights, f"blocks.{i}.{j}", x)
-        torch.testing.assert_close(features[i, 0, 3], x, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.few(18)
 @pytest.mark.parametrize(
     "name",
@@ -518,58 +367,6 @@ def test_amphista_follows_its_equations(name: str, model: TargetModel, num_heads
     torch.testing.assert_close(head(hidden, tokens)[:, 0, 4], found, rtol=1e-4, atol=1e-4)
 
 
-def test_eagle_reads_hidden_states_and_then_its_own(model: TargetModel) -> None:
-    """Entries of the text up to t, then fc([E(x_{t+1+j}); f_{t+j}]) at positions t+j: the last one's output is next."""
-    head = variant("eagle", model)
-    _, embedding, hidden, tokens = with_text(head, model)
-    features = head(hidden, tokens)[:, 0]
-    for t in (0, 3):
-        states = list(hidden[0, : t + 1])
-        for i in range(head.config.num_heads):
-            pairs = [torch.cat([embedding[tokens[0, s + 1]], state]) for s, state in enumerate(states)]
-            states.append(head.layer(head.fusion(torch.stack(pairs))[None])[0, -1])  # type: ignore[operator]
-            torch.testing.assert_close(features[i, t], states[-1], rtol=1e-4, atol=1e-4)
-
-
-# of a target with head_size 8: by theta alone, pair j turns by 10000^(-j/4), so by 1, 0.1, 0.01 and 0.001 per position
-ROPE: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 10000.0},
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 1024,
-    },
-}
-
-
-def llama_sizes(rope: dict[str, Any]) -> dict[str, Any]:
-    config = LlamaConfig(hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=dict(rope))
-    return layer_sizes(config, 32)
-
-
-@pytest.mark.parametrize(
-    ("kind", "frequencies", "scale"),
-    [
-        ("linear", [0.25, 0.025, 0.0025, 0.00025], 1.0),  # divided by 4
-        # wavelengths 2π/f: 6.28, 62.8, 628.3, 6283. Below 1024/4 nothing changes, above 1024/1 f is divided by 8;
-        # between, with s = (1024/628.3 - 1) / (4 - 1) = 0.209916, it is (1 - s) · 0.01 / 8 + s · 0.01 = 0.00308676
-        ("llama3", [1.0, 0.1, 0.00308676, 0.000125], 1.0),
-        # pair dim(r) = 8 ln(64 / (2π r)) / (2 ln 10000) turns r times in 64 positions: dim(32) < 0, dim(1) = 1.008, so
-        # the ramp goes from 0 to 2: pairs 0, 1, 2, 3 have 0, 1/2, 1, 1 of the frequency divided by 4
-        ("yarn", [1.0, 0.0625, 0.0025, 0.00025], 1.1386294),  # 0.1 ln 4 + 1
-    ],
-)
-def test_rotary_positions_are_scaled_as_the_targets_are(kind: str, frequencies: list[float], scale: float) -> None:
-    sizes = llama_sizes(ROPE[kind])
-    assert sizes["rope_frequencies"] == pytest.approx(frequencies, rel=1e-5)
-    assert sizes["rope_scale"] == pytest.approx(scale)
-
-
 def test_the_positions_of_full_attention_are_those_of_heads() -> None:
     """Gemma 3 scales those of its layers with full attention only. Of GPT-NeoX, a part of each query is not turned."""
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
@@ -578,48 +375,6 @@ def test_the_positions_of_full_attention_are_those_of_heads() -> None:
     assert sizes["rope_frequencies"] == pytest.approx([0.125, 0.0125, 0.00125, 0.000125])
     partial = tiny_model("gpt_neox", rope_parameters={**linear, "partial_rotary_factor": 0.5})
     assert "rope_frequencies" not in partial.layer_sizes
-    assert "rope_frequencies" not in llama_sizes(ROPE["default"])
-
-
-@pytest.mark.parametrize("rope", ROPE)
-def test_the_small_llama_is_a_llama(model: TargetModel, rope: str) -> None:
-    """With the same weights it says what transformers' own Llama says of the draft vocabulary."""
-    scaled = {name: value for name, value in llama_sizes(ROPE[rope]).items() if name.startswith("rope_")}
-    head = variant("small-llama, deep", model, head_size=8, **scaled)
-    config = head.config
-    assert isinstance(config, LayerConfig)
-    draft_vocab, embedding = head.draft_vocab, model.weights.embedding
-    assert draft_vocab is not None
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(embedding),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_size,
-            rope_parameters=dict(ROPE[rope]),
-            rms_norm_eps=config.norm_epsilon,
-            tie_word_embeddings=False,
-        )
-    ).eval()
-    names = {"input_norm": "input_layernorm", "middle_norm": "post_attention_layernorm", "feed_forward": "mlp"}
-    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": model.weights.lm_head}
-    for name, tensor in numbers(head).items():
-        if name == "norm.weight":
-            weights["model.norm.weight"] = tensor
-            continue
-        _, number, part, *rest = name.split(".")
-        part = "self_attn." + part if part.endswith("_proj") else names[part]
-        weights[".".join(["model.layers", number, part, *rest])] = tensor
-    llama.load_state_dict(weights)
-    hidden, tokens = random_text(head, 2, 9)
-    features = head(hidden, tokens)
-    expected = llama(tokens).logits[..., draft_vocab]
-    for i in range(config.num_heads):
-        found = head.logits(features[i, :, : 8 - i], i)
-        torch.testing.assert_close(found, expected[:, 1 + i :], rtol=1e-4, atol=1e-4)
 
 
 def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
@@ -640,21 +395,16 @@ def slow_stage(head: DraftHead, embedding: Tensor, state: Tensor, stage: int, to
     weights = numbers(head)
     place = 0 if tied else stage
     z = weights[f"projections.{min(stage, 1) if tied else stage}.weight"] @ state
-    if "embeddings.0.weight" in weights:
-        embedded = weights[f"embeddings.{place}.weight"][token]
-    else:
-        embedded = weights[f"embedding_projections.{place}.weight"] @ embedding[token]
+    embedded = weights[f"embedding_projections.{place}.weight"] @ embedding[token]
     z = z + head.embedding_weight * embedded  # type: ignore[operator]
     z = z / (z.square().mean() + 1e-6).sqrt() * weights[f"norms.{place}.weight"] + weights[f"norms.{place}.bias"]
     return F.gelu(z)
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp-speculator", "mlp-speculator, own", "mlp-speculator, tied", "mlp-speculator, tied, shared"]
-)
+@pytest.mark.parametrize("name", ["mlp-speculator", "mlp-speculator, tied, shared"])
 def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -> None:
-    head = variant(name, model)
-    tied, shared = "tied" in name, head.config.lm_head == "shared"
+    """On the target's embedding and lm_head. With its own: tests/formats/test_published.py."""
+    head, tied = variant(name, model), "tied" in name
     weights, embedding, hidden, tokens = with_text(head, model)
     state = hidden[0, 2]
     if head.config.scale_input:  # type: ignore[attr-defined]
@@ -663,10 +413,10 @@ def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -
     for i in range(3):
         state = slow_stage(head, embedding, state, i, int(tokens[0, 3 + i]), tied=tied)
         place = 0 if tied else i
-        said = affine(weights, f"outputs.{place}", state) if shared else state
+        said = affine(weights, f"outputs.{place}", state)
         torch.testing.assert_close(features[i, 0, 2], said, rtol=1e-4, atol=1e-4)
-        weight = model.weights.lm_head if shared else weights[f"lm_heads.heads.{place}.weight"]
-        torch.testing.assert_close(head.logits(features[i, 0, 2], i), weight @ said, rtol=1e-4, atol=1e-4)
+        logits = model.weights.lm_head @ said
+        torch.testing.assert_close(head.logits(features[i, 0, 2], i), logits, rtol=1e-4, atol=1e-4)
 
 
 # --- what cannot be ---
@@ -676,10 +426,7 @@ def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -
     ("method", "options", "words"),
     [
         ("medusa", {"hidden_size": 0}, "hidden_size is 0"),
-        ("medusa", {"vocab_size": 0}, "vocab_size is 0"),
         ("medusa", {"num_heads": -2}, "num_heads is -2; it must be at least 1"),
-        ("medusa", {"num_layers": 0}, "num_layers is 0"),
-        ("medusa", {"lm_head_rank": 0}, "lm_head_rank is 0"),
         ("medusa", {"lm_head": "tied"}, "lm_head is 'tied'"),
         ("medusa", {"draft_vocab_size": 0}, "draft_vocab_size is 0"),
         ("medusa", {"draft_vocab_size": 10}, r"draft_vocab_size is 10; it must lie in 1 … vocab_size \(9\)"),
@@ -687,20 +434,14 @@ def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -
         ("amphista", {"num_auto_embedding_blocks": -1}, r"num_auto_embedding_blocks is -1; give 0 for none"),
         ("amphista", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0; it must be above 0"),
         ("eagle", {"num_layers": 2}, r"num_layers is 2; EAGLE has one layer"),
-        ("eagle", {"embedding_scale": -1.0}, r"embedding_scale is -1\.0"),
         ("eagle", {"num_key_value_heads": 3}, r"num_attention_heads is 4; .* multiple of num_key_value_heads \(3\)"),
         ("eagle", {"head_size": 5}, r"head_size is 5; rotary positions need an even number"),
         ("hydra++", {"head_size": 0}, r"head_size is 0; it must be at least 1"),
-        ("hydra++", {"rope_scale": 0.0}, r"rope_scale is 0\.0; it must be above 0"),
         ("hydra++", {"rope_frequencies": [1.0]}, r"rope_frequencies has 1 number; head_size 16 needs 8"),
-        ("hydra++", {"rope_theta": 0.0}, r"rope_theta is 0\.0; it must be above 0"),
         ("hydra++", {"norm_epsilon": 0.0}, r"norm_epsilon is 0\.0; it must be above 0"),
         ("mlp-speculator", {"inner_size": 0}, r"inner_size is 0; it must be at least 1"),
         ("mlp-speculator", {"embeddings": "mine"}, r"embeddings is 'mine'; choose own or target"),
-        ("mlp-speculator", {"num_layers": 2}, r"num_layers is 2; a stage of the MLP Speculator has one layer"),
-        ("mlp-speculator", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
         ("markov-medusa", {"markov_rank": 0}, r"markov_rank is 0; it must be at least 1"),
-        ("markov-medusa", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
     ],
 )
 def test_impossible_options_are_refused(method: str, options: dict[str, Any], words: str) -> None:
@@ -713,23 +454,13 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
     ("method", "option", "words"),
     [
         ("hydra", "depth=2", r"depth=2: hydra has no option 'depth'; choose among lm_head_rank"),
-        ("hydra", "depth", r"depth: hydra has no option 'depth'; choose among lm_head_rank"),
-        (
-            "amphista",
-            "num_heads=2",
-            r"amphista has no option 'num_heads'; choose among head_positions, ",
-        ),
+        ("amphista", "num_heads=2", r"amphista has no option 'num_heads'; choose among head_positions, "),
         ("amphista", "sampled_token", r"--head-options sampled_token: it has no value; give sampled_token=VALUE"),
         ("amphista", "sampled_token=1", r"--head-options sampled_token=1: sampled_token must be true or false"),
         ("markov-medusa", "markov_rank=many", r"--head-options markov_rank=many: markov_rank must be int"),
         ("markov-medusa", "markov_rank=1048577", r"markov_rank is 1048577; it must be at most 1048576"),
         ("amphista", "num_auto_embedding_blocks=1025", r"num_auto_embedding_blocks is 1025; it must be at most 1024"),
-        (
-            "eagle3",
-            "inner_size=16",
-            r"inner_size is 16 and .*size 64: give own_embedding=true and --lm-head own",
-        ),
-        ("eagle3", "inner_size=0", r"inner_size is 0; it must be at least 1"),
+        ("eagle3", "inner_size=16", r"inner_size is 16 and .*size 64: give own_embedding=true and --lm-head own"),
         ("mlp-speculator", "embeddings=mine", r"embeddings must be 'own' or 'target'"),
     ],
 )

@@ -69,25 +69,7 @@ def test_every_node_is_predicted_from_its_own_path(method: str, kind: str, tree:
             assert int(draft.token_ids[row, node]) == slow_path(head, hidden, int(context.root_ids[row]), path)
 
 
-# --- forward, the training face ---
-
-
-@pytest.mark.parametrize("kind", ["shared", "deep", "own"])
-@pytest.mark.parametrize("method", METHODS)
-def test_forward_equals_direct_maths(method: str, kind: str) -> None:
-    head = random_head(method, **KINDS[kind])
-    hidden, token_ids = normal(2, 7, D), tokens(2, 7)
-    with torch.no_grad():
-        features = head(hidden, token_ids)
-    assert features.shape == (K, 2, 7, D)
-    for i in range(K):
-        for row in range(2):
-            for t in range(7 - 2 - i):
-                following = token_ids[row, t + 1 :].tolist()
-                expected = slow_features(head, i, hidden[row, t], following)
-                assert torch.allclose(features[i, row, t], expected, atol=1e-5)
-                logits = head.logits(features[i, row, t], i)
-                assert torch.allclose(logits, slow_logits(head, i, expected), atol=1e-4)
+# --- training ---
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,9 +82,7 @@ def test_training_moves_every_parameter_and_nothing_of_the_target(method: str, k
     features = head(normal(2, 6, D), tokens(2, 6))
     loss = torch.stack([head.logits(features[i], i).square().sum() for i in range(K)]).sum()
     loss.backward()
-    for name, parameter in head.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
     assert weights.lm_head.grad is None
     assert weights.embedding.grad is None
 

@@ -1,6 +1,5 @@
 """Block drafters beside the published layout, row by row, and how they are trained."""
 
-import re
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.errors import InvalidSettings
+from draftheads.formats.dflash import dflash_names
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import unused_token
@@ -17,47 +17,29 @@ from draftheads.speculation.tree import Tree
 from draftheads.train.learner import Learner
 from draftheads.train.losses import find_predictions, random_places
 from families import propose, tiny_head, tiny_model
-from slow_heads import slow_block
+from slow_heads import slow_block, slow_block_log_probs
 
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
 
 
-def slow_rows(head: DraftHead, hidden: Tensor, root: int) -> Tensor:
-    """The rows of the block behind a text (T, n·D), (S, D) after the final norm."""
+def slow_log_probs(head: DraftHead, hidden: Tensor, text: list[int], length: int) -> Tensor:
+    """(K, V') behind the first ``length`` tokens of a text; its later tokens stand where draft tokens would."""
     config: Any = head.config
-    masks = config.num_heads - config.is_shifted
-    rows = [head.target_embedding[token] * head.embedding_scale for token in [root] + [config.mask_token_id] * masks]
-    weight = {}
-    for name, value in head.named_parameters():
-        for ours, theirs in (("input_norm", "input_layernorm"), ("middle_norm", "post_attention_layernorm")):
-            name = name.replace(ours, theirs)  # noqa: PLW2901
-        name = name.replace("feed_forward", "mlp")  # noqa: PLW2901
-        weight[re.sub(r"^(layers\.\d+\.)([qkvo]_)", r"\1self_attn.\2", name)] = value
+    weight, embedding = dict(head.named_parameters()), head.target_embedding * head.embedding_scale
+    tensors = {theirs: weight[ours] for ours, theirs in dflash_names(config).items()}
+    if config.method == "dspark":
+        down, up = weight["down.0.weight"], weight["up.0.weight"]
+        tensors["markov_w1.weight"] = down if config.own_embedding else embedding @ down.T
+        tensors["markov_w2.weight"] = 2 * up if config.gated else up
+        if config.gated:
+            of_token = weight.get("token_gates.0.weight", torch.zeros(up.shape[1], up.shape[1]))
+            tensors["gate_proj.weight"] = torch.cat([weight["gates.0.weight"], of_token], 1)
+            tensors["gate_proj.bias"] = weight["gates.0.bias"]
+    lm_head = weight.get("lm_heads.heads.0.weight", head.lm_heads.shared)
     sizes = {"heads": config.num_attention_heads, "groups": config.num_key_value_heads, "base": config.rope_theta}
-    return slow_block(weight, rows, list(hidden), **sizes)
-
-
-def slow_logits(head: DraftHead, hidden: Tensor, text: list[int], length: int) -> Tensor:
-    """(K, V) behind the first ``length`` tokens of a text; its later tokens stand where draft tokens would."""
-    rows = slow_rows(head, hidden[:length], text[length])
-    weight = dict(head.named_parameters())
-    found = []
-    config: Any = head.config
-    for i in range(config.num_heads):
-        row = rows[i + (not config.is_shifted)]
-        logits = head.lm_heads(row, 0)
-        if config.method == "dspark":
-            before = head.target_embedding[text[length + i]] * head.embedding_scale
-            low = (
-                weight["down.0.weight"][text[length + i]] if config.own_embedding else weight["down.0.weight"] @ before
-            )
-            if config.gated:
-                read = weight["gates.0.weight"] @ row + weight["gates.0.bias"]
-                read = read + weight["token_gates.0.weight"] @ low if config.gate_reads_token else read
-                low = 2 * torch.sigmoid(read) * low
-            logits = logits + weight["up.0.weight"] @ low
-        found.append(logits)
-    return torch.stack(found)
+    block = [text[length], *[config.mask_token_id] * (config.block_size - 1)]
+    rows = slow_block(tensors, list(embedding[block]), list(hidden[:length]), **sizes)
+    return slow_block_log_probs(tensors, rows, lm_head, text[length:], is_shifted=config.is_shifted)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +66,9 @@ def test_training_and_drafting_follow_the_published_layout(method: str, options:
     hidden = head.split(model.hidden_states(TEXT, head.hidden_layers).clone())[0]
     text, place = TEXT[0].tolist(), 2
     head.requires_grad_(requires_grad=True)
-    slow = slow_logits(head, hidden[0], text, place + 1)
+    slow = slow_log_probs(head, hidden[0], text, place + 1)
     features = head(hidden, TEXT)
-    fast = torch.stack([head.logits(features[i, 0, place], i) for i in range(3)])
+    fast = torch.stack([head.logits(features[i, 0, place], i).log_softmax(-1) for i in range(3)])
     torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
     parameters = list(head.parameters())
     chosen = torch.randn(slow.shape, generator=torch.Generator().manual_seed(0))
@@ -97,7 +79,7 @@ def test_training_and_drafting_follow_the_published_layout(method: str, options:
     drafted = [*text]
     with torch.inference_mode():
         for i in range(3):
-            drafted.append(int(head.to_target_ids(slow_logits(head, hidden[0], [*drafted, 0, 0, 0], 6)[i].argmax())))
+            drafted.append(int(head.to_target_ids(slow_log_probs(head, hidden[0], [*drafted, 0, 0, 0], 6)[i].argmax())))
         session = head.start()
         session.observe(Context(hidden[:, :4], TEXT[:, :4], torch.tensor([4]), TEXT[:, 4]))
         context = Context(hidden[:, 4:6], TEXT[:, 4:6], torch.tensor([2]), TEXT[:, 6])

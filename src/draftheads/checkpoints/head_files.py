@@ -35,7 +35,7 @@ CONFIG_FILE, TENSORS_FILE, CARD_FILE = "config.json", "model.safetensors", "READ
 HEAD_FOLDER = "head"  # of a joint run and of a merged model
 HEAD_FILES = (TENSORS_FILE, PROFILE_FILE, CARD_FILE, CONFIG_FILE)
 
-_CONFIG_KEYS = {"format_version": int, "method": str, "head": dict, "base": dict, "provenance": dict}
+_CONFIG_KEYS: dict[str, Any] = {"format_version": int, "method": str, "head": dict, "base": dict, "provenance": dict}
 _CONFIG_KEYS |= {"chat_template": str | None}
 _BASE_KEYS = {"model_id": str, "fingerprints": dict}
 
