@@ -1,5 +1,5 @@
 """How other projects store draft heads: read into heads of this package, and written from them.
 
 One file for each outside project: how its files are told, read and written, and the commands of its engines.
-``registry.py`` lists them.
+``reading.py`` lists them.
 """

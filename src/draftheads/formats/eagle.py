@@ -133,13 +133,13 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "", *, prefix: s
     SGLang the one before it, in ``eagle_config``.
     """
     config: Any = head.config
-    are_others, has_bias = len(config.layers) != _NUM_STATES, target.weights.lm_head_bias is not None
+    are_others = len(config.layers) != _NUM_STATES
+    biased = target.weights.lm_head_bias is not None and config.lm_head == "shared"
     reasons = {
         **scaled_otherwise(config, target),
         f"the head reads the layers {config.layers}, and engines give an EAGLE-3 head the hidden states of "
         f"{_NUM_STATES}: train a head that reads {_NUM_STATES} (--head-options layers=[…])": are_others,
-        "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own": has_bias
-        and config.lm_head == "shared",
+        "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own": biased,
     }
     refuse(reasons)
     weights, names = head.state_dict(), eagle3_names(config, prefix)

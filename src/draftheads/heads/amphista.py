@@ -60,17 +60,14 @@ class AmphistaHead(AllAtOnceHead, StatefulHead):
     def __init__(self, config: AmphistaConfig) -> None:
         super().__init__(config, num_layers=config.num_adaptation_layers)
         size, stages = config.hidden_size, config.num_adaptation_layers
-        self.fusions = nn.ModuleList(
-            fusion(size, state_first=True) for _ in range(stages if config.sampled_token else 0)
-        )
+        num_fusions, num_blocks = stages if config.sampled_token else 0, config.num_auto_embedding_blocks
+        self.fusions = nn.ModuleList(fusion(size, state_first=True) for _ in range(num_fusions))
         self.adaptations: Any = nn.ModuleList(TransformerLayer(config) for _ in range(stages))
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
         )
         self.positions = nn.Parameter(torch.zeros(config.num_heads, size)) if config.head_positions else None
-        self.auto_embedding = nn.ModuleList(
-            TransformerLayer(config, rotary=False) for _ in range(config.num_auto_embedding_blocks)
-        )
+        self.auto_embedding = nn.ModuleList(TransformerLayer(config, rotary=False) for _ in range(num_blocks))
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D); the true text replaces the draft tokens above each head."""
@@ -82,8 +79,7 @@ class AmphistaHead(AllAtOnceHead, StatefulHead):
 
     def begin(self, root: Root, depth: int) -> Tensor:
         """All heads in one pass, whatever the tree: their logits (depth, B, V')."""
-        features = self._heads(list(root.states.unbind(1)))[:depth]  # states are (B, stages, D), features (depth, B, D)
-        return self.lm_head_logits(features)
+        return self.lm_head_logits(self._heads(list(root.states.unbind(1)))[:depth])  # states are (B, stages, D)
 
     def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """h_t and the stages' outputs, (rows, 1 + stages, D)."""

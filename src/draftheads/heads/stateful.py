@@ -107,9 +107,8 @@ class PathHead(StatefulHead):
         paths = []
         for layer, above, seen in zip(self.ordered_layers(), state.paths, state.seen, strict=True):
             queries, new = layer.project(x, positions)
-            path = KeysValues(
-                *(torch.cat([a[rows, parents], b[:, :, None]], 2) for a, b in zip(above, new, strict=True))
-            )
+            both = zip(above, new, strict=True)
+            path = KeysValues(*(torch.cat([old[rows, parents], part[:, :, None]], 2) for old, part in both))
             x = layer.finish(x, attend_with_path(queries, seen, state.mask[:, None], path))
             paths.append(path)
         return state._replace(features=x, paths=paths)
