@@ -125,36 +125,26 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate, "load", load)
     monkeypatch.setattr("draftheads.cli.config.check_names", lambda _: None)
     usual = {"head": None, "draft_model": None, "tree": "auto", "copy": True, "corpus": None, "max_batch_size": 16}
-    for words, loaded, asked in (
-        ("", {}, {}),
+    for words, loaded, settings in (
+        ("", {}, SamplingSettings()),
         (
-            """--head there --tree static:4 --max-new-tokens 5 --temperature 0.5 --top-k 3 --top-p 0.75
-            --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2 --no-copy --out o""",
+            "--head there --tree static:4 --batch-size 2 --no-copy --out o --top-k 3 --stop x yz --acceptance typical",
             {"head": "there", "tree": "static:4", "copy": False, "max_batch_size": 2},
-            {
-                "max_new_tokens": 5,
-                "temperature": 0.5,
-                "top_k": 3,
-                "top_p": 0.75,
-                "repetition_penalty": 1.5,
-                "seed": 11,
-                "stop": ("x", "yz"),
-                "acceptance": "typical",
-            },
+            SamplingSettings(top_k=3, stop=("x", "yz"), acceptance="typical"),
         ),
         (
-            "--precision bf16 --chat-template vicuna --device cuda:1 --trust-remote-code",
+            "--precision bf16 --chat-template vicuna --device cuda:1 --trust-remote-code --seed 11",
             {"precision": "bf16", "chat_template": "vicuna", "device": "cuda:1", "trust_remote_code": True},
-            {},
+            SamplingSettings(seed=11),
         ),
         (
             "--draft-model small --tree drawn:3 --acceptance block",
             {"draft_model": "small", "tree": "drawn:3"},
-            {"acceptance": "block"},
+            SamplingSettings(acceptance="block"),
         ),
     ):
         assert main(["generate", "abc", "def", "--model", "here", *shlex.split(words)]) == 130
-        assert seen == [(("here",), {**usual, **loaded}), (["abc", "def"], SamplingSettings(**asked))]
+        assert seen == [(("here",), {**usual, **loaded}), (["abc", "def"], settings)]
 
 
 def test_several_answers_on_a_terminal_are_to_be_read(folder: Path, engine: Engine):

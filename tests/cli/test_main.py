@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from cli_world import Run, slow_imports
+from cli_world import Run, run_process, slow_imports
 from draftheads.bench.settings import TreeKind
 from draftheads.cli.help import options_of as help_options
 from draftheads.cli.main import COMMANDS, all_commands, import_quickly, main, options_of, read_options
@@ -23,12 +23,6 @@ from draftheads.decode import step_costs
 from draftheads.decode.engine import Engine
 from draftheads.heads import head_methods
 from families import tiny_head, tiny_model
-
-
-def test_the_command_is_installed():
-    (command,) = importlib.metadata.entry_points(group="console_scripts", name="draftheads")
-    assert command.value == "draftheads.cli.main:main"
-
 
 GREETER = '''
 from dataclasses import dataclass
@@ -53,17 +47,9 @@ def run(options):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
 def test_help_lists_the_commands(arguments: list[str], run: Run):
-    out, err = run(arguments)
-    assert not err
-    assert out.startswith("usage: draftheads COMMAND")
-    for name, command in COMMANDS.items():
-        assert f"  {name:<12} {command.summary}" in out.splitlines()
-
-
-def test_help_and_version_are_fast():
-    """They import nothing heavy, neither by themselves nor on the way; nor does the package itself."""
-    code = 'dir(sys.modules["draftheads"]); assert main(["--help"]) == main(["--version"]) == 0 and main(["no"]) == 2'
-    assert slow_imports(code, "rich", "tyro").endswith(f"\n{importlib.metadata.version('draftheads')}\n[]\n")
+    lines = run(arguments).out.splitlines()
+    assert lines[0] == "usage: draftheads COMMAND [options]"
+    assert {f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()} <= set(lines)
 
 
 def test_an_unknown_command(run: Run):
@@ -94,8 +80,12 @@ def test_another_package_adds_a_command(run: Run, tmp_path: Path, monkeypatch: p
         all_commands.cache_clear()
 
 
-def test_help_and_wrong_options_import_nothing_slow():
+def test_help_version_and_wrong_options_import_nothing_slow():
+    """Neither by themselves nor on the way; nor does the package itself."""
     code = f"""
+dir(sys.modules["draftheads"])
+assert main(["--help"]) == main(["--version"]) == 0 and main(["no"]) == 2
+assert not {{"rich", "tyro"}} & set(sys.modules)
 for name in {list(COMMANDS)}:
     assert main([name, "--help"]) == 0
     try:
@@ -104,7 +94,9 @@ for name in {list(COMMANDS)}:
         assert ended.code == 2
     assert not {{"numpy", "torch", "transformers", "peft"}} & set(sys.modules), name
 """
-    assert slow_imports(code, "peft").endswith("\n[]\n")
+    out = slow_imports(code, "peft")
+    assert f"\n{importlib.metadata.version('draftheads')}\n" in out
+    assert out.endswith("\n[]\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -144,44 +136,32 @@ def test_help_after_two_dashes_is_a_prompt(run: Run):
     assert "no such model" in run(["generate", "--model", "no such model", "--", "--help"], code=1).err
 
 
-@pytest.fixture(scope="module")
-def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for bash."""
-    script = tmp_path_factory.mktemp("bash") / "completion.bash"
-    made = subprocess.run(
-        [sys.executable, "-m", "draftheads", "--tyro-print-completion", "bash"], capture_output=True, check=True
-    )
-    script.write_bytes(made.stdout)
-    return script
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("draftheads gen", ["generate"]),
-        ("draftheads train --num-h", ["--num-heads"]),
-        ("draftheads demo --precision bf", ["bf16"]),
-    ],
-)
-def test_bash_completes(words: str, expected: list[str], completion: Path):
-    given = words.split()
-    ask = f'''source {completion}; COMP_WORDS=({words}); COMP_CWORD={len(given) - 1}; COMP_LINE="{words}"
-        COMP_POINT={len(words)}; _tyro_draftheads; printf "%s\\n" "${{COMPREPLY[@]}}"'''
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", ask], capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
-    )
-    assert done.stdout.split("\n")[:-1] == expected
+def test_bash_completes(tmp_path: Path):
+    script = run_process(["--tyro-print-completion", "bash"], tmp_path).stdout
+    (tmp_path / "completion.bash").write_text(script, encoding="utf-8")
+    for words, expected in (
+        ("draftheads gen", "generate\n"),
+        ("draftheads train --num-h", "--num-heads\n"),
+        ("draftheads demo --precision bf", "bf16\n"),
+    ):
+        ask = f'''source completion.bash; COMP_WORDS=({words}); COMP_CWORD={words.count(" ")}; COMP_LINE="{words}"
+            COMP_POINT={len(words)}; _tyro_draftheads; printf "%s\\n" "${{COMPREPLY[@]}}"'''
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-c", ask],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PATH": path},
+        )
+        assert done.stdout == expected
 
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "tune there ./medusa",
-        "tune there --head ./medusa",
-        "tune --num-prompts 3 --head ./medusa --temperature 0.5 --model there",
-    ],
+    ["tune there ./medusa", "tune there --head ./medusa", "tune --num-prompts 3 --head ./medusa --model there"],
 )
 def test_model_and_head_may_come_first_without_their_names(command: str):
     name, *words = command.split()

@@ -91,14 +91,9 @@ def test_compare_heads_has_a_row_for_the_head(head: Path, model: Path, tmp_path:
     assert 3 * 32 * 32 in [row.num_parameters for row in found.rows], "three layers; the lm_head is the model's"
 
 
-@pytest.mark.usefixtures("installed")
-def test_info_lists_the_method(capsys: pytest.CaptureFixture[str]):
-    assert main(["info"]) == 0
-    assert "linear" in capsys.readouterr().out.split("Methods that can be trained:")[1]
-
-
-def test_info_describes_the_head(head: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["info", str(head)]) == 0
-    words = capsys.readouterr().out.split()
-    assert words[words.index("method") + 1] == "linear"
-    assert words[words.index("scale") + 1] == "0.5"
+def test_info_lists_the_method_and_describes_the_head(head: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["info"]) == main(["info", str(head)]) == 0
+    listed, described = capsys.readouterr().out.split("Methods that can be trained:")[1].split("\n", 1)
+    assert "linear" in listed
+    words = described.split()
+    assert (words[words.index("method") + 1], words[words.index("scale") + 1]) == ("linear", "0.5")

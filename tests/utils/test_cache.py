@@ -26,15 +26,15 @@ FILES = {
 }
 
 
-def write(path: Path, text: str = "12345") -> Path:
+def write(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text("12345", encoding="utf-8")
     return path
 
 
 def files_below(folder: Path) -> list[str]:
     """All files, without locks."""
-    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for name in found if not name.endswith(".lock"))
 
 

@@ -232,15 +232,14 @@ def test_appending_drops_the_content_after_the_offset(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("file", ["", "chats.jsonl"])
 def test_a_second_process_is_refused_until_the_first_one_ends(tmp_path: Path, file: str) -> None:
-    folder = tmp_path / "new" / "out"
-    message = re.escape(f"another process is writing {folder / file}: wait for it, or name another --out")
-    with contextlib.suppress(KeyboardInterrupt), locked(folder, "name another --out", file=file):
+    folder, fix = tmp_path / "new" / "out", "name another --out"
+    message = re.escape(f"another process is writing {folder / file}: wait for it, or {fix}")
+    with contextlib.suppress(KeyboardInterrupt), locked(folder, fix, file=file):
         with pytest.raises(StorageError, match=message):
-            locked(folder, "name another --out", file=file).__enter__()
+            locked(folder, fix, file=file).__enter__()
         with locked(folder, "", file="others.jsonl"):  # beside it
-            pass
-        raise KeyboardInterrupt
-    with locked(folder, "name another --out", file=file):
+            raise KeyboardInterrupt
+    with locked(folder, fix, file=file):
         pass
 
 

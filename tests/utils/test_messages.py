@@ -10,8 +10,7 @@ from draftheads.utils.messages import message_problem, short
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        *(({"role": role, "content": ""}, "") for role in ("system", "developer", "tool")),
-        ({"role": "user", "content": "hi", "name": "Ada"}, ""),
+        ({"role": "tool", "content": "hi", "name": "Ada"}, ""),
         ("hi", " is 'hi'"),
         ({"role": 3, "content": "hi"}, ": role is 3"),
         ({"role": "user", "content": "a\ud800"}, ": content holds half a character, '\\ud800' as its number 2"),
@@ -24,5 +23,4 @@ def test_the_problem_of_an_invalid_message_is_described(value: Any, problem: str
 
 
 def test_long_texts_are_shortened_in_errors():
-    assert short("a" * 60) == "a" * 60
-    assert short("a" * 61) == "a" * 57 + "…"
+    assert (short("a" * 60), short("a" * 61)) == ("a" * 60, "a" * 57 + "…")

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from draftheads.cli.generate import load_engine, no_draft_sentence
+from draftheads.cli.generate import load_engine, no_draft_sentence, piped_lines
 from draftheads.cli.options import ChatOptions
 from draftheads.cli.show import ProgressDisplay, error_console, quiet_transformers, show_stream, speed_words
 from draftheads.decode.core import CoreLimits, EngineCore
@@ -42,7 +42,7 @@ def run(options: ChatOptions) -> None:
         commands = ", ".join(f"{name} {what}" for name, what in COMMANDS.items())
         chat.note(f"{options.model}; accepted draft tokens are green. {commands}; Ctrl-C stops an answer.")
         chat.note(no_draft_sentence(engine, options) or "")
-    for line in _typed_lines() if is_terminal else _piped_lines():
+    for line in _typed_lines() if is_terminal else piped_lines():
         if line.strip() == "/quit":
             break
         try:
@@ -65,13 +65,6 @@ def _typed_lines() -> Iterator[str]:
         except EOFError:
             print()
             return
-
-
-def _piped_lines() -> Iterator[str]:
-    try:
-        yield from sys.stdin
-    except UnicodeDecodeError as error:
-        raise InvalidPrompt(f"standard input is not text: {error}") from None
 
 
 class Chat:

@@ -3,10 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.rule import Rule
@@ -21,9 +19,8 @@ from draftheads.cli.show import (
     show_stream,
     speed_words,
 )
-from draftheads.data.records import read_prompts
+from draftheads.data.records import Record, read_prompts
 from draftheads.decode.engine import Engine
-from draftheads.decode.prompts import Prompt
 from draftheads.decode.request import GenerationResult
 from draftheads.errors import InvalidPrompt
 from draftheads.loading import load
@@ -33,14 +30,11 @@ from draftheads.utils.files import check_writable, write_atomic
 from draftheads.utils.progress import Progress
 
 
-class _Question(NamedTuple):
-    prompt: Prompt
-    labels: Mapping[str, Any] = MappingProxyType({})  # what its line of the file says of it
-
-
 def run(options: GenerateOptions) -> None:
     """Decodes and shows or writes the answers."""
     questions, settings = _questions(options), options.settings()
+    if not questions:
+        raise InvalidPrompt("nothing to answer: give a prompt, --prompts FILE, or text on standard input")
     if options.out is not None:
         check_writable(options.out)
     quiet_transformers()
@@ -74,56 +68,46 @@ def load_engine(options: GenerateOptions | ChatOptions, progress: Progress, *, m
     return load(options.model, **drafting.keywords(), max_batch_size=max_batch_size, **options.load.given())
 
 
-def _questions(options: GenerateOptions) -> list[_Question]:
+def piped_lines() -> Iterator[str]:
+    """Lines of standard input."""
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"standard input is not text: {error}") from None
+
+
+def _questions(options: GenerateOptions) -> list[Record]:
     if options.prompts is not None:
-        questions = [_Question(record.prompt, record.labels) for record in read_prompts(options.prompts)]
-    elif options.prompt or sys.stdin.isatty():
-        questions = [_Question(prompt) for prompt in options.prompt]
-    else:
-        try:
-            questions = [_Question(sys.stdin.read())]
-        except UnicodeDecodeError as error:
-            raise InvalidPrompt(f"standard input is not text: {error}") from None
-    if not questions:
-        raise InvalidPrompt("nothing to answer: give a prompt, --prompts FILE, or text on standard input")
-    return questions
+        return list(read_prompts(options.prompts))
+    piped = [] if options.prompt or sys.stdin.isatty() else ["".join(piped_lines())]
+    return [Record(({"role": "user", "content": text},), is_text=True) for text in (*options.prompt, *piped)]
 
 
-def _give(
-    questions: Sequence[_Question], results: Sequence[GenerationResult], out: Path | None, console: Console
-) -> None:
+def _give(questions: Sequence[Record], results: Sequence[GenerationResult], out: Path | None, console: Console) -> None:
     """Answers to read on a terminal; JSON lines in a pipe or file."""
-    pairs = list(zip(questions, results, strict=True))
-    if out is None and console.is_terminal:
-        for question, result in pairs:
-            console.print(Rule(Text(_heading(question), style="bold"), align="left", style="dim"))
-            console.print(drafted_text(result), soft_wrap=True)
-            console.print()
-        return
-    records = ({**question.labels, "prompt": question.prompt, **result.record()} for question, result in pairs)
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    lines = ""
+    for question, result in zip(questions, results, strict=True):
+        if out is None and console.is_terminal:
+            text = question.messages[0 if question.is_text else -1]["content"]
+            name = question.labels.get("question_id", question.labels.get("id", ""))
+            heading = Text(" ".join(f"{name}  {text}".split()), style="bold")
+            console.print(Rule(heading, align="left", style="dim"))
+            console.print(drafted_text(result), end="\n\n", soft_wrap=True)
+        else:
+            record = {**question.labels, "prompt": question.prompt, **result.record()}
+            lines += json.dumps(record, ensure_ascii=False) + "\n"
     if out is None:
         print(lines, end="")
     else:
         write_atomic(out, lines.encode())
 
 
-def _heading(question: _Question) -> str:
-    prompt = question.prompt
-    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # type: ignore[index]
-    name = question.labels.get("question_id", question.labels.get("id"))
-    return " ".join((f"{name}  " * (name is not None) + text).split())
-
-
 def _print_count(results: Sequence[GenerationResult], seconds: float) -> None:
     """Tokens and speed, on standard error."""
-    if len(results) == 1:
-        words = speed_words(results[0], seconds)
-    else:
-        tokens = sum(len(result.token_ids) for result in results)
-        words = f"{counted(len(results), 'answer')}, {counted(tokens, 'token')} in {seconds:.1f} s"
-        words += f", {tokens / seconds:.1f} tokens/s"
-    print(words, file=sys.stderr)
+    tokens = sum(len(result.token_ids) for result in results)
+    words = f"{counted(len(results), 'answer')}, {counted(tokens, 'token')} in {seconds:.1f} s"
+    several = f"{words}, {tokens / seconds:.1f} tokens/s"
+    print(several if len(results) > 1 else speed_words(results[0], seconds), file=sys.stderr)
 
 
 def no_draft_sentence(engine: Engine, options: GenerateOptions | ChatOptions) -> str | None:
