@@ -1,13 +1,10 @@
 """A tiny model of letters with heads in a folder, and commands in a process of their own."""
 
 import os
-import pty
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,26 +70,3 @@ def on_terminal() -> dict[str, str]:
 
 def without_colours(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r\n", "\n")
-
-
-def run_on_terminal(arguments: list[str], folder: Path) -> tuple[str, str]:
-    """What the command writes to standard output and error where both are terminals, without colours and bars."""
-    command = [sys.executable, "-m", "draftheads", *arguments]
-    (out, out_end), (err, err_end) = pty.openpty(), pty.openpty()
-    with subprocess.Popen(command, cwd=folder, stdout=out_end, stderr=err_end, env=on_terminal()) as process:
-        os.close(out_end)
-        os.close(err_end)
-        with ThreadPoolExecutor() as pool:
-            texts = list(pool.map(_read_all, (out, err)))
-    assert process.returncode == 0, texts
-    return texts[0], texts[1]
-
-
-def _read_all(descriptor: int) -> str:
-    """Everything until the other side is closed, which is an error on Linux."""
-    found = b""
-    with suppress(OSError):
-        while piece := os.read(descriptor, 1 << 16):
-            found += piece
-    os.close(descriptor)
-    return without_colours(found.decode())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import draftheads
-from cli_world import Run, run_on_terminal, run_process
+from cli_world import Run, run_process, without_colours
 from draftheads.cli import generate
 from draftheads.cli.main import main
 from draftheads.cli.options import GenerateOptions
@@ -147,15 +147,19 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
         assert seen == [(("here",), {**usual, **loaded}), (["abc", "def"], settings)]
 
 
-def test_several_answers_on_a_terminal_are_to_be_read(folder: Path, engine: Engine):
+@pytest.mark.usefixtures("here")
+def test_several_answers_on_a_terminal_are_to_be_read(engine: Engine, run: Run, monkeypatch: pytest.MonkeyPatch):
     """Each under its prompt, and no JSON; what happens before the first one is shown, too."""
-    arguments = ["generate", "abba", "dead cab", "--model", "model", "--head", "medusa", "--precision", "fp32", *TOKENS]
-    out, err = run_on_terminal(arguments, folder)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    prompts, arguments = ["abba", "dead cab"], ["--model", "model", "--head", "medusa", "--precision", "fp32", *TOKENS]
+    out, err = map(without_colours, run(["generate", *prompts, *arguments]))
     assert "{" not in out
     assert "loading model" in err
     assert "answering" in err
-    expected = engine.generate(["abba", "dead cab"], max_new_tokens=12)
-    for prompt, result in zip(["abba", "dead cab"], expected, strict=True):
+    for prompt, result in zip(
+        ["abba", "dead cab"], engine.generate(["abba", "dead cab"], max_new_tokens=12), strict=True
+    ):
         heading, _, rest = out.partition(f"{prompt} ─")
         assert rest
         assert "".join(result.text.split()) in "".join(rest.split())

@@ -98,8 +98,7 @@ def find_machine() -> Iterator[Finding]:
     """The system, and what it has for all programs."""
     cores, memory, others = find_cores(), find_memory(), OtherPrograms()
     yield Finding("system", f"{platform.platform()}, {processor()}")
-    is_limited = cores.quota is not None and cores.usable < cores.allowed
-    limit = f"; the container's limit is {cores.quota:g}" if is_limited else ""
+    limit = f"; the container's limit is {cores.quota:g}" if cores.usable < cores.allowed else ""
     yield Finding("cores", f"{cores.usable} of {cores.logical} usable{limit}")
     limit = "" if memory.limit is None else f"; the container's limit is {byte_size(memory.limit)}"
     is_little = min(memory.available, memory.limit or memory.total) < _LITTLE
