@@ -20,8 +20,8 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.models.chat_template import read_template
 from draftheads.models.model import TargetModel
+from draftheads.serve.app import HttpServer, http_server
 from draftheads.serve.guard import Access, HttpLimits
-from draftheads.serve.http_server import HttpServer, http_server
 from draftheads.serve.options import listen
 from draftheads.serve.scheduler import Limits, Scheduler
 from draftheads.serve.state import ServedModel, Service

@@ -13,8 +13,7 @@ from draftheads.serve.call import Call
 from draftheads.serve.chat_completions import ChatFields, read_chat
 from draftheads.serve.completions import CompletionFields, read_completion
 from draftheads.serve.fields import Fields, NoEffect
-from draftheads.serve.response_input import ResponseFields
-from draftheads.serve.responses import read_response
+from draftheads.serve.responses import ResponseFields, read_response
 from draftheads.settings import SamplingSettings
 from serve_world import NAME, PLAIN, USER, Running, chunks_of, error_of, running, texts_of, tiny_engines
 

@@ -104,7 +104,7 @@ def test_a_port_that_is_taken_is_named_before_anything_slow_is_imported():
 
 
 def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
-    for name in ("draftheads.serve.http_server", "draftheads.cli.serve"):
+    for name in ("draftheads.serve.app", "draftheads.cli.serve"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[serve\]'"):

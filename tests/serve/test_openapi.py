@@ -10,7 +10,7 @@ from draftheads.serve.chat_completions import ChatFields
 from draftheads.serve.completions import CompletionFields
 from draftheads.serve.guard import Access
 from draftheads.serve.load_models import HeadFields
-from draftheads.serve.response_input import ResponseFields
+from draftheads.serve.responses import ResponseFields
 from draftheads.serve.state import Service
 from serve_world import Running
 

@@ -7,8 +7,7 @@ import pydantic
 import pytest
 
 from draftheads.serve.chat_completions import ChatFields, read_chat
-from draftheads.serve.response_input import ResponseFields
-from draftheads.serve.responses import ResponseEvents, read_response
+from draftheads.serve.responses import ResponseEvents, ResponseFields, read_response
 from draftheads.serve.tools import ToolCall
 from serve_world import NAME, USER, Running, error_of
 

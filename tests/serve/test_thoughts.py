@@ -13,8 +13,7 @@ from draftheads.decode.request import Request, StreamEvent
 from draftheads.models.chat_template import effort_variables, thinking_tags
 from draftheads.models.pretrained import ModelTokenizer
 from draftheads.serve.chat_completions import ChatCall, ChatFields, read_chat
-from draftheads.serve.response_input import ResponseFields
-from draftheads.serve.responses import read_response
+from draftheads.serve.responses import ResponseFields, read_response
 from draftheads.settings import SamplingSettings
 from serve_world import NAME, USER, Running, running, tiny_engines
 

@@ -17,9 +17,9 @@ from draftheads.cli.show import ProgressDisplay, error_console, quiet_transforme
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane
+from draftheads.decode.text import TaggedText
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.models.chat_template import effort_variables, thinking_tags
-from draftheads.serve.tagged_text import TaggedText
 from draftheads.settings import SamplingSettings
 from draftheads.utils.messages import Message
 

@@ -12,15 +12,16 @@ from collections.abc import Iterable
 from draftheads.cli.show import quiet_transformers
 from draftheads.errors import DeviceLost, MissingDependency
 from draftheads.models.chat_template import template_of
+from draftheads.models.model import TargetModel
 from draftheads.serve.options import ServeOptions, read_keys
 from draftheads.utils.counts import counted
 from draftheads.utils.files import user_path
 from draftheads.utils.machine import NAMES, Environment
 
 try:
+    from draftheads.serve.app import serve
     from draftheads.serve.guard import LOCAL_NAMES, Access, HttpLimits
-    from draftheads.serve.http_server import serve
-    from draftheads.serve.load_models import HeadExchange, Served, default_kv_bytes, load_served
+    from draftheads.serve.load_models import HeadExchange, default_kv_bytes, load_served
     from draftheads.serve.recorder import Recorder
     from draftheads.serve.scheduler import Limits, Scheduler
     from draftheads.serve.state import ServedModel, Service
@@ -54,22 +55,15 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
     welcome: list[str] = []
 
     def load() -> tuple[Iterable[ServedModel], Scheduler]:
-        served = load_served(
-            options.model,
-            options.head,
-            options.load,
-            adapters=options.adapters,
-            corpus=options.corpus,
-            name=options.name,
-            max_rows=options.max_rows,
-        )
-        budget = options.kv_gib
-        kv_bytes = default_kv_bytes(served.target, options.max_rows) if budget is None else round(budget * 2**30)
-        welcome.append(_welcome(address, served, options.max_rows, kv_bytes, has_keys=bool(keys)))
-        scheduler = Scheduler(served.engines, Limits(max_rows=options.max_rows, kv_bytes=kv_bytes))
+        models, engines = load_served(options)
+        target, budget = engines[models[0].name].model, options.kv_gib
+        kv_bytes = default_kv_bytes(target, options.max_rows) if budget is None else round(budget * 2**30)
+        core_limits = Limits(max_rows=options.max_rows, kv_bytes=kv_bytes)
+        welcome.append(_welcome(address, target, models, core_limits, has_keys=bool(keys)))
+        scheduler = Scheduler(engines, core_limits)
         folder = None if options.head_folder is None else user_path(options.head_folder)
         service.exchange = HeadExchange(scheduler, options.model, folder, options.corpus).exchange
-        return served.models, scheduler
+        return models, scheduler
 
     serving = serve(service, listening, load, on_ready=lambda: print(*welcome, flush=True))
     code = 0
@@ -88,21 +82,21 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         os._exit(code)
 
 
-def _welcome(address: str, served: Served, max_rows: int, kv_bytes: int, *, has_keys: bool) -> str:
-    target, chats = served.target, template_of(served.target) is not None  # else the model continues texts
+def _welcome(address: str, target: TargetModel, models: list[ServedModel], limits: Limits, *, has_keys: bool) -> str:
+    chats = template_of(target) is not None  # else the model continues texts
     names = [
         f"  {model.name:<24} {model.head or 'plain decoding'}{', with an adapter' if model.adapter else ''}"
-        for model in served.models
+        for model in models
     ]
     question, route = "Why is the sky blue?", "chat/completions" if chats else "completions"
     prompt = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question}
-    body = json.dumps({"model": served.models[0].name, **prompt})
+    body = json.dumps({"model": models[0].name, **prompt})
     key = f' -H "Authorization: Bearer ${_KEY_VARIABLE}"' if has_keys else ""
     return "\n".join(
         [
             f"serving {target.model_id} ({target.precision}, {target.device}) at {address}",
             *names,
-            f"{counted(max_rows, 'row')}, {kv_bytes / 2**30:.1f} GiB for keys and values",
+            f"{counted(limits.max_rows, 'row')}, {limits.kv_bytes / 2**30:.1f} GiB for keys and values",
             f"try: curl {address}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
         ]
     )

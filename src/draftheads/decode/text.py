@@ -167,3 +167,34 @@ class StopText:
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+class TaggedText:
+    """Separates a text that comes in pieces at its tags. Parts have the kind of their tags; others are "text".
+
+    >>> parts = TaggedText({"thought": ("<think>", "</think>")})
+    >>> parts.push("<think>So be it.</th"), parts.push("ink>Yes")
+    ([('tag', '<think>'), ('thought', 'So be it.')], [('tag', '</think>'), ('text', 'Yes')])
+    """
+
+    def __init__(self, tags: Mapping[str, tuple[str, str]], kind: str = "text") -> None:
+        self._tags, self._kind = tags, kind
+        self._held = ""
+
+    def push(self, text: str, *, is_end: bool = False) -> list[tuple[str, str]]:
+        """The parts that are certain now. What may become a tag is held back, but at the end."""
+        self._held += text
+        parts: list[tuple[str, str]] = []
+        while True:
+            if self._kind == "text":
+                following = {opening: kind for kind, (opening, _) in self._tags.items()}
+            else:
+                following = {self._tags[self._kind][1]: "text"}
+            found = [(at, tag) for tag in following if (at := self._held.find(tag)) >= 0]
+            held = 0 if is_end else max((overlap(self._held, tag) for tag in following), default=0)
+            end, tag = min(found, default=(len(self._held) - held, ""))
+            parts += [(self._kind, self._held[:end]), ("tag", tag)]
+            self._held = self._held[end + len(tag) :]
+            if not tag:
+                return [part for part in parts if part[1]]
+            self._kind = following[tag]

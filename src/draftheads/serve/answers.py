@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -41,27 +42,25 @@ class Answers:
     """
 
     def __init__(self, service: Service, call: Call, client: str, *, start: float) -> None:
-        self._service = service
-        self._call = call
+        self._service, self._call, self._start = service, call, start
         self._loop = asyncio.get_running_loop()
-        self._start = start
         # bounded by the lengths of the answers: the model thread never waits for a client
         self._events: asyncio.Queue[tuple[int, StreamEvent | JobFailed]] = asyncio.Queue()
         params, deadline = call.params, start + service.limits.request_seconds
         salt = service.access.cache_salt_of(client, params.fields.cache_salt)
+        self._scheduler = service.scheduler
         self._jobs = [
-            Job(request, params.lane, client, self._deliver_to(index), deadline, salt)
+            Job(request, params.lane, client, partial(self._deliver, index), deadline, salt)
             for index, request in enumerate(call.requests)
         ]
         self._unfinished = set(range(len(self._jobs)))
-        self._last = dict.fromkeys(self._unfinished, 0.0)  # when the last event of each came; 0: none came
+        self._last: dict[int, float] = {}  # when the last event of each came
 
     def submit(self) -> None:
         """Submits all jobs, or none."""
-        scheduler = self._service.scheduler
         try:
             for job in self._jobs:
-                scheduler.submit(job)
+                self._scheduler.submit(job)
         except DraftHeadsError as error:
             self.cancel()
             raise api_error_of(error) from None
@@ -71,7 +70,7 @@ class Answers:
     def cancel(self) -> None:
         """Ends what is unfinished. Ended answers are not affected."""
         for job in self._jobs:
-            self._service.cancel(job)
+            self._scheduler.cancel(job)
 
     async def events(self) -> AsyncGenerator[tuple[int, StreamEvent]]:
         """The events of all answers with their numbers, as they come."""
@@ -93,33 +92,20 @@ class Answers:
         async for _ in self.events():
             pass
 
-    def _deliver_to(self, index: int) -> Callable[[StreamEvent | JobFailed], None]:
-        def deliver(event: StreamEvent | JobFailed) -> None:  # on the model thread
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
-
-        return deliver
+    def _deliver(self, index: int, event: StreamEvent | JobFailed) -> None:  # on the model thread
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _record(self, request: Request) -> None:
         service, call = self._service, self._call
         if service.recorder is None or not call.params.fields.store or not request.token_ids:
             return
-        exchange = Exchange(
-            model=service.models[call.params.lane.model].weights,
-            tokenizer=service.tokenizer_fingerprint,
-            prompt_ids=request.prompt_ids,
-            answer_ids=request.token_ids,
-            text=request.text,
-            finished=request.finish_reason == "stop",
-            messages=call.messages,
-        )
-        service.recorder.add(exchange)
+        model, tokenizer = service.models[call.params.lane.model].weights, service.tokenizer_fingerprint
+        ids, is_finished = (request.prompt_ids, request.token_ids), request.finish_reason == "stop"
+        service.recorder.add(Exchange(model, tokenizer, *ids, request.text, is_finished, call.messages))
 
     def _note(self, index: int, event: StreamEvent) -> None:
-        now, last = time.monotonic(), self._last[index]
-        if last:
-            self._service.metrics.step(event, now - last)
-        else:
-            self._service.metrics.first_token(event, now - self._start)
+        now, last = time.monotonic(), self._last.get(index)
+        self._service.metrics.event(event, now - (last or self._start), is_first=last is None)
         self._last[index] = now
 
 
@@ -132,17 +118,9 @@ class EventStream(Response):
     called last, also if the stream never began.
     """
 
-    def __init__(
-        self,
-        chunks: AsyncGenerator[dict[str, Any]],
-        at_end: Callable[[], object],
-        *,
-        named: bool = False,
-    ) -> None:
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any]], at_end: Callable[[], object], *, named: bool) -> None:
         super().__init__()
-        self._named = named
-        self._chunks = chunks
-        self._at_end = at_end
+        self._chunks, self._at_end, self._named = chunks, at_end, named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -1,13 +1,22 @@
-"""The routes. Each reads its request on a thread, and waits for events of the model thread."""
+"""The routes, and the server that runs them: it listens at once, loads the model in a thread, and drains on a signal.
+
+A route reads its request on a thread, and waits for events of the model thread. The only file that knows uvicorn.
+"""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Coroutine
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from threading import Thread
+from typing import Any
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
@@ -26,13 +35,14 @@ from draftheads.serve.completions import CompletionCall, CompletionFields, Promp
 from draftheads.serve.fields import ApiError, ErrorBody, api_error_of, validation_error
 from draftheads.serve.guard import Guard
 from draftheads.serve.load_models import HeadFields
-from draftheads.serve.request_params import CommonFields
-from draftheads.serve.response_input import ResponseFields
-from draftheads.serve.responses import read_response
+from draftheads.serve.responses import ResponseFields, read_response
+from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel, Service
 
-AnyFields = TypeVar("AnyFields", bound=CommonFields)
-AnyCall = TypeVar("AnyCall", bound=Call)
+_LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers, once all are computed
+_DRAIN_SECONDS = 30  # for answers that are under way when the first signal comes
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_Load = Callable[[], tuple[Iterable[ServedModel], Scheduler]]
 _PAGE = Path(__file__).parent / "page"
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 _KEY = [Security(HTTPBearer(auto_error=False))]  # for /openapi.json; the guard checks keys
@@ -49,10 +59,7 @@ def create_app(service: Service) -> FastAPI:
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.add_middleware(
-        Guard,
-        access=service.access,
-        count=service.metrics.request,
-        body_bytes=service.limits.body_bytes,
+        Guard, access=service.access, count=service.metrics.request, body_bytes=service.limits.body_bytes
     )
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
@@ -60,10 +67,9 @@ def create_app(service: Service) -> FastAPI:
     key = _KEY if service.access.api_keys else []
     _add_state_routes(app, service, key)
     router = APIRouter(prefix="/v1", dependencies=key, route_class=_JsonRoute)
-    _add_model_routes(router, service)
+    _add_model_routes(app, router, service)
     _add_answer_routes(router, service)
     app.include_router(router)
-    _add_admin_route(app, service)
     for file in _PAGE.iterdir():  # a mount at / would answer wrong methods of all other routes, too
         path = "/" if file.name == "index.html" else f"/{file.name}"
         app.get(path, include_in_schema=False)(_sender_of(file))
@@ -116,7 +122,7 @@ def _state(status: str, *, good: str) -> JSONResponse:
     return JSONResponse({"status": status}, status_code=200 if status == good else 503)
 
 
-def _add_model_routes(router: APIRouter, service: Service) -> None:
+def _add_model_routes(app: FastAPI, router: APIRouter, service: Service) -> None:
     @router.get("/models")
     async def models() -> dict[str, Any]:
         """The served models."""
@@ -128,33 +134,45 @@ def _add_model_routes(router: APIRouter, service: Service) -> None:
         """One served model."""
         return _described(service, service.model(name))
 
+    @app.post("/admin/head", dependencies=_KEY)
+    async def head(fields: HeadFields) -> dict[str, Any]:
+        """Exchanges the draft head of a model. The guard checks the admin key."""
+        model = service.model(fields.model)
+        assert service.exchange is not None, "a service with an admin key can exchange heads"
+        try:
+            await asyncio.to_thread(service.exchange, fields.model, fields.head)
+        except ModelNotFound as error:
+            raise ApiError(404, str(error), param="head", code="head_not_found") from None
+        except CheckpointError as error:
+            raise ApiError(400, str(error), param="head", code="head_does_not_fit") from None
+        except DraftHeadsError as error:
+            raise api_error_of(error) from None
+        service.models[fields.model] = replace(model, head=fields.head)
+        return fields.model_dump()
+
 
 def _add_answer_routes(router: APIRouter, service: Service) -> None:
     async def ready() -> None:
         _ = service.scheduler  # 503 while it loads, before the body is checked
-
-    async def read(request: Request, function: Callable[[AnyFields, Service], AnyCall], fields: AnyFields) -> AnyCall:
-        return await service.read(request.state.client, function, fields, service)
 
     is_ready = [Depends(ready)]
 
     @router.post("/chat/completions", responses=_STREAM, dependencies=is_ready)
     async def chat(request: Request, fields: ChatFields) -> Response:
         """Answers a chat."""
-        return await _answered(request, service, await read(request, read_chat, fields))
+        return await _answered(request, service, await service.read(request.state.client, read_chat, fields))
 
     @router.post("/responses", responses=_STREAM, dependencies=is_ready)
     async def responses(request: Request, fields: ResponseFields) -> Response:
         """Answers a chat, with the interface that OpenAI's newer clients use."""
-        return await _answered(request, service, await read(request, read_response, fields))
+        return await _answered(request, service, await service.read(request.state.client, read_response, fields))
 
     @router.post("/completions", responses=_STREAM, dependencies=is_ready)
     async def completions(request: Request, fields: CompletionFields) -> Response:
         """Continues a text."""
-        call = await read(request, read_completion, fields)
+        call = await service.read(request.state.client, read_completion, fields)
         if call.num_scored is not None:
-            scores = await unless_gone(request.receive, _scores(service, call, call.num_scored))
-            call.scores.extend(scores)
+            call.scores.extend(await unless_gone(request.receive, _scores(service, call, call.num_scored)))
         return await _answered(request, service, call)
 
 
@@ -188,24 +206,6 @@ async def _scores(service: Service, call: CompletionCall, num_top: int) -> list[
     return scores
 
 
-def _add_admin_route(app: FastAPI, service: Service) -> None:
-    @app.post("/admin/head", dependencies=_KEY)
-    async def head(fields: HeadFields) -> dict[str, Any]:
-        """Exchanges the draft head of a model. The guard checks the admin key."""
-        model = service.model(fields.model)
-        assert service.exchange is not None, "a service with an admin key can exchange heads"
-        try:
-            await asyncio.to_thread(service.exchange, fields.model, fields.head)
-        except ModelNotFound as error:
-            raise ApiError(404, str(error), param="head", code="head_not_found") from None
-        except CheckpointError as error:
-            raise ApiError(400, str(error), param="head", code="head_does_not_fit") from None
-        except DraftHeadsError as error:
-            raise api_error_of(error) from None
-        service.models[fields.model] = replace(model, head=fields.head)
-        return fields.model_dump()
-
-
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:
     engine = service.engine(model.name)
     details = {"head": model.head, "base": model.base, "context": engine.model.max_positions}
@@ -230,8 +230,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         path = ascii(request.url.path[:100])[1:-1]
         words = {404: f"there is no {path} here", 405: f"{request.method} is not a method of {path}"}
         code = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-        headers = error.headers
-        error = ApiError(error.status_code, words.get(error.status_code, error.detail), code=code)
+        headers, error = (
+            error.headers,
+            ApiError(error.status_code, words.get(error.status_code, error.detail), code=code),
+        )
         error.headers = headers
     return error.response()
 
@@ -239,3 +241,96 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _gone(_: Request, __: Exception) -> Response:
     """The client has gone: nobody reads this."""
     return Response(status_code=499)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server without its signal handlers, which would end the process with a signal."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(service: Service) -> HttpServer:
+    """The server of a service; ``server.serve(sockets=[listen(host, port)])`` runs it."""
+    config = uvicorn.Config(
+        create_app(service),
+        http="h11",  # the only one with a limit for headers
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # a client could write any address into them
+        limit_concurrency=service.limits.max_connections,
+        timeout_keep_alive=service.limits.keep_alive_seconds,
+        timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+        h11_max_incomplete_event_size=service.limits.header_bytes,
+    )
+    return HttpServer(config)
+
+
+async def serve(service: Service, listening: socket.socket, load: _Load, *, on_ready: Callable[[], object]) -> bool:
+    """Serves until a signal comes or the accelerator fails; a second signal ends it at once.
+
+    Args:
+        service: to serve.
+        listening: where.
+        load: gives the models and their scheduler, not started. It runs in a thread; meanwhile /ready is 503.
+        on_ready: called once models are served.
+
+    Returns:
+        False if the signal came while ``load`` was running; its thread still is.
+    """
+    server = http_server(service)
+    loading = _in_thread(load)
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            server.force_exit = True
+            service.close()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    running = asyncio.create_task(server.serve(sockets=[listening]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        loaded = asyncio.ensure_future(asyncio.wrap_future(loading))
+        tasks: set[asyncio.Future[Any]] = {loaded, stopping, running}
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if loaded.done():
+            models, scheduler = loaded.result()
+            scheduler.on_lost = lambda: loop.call_soon_threadsafe(stop.set)
+            scheduler.start()
+            service.open(models, scheduler)
+            on_ready()
+            await asyncio.wait(tasks - {loaded}, return_when=asyncio.FIRST_COMPLETED)
+        await service.drain(_DRAIN_SECONDS)
+    finally:
+        server.should_exit = True
+        stopping.cancel()
+        await running
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+        service.close()
+    if service.lost is not None:
+        raise service.lost
+    return loading.done()
+
+
+def _in_thread(load: _Load) -> Future[tuple[Iterable[ServedModel], Scheduler]]:
+    """Runs a function in a thread that does not hold up the end of the process."""
+    future: Future[tuple[Iterable[ServedModel], Scheduler]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(load())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            future.set_exception(error)
+
+    Thread(target=run, name="draftheads-loading", daemon=True).start()
+    return future

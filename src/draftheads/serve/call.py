@@ -75,16 +75,10 @@ class Call(ABC):
         ``num_sent`` are the tokens of the answers up to this chunk; the model may have more already.
         """
         options = self.params.fields.stream_options
-        usage = None
-        if not choices:
-            usage = self.usage()
-        elif options.continuous_usage_stats:
-            usage = self._counts(num_sent)
-        return {
-            **self._head(self.chunk_name),
-            "choices": choices,
-            **({"usage": usage} if options.include_usage else {}),
-        }
+        usage = self._counts(num_sent) if options.continuous_usage_stats else None
+        usage = usage if choices else self.usage()
+        chunk = {**self._head(self.chunk_name), "choices": choices}
+        return {**chunk, "usage": usage} if options.include_usage else chunk
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all answers, finished or not, as OpenAI counts them, and what drafting did."""
@@ -92,18 +86,15 @@ class Call(ABC):
         steps = sum(request.num_steps for request in requests)
         # the first token of an answer comes from the prompt's pass
         of_steps = sum(max(0, len(request.token_ids) - 1) for request in requests)
-        return {
-            **self._counts(sum(len(request.token_ids) for request in requests)),
-            "prompt_tokens_details": {
-                "cached_tokens": sum(request.num_cached for request in requests[:: self.params.fields.n])
-            },
-            "draft": {
-                "steps": steps,
-                "tokens_per_step": round(of_steps / steps, 4) if steps else 1.0,
-                "drafted_by_depth": _sums([request.drafted_by_depth for request in requests]),
-                "accepted_by_depth": _sums([request.accepted_by_depth for request in requests]),
-            },
+        counts = self._counts(sum(len(request.token_ids) for request in requests))
+        num_cached = sum(request.num_cached for request in requests[:: self.params.fields.n])
+        draft = {
+            "steps": steps,
+            "tokens_per_step": round(of_steps / steps, 4) if steps else 1.0,
+            "drafted_by_depth": _sums([request.drafted_by_depth for request in requests]),
+            "accepted_by_depth": _sums([request.accepted_by_depth for request in requests]),
         }
+        return {**counts, "prompt_tokens_details": {"cached_tokens": num_cached}, "draft": draft}
 
     @cached_property
     def system_fingerprint(self) -> str:
@@ -112,7 +103,7 @@ class Call(ABC):
         The same after a restart, and for all draft heads.
         """
         model = self.params.engine.model
-        parts = [model.weights_fingerprint, model.precision, str(template_of(model)), _version()]
+        parts = [model.weights_fingerprint, model.precision, str(template_of(model)), _version("draftheads")]
         return f"fp_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
 
     def _head(self, name: str) -> dict[str, Any]:
@@ -124,9 +115,7 @@ class Call(ABC):
         return {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": num_answered, "total_tokens": total}
 
 
-@cache
-def _version() -> str | None:
-    return installed_version("draftheads")
+_version = cache(installed_version)
 
 
 def _sums(lists: Sequence[Sequence[int]]) -> list[int]:

@@ -117,20 +117,15 @@ class CompletionCall(Call):
     def _choice(self, index: int) -> dict[str, Any]:
         prompt = self._prompt(index)
         request = self.requests[index] if self.requests else None
-        ids: list[int] = []
-        logprobs: list[float | None] = []
-        tops: list[TopLogprobs | None] = []
+        scored: list[Any] = [[], [], []]  # tokens, their log-probabilities and the top ones
         if self.scores:
             score = self.scores[index // self.params.fields.n]
-            ids, logprobs, tops = [*prompt.token_ids], [*score.logprobs], [*score.tops]
+            scored = [prompt.token_ids, score.logprobs, score.tops]
         if request is not None and (tokens := tokens_with_logprobs(request, request)):
-            ids += tokens[0]
-            logprobs += tokens[1]
-            tops += tokens[2]
+            scored = [[*of_prompt, *of_answer] for of_prompt, of_answer in zip(scored, tokens, strict=True)]
         text = (prompt.text if self.echo else "") + (request.text if request else "")
-        form = None
-        if self.params.settings.logprobs is not None:
-            form = completion_logprobs(self.names, ids, logprobs, tops)
+        has_logprobs = self.params.settings.logprobs is not None
+        form = completion_logprobs(self.names, *scored) if has_logprobs else None
         return _choice_of(index, text, form, "length" if request is None else request.finish_reason)
 
 
@@ -209,6 +204,5 @@ def _read_prompt(engine: Engine, prompt: str | list[int]) -> Prompt:
         ids = engine.encode(token_ids_of(engine.model, prompt) if isinstance(prompt, str) else prompt)  # checks them
     except DraftHeadsError as error:
         raise api_error_of(error, param="prompt") from None
-    if isinstance(prompt, str):
-        return Prompt(ids, prompt)
-    return Prompt(ids, engine.model.tokenizer.decode(ids, skip_special_tokens=False))
+    text = prompt if isinstance(prompt, str) else engine.model.tokenizer.decode(ids, skip_special_tokens=False)
+    return Prompt(ids, text)

@@ -7,16 +7,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from inspect import get_annotations
 from reprlib import repr as short_repr
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
@@ -82,8 +80,7 @@ class ApiError(HTTPException):
         if retry_after is not None:
             headers["retry-after"] = str(math.ceil(retry_after))
         super().__init__(status_code, detail, headers)
-        self.param = param
-        self.code = code
+        self.param, self.code = param, code
 
     def __str__(self) -> str:
         return self.detail
@@ -95,8 +92,7 @@ class ApiError(HTTPException):
         'invalid_request_error'
         """
         kind = _TYPES.get(self.status_code, "invalid_request_error")
-        fields = ErrorFields(message=self.detail, type=kind, param=self.param, code=self.code)
-        return ErrorBody(error=fields).model_dump()
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         # in ASCII: what a client sent may hold half a character
@@ -151,15 +147,6 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Raises TypeError if two bases have a field of the same name, or two fields have the same name in requests."""
-        own = get_annotations(cls)
-        of_bases = [name for base in cls.__bases__ for name in getattr(base, "model_fields", ()) if name not in own]
-        in_requests = [field.alias or name for name, field in cls.model_fields.items()]
-        if twice := {name for names in (of_bases, in_requests) for name in names if names.count(name) > 1}:
-            raise TypeError(f"{cls.__name__} has several fields {', '.join(sorted(twice))}")
-
     @model_validator(mode="before")
     @classmethod
     def _given(cls, values: Any) -> Any:
@@ -187,17 +174,6 @@ class Fields(BaseModel):
         return schema
 
 
-Model = TypeVar("Model", bound=Fields)
-
-
-def read_fields(model: type[Model], values: Mapping[str, Any], place: str) -> Model:
-    """The fields of an object inside of a request; ``place`` is where, for errors."""
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise validation_error(error.errors(include_url=False), place) from None
-
-
 def wrong(field: str, problem: str) -> ApiError:
     return ApiError(400, f"{field} {problem}", param=field)
 
@@ -210,7 +186,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]], place: str) -> ApiErro
     code = None
     match error["type"]:
         case "unknown":
-            return _unknown(f"{field}." if field else "", **context)
+            place, name, close = f"{field}." if field else "", context["name"], context["close"]
+            message = f"unknown field '{place}{short(name)}'; {f'did you mean {close}?' if close else 'leave it out'}"
+            return ApiError(400, message, param=place + name[:60], code="unknown_field")
         case "unsupported":
             problem = f"is not supported here: {context['fix']}"
         case "json_invalid":
@@ -244,9 +222,3 @@ def check_schema(schema: Any) -> Any:
     if (size := len(json.dumps(schema))) > _SCHEMA_BYTES:
         raise ValueError(f"has {size} bytes; it must have at most {_SCHEMA_BYTES}")
     return schema
-
-
-def _unknown(place: str, name: str, close: str | None) -> ApiError:
-    hint = f"did you mean {close}?" if close else "leave it out"
-    message = f"unknown field '{place}{short(name)}'; {hint}"
-    return ApiError(400, message, param=place + name[:60], code="unknown_field")

@@ -73,10 +73,13 @@ class Access:
 
     def client_of(self, scope: Scope) -> str:
         """Names the client for the fair queue: its key's number, or its address."""
-        headers = dict(scope["headers"])
-        self._check_host(headers)
+        headers, path = dict(scope["headers"]), scope["path"]
+        # a page whose name was bound to this machine's address after it was loaded sends its own name here
+        host = _name_of(headers.get(b"host", b"").decode("latin-1"))
+        if self.hosts is not None and host not in self.hosts:
+            message = f"Host is {host[:60]!r}, which is not a name of this server: use --allow-host"
+            raise ApiError(403, message, code="unknown_host")
         _check_origin(headers)
-        path = scope["path"]
         if path.startswith(_ADMIN):
             if not self.admin_keys:
                 raise ApiError(403, f"{_ADMIN} needs a server with DRAFTHEADS_ADMIN_KEY", code="no_admin_key")
@@ -90,14 +93,6 @@ class Access:
         if given:
             return f"given {given}"  # no client has such a name
         return client if self.api_keys else ""
-
-    def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """A page whose name was bound to this machine's address after it was loaded sends its own name here."""
-        host = _name_of(headers.get(b"host", b"").decode("latin-1"))
-        if self.hosts is not None and host not in self.hosts:
-            raise ApiError(
-                403, f"Host is {host[:60]!r}, which is not a name of this server: use --allow-host", code="unknown_host"
-            )
 
 
 @dataclass(eq=False)
@@ -129,16 +124,15 @@ class Guard:
             await send(message)
 
         try:
-            try:
-                inner["state"]["client"] = self.access.client_of(scope)
-                await self.app(inner, _limited(receive, self.body_bytes), send_safely)
-            except Exception as error:
-                if not isinstance(error, ApiError):
-                    _LOG.exception("a request failed")
-                    error = ApiError(500, "the server could not answer this request")
-                if status:  # too late for another answer: uvicorn closes the connection
-                    raise
-                await error.response()(scope, receive, send_safely)
+            inner["state"]["client"] = self.access.client_of(scope)
+            await self.app(inner, _limited(receive, self.body_bytes), send_safely)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                _LOG.exception("a request failed")
+                error = ApiError(500, "the server could not answer this request")
+            if status:  # too late for another answer: uvicorn closes the connection
+                raise
+            await error.response()(scope, receive, send_safely)
         finally:
             self.count(inner["route"].path if "route" in inner else "other", status)
             if not (scope["path"] in _POLLED and status in (200, 503)):
@@ -171,9 +165,8 @@ def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int:
     """Which of the keys the request has."""
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer" or not given.strip():
-        raise ApiError(
-            401, "this server needs an API key: send the header Authorization: Bearer KEY", code="missing_api_key"
-        )
+        needs = "this server needs an API key: send the header Authorization: Bearer KEY"
+        raise ApiError(401, needs, code="missing_api_key")
     # all keys are compared, and each in constant time: the time tells nothing
     matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
     if not any(matches):
@@ -183,11 +176,8 @@ def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int:
 
 def _check_origin(headers: dict[bytes, bytes]) -> None:
     """Browsers name the page that sends a request; only this server's own page may."""
-    origin = headers.get(b"origin")
-    if origin is None:
-        return
-    host = headers.get(b"host", b"").decode("latin-1").lower()
-    if not host or origin.decode("latin-1").lower().partition("://")[2] != host:
+    origin, host = headers.get(b"origin"), headers.get(b"host", b"").lower()
+    if origin is not None and (not host or origin.lower().partition(b"://")[2] != host):
         raise ApiError(403, "requests from pages of other servers are not allowed", code="foreign_origin")
 
 

@@ -1,7 +1,6 @@
 """From names to what is served: one loaded model, an engine for each head, and the exchange of a head."""
 
 import re
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +20,9 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of, shown_name
 from draftheads.runners import bytes_of_states, bytes_per_slot
 from draftheads.serve.fields import Fields
+from draftheads.serve.options import ServeOptions
 from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import ServedModel
-from draftheads.settings import LoadSettings
 from draftheads.speculation.shapes import Drafting
 from draftheads.utils.files import current, user_path
 from draftheads.utils.machine import find_memory
@@ -33,61 +32,31 @@ _NAME = re.compile(r"\w[\w.+-]{0,99}(/\w[\w.+-]{0,99}){0,4}", re.ASCII)  # a hea
 _CONTEXT = 8192  # of models without a limit
 
 
-@dataclass(frozen=True)
-class Served:
-    """Everything that was loaded."""
-
-    models: tuple[ServedModel, ...]
-    engines: Mapping[str, Engine]  # by served name
-
-    @property
-    def target(self) -> TargetModel:
-        return next(iter(self.engines.values())).model
-
-
-def load_served(
-    model: str,
-    heads: Sequence[str],
-    load: LoadSettings,
-    *,
-    adapters: Mapping[str, Path] | None = None,
-    corpus: str | None = None,
-    name: str | None = None,
-    max_rows: int = 16,
-) -> Served:
-    """Loads a model once, and its heads.
-
-    Args:
-        model: a name, a folder or a Hub id.
-        heads: the first is used by the model's own name, each further one by NAME:HEAD; none decodes plainly.
-        load: how the model is loaded.
-        adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
-        corpus: a text file from which drafts are copied, too.
-        name: under which it is served; the model's own name when left out.
-        max_rows: answers that are decoded together.
-    """
-    resolved = {head: None if head is None else resolve(head, name_of(model)) for head in heads or (None,)}
-    target = load_target(
-        model, **{**load.given(), "chat_template": template_of(load.chat_template, *resolved.values())}
-    )
+def load_served(options: ServeOptions) -> tuple[list[ServedModel], dict[str, Engine]]:
+    """Loads a model once, and its heads; the first one also drafts for the adapters. The engines are by served name."""
+    model, load = options.model, options.load
+    resolved = {head: None if head is None else resolve(head, name_of(model)) for head in options.head or (None,)}
+    template = template_of(load.chat_template, *resolved.values())
+    target = load_target(model, **{**load.given(), "chat_template": template})
     preparing = Thread(target=_prepare_grammars, args=(target,))
     preparing.start()
-    base = name or _short_name(model)
+    base = options.name or _short_name(model)
     models: list[ServedModel] = []
     engines: dict[str, Engine] = {}
     for head, drafts in resolved.items():
         served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
-        engines[served] = engine_on(target, drafts, Drafting(head, corpus=corpus), max_batch_size=max_rows)
+        drafting = Drafting(head, corpus=options.corpus)
+        engines[served] = engine_on(target, drafts, drafting, max_batch_size=options.max_rows)
         models.append(ServedModel(served, base, None if head is None else _short_name(head)))
-    for adapter, folder in (adapters or {}).items():
+    for adapter, folder in options.adapters.items():
         if adapter in engines:
             raise InvalidSettings(f"--adapter {adapter}={folder}: {adapter} is served already; give another name")
         engines[adapter] = engines[base].with_adapter(folder)
         models.append(replace(models[0], name=adapter, adapter=adapter))
     preparing.join()
-    return Served(tuple(models), engines)
+    return models, engines
 
 
 def _prepare_grammars(target: TargetModel) -> None:

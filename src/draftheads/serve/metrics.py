@@ -1,6 +1,7 @@
 """Counts for Prometheus, in a registry of our own. The only file that knows prometheus_client."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -52,13 +53,15 @@ class Metrics:
         self.registry.register(_Counts(snapshot, _OF_SCHEDULER))
         if recorder_counts is not None:
             self.registry.register(_Counts(recorder_counts, _OF_RECORDER))
-        self._requests = self._counter("requests", "HTTP requests", "route", "status")
-        self._tokens = self._counter("tokens", "Tokens of prompts and answers", "kind")
-        self._drafted = self._counter("draft_tokens", "Draft tokens that were verified", "depth")
-        self._accepted = self._counter("accepted_tokens", "Draft tokens that were accepted", "depth")
-        self._nodes = self._histogram("tree_nodes", "Draft tokens in a step of an answer", _NODES)
-        self._first = self._histogram("first_token_seconds", "From the request to its first token", _SECONDS)
-        self._between = self._histogram("between_tokens_seconds", "Time of a step by its new tokens", _SECONDS)
+        counter = partial(Counter, namespace="draftheads", registry=self.registry)
+        histogram = partial(Histogram, namespace="draftheads", registry=self.registry)
+        self._requests = counter("requests", "HTTP requests", ("route", "status"))
+        self._tokens = counter("tokens", "Tokens of prompts and answers", ("kind",))
+        self._drafted = counter("draft_tokens", "Draft tokens that were verified", ("depth",))
+        self._accepted = counter("accepted_tokens", "Draft tokens that were accepted", ("depth",))
+        self._nodes = histogram("tree_nodes", "Draft tokens in a step of an answer", buckets=_NODES)
+        self._first = histogram("first_token_seconds", "From the request to its first token", buckets=_SECONDS)
+        self._between = histogram("between_tokens_seconds", "Time of a step by its new tokens", buckets=_SECONDS)
 
     def request(self, route: str, status: int) -> None:
         """An HTTP request has ended; 0 is the status of one whose client went."""
@@ -67,14 +70,12 @@ class Metrics:
     def prompt(self, num_tokens: int) -> None:
         self._tokens.labels("prompt").inc(num_tokens)
 
-    def first_token(self, event: StreamEvent, seconds: float) -> None:
-        """The first event of an answer, after so many seconds."""
-        self._first.observe(seconds)
+    def event(self, event: StreamEvent, seconds: float, *, is_first: bool) -> None:
+        """An event of an answer, so many seconds after the last one, or after the request."""
         self._tokens.labels("answer").inc(len(event.token_ids))
-
-    def step(self, event: StreamEvent, seconds: float) -> None:
-        """A further event of an answer, so many seconds after the last one."""
-        self._tokens.labels("answer").inc(len(event.token_ids))
+        if is_first:
+            self._first.observe(seconds)
+            return
         if event.token_ids:
             self._between.observe(seconds / len(event.token_ids))
         self._nodes.observe(sum(event.drafted_by_depth))
@@ -86,12 +87,6 @@ class Metrics:
     def text(self) -> bytes:
         """In the format that Prometheus reads."""
         return generate_latest(self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"draftheads_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"draftheads_{name}", text, buckets=buckets, registry=self.registry)
 
 
 class _Counts(Collector):

@@ -76,9 +76,8 @@ class ServeOptions(OptionGroup):
         for given in self.adapter:
             name, _, folder = given.partition("=")
             if not _NAME.fullmatch(name) or not folder:
-                raise InvalidSettings(
-                    f"--adapter {given}: write NAME=FOLDER, with a name of ASCII letters, digits, dots and dashes"
-                )
+                form = "NAME=FOLDER, with a name of ASCII letters, digits, dots and dashes"
+                raise InvalidSettings(f"--adapter {given}: write {form}")
             if name in folders:
                 raise InvalidSettings(f"--adapter {given}: {name} is {folders[name]} already; give another name")
             folders[name] = user_path(folder)

@@ -77,11 +77,9 @@ class Recorder:
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         if max_bytes < _SMALLEST_BUDGET:
-            raise InvalidSettings(
-                f"--record-gib is {max_bytes / 2**30:g}; it must be at least {_SMALLEST_BUDGET / 2**30:g}"
-            )
-        self.folder = folder
-        self.max_bytes = max_bytes
+            least = f"{_SMALLEST_BUDGET / 2**30:g}"
+            raise InvalidSettings(f"--record-gib is {max_bytes / 2**30:g}; it must be at least {least}")
+        self.folder, self.max_bytes = folder, max_bytes
         self._file_bytes = min(_FILE_BYTES, max_bytes // _FILES_AT_LEAST)
         self._held = ExitStack()
         is_new = not folder.exists()

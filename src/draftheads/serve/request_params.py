@@ -28,11 +28,10 @@ _OTHERWISE = {"max_new_tokens", "min_new_tokens", "logprobs", "grammar"}
 _NOT_SERVED = {"acceptance", "typical_epsilon", "typical_delta"}
 _SETTINGS = {field.name: field for field in dataclass_fields(SamplingSettings)}
 _SAMPLING = [name for name in _SETTINGS if name not in _OTHERWISE | _NOT_SERVED]  # these have fields of the same name
-_OUR_NAMES = {"max_new_tokens": "max_tokens"}
-_NAMES = {"draft_nodes", *_SETTINGS}
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_Stops = Annotated[list[_Stop], Field(max_length=16)]
 _TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
@@ -96,10 +95,7 @@ class CommonFields(_OfSettings):
 
     model: str = ""
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    stop: Annotated[
-        list[_Stop],
-        BeforeValidator(text_or_list, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=16)]),
-    ] = Field([], max_length=16)
+    stop: Annotated[_Stops, BeforeValidator(text_or_list, json_schema_input_type=_Stop | _Stops)] = Field([])
     stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024)] = Field({})
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -161,8 +157,9 @@ class RequestParams:
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
         """The n requests of the prompt of a field. Those of a seed have this seed and the ones after it."""
-        seed = self.settings.seed
-        seeds = [None if seed is None else _later(seed, number) for number in range(self.fields.n)]
+        seed, numbers = self.settings.seed, range(self.fields.n)
+        # after the largest seed comes 0
+        seeds = [None if seed is None else seed + n - (seed + n >= 2**64) * 2**64 for n in numbers]
         try:
             return [self.engine.request(prompt_ids, replace(self.settings, seed=each)) for each in seeds]
         except DraftHeadsError as error:
@@ -175,18 +172,12 @@ class RequestParams:
 
         ``tokens`` and ``field`` name the factors in the error.
         """
-        if self.settings.logprobs is None:
-            return
-        num_top = max(1, self.settings.logprobs)  # each token has its own, too
+        num_top = max(1, self.settings.logprobs or 0)  # each token has its own, too
         product = self.fields.n * num_tokens * num_top
-        if product > most:
+        if self.settings.logprobs is not None and product > most:
             factors = f"n × {tokens} × {field} is {self.fields.n} × {num_tokens} × {num_top}"
             message = f"{factors} = {product:,} log-probabilities; it must be at most {most:,}: ask for fewer"
             raise ApiError(400, message, param=field)
-
-
-def _later(seed: int, number: int) -> int:
-    return seed + number if seed + number < 2**64 else seed + number - 2**64
 
 
 def read_params(fields: CommonFields, service: Service, grammar: Grammar | None) -> RequestParams:
@@ -196,9 +187,8 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
     if fields.n > service.limits.choices:
         raise wrong("n", f"is {fields.n}; it must be at most {service.limits.choices}")
     if fields.min_tokens and grammar is not None:
-        raise wrong(
-            "min_tokens", f"is {fields.min_tokens}, but the form of the answer decides on its end; leave it out"
-        )
+        problem = "but the form of the answer decides on its end; leave it out"
+        raise wrong("min_tokens", f"is {fields.min_tokens}, {problem}")
     if "stream_options" in fields.model_fields_set and not fields.stream:
         raise wrong("stream_options", "is for streams only; send stream: true")
     if fields.stream_options.continuous_usage_stats and not fields.stream_options.include_usage:
@@ -216,15 +206,10 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
         sampling["top_k"] = None
     if sampling.get("top_p") == 0:  # only the most likely token is left
         sampling |= {"temperature": 0.0, "top_p": 1.0}
+    sampling |= {"max_new_tokens": max_tokens, "min_new_tokens": fields.min_tokens}
     try:
         engine.check_draft_nodes(fields.draft_nodes)
-        settings = SamplingSettings(
-            **sampling,
-            max_new_tokens=max_tokens,
-            min_new_tokens=fields.min_tokens,
-            logprobs=fields.num_logprobs,
-            grammar=grammar,
-        )
+        settings = SamplingSettings(**sampling, logprobs=fields.num_logprobs, grammar=grammar)
     except InvalidSettings as error:
         raise api_error_of(error, param=_field_of(error)) from None
     return RequestParams(fields, engine, Lane(fields.model, fields.draft_nodes), settings)
@@ -232,8 +217,8 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
 
 def _max_tokens(fields: CommonFields, limit: int | None) -> int:
     """The longest answer that a request wants, within the limit of the server and the model."""
-    names = {name: type(fields).model_fields[name].alias or name for name in ("max_tokens", "max_completion_tokens")}
-    asked = {names[name]: value for name in names if (value := getattr(fields, name))}
+    own, names = type(fields).model_fields, ("max_tokens", "max_completion_tokens")
+    asked = {own[name].alias or name: value for name in names if (value := getattr(fields, name))}
     if len(set(asked.values())) > 1:
         raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
     for name, value in asked.items():
@@ -241,14 +226,12 @@ def _max_tokens(fields: CommonFields, limit: int | None) -> int:
             raise wrong(name, f"is {value}; it must be at most {limit} on this server")
     max_tokens = next(iter(asked.values()), min(fields.default_tokens, limit or fields.default_tokens))
     if (fields.min_tokens or 0) > max_tokens:
-        raise wrong(
-            "min_tokens",
-            f"is {fields.min_tokens}; it must be at most {next(iter(asked), 'max_tokens')}, which is {max_tokens}",
-        )
+        limit_name = next(iter(asked), "max_tokens")
+        raise wrong("min_tokens", f"is {fields.min_tokens}; it must be at most {limit_name}, which is {max_tokens}")
     return max_tokens
 
 
 def _field_of(error: DraftHeadsError) -> str | None:
     """The field that an error about a setting begins with."""
     name = str(error).partition(" ")[0]
-    return _OUR_NAMES.get(name, name) if name in _NAMES else None
+    return {"max_new_tokens": "max_tokens"}.get(name, name) if name in {"draft_nodes", *_SETTINGS} else None

@@ -3,18 +3,198 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from reprlib import repr as short_repr
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError
 
 from draftheads.decode.request import StreamEvent
-from draftheads.serve.chat_completions import AnswerPart, AnswerStream, ChatCall, read_chat
-from draftheads.serve.fields import ApiError, wrong
-from draftheads.serve.request_params import RequestParams
-from draftheads.serve.response_input import ResponseFields
+from draftheads.serve.chat_completions import (
+    AnswerPart,
+    AnswerStream,
+    Arguments,
+    ChatBody,
+    ChatCall,
+    Texts,
+    message_of,
+    read_chat,
+    tool_call,
+)
+from draftheads.serve.fields import (
+    ApiError,
+    Fields,
+    NoEffect,
+    Unsupported,
+    check_schema,
+    text_or_list,
+    validation_error,
+    wrong,
+)
+from draftheads.serve.request_params import NamedSchema, RequestParams, StreamOptions, grammar_of
 from draftheads.serve.state import Service
-from draftheads.serve.tools import ToolCall
+from draftheads.serve.tools import ToolCall, ToolName, ToolUse, as_sent, use_of
+from draftheads.settings import MOST_LOGPROBS, Effort, Grammar
 from draftheads.utils.messages import half_character
+
+LOGPROBS = "message.output_text.logprobs"  # in the field include
+
+
+class _Item(Fields):
+    """One part of the input; three fields are those of a part of an answer that is sent back."""
+
+    id: NoEffect = None
+    status: NoEffect = None
+    phase: NoEffect = None
+
+    @abstractmethod
+    def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
+        """Adds it to the messages of a chat template; ``place`` names the item."""
+
+
+class _Message(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Texts
+
+    def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
+        messages.append(message_of(self.role, self.content, f"{place}.content"))
+
+
+class _FunctionCall(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Arguments = Field({})
+
+    def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
+        """Calls belong to the message of the model before them, as in a chat."""
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(tool_call(self.name, self.arguments, self.call_id))
+
+
+class _FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Texts
+
+    def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
+        message = message_of("tool", self.output, f"{place}.output")
+        messages.append({**message, "tool_call_id": self.call_id})
+
+
+_KINDS: tuple[type[_Item], ...] = (_Message, _FunctionCall, _FunctionCallOutput)
+_ITEMS: dict[Any, type[_Item]] = {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in _KINDS}
+
+
+def _items(value: Any) -> list[Any]:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else text_or_list(value)
+
+
+class _FunctionTool(Fields):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] = Field({})
+    strict: bool | None = None  # changes no answer: forced calls always follow the schema
+
+
+class _TextFormat(NamedSchema):
+    type: Literal["text", "json_object", "json_schema"]
+    of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] | None = Field(None, alias="schema")
+
+
+class _TextOptions(Fields):
+    format: _TextFormat = _TextFormat(type="text", schema=None)
+    verbosity: Annotated[Any, Unsupported("leave it out", only="medium")] = None
+
+
+class _Reasoning(Fields):
+    effort: Effort | None = None
+    summary: NoEffect = None  # answers have no reasoning apart from their text
+    generate_summary: NoEffect = None
+
+
+_ITS_USAGE = "the last event has the usage; leave it out"
+_NOT_STORED = "nothing is stored; send the earlier items in input"
+
+
+class _StreamOptions(StreamOptions):
+    include_usage: Annotated[Any, Unsupported(_ITS_USAGE, only=True)] = False
+    continuous_usage_stats: Annotated[Any, Unsupported(_ITS_USAGE, only=False)] = False
+
+
+class ResponseFields(ChatBody):
+    """The fields of a request for a response."""
+
+    names: ClassVar = {"messages": "input", "form": "text.format", "effort": "reasoning.effort"}
+    length: ClassVar = "max_output_tokens"
+
+    input: Annotated[list[dict[str, Any]], FailFast(), BeforeValidator(_items)] = Field(min_length=1, max_length=2048)
+    instructions: str | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(None, alias="max_output_tokens")
+    text: _TextOptions = _TextOptions()
+    reasoning: _Reasoning = _Reasoning()
+    tools: Annotated[list[dict[str, Any]], as_sent(_FunctionTool)] = Field([])
+    tool_choice: Any = "auto"
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field([])
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    ] = Field({})
+    truncation: Literal["disabled"] = "disabled"
+    stream_options: _StreamOptions = _StreamOptions()
+    max_tool_calls: NoEffect = None  # of tools that a server runs itself
+    background: Annotated[Any, Unsupported("an answer is made while its client waits; leave it out", only=False)] = None
+    conversation: Annotated[Any, Unsupported(_NOT_STORED)] = None
+    max_tokens: Annotated[Any, Unsupported("use max_output_tokens")] = None
+    messages: Annotated[Any, Unsupported("use input")] = None
+    n: Annotated[Any, Unsupported("send a request for each answer", only=1)] = 1
+    previous_response_id: Annotated[Any, Unsupported(_NOT_STORED)] = None
+    prompt: Annotated[Any, Unsupported("no prompts are stored; use instructions and input")] = None
+    reasoning_effort: Annotated[Any, Unsupported("use reasoning.effort")] = None
+    response_format: Annotated[Any, Unsupported("use text.format")] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and LOGPROBS not in self.include:
+            raise wrong("top_logprobs", f'needs include: ["{LOGPROBS}"]')
+        return self.top_logprobs if LOGPROBS in self.include else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return grammar_of(self.text.format.type, self.text.format.of_answers, "text.format.schema")
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning.effort
+
+    def tool_use(self) -> ToolUse | None:
+        own = [{key: value for key, value in tool.items() if key != "type"} for tool in self.tools]
+        tools = [{"type": "function", "function": function} for function in own]
+        return use_of(tools, self.tool_choice, parallel=self.parallel_tool_calls, flat=True)
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The instructions and the input as a chat template reads them."""
+        messages = [] if self.instructions is None else [message_of("system", self.instructions, "instructions")]
+        for number, item in enumerate(self.input):
+            _read_item(item, f"input[{number}]").add_to(messages, f"input[{number}]")
+        return messages
+
+
+def _read_item(item: dict[str, Any], place: str) -> _Item:
+    kind = "message" if item.get("type") is None else item["type"]
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        names = list(map(repr, _ITEMS))
+        raise wrong(f"{place}.type", f"is {short_repr(kind)}; it must be {', '.join(names[:-1])} or {names[-1]}")
+    try:
+        return _ITEMS[kind].model_validate(item)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False), place) from None
 
 
 class ResponseEvents:
@@ -24,14 +204,16 @@ class ResponseEvents:
 
     Args:
         head: the fields of the response that do not change.
+        usage: gives the counts of the whole answer, in the names of chats.
     """
 
-    def __init__(self, head: dict[str, Any]) -> None:
-        self._head = head
-        self._num_events = 0
+    def __init__(self, head: dict[str, Any], usage: Callable[[], dict[str, Any]]) -> None:
+        self._head, self._usage = head, usage
+        self._numbers = count()
         self._output: list[dict[str, Any]] = []
         self._message_id: str | None = None  # None: no message has begun
         self._text = ""
+        self._calls: list[ToolCall] = []
         self._logprobs: list[dict[str, Any]] = []
         self._waiting: dict[str, list[Any]] = {}  # what belongs to text that comes with a later event
 
@@ -39,32 +221,34 @@ class ResponseEvents:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
-    def add_text(
-        self, text: str, logprobs: Sequence[dict[str, Any]], pieces: list[Any] | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """New text of the message, which may be empty; ``pieces`` are texts, each with whether it was drafted."""
-        self._waiting.setdefault("logprobs", []).extend(logprobs)
-        if pieces is not None:
-            self._waiting.setdefault("pieces", []).extend(pieces)
-        if text:
+    def add(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
+        """A part of the answer. Calls are sent at the end, after those before them."""
+        self._calls += part.calls.values()
+        self._waiting.setdefault("logprobs", []).extend(part.logprobs["content"] if part.logprobs else ())
+        if part.pieces is not None:
+            self._waiting.setdefault("pieces", []).extend(part.pieces.get("content", ()))
+        if text := part.texts.get("content"):
             yield from self._begun()
             yield self._delta(text)
+        if part.reason is not None:
+            yield from self._end(is_cut=part.reason == "length")
 
-    def end(self, calls: Sequence[ToolCall], usage: dict[str, Any], *, is_cut: bool) -> Iterator[dict[str, Any]]:
+    def _end(self, *, is_cut: bool) -> Iterator[dict[str, Any]]:
         """The answer is finished; ``is_cut`` if it reached its limit of tokens."""
         status = "incomplete" if is_cut else "completed"
-        if not calls:
+        if not self._calls:
             yield from self._begun()
         if self._message_id is not None:
             yield from self._message_done(status)
-        for call in calls:
+        for call in self._calls:
             yield from self._called(call)
-        more: dict[str, Any] = {"output": self._output, "usage": usage}
-        if is_cut:
-            more["incomplete_details"] = {"reason": "max_output_tokens"}
-        else:
-            more["completed_at"] = int(time.time())
-        yield self._event(f"response.{status}", response=self._response(status, **more))
+        counts = self._usage()
+        usage = {"input_tokens": counts["prompt_tokens"], "input_tokens_details": counts["prompt_tokens_details"]}
+        usage |= {"output_tokens": counts["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0}}
+        usage |= {"total_tokens": counts["total_tokens"], "draft": counts["draft"]}
+        more = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {"completed_at": int(time.time())}
+        response = self._response(status, output=self._output, usage=usage, **more)
+        yield self._event(f"response.{status}", response=response)
 
     def fail(self, error: ApiError) -> Iterator[dict[str, Any]]:
         yield self._event("error", code=error.code, message=error.detail, param=error.param)
@@ -72,8 +256,7 @@ class ResponseEvents:
         yield self._event("response.failed", response=self._response("failed", error=problem))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._num_events += 1
-        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+        return {"type": kind, "sequence_number": next(self._numbers), **fields}
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         empty: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
@@ -142,19 +325,19 @@ class ResponseCall(ChatCall):
     def response(self) -> dict[str, Any]:
         """The response, which is the same as in the last event of a stream."""
         [request] = self.requests
-        *_, last = self._sent(self._events(), AnswerStream(self, request).add(request), [])
+        *_, last = self._events().add(AnswerStream(self, request).add(request))
         response: dict[str, Any] = last["response"]
         return response
 
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
         """Events; an answer that fails ends with an event of it."""
         [request] = self.requests
-        sent, stream, calls = self._events(), AnswerStream(self, request), list[ToolCall]()
+        sent, stream = self._events(), AnswerStream(self, request)
         for item in sent.begin():
             yield item
         try:
             async for _, event in events:
-                for item in self._sent(sent, stream.add(event), calls):
+                for item in sent.add(stream.add(event)):
                     yield item
         except ApiError as error:
             for item in sent.fail(error):
@@ -162,25 +345,8 @@ class ResponseCall(ChatCall):
 
     def _events(self) -> ResponseEvents:
         model = {"model": self.params.lane.model, "system_fingerprint": self.system_fingerprint}
-        return ResponseEvents({"id": self.id, "object": "response", "created_at": self.created, **model, **self.echo})
-
-    def _sent(self, events: ResponseEvents, part: AnswerPart, calls: list[ToolCall]) -> Iterator[dict[str, Any]]:
-        """The events that a part becomes. Calls are sent at the end, after those before them."""
-        calls += part.calls
-        entries = part.logprobs["content"] if part.logprobs else []
-        pieces = None if part.pieces is None else part.pieces.get("content", [])
-        yield from events.add_text(part.texts.get("content", ""), entries, pieces)
-        if part.reason is not None:
-            usage = self.usage()
-            named = {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-                "draft": usage["draft"],
-            }
-            yield from events.end(calls, named, is_cut=part.reason == "length")
+        head = {"id": self.id, "object": "response", "created_at": self.created, **model, **self.echo}
+        return ResponseEvents(head, self.usage)
 
 
 def read_response(fields: ResponseFields, service: Service) -> ResponseCall:

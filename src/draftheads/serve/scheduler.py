@@ -69,10 +69,8 @@ class Snapshot:
     waiting: int = 0
     reading: int = 0  # requests whose prompts are being read
     running: int = 0  # requests that are decoded
-    lanes: int = 0
     kv_bytes: int = 0  # keys and values of the requests that are read or decoded
     prefix_bytes: int = 0  # the same of cached prefixes, with their hidden states
-    prefix_entries: int = 0
 
     steps: int = 0
     interruptions: int = 0  # of requests that were read or decoded and waited again
@@ -135,10 +133,8 @@ class Scheduler:
         """Accepts a job."""
         self.core.check(job.request, job.lane)
         with self._changed:
-            if self.lost is not None:
-                raise self.lost
-            if self._drain_until is not None:
-                raise ShuttingDown("the server is shutting down: send the request to another one")
+            if (closed := self._closed) is not None:
+                raise closed
             self._check_queue(job.client)
             self.core.add(job.request, job.lane, client=job.client, cache_salt=job.cache_salt)
             self._live[job.request] = job  # after what may fail; its events wait for the lock
@@ -161,8 +157,8 @@ class Scheduler:
         """Runs a function on the model thread between two steps. Its future fails when the scheduler is closed."""
         future: Future[T] = Future()
         with self._changed:
-            if self.lost is not None or self._drain_until is not None:
-                future.set_exception(self._closed)
+            if (closed := self._closed) is not None:
+                future.set_exception(closed)
             else:
                 self._calls.append((function, future))
                 self._changed.notify_all()
@@ -198,8 +194,11 @@ class Scheduler:
         return max(1.0, (now - recent[0]) / len(recent)) if recent else 1.0
 
     @property
-    def _closed(self) -> DeviceLost | ShuttingDown:
-        return self.lost or ShuttingDown("the scheduler is closed")
+    def _closed(self) -> DeviceLost | ShuttingDown | None:
+        """Why nothing is taken any more."""
+        if self.lost is not None or self._drain_until is None:
+            return self.lost
+        return ShuttingDown("the server is shutting down: send the request to another one")
 
     # --- the model thread ---
 
@@ -224,9 +223,11 @@ class Scheduler:
             with self._changed:
                 self.lost = DeviceLost(f"{device} of the server has failed: send the request again after its restart")
             logger.critical("%s computes nothing any more: the server has to be restarted", device)
-        if self.lost is not None:
-            return JobFailed("device_lost", str(self.lost))
-        return JobFailed("error", f"the answer could not be computed: {first_line(error)}")
+        return self._lost_or(JobFailed("error", f"the answer could not be computed: {first_line(error)}"))
+
+    def _lost_or(self, failure: JobFailed) -> JobFailed:
+        """The failure, unless the accelerator has failed, which is the reason then."""
+        return failure if self.lost is None else JobFailed("device_lost", str(self.lost))
 
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do; False if it is time to end."""
@@ -280,8 +281,7 @@ class Scheduler:
     def _deliver(self, request: Request, event: StreamEvent | JobFailed) -> None:
         """Hands an event over, unless the job has ended."""
         with self._changed:
-            job = self._live.get(request)
-            if job is None:
+            if (job := self._live.get(request)) is None:
                 return
             if isinstance(event, JobFailed):
                 del self._live[request]
@@ -306,10 +306,8 @@ class Scheduler:
                 self._counts,
                 reading=len(core.reading),
                 running=len(core.running) - len(core.reading),
-                lanes=len(core.batches),
                 kv_bytes=core.kv_bytes,
                 prefix_bytes=core.prefixes.num_bytes,
-                prefix_entries=len(core.prefixes),
                 steps=core.steps,
                 interruptions=core.interruptions,
                 prompt_tokens_read=core.tokens_read,
@@ -318,10 +316,9 @@ class Scheduler:
             )
 
     def _forget(self) -> None:
-        if self.lost is not None:  # it cannot even free memory
-            return
-        self.core.clear()
-        self.core.prefixes.limit(0)
+        if self.lost is None:  # else it cannot even free memory
+            self.core.clear()
+            self.core.prefixes.limit(0)
 
     def _fail_all(self, failure: JobFailed) -> None:
         with self._changed:
@@ -330,10 +327,8 @@ class Scheduler:
 
     def _end(self) -> None:
         with self._changed:
-            if self.lost is None:
-                self._fail_all(JobFailed("shutdown", "the server shut down before the answer was finished"))
-            else:
-                self._fail_all(JobFailed("device_lost", str(self.lost)))
+            shutdown = JobFailed("shutdown", "the server shut down before the answer was finished")
+            self._fail_all(self._lost_or(shutdown))
             for _, future in self._calls:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(self._closed)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from weakref import WeakValueDictionary
 
 from draftheads.decode.engine import Engine
@@ -15,9 +15,10 @@ from draftheads.serve.fields import ApiError, api_error_of
 from draftheads.serve.guard import Access, HttpLimits
 from draftheads.serve.metrics import Metrics
 from draftheads.serve.recorder import Recorder
-from draftheads.serve.scheduler import Job, Scheduler
+from draftheads.serve.scheduler import Scheduler
 
 Phase = Literal["loading", "ready", "draining"]
+F = TypeVar("F")
 T = TypeVar("T")
 
 
@@ -47,15 +48,9 @@ class Service:
     """
 
     def __init__(
-        self,
-        limits: HttpLimits | None = None,
-        access: Access | None = None,
-        *,
-        recorder: Recorder | None = None,
+        self, limits: HttpLimits | None = None, access: Access | None = None, *, recorder: Recorder | None = None
     ) -> None:
-        self.limits = limits or HttpLimits()
-        self.access = access or Access()
-        self.recorder = recorder
+        self.limits, self.access, self.recorder = limits or HttpLimits(), access or Access(), recorder
         self.exchange: Callable[[str, str], object] | None = None  # of the head of a served model, for /admin/head
         self.tokenizer_fingerprint = ""  # where answers are recorded
         self.models: dict[str, ServedModel] = {}
@@ -110,23 +105,16 @@ class Service:
         self.model(name)
         return self.scheduler.engines[name]
 
-    def cancel(self, job: Job) -> None:
-        """Ends a job, also while the server shuts down."""
-        if self._scheduler is not None:
-            self._scheduler.cancel(job)
-
-    async def read(self, client: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Runs a function on the thread that reads requests: one of each client at a time, so that they take turns."""
-        turn = self._reading.setdefault(client, asyncio.Lock())
-        async with turn:
-            return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
+    async def read(self, client: str, function: "Callable[[F, Service], T]", fields: F) -> T:
+        """Reads fields on a thread: those of one client one after another, so that clients take turns."""
+        async with self._reading.setdefault(client, asyncio.Lock()):
+            return await asyncio.get_running_loop().run_in_executor(self._reader, function, fields, self)
 
     async def drain(self, seconds: float) -> None:
         """Takes no further requests, and finishes the answers that are under way within so many seconds."""
         self.phase = "draining"
         if self._scheduler is not None:
-            scheduler = self._scheduler
-            await asyncio.to_thread(lambda: scheduler.close(drain_seconds=seconds))
+            await asyncio.to_thread(self._scheduler.close, drain_seconds=seconds)
 
     def close(self) -> None:
         """Stops the threads at once; unfinished answers fail."""

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
 
 from draftheads.decode.grammar import ONE_LINE
+from draftheads.decode.text import TaggedText
 from draftheads.models.chat_template import CALL_TAGS, render
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
 from draftheads.serve.fields import ApiError, Fields, check_schema, wrong
-from draftheads.serve.tagged_text import TaggedText, TrimmedText
 from draftheads.settings import Grammar
 from draftheads.utils.messages import short
 
@@ -22,12 +22,8 @@ OPEN, CLOSE = CALL_TAGS
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _CHOSEN = {"type": {"const": "function"}, "function": _NAMED}
-_CHOICE: dict[str, Any] = {  # what is read of tool_choice
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {"type": "object", "properties": _CHOSEN, "required": ["type", "function"]},
-    ]
-}
+_FUNCTION = {"type": "object", "properties": _CHOSEN, "required": ["type", "function"]}
+TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required"]}, _FUNCTION]}  # what is read of it
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -82,7 +78,9 @@ class _Function(Fields, extra="ignore"):
     parameters: dict[str, Any] = Field({})
 
 
-class _Tool(Fields, extra="ignore"):
+class Tool(Fields, extra="ignore"):
+    """A tool of a chat."""
+
     type: Literal["function"]
     function: _Function
 
@@ -102,18 +100,6 @@ def as_sent(kind: type[Fields]) -> BeforeValidator:
         return given
 
     return BeforeValidator(check, json_schema_input_type=tools)
-
-
-class ToolFields(Fields):
-    """The fields about tools."""
-
-    tools: Annotated[list[dict[str, Any]], as_sent(_Tool)] = Field([])
-    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = "auto"
-    parallel_tool_calls: bool = True
-
-    def tool_use(self) -> ToolUse | None:
-        """What the request says of its tools; None if there are none, or none may be called."""
-        return use_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
 
 def use_of(tools: Sequence[dict[str, Any]], choice: Any, *, parallel: bool, flat: bool = False) -> ToolUse | None:
@@ -148,12 +134,36 @@ def check_template(model: TargetModel) -> None:
     except Exception as error:  # noqa: BLE001 - a template is a program of the model's author
         text = str(error)
     if "probe_of_template" not in text or OPEN not in text:
-        raise ApiError(
-            400,
-            f"the chat template of {shown_name(model.model_id)} has no tools in Hermes' form ({OPEN}): leave tools "
-            "out, or start the server with a template that has, such as --chat-template hermes",
-            param="tools",
-        )
+        problem = f"the chat template of {shown_name(model.model_id)} has no tools in Hermes' form ({OPEN})"
+        fix = "leave tools out, or start the server with a template that has, such as --chat-template hermes"
+        raise ApiError(400, f"{problem}: {fix}", param="tools")
+
+
+class TrimmedText:
+    """Text without the spaces beside the tags that were cut out of it."""
+
+    def __init__(self) -> None:
+        self._space = ""  # at the end of the text so far
+        self._space_behind: str | None = None  # what follows a cut, which was the last thing; None: there was none
+        self._has_begun = False
+
+    def cut(self) -> None:
+        self._space_behind = ""
+
+    def push(self, text: str, *, is_end: bool = False) -> str:
+        """Adds text and returns what is certain."""
+        if self._space_behind is not None:
+            trimmed = text.lstrip()
+            self._space_behind += text[: len(text) - len(trimmed)]
+            if not trimmed:
+                return ""
+            self._space = (self._space or self._space_behind) if self._has_begun else ""
+            text, self._space_behind = trimmed, None
+        text = self._space + text
+        certain = text if is_end else text.rstrip()
+        self._space = text[len(certain) :]
+        self._has_begun |= bool(certain)
+        return certain
 
 
 class ToolCallText:
@@ -161,18 +171,12 @@ class ToolCallText:
 
     After each piece, ``thought`` is what the model thought in it.
 
-    >>> text = ToolCallText()
+    >>> text = ToolCallText(("<think>", "</think>"))
     >>> text.push('Let me see. <tool'), text.push('_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     (('Let me see.', []), ('', [ToolCall(name='add', arguments='{"a": 1}')]))
     """
 
-    def __init__(
-        self,
-        thinking: tuple[str, str] | None = ("<think>", "</think>"),
-        *,
-        in_thought: bool = False,
-        has_tools: bool = True,
-    ) -> None:
+    def __init__(self, thinking: tuple[str, str] | None, *, in_thought: bool = False, has_tools: bool = True) -> None:
         tags = {"call": CALL_TAGS} if has_tools else {}
         tags |= {"thought": thinking} if thinking else {}
         self._parts = TaggedText(tags, "thought" if in_thought else "text")
