@@ -119,4 +119,4 @@ def check_empty(scheduler: Scheduler) -> None:
     """Nothing is kept of ended jobs but cached prefixes."""
     found = scheduler.snapshot()
     assert (found.waiting, found.reading, found.running, found.kv_bytes) == (0, 0, 0, 0)
-    assert not (scheduler._live or scheduler.core.batches or scheduler.core.reading)
+    assert [*scheduler._live, *scheduler.core.batches, *scheduler.core.reading] == []

@@ -20,14 +20,12 @@ ADMIN_KEY = "an-admin-key"
 class ServerProcess:
     """A running server; a context manager, on leaving which it is asked to stop."""
 
-    def __init__(self, folder: Path, *arguments: str, port: int = 0) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "DRAFTHEADS_CACHE": str(folder / "cache"),
-            "DRAFTHEADS_ADMIN_KEY": ADMIN_KEY,
-        }
-        command = [sys.executable, "-m", "draftheads", "serve", *arguments, "--port", str(port)]
+    def __init__(
+        self, folder: Path, *arguments: str, port: int = 0, program: tuple[str, ...] = ("-m", "draftheads")
+    ) -> None:
+        own = {"DRAFTHEADS_CACHE": str(folder / "cache"), "DRAFTHEADS_ADMIN_KEY": ADMIN_KEY}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+        command = [sys.executable, *program, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -21,8 +21,10 @@ from draftheads.decode.request import GenerationResult
 from draftheads.models.chat_template import read_template
 from draftheads.models.model import TargetModel
 from draftheads.serve.app import HttpServer, http_server
+from draftheads.serve.chat_completions import ChatCall, ChatFields, read_chat
 from draftheads.serve.guard import Access, HttpLimits
 from draftheads.serve.options import listen
+from draftheads.serve.responses import ResponseCall, ResponseFields, read_response
 from draftheads.serve.scheduler import Limits, Scheduler
 from draftheads.serve.state import ServedModel, Service
 from draftheads.speculation.shapes import BestFirst
@@ -35,12 +37,16 @@ USER = {"role": "user", "content": "the cat sat on"}
 
 
 def tiny_engines(template: str | None = "hermes", *, positions: int = 2048) -> dict[str, Engine]:
-    """A random model that can write all bytes, with a head and plain; it never ends its text by itself."""
+    """A random model that can write all bytes, with a head and plain; it never ends its text by itself.
+
+    ``template`` may be one's name, or the template.
+    """
+    template = template if template and "{" in template else read_template(template)
     tokenizer = byte_level()
     torch.manual_seed(5)
     sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": positions, "eos_token_id": 0}
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(requires_grad=False)
-    target = TargetModel(model, tokenizer, "org/tiny", chat_template=read_template(template))
+    target = TargetModel(model, tokenizer, "org/tiny", chat_template=template)
     plain = Engine(target)
     drafting = Engine(target, tiny_head("medusa", target), shape=BestFirst(12))
     return {NAME: drafting, PLAIN: plain}
@@ -79,6 +85,18 @@ class Running:
 
     def complete(self, **fields: Any) -> httpx2.Response:
         return self.post("completions", **{"prompt": "the cat", "max_tokens": 12, **fields})
+
+    def chat_call(self, **fields: Any) -> ChatCall:
+        """A chat that is read and not answered."""
+        return read_chat(ChatFields.model_validate({"model": NAME, "messages": [USER], **fields}), self.service)
+
+    def response_call(self, **fields: Any) -> ResponseCall:
+        body = ResponseFields.model_validate({"model": NAME, "input": USER["content"], **fields})
+        return read_response(body, self.service)
+
+    def prompt_of(self, call: ChatCall) -> str:
+        """The text that the model reads."""
+        return str(self.engines[NAME].model.tokenizer.decode(call.requests[0].prompt_ids))
 
     def plain_answer(self, prompt: Any, **settings: Any) -> GenerationResult:
         """What the offline engine says without drafts."""

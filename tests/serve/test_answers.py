@@ -183,25 +183,3 @@ def test_heads_of_one_model_share_what_was_read():
         submit(scheduler, text(1, 30), lane)
         run_to_end(scheduler)
         assert scheduler.snapshot().prefix_tokens_reused == number * 24
-
-
-def test_requests_that_arrive_together_read_their_common_beginning_once():
-    scheduler = scheduler_of(engines_of(some_model("llama"), "hydra"))
-    system = text(1, 60)
-    inboxes = [submit(scheduler, system + text(number, 5))[1] for number in range(2, 8)]
-    run_to_end(scheduler)
-    assert scheduler.snapshot().prompt_tokens_read == 65 + 5 * (65 - 56)
-    for number, inbox in enumerate(inboxes):
-        assert inbox.answer == plain_answer(scheduler.engines["hydra"], system + text(number + 2, 5))
-
-
-def test_only_prompts_with_the_same_salt_share_what_was_read():
-    scheduler = scheduler_of(engines_of(some_model("llama"), "hydra"))
-    answers, hits = set(), []
-    for salt, nodes in (("", None), ("a", None), ("b", 0), ("a", 0)):
-        _, inbox = submit(scheduler, text(1, 20), Lane("hydra", nodes), cache_salt=salt)
-        run_to_end(scheduler)
-        answers.add(inbox.answer)
-        hits.append(scheduler.snapshot().prefix_hits)
-    assert hits == [0, 0, 0, 1]
-    assert len(answers) == 1

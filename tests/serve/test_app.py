@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import httpx2
@@ -27,10 +28,7 @@ def said(content: Any, **others: Any) -> list[Any]:
 
 def called(name: str, arguments: str) -> list[Any]:
     """The model called a function."""
-    return [
-        USER,
-        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": name, "arguments": arguments}}]},
-    ]
+    return [USER, {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}]
 
 
 def form(schema: Any, kind: str = "json_schema", **others: Any) -> dict[str, Any]:
@@ -41,35 +39,14 @@ def function(name: str, **others: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **others}}
 
 
-VALUES: dict[str, list[Any]] = {  # of fields, all wrong
-    "model": [None, 5],
-    "messages": [None, "hi", called("\ud800", "{}")],
-    "temperature": [True, -0.1, 10**400],
-    "top_p": [1.1],
-    "top_k": [-2],
-    "min_p": [-0.1],
-    "repetition_penalty": [0],
-    "presence_penalty": [2.5],
-    "frequency_penalty": ["1"],
-    "seed": [2**64, 1.5],
-    "max_tokens": [0],
-    "min_tokens": [-1, 13],
-    "n": [129],
-    "best_of": [2],
-    "stop": [["a"] * 17],
-    "stop_token_ids": [[-1], [3] * 129],
-    "skip_special_tokens": [0],
-    "logprobs": [2],
-    "top_logprobs": [2],
-    "logit_bias": [[1], {str(i): 0 for i in range(1025)}],
-    "draft_nodes": [129],
-    "stream_options": [{}],
-    "audio": [{"voice": "a"}],
-    "modalities": [["audio"]],
-    "max_token": [4],
-    "tools": [[function("a")] * 2, [function("a")] * 65, [function("a", parameters=nested(40))]],
-    "tool_choice": ["required"],
-}
+# values of fields, all wrong; ranges of settings are one rule
+VALUES: dict[str, list[Any]] = {"model": [None, 5], "messages": [None, "hi", called("\ud800", "{}")], "top_k": [-2]}
+VALUES |= {"temperature": [True, -0.1, 10**400], "seed": [2**64, 1.5], "frequency_penalty": ["1"], "n": [129]}
+VALUES |= {"max_tokens": [0], "min_tokens": [-1, 13], "draft_nodes": [129], "max_token": [4], "stop": [["a"] * 17]}
+VALUES |= {"skip_special_tokens": [0], "stop_token_ids": [[-1], [3] * 129], "logprobs": [2], "top_logprobs": [2]}
+VALUES |= {"logit_bias": [[1], {str(i): 0 for i in range(1025)}], "stream_options": [{}], "tool_choice": ["required"]}
+VALUES |= {"best_of": [2], "audio": [{"voice": "a"}], "modalities": [["audio"]]}
+VALUES["tools"] = [[function("a")] * 2, [function("a")] * 65, [function("a", parameters=nested(40))]]
 PLACES: list[tuple[str | None, dict[str, Any]]] = [
     ("messages[0].role", {"messages": [{"content": "a"}]}),
     ("messages[1].content", {"messages": [USER, {"role": "user"}]}),
@@ -77,7 +54,6 @@ PLACES: list[tuple[str | None, dict[str, Any]]] = [
     ("messages[1].content", {"messages": said("\ud800")}),
     ("messages[1].tool_calls[0].function.arguments", {"messages": called("a", "[" * 100_000)}),
     ("\\ud800", {"\ud800": 1}),
-    ("stream_options.\\ud800", {"stream": True, "stream_options": {"\ud800": 1}}),
     ("stream_options.inc", {"stream": True, "stream_options": {"inc": 1}}),
     ("stop_token_ids[0]", {"stop_token_ids": ["a"]}),
     *(("stop[0]", {"stop": stop}) for stop in ("a" * 257, [""])),
@@ -111,7 +87,7 @@ def test_wrong_fields_are_named(server: Running, case: int):
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, [], "", [[]], [1, "a"], [[1], "a", 5], 7, [1.5], [-1], [10**9], "cat " * 5000, ["a"] * 129]
+    "prompt", [None, [], "", [[]], [1, "a"], [[1], "a", 5], 7, [-1], [10**9], "cat " * 5000, ["a"] * 129]
 )
 def test_wrong_prompts_are_named(server: Running, prompt: Any):
     response = server.complete(prompt=prompt)
@@ -128,14 +104,9 @@ def test_the_largest_values_are_allowed(server: Running):
 
 SEEDED = {"temperature": 1.0, "seed": 3}
 FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of requests, and the settings that they are
-    ({"frequency_penalty": -2}, {"frequency_penalty": -2}),
-    ({"presence_penalty": -2.0}, {"presence_penalty": -2.0}),
-    ({"temperature": 1.5, "seed": 3, "min_p": 0.6}, {"temperature": 1.5, "seed": 3, "min_p": 0.6}),
-    ({**SEEDED, "top_p": 0.7}, {**SEEDED, "top_p": 0.7}),
     ({**SEEDED, "top_p": 0}, {}),
     ({**SEEDED, "top_k": 5, "repetition_penalty": 1.3}, {**SEEDED, "top_k": 5, "repetition_penalty": 1.3}),
-    ({**SEEDED, "top_k": 0}, SEEDED),
-    ({**SEEDED, "draft_nodes": 0}, SEEDED),
+    ({**SEEDED, "top_k": 0, "draft_nodes": 0}, SEEDED),
     ({"logit_bias": {"42": 100}}, {"logit_bias": {42: 100.0}}),
     ({**SEEDED, "response_format": {"type": "json_object"}}, {**SEEDED, "grammar": Grammar.json_object()}),
 ]
@@ -152,35 +123,16 @@ def test_fields_are_settings(server: Running, fields: dict[str, Any], settings: 
 
 def test_an_answer_ends_at_stop_tokens_and_not_before_its_shortest_length(server: Running):
     """With logprobs, whose tokens are those of the text."""
-    answer = server.plain_answer([USER], max_new_tokens=12)
-    pieces, ids = answer.pieces, answer.token_ids
-    fields = {"stop_token_ids": [ids[2]], "logprobs": True}
-    first, kept, longer = (
-        server.chat(**fields, **more).json() for more in ({}, {"include_stop_str_in_output": True}, {"min_tokens": 3})
-    )
-    end = ids.index(ids[2])
-    for response, length in ((first, end), (kept, end + 1)):
-        choice = response["choices"][0]
-        assert choice["message"]["content"] == "".join(pieces[:length])
+    ids = server.plain_answer([USER], max_new_tokens=12).token_ids
+    stop, end = {"stop_token_ids": [ids[2]]}, ids.index(ids[2])
+    for fields, length in (({}, end), ({"include_stop_str_in_output": True}, end + 1)):
+        response = server.chat(**stop, **fields, logprobs=True).json()
+        [choice] = response["choices"]
         assert (choice["finish_reason"], len(choice["logprobs"]["content"])) == ("stop", length)
         assert response["usage"]["completion_tokens"] == end + 1
-    own = {"stop_token_ids": [ids[2]], "min_new_tokens": 3}
-    assert longer["choices"][0]["message"]["content"] == server.plain_answer([USER], max_new_tokens=12, **own).text
-    assert longer["usage"]["completion_tokens"] > 3
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_and_special_tokens_are_text_if_that_is_asked_for(server: Running, stream: bool):
-    whole = server.plain_answer([USER], max_new_tokens=12).text
-    stop, end = whole[4:6], whole.index(whole[4:6])
-    for keep, expected in ((False, whole[:end]), (True, whole[: end + 2])):
-        assert texts_of(server.chat(stop=stop, include_stop_str_in_output=keep, stream=stream)) == [expected]
-    # the tiny model's only special token ends answers, so it is chosen by a bias, and ignored
-    special = server.engines[NAME].model.tokenizer.eos_token_id
-    fields = {"logit_bias": {str(special): 100}, "max_tokens": 3, "stream": stream}
-    assert texts_of(server.chat(**fields, ignore_eos=True)) == [""]
-    assert texts_of(server.chat(**fields, ignore_eos=True, skip_special_tokens=False)) == ["<eos>" * 3]
-    assert texts_of(server.chat(**fields, skip_special_tokens=False)) == [""], "the end of an answer is no part of it"
+    expected = server.plain_answer([USER], max_new_tokens=12, **stop, min_new_tokens=3)
+    assert texts_of(server.chat(**stop, min_tokens=3)) == [expected.text]
+    assert len(expected.token_ids) > 3
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
@@ -226,7 +178,7 @@ def test_bodies_that_are_no_requests(server: Running, content: Any, headers: Any
     assert (response.status_code, error_of(response)["code"]) == (status, code)
 
 
-@pytest.mark.parametrize("depth", [60, 400, 900, 960, 990, 5000])
+@pytest.mark.parametrize("depth", [400, 960, 990, 5000])
 def test_values_that_are_nested_deeply_are_no_error_of_the_server(server: Running, depth: int):
     deep = "[" * depth + "]" * depth
     messages = '"messages": [{"role": "user", "content": "a"}]'
@@ -266,18 +218,12 @@ def limited() -> Iterator[Running]:
 
 def test_keys(limited: Running):
     wrong = ("Bearer", "Basic first-key", "Bearer wrong", "Bearer first-key2")
-    for headers in ({}, *({"authorization": value} for value in wrong)):
-        for path in ("/v1/models", "/metrics"):
-            response = httpx2.get(limited.url + path, headers=headers)
-            assert (response.status_code, error_of(response)["type"]) == (401, "authentication_error")
-            assert response.headers["www-authenticate"] == "Bearer"
-    for path, headers in (
-        ("/v1/models", FIRST_KEY),
-        ("/v1/models", SECOND_KEY),
-        ("/health", {}),
-        ("/ready", {}),
-        ("/", {}),
-    ):
+    for headers, path in product(({}, *({"authorization": value} for value in wrong)), ("/v1/models", "/metrics")):
+        response = httpx2.get(limited.url + path, headers=headers)
+        assert (response.status_code, error_of(response)["type"]) == (401, "authentication_error")
+        assert response.headers["www-authenticate"] == "Bearer"
+    free = (("/health", {}), ("/ready", {}), ("/", {}))
+    for path, headers in (("/v1/models", FIRST_KEY), ("/v1/models", SECOND_KEY), *free):
         assert httpx2.get(limited.url + path, headers=headers).status_code == 200
 
 
@@ -288,8 +234,7 @@ def test_nobody_learns_from_cached_tokens_what_another_key_asked():
 
         def cached(headers: dict[str, str], **fields: Any) -> int:
             usage = server.post("completions", headers, **question, **fields).json()["usage"]
-            count: int = usage["prompt_tokens_details"]["cached_tokens"]
-            return count
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
 
         assert cached(FIRST_KEY) == 0
         once = cached(FIRST_KEY)
@@ -304,8 +249,7 @@ def test_nobody_learns_from_cached_tokens_what_another_key_asked():
 
 
 def test_tools_need_a_template_that_has_them(limited: Running):
-    response = limited.chat(FIRST_KEY, tools=[function("add")])
-    assert (response.status_code, error_of(response)["param"]) == (400, "tools")
+    assert error_of(limited.chat(FIRST_KEY, tools=[function("add")]))["param"] == "tools"
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error(limited: Running):
@@ -327,35 +271,17 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(limited: Running):
     assert limited.chat(FIRST_KEY).status_code == 200
 
 
-def test_what_can_never_fit_into_memory_is_refused():
-    with running(tiny_engines(), kv_bytes=1 << 17) as small:
-        response = small.chat(max_tokens=1500)
-        assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
-        assert small.chat().status_code == 200
-
-
 def test_clients_take_turns_to_be_read():
     read: list[str] = []
     service = Service()
 
     async def all_at_once() -> None:
-        await asyncio.gather(*(service.read(name[0], read.append, name) for name in ("a1", "a2", "a3", "b1")))
+        names = ("a1", "a2", "a3", "b1")
+        await asyncio.gather(*(service.read(name[0], lambda name, _: read.append(name), name) for name in names))
 
     asyncio.run(all_at_once())
     service.close()
     assert read == ["a1", "b1", "a2", "a3"]
-
-
-def test_before_the_model_is_loaded_and_while_it_drains():
-    with pytest.raises(ApiError) as caught:
-        _ = Service().scheduler
-    assert (caught.value.status_code, caught.value.code, caught.value.headers) == (503, "loading", {"retry-after": "1"})
-    with running(tiny_engines()) as server:
-        server.service.phase = "draining"
-        assert httpx2.get(server.url + "/ready").status_code == 503
-        assert httpx2.get(server.url + "/health").status_code == 200
-        for fields in ({}, {"n": 0}):  # before the body is checked
-            assert error_of(server.chat(**fields))["code"] == "shutting_down"
 
 
 def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch):
@@ -385,8 +311,7 @@ def test_metrics_count_what_happened():
         server.complete(prompt="the cat", model=PLAIN, temperature=0)
         found = metrics_of(server.url)
     draft = usage["draft"]
-    for kind in ("draft", "accepted"):
-        counts = draft[f"{kind.replace('draft', 'drafted')}_by_depth"]
+    for kind, counts in (("draft", draft["drafted_by_depth"]), ("accepted", draft["accepted_by_depth"])):
         metric = [found.get(f'draftheads_{kind}_tokens_total{{depth="{n}"}}', 0) for n in range(1, len(counts) + 1)]
         assert metric == counts
     expected = {
@@ -406,23 +331,11 @@ def test_metrics_count_what_happened():
 
 def test_interrupted_requests_are_counted():
     scheduler = Scheduler(tiny_engines(), Limits(kv_bytes=1 << 26, max_rows=2))
-    metrics = Metrics(scheduler.snapshot, None)
-    for client, rows in (("a", 2), ("b", 1)):  # the second row of the first client is given up
-        for _ in range(rows):
+    for clients in ("aa", "b"):  # the second row of the first client is given up
+        for client in clients:
             submit(scheduler, [5, 6, 7], client=client)
         iterate(scheduler)
-    assert b"\ndraftheads_interruptions_total 1.0\n" in metrics.text()
-
-
-def test_cached_prefixes_are_counted(server: Running):
-    chat = [{"role": "system", "content": "be brief " * 20}, USER]
-    other = [chat[0], {"role": "user", "content": "the mat"}]
-    first, second, again = (server.chat(messages=each) for each in (chat, other, chat))
-    usages = [response.json()["usage"] for response in (first, second, again)]
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
-    assert cached[0] < 100 < cached[1]
-    assert cached[2] == (usages[2]["prompt_tokens"] - 1) // 8 * 8, "only the last token of the prompt is read"
-    assert texts_of(second) == [server.plain_answer(other, max_new_tokens=12).text]
+    assert b"\ndraftheads_interruptions_total 1.0\n" in Metrics(scheduler.snapshot, None).text()
 
 
 LONG = {"max_tokens": 1000, "logprobs": 20}
@@ -433,7 +346,6 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
     ("route", "fields", "product"),
     [
         ("chat/completions", {**CHAT, "n": 14, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20}, "280,000"),
-        ("completions", {"prompt": "the cat", "n": 14, **LONG}, "280,000"),
         ("completions", {"prompt": ["a"] * 14, **LONG}, "280,000"),
         ("completions", {"prompt": "the cat", "n": 64, "echo": True, **LONG}, "1,283,840"),  # a text of 3 tokens
     ],
@@ -444,12 +356,8 @@ def test_an_answer_has_a_limited_number_of_log_probabilities(server: Running, ro
     assert f" = {product} " in error["message"]
 
 
-def test_the_most_log_probabilities_are_allowed(server: Running):
+def test_the_most_log_probabilities_are_allowed():
     """Counted with the tokens that may be, each of which has one of its own."""
-    room = 262_144 // (16 * 20)
-    fields = {"n": 16, "max_tokens": room, "logprobs": True, "top_logprobs": 20, "stop": ["e", "a", "t", "\n", "�"]}
-    assert server.chat(**fields).status_code == 200
-    assert server.chat(**{**fields, "max_tokens": room + 1}).status_code == 400
     with running(tiny_engines(), HttpLimits(logprobs=100)) as small:
         assert small.chat(logprobs=True, n=10, max_tokens=10).status_code == 200
         assert error_of(small.chat(logprobs=True, n=10, max_tokens=11))["param"] == "top_logprobs"

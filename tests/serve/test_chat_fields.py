@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from pydantic import Field
 
 from draftheads.serve import request_params
-from draftheads.serve.call import Call
-from draftheads.serve.chat_completions import ChatFields, read_chat
+from draftheads.serve.chat_completions import ChatFields
 from draftheads.serve.completions import CompletionFields, read_completion
-from draftheads.serve.fields import Fields, NoEffect
-from draftheads.serve.responses import ResponseFields, read_response
+from draftheads.serve.responses import ResponseFields
 from draftheads.settings import SamplingSettings
 from serve_world import NAME, PLAIN, USER, Running, chunks_of, error_of, running, texts_of, tiny_engines
 
@@ -30,69 +28,51 @@ PREFILLED = [USER, {"role": "assistant", "content": "the mat "}]
 
 
 @pytest.fixture(scope="module")
-def reasoning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def reasoning() -> Iterator[Running]:
     """A server whose chat template reads variables."""
-    path = tmp_path_factory.mktemp("template") / "template.jinja"
-    path.write_text(TEMPLATE)
-    with running(tiny_engines(str(path))) as one:
+    with running(tiny_engines(TEMPLATE)) as one:
         yield one
-
-
-def read_by(server: Running, call: Call) -> str:
-    """The text that the model reads before it answers."""
-    [request] = call.requests
-    return str(server.engines[NAME].model.tokenizer.decode(request.prompt_ids))
-
-
-def read(server: Running, **fields: Any) -> str:
-    body = ChatFields.model_validate({"model": NAME, "messages": [USER], **fields})
-    return read_by(server, read_chat(body, server.service))
 
 
 GOING_ON = {"messages": PREFILLED, "add_generation_prompt": False, "continue_final_message": True}
 BEGUN = "<|im_start|>user\nthe cat sat on<|im_end|>\n<|im_start|>assistant\nthe mat "
-ANSWERED = {
-    "role": "assistant",
-    "content": "b",
-    "refusal": None,
-    "audio": None,
-    "function_call": None,
-    "annotations": [],
-}
-NAMED = [{"role": "user", "name": "ann", "content": ""}, {**ANSWERED, "reasoning_content": "so"}]
+ANSWERED = {"role": "assistant", "content": "b", "refusal": None, "audio": None, "annotations": []}
+NAMED = {"role": "user", "name": "ann", "content": ""}
 CHAT = "user: the cat sat on;\nassistant:"
 CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "add", "arguments": "{}"}}
 READ: list[tuple[dict[str, Any], str]] = [
     ({}, CHAT),
     ({"chat_template_kwargs": {"date": "may", "unknown": [1]}}, f"MAY\n{CHAT}"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, f"thinking False\n{CHAT}"),
     ({"reasoning_effort": "high"}, f"effort high\n{CHAT}"),
     ({"reasoning_effort": "none"}, f"effort none\nthinking False\n{CHAT}"),
     (GOING_ON, "user: the cat sat on;\nassistant: the mat "),
-    ({"messages": NAMED}, "user ann: ;\nassistant so: b;\nassistant:"),
-    ({"messages": [NAMED[0], {**ANSWERED, "reasoning": "so"}]}, "user ann: ;\nassistant so: b;\nassistant:"),
+    *(
+        ({"messages": [NAMED, {**ANSWERED, name: "so"}]}, "user ann: ;\nassistant so: b;\nassistant:")
+        for name in ("reasoning_content", "reasoning")
+    ),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, f"{CHAT[:21]}\nassistant: ;\nassistant:"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "text"), READ)
 def test_what_the_template_reads(reasoning: Running, fields: dict[str, Any], text: str):
-    assert read(reasoning, **fields) == text
+    assert reasoning.prompt_of(reasoning.chat_call(**fields)) == text
     if "reasoning_effort" in fields:
         effort = {"effort": fields["reasoning_effort"], "summary": "auto"}
-        body = ResponseFields.model_validate({"model": NAME, "input": USER["content"], "reasoning": effort})
-        assert read_by(reasoning, read_response(body, reasoning.service)) == text
+        assert reasoning.prompt_of(reasoning.response_call(reasoning=effort)) == text
     expected = reasoning.plain_answer(reasoning.ids(text), max_new_tokens=12).text
     assert texts_of(reasoning.chat(**fields)) == [expected]
 
 
 def test_an_answer_goes_on_in_the_last_message(server: Running):
-    assert read(server, **GOING_ON) == BEGUN
-    assert read(server, messages=PREFILLED, add_generation_prompt=False) == f"{BEGUN}<|im_end|>\n"
-    assert read(server, reasoning_effort="none") == read(server)
     empty = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
-    for content in ("", []):
-        assert read(server, messages=[{"role": "user", "content": content}]) == empty
+    for given, text in (
+        (GOING_ON, BEGUN),
+        ({"messages": PREFILLED, "add_generation_prompt": False}, f"{BEGUN}<|im_end|>\n"),
+        ({"reasoning_effort": "none"}, server.prompt_of(server.chat_call())),
+        *(({"messages": [{"role": "user", "content": content}]}, empty) for content in ("", [])),
+    ):
+        assert server.prompt_of(server.chat_call(**given)) == text
 
 
 FORCED = {"tools": [{"type": "function", "function": {"name": "add"}}], "tool_choice": "required"}
@@ -107,10 +87,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("stream_options.continuous_usage_stats", {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
 ]
 MESSAGES: dict[str, dict[str, Any]] = {
-    "nam": {"content": "a", "nam": "b"},
     "user": {"content": "a", "user": "b"},
     "content[0].txt": {"content": [{"type": "text", "text": "a", "txt": "b"}]},
-    "tool_calls[0].functoin": {"tool_calls": [CALL | {"functoin": 1}]},
     "tool_calls[0].type": {"tool_calls": [CALL | {"type": "custom"}]},
     "tool_calls[1].function.args": {"tool_calls": [CALL, CALL | {"function": {"name": "a", "args": 1}}]},
 }
@@ -121,12 +99,6 @@ WRONG += [(f"messages[1].{name}", {"messages": [USER, {"role": "user", **each}]}
 def test_wrong_fields_are_named(reasoning: Running, param: str, fields: dict[str, Any]):
     response = reasoning.chat(**fields)
     assert (response.status_code, error_of(response)["param"]) == (400, param)
-
-
-def test_templates_without_effort_refuse_it(server: Running):
-    assert error_of(server.chat(reasoning_effort="low"))["param"] == "reasoning_effort"
-    response = server.post("responses", input="the cat", reasoning={"effort": "low"})
-    assert error_of(response)["param"] == "reasoning.effort"
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -156,22 +128,19 @@ def test_the_system_fingerprint_is_of_the_model_and_not_of_the_head(server: Runn
     assert [each == fingerprint for each in found] == [True, False, False]
 
 
-@pytest.mark.parametrize("arguments", ["", " ", "null", None, {}, "{}", "left out"])
+@pytest.mark.parametrize("arguments", [" ", "null", None, {}, "{}", "left out"])
 def test_calls_without_arguments_as_other_clients_send_them(reasoning: Running, arguments: Any):
     function = {"name": "add"} if arguments == "left out" else {"name": "add", "arguments": arguments}
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
-    chat = read_chat(ChatFields.model_validate({"model": NAME, "messages": [USER, called]}), reasoning.service)
     items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "1", **function}]
-    response = read_response(ResponseFields.model_validate({"model": NAME, "input": items}), reasoning.service)
-    for call in (chat, response):
+    for call in (reasoning.chat_call(messages=[USER, called]), reasoning.response_call(input=items)):
         assert call.messages is not None
         assert call.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_a_seed_of_minus_one_is_a_random_one(server: Running):
     def seeds(seed: int | None) -> list[int | None]:
-        body = ChatFields.model_validate({"model": NAME, "messages": [USER], "seed": seed, "n": 2})
-        return [request.settings.seed for request in read_chat(body, server.service).requests]
+        return [request.settings.seed for request in server.chat_call(seed=seed, n=2).requests]
 
     assert seeds(-1) == seeds(None) == [None, None]
     assert (seeds(-2), seeds(0), seeds(2**64 - 1)) == ([-2, -1], [0, 1], [2**64 - 1, 0])
@@ -189,11 +158,22 @@ def test_errors_name_the_folder_of_the_model_and_no_path(tmp_path: Path):
         assert "/" not in message.replace("/v1/completions", "")
 
 
-def test_an_answer_can_have_as_many_tokens_as_the_model_without_a_prompt(server: Running):
-    body = ChatFields.model_validate({"model": NAME, "messages": [USER], "max_tokens": 2047})
-    assert read_chat(body, server.service).requests[0].most_new_tokens > 1900
-    response = server.post("responses", input="the cat", max_output_tokens=2048)
-    assert error_of(response)["param"] == "max_output_tokens"
+def test_no_two_fields_of_a_route_have_the_same_name() -> None:
+    for body in (ChatFields, CompletionFields, ResponseFields):
+        names = [field.alias or name for name, field in body.model_fields.items()]
+        of_bases = [set(base.model_fields) - get_annotations(body).keys() for base in body.__bases__]
+        assert len(set(names)) == len(names)
+        assert len(set().union(*of_bases)) == sum(map(len, of_bases)), "one would hide the other"
+
+
+def test_what_models_do_not_have_is_refused(server: Running):
+    """Effort without a template that reads it, and more tokens than the model's texts have."""
+    effort = {"reasoning": {"effort": "low"}}
+    asked = {"reasoning_effort": server.chat(reasoning_effort="low")}
+    asked["reasoning.effort"] = server.post("responses", input="the cat", **effort)
+    asked["max_output_tokens"] = server.post("responses", input="the cat", max_output_tokens=2048)
+    assert [error_of(response)["param"] for response in asked.values()] == list(asked)
+    assert server.chat_call(max_tokens=2047).params.settings.max_new_tokens == 2047
 
 
 def test_every_setting_is_a_field_or_named_as_none() -> None:
@@ -210,24 +190,6 @@ def test_every_derived_field_reaches_the_settings(name: str, reasoning: Running)
     kind, default = request_params._field_of_setting(name)
     by_type = {bool: not default, int: 3, float: 0.5}
     value = {"stop": ["w"], "stop_token_ids": [3], "logit_bias": {"3": 1.0}}.get(name, by_type.get(get_args(kind)[0]))
-    body = ChatFields.model_validate({"model": NAME, "messages": [USER], name: value})
-    [request] = read_chat(body, reasoning.service).requests
+    [request] = reasoning.chat_call(**{name: value}).requests
     expected = replace(SamplingSettings(), **{name: {3: 1.0} if name == "logit_bias" else value})
     assert getattr(request.settings, name) == getattr(expected, name)
-
-
-def test_a_class_with_two_fields_of_one_name_is_refused() -> None:
-    class Other(Fields):
-        user: str = ""
-
-    class Renamed(Fields):
-        name: str = Field("", alias="user")
-
-    for bases in ((Other, CompletionFields), (Other, Renamed)):
-        with pytest.raises(TypeError, match="several fields user"):
-            type("Both", bases, {})
-
-    class Own(Other, CompletionFields):
-        user: NoEffect = None  # the class itself decides
-
-    assert Own.model_validate({"model": "m", "prompt": "p", "user": 5}).user == 5

@@ -47,17 +47,6 @@ def test_no_stream_waits_longer_than_two_steps_and_a_chunk(method: str | None, m
         assert inbox.token_ids == plain_answer(engine, [3 + number, 5, 6], max_new_tokens=80)
 
 
-def test_short_prompts_share_a_chunk():
-    scheduler = scheduler_of({"m": Engine(tiny_model("llama"))}, chunk_tokens=20)
-    for number in range(5):
-        submit(scheduler, [3 + number] * 6)
-    read = []
-    for _ in range(3):
-        iterate(scheduler)
-        read.append(scheduler.snapshot().prompt_tokens_read)
-    assert read == [20, 30, 30]
-
-
 def test_streams_of_other_lanes_are_stepped_beside_a_long_prompt():
     model = tiny_model("llama")
     engine = Engine(model, tiny_head("medusa", model), shape=TREES["chain"])

@@ -1,7 +1,6 @@
 """200 clients at once: honest ones, some that leave and some that attack. All answers are right, and nothing leaks."""
 
 import asyncio
-import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from draftheads.settings import Grammar
 from serve_process import wait_until
-from serve_world import NAME, Running, raw_request, running, tiny_engines
+from serve_world import NAME, PLAIN, Running, raw_request, running, texts_of, tiny_engines
 
 NUM_CLIENTS = 200
 PROMPTS = ["the cat sat", "naïve café", "the mat", "日本 cat", "two  spaces", "🙂"]
@@ -36,28 +35,20 @@ def questions(server: Running) -> list[Question]:
     """Chats and completions, greedy and sampled, with stop strings, several answers, and JSON."""
     found = []
     for number, prompt in enumerate(PROMPTS):
-        chat = [SYSTEM, {"role": "user", "content": prompt}]
-        sampled = {"temperature": 1.0, "seed": number}
-        ids = server.engines[NAME].model.tokenizer(prompt)["input_ids"]
-
-        def plain(asked: Any, **settings: Any) -> str:
-            return server.plain_answer(asked, **settings).text
-
-        first = plain(chat, max_new_tokens=30)
-        both = [plain(chat, max_new_tokens=20, temperature=1.0, seed=number + i) for i in range(2)]
-        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-        schema = plain(chat, max_new_tokens=40, grammar=Grammar.json_schema(SCHEMA))
-        stopped = plain(chat, max_new_tokens=30, stop=first[5:7])
-        raw = plain(ids, max_new_tokens=25, **sampled)
-        greedy = {"messages": chat, "temperature": 0}
-        for route, fields, texts in (
-            ("chat/completions", {**greedy, "max_tokens": 30}, [first]),
-            ("chat/completions", {"messages": chat, "max_tokens": 20, "n": 2, **sampled}, both),
-            ("chat/completions", {**greedy, "max_tokens": 40, "response_format": form}, [schema]),
-            ("chat/completions", {**greedy, "max_tokens": 30, "stop": first[5:7]}, [stopped]),
-            ("completions", {"prompt": ids, "max_tokens": 25, **sampled}, [raw]),
+        chat, ids = [SYSTEM, {"role": "user", "content": prompt}], server.ids(prompt)
+        first = server.plain_answer(chat, max_new_tokens=30).text
+        sampled, form = {"temperature": 1.0, "seed": number}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+        for asked, fields, settings in (
+            (chat, {}, [{}]),
+            (chat, {"n": 2, **sampled}, [sampled, {**sampled, "seed": number + 1}]),
+            (chat, {"response_format": form}, [{"grammar": Grammar.json_schema(SCHEMA)}]),
+            (chat, {"stop": first[5:7]}, [{"stop": first[5:7]}]),
+            (ids, sampled, [sampled]),
         ):
-            found += [Question(route, {"model": model, **fields}, texts) for model in (NAME, f"{NAME}:plain")]
+            texts = [server.plain_answer(asked, max_new_tokens=30, **each).text for each in settings]
+            route, name = ("completions", "prompt") if asked is ids else ("chat/completions", "messages")
+            body = {name: asked, "max_tokens": 30, "temperature": 0, **fields}
+            found += [Question(route, {"model": model, **body}, texts) for model in (NAME, PLAIN)]
     return found
 
 
@@ -76,18 +67,8 @@ async def connected(server: Running, sent: bytes) -> AsyncIterator[asyncio.Strea
 async def honest(client: httpx2.AsyncClient, question: Question, *, stream: bool) -> None:
     """Asks, and checks the answer."""
     response = await client.post(f"/v1/{question.route}", json={**question.body, "stream": stream})
-    assert response.status_code == 200, response.text
-    texts = [""] * len(question.texts)
-    if stream:
-        *events, done, _ = response.text.split("\n\n")
-        assert done == "data: [DONE]"
-    else:
-        events = [response.text]
-    for event in events:
-        for choice in json.loads(event.removeprefix("data: "))["choices"]:
-            said = choice.get("delta") or choice.get("message") or {}
-            texts[choice["index"]] += choice.get("text") or said.get("content") or ""
-    assert texts == question.texts
+    assert texts_of(response) == question.texts
+    assert not stream or response.text.endswith("\n\ndata: [DONE]\n\n")
 
 
 async def leaving(server: Running, question: Question, number: int) -> None:
@@ -102,14 +83,10 @@ async def leaving(server: Running, question: Question, number: int) -> None:
                 await reader.readuntil(b"data: ")
 
 
-CHAT, COMPLETION = (
-    f"POST /v1/{route} HTTP/1.1\r\nHost: localhost\r\n".encode() for route in ("chat/completions", "completions")
-)
-JSON = b"Content-Type: application/json\r\n"
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 HOSTILE = [  # what is sent, and the status
-    (CHAT + JSON + b"Content-Length: 5242880\r\n\r\n" + b" " * 5242880, 413),
-    (CHAT + JSON + b"Content-Length: 1200000\r\n\r\n" + b'{"messages":' * 100_000, 400),
-    (COMPLETION + JSON + b'Content-Length: 16\r\n\r\n{"prompt": "\xff\xfe"}', 400),
+    (CHAT + b"5242880\r\n\r\n" + b" " * 5242880, 413),
+    (CHAT + b"1200000\r\n\r\n" + b'{"messages":' * 100_000, 400),
     (b"\x00\x01\x02\r\n\r\n" * 10, 400),
 ]
 
@@ -120,19 +97,16 @@ async def hostile(server: Running, number: int) -> None:
         return
     sent, status = HOSTILE[number % (len(HOSTILE) + 1)]
     async with connected(server, sent) as reader:
-        first = await reader.readline()
-    assert f" {status} ".encode() in first
+        assert f" {status} ".encode() in await reader.readline()
 
 
 async def no_reader(server: Running) -> None:
     """Asks for much and reads nothing."""
-    loop = asyncio.get_running_loop()
+    fields = {"model": NAME, "prompt": "the cat", "max_tokens": 1500, "ignore_eos": True, "logprobs": 20}
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        client.setblocking(False)
-        await loop.sock_connect(client, server.address)
-        fields = {"model": NAME, "prompt": "the cat", "max_tokens": 1500, "ignore_eos": True, "logprobs": 20}
-        await loop.sock_sendall(client, raw_request("completions", {**fields, "stream": True}))
+        await asyncio.to_thread(client.connect, server.address)
+        client.sendall(raw_request("completions", {**fields, "stream": True}))
         await asyncio.sleep(3)
 
 
@@ -179,13 +153,12 @@ def test_a_crowd_leaves_no_trace(server: Running):
     asked = questions(server)
     asyncio.run(crowd(server, asked, 40))  # threads and files that stay are open now
     wait_until(lambda: is_idle(server))
-    process = psutil.Process()
-    old = server.scheduler.snapshot()
-    before = (process.num_fds(), num_threads(), old.prefix_entries > 0)
+    process, old = psutil.Process(), server.scheduler.snapshot()
+    before = (process.num_fds(), num_threads(), old.prefix_bytes > 0)
     num_answers = asyncio.run(crowd(server, asked, NUM_CLIENTS))
     wait_until(lambda: is_idle(server))
     end = server.scheduler.snapshot()
-    assert (process.num_fds(), num_threads(), end.prefix_entries > 0) == before
+    assert (process.num_fds(), num_threads(), end.prefix_bytes > 0) == before
     assert end.prefix_bytes <= 1 << 27
     assert end.failed == 0
     assert end.finished - old.finished == num_answers  # nobody computed what nobody waits for

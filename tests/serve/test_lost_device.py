@@ -1,9 +1,7 @@
 """An accelerator that fails for good, as after an assert on a GPU: clear errors, a failing /health, and the end."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from draftheads.errors import DeviceLost
 from draftheads.serve import scheduler as module
 from draftheads.utils.transfer import device_works
 from scheduler_world import submit
-from serve_process import chat_body, wait_until
-from serve_world import Running, running, tiny_engines
+from serve_process import ServerProcess, chat_body, wait_until
+from serve_world import Running, error_of, running, tiny_engines
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -29,51 +27,41 @@ def server() -> Iterator[Running]:
         yield one
 
 
-def break_device(monkeypatch: pytest.MonkeyPatch, *, after_steps: int = 0, for_good: bool = True) -> None:
-    """Steps fail from then on, or only the first one does."""
-    steps = iter(range(10**6))
-    step = Batch.step
-    failed: list[bool] = []
+def break_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step fails, and all after it."""
+    steps, step = count(), Batch.step
 
     def failing(batch: Batch) -> Any:
-        if next(steps) < after_steps or (failed and not for_good):
+        if next(steps) < 2:
             return step(batch)
-        failed.append(True)
+        monkeypatch.setattr(module, "device_works", lambda _: False)
         raise RuntimeError(ASSERT)
 
     monkeypatch.setattr(Batch, "step", failing)
-    monkeypatch.setattr(module, "device_works", lambda _: not (failed and for_good))
 
 
 def test_requests_that_run_and_wait_get_a_clear_error(server: Running, monkeypatch: pytest.MonkeyPatch):
-    break_device(monkeypatch, after_steps=2)
+    break_device(monkeypatch)
     response = server.chat(n=3, max_tokens=500, ignore_eos=True)  # one of them runs
-    error = response.json()["error"]
+    error = error_of(response)
     assert (response.status_code, error["code"], error["type"]) == (503, "device_lost", "service_unavailable_error")
     assert error["message"] == "cpu of the server has failed: send the request again after its restart"
     assert server.service.lost is not None
     again = server.chat()
     assert (again.status_code, again.json()["error"]["code"]) == (503, "device_lost")
     assert int(again.headers["retry-after"]) > 0
-    for path, status in (("/health", {"status": "failed"}), ("/ready", {"status": "failed"})):
+    for path in ("/health", "/ready"):
         answer = httpx2.get(server.url + path)
-        assert (answer.status_code, answer.json()) == (503, status)
+        assert (answer.status_code, answer.json()) == (503, {"status": "failed"})
     assert httpx2.get(server.url + "/metrics").status_code == 200
 
 
 def test_streams_end_with_the_error(server: Running, monkeypatch: pytest.MonkeyPatch):
-    break_device(monkeypatch, after_steps=2)
+    break_device(monkeypatch)
     *chunks, error, done, _ = server.chat(stream=True, max_tokens=500, ignore_eos=True).text.split("\n\n")
     assert len(chunks) > 2
     assert '"code":"device_lost"' in error
     assert done == "data: [DONE]"
-
-
-def test_an_error_of_one_step_is_no_lost_device(server: Running, monkeypatch: pytest.MonkeyPatch):
-    break_device(monkeypatch, for_good=False)
-    assert server.chat().status_code == 500
-    assert server.chat().status_code == 200
-    assert httpx2.get(server.url + "/health").json() == {"status": "ok"}
 
 
 def test_a_function_may_be_the_first_to_notice(server: Running, monkeypatch: pytest.MonkeyPatch):
@@ -115,23 +103,14 @@ def failing(batch):
     raise RuntimeError("device-side assert")
 
 Batch.step = failing
-sys.exit(main(["serve", "model", "--port", "0"]))
+sys.exit(main(sys.argv[1:]))
 """
 
 
 def test_the_process_ends_with_status_1(tmp_path: Path):
-    folder = write_model(tmp_path)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DRAFTHEADS_CACHE": str(tmp_path / "cache")}
-    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=folder, **options) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().rpartition(" at ")[2].strip()
-            response = httpx2.post(f"{url}/v1/chat/completions", json=chat_body("a dog"), timeout=300)
-            assert (response.status_code, response.json()["error"]["code"]) == (503, "device_lost")
-            _, errors = process.communicate(timeout=300)
-        finally:
-            process.kill()
-    assert process.returncode == 1
-    assert "device-side assert" in errors
-    assert errors.splitlines()[-1].startswith("error: cpu of the server has failed")
+    with ServerProcess(write_model(tmp_path), "model", program=("-c", PROGRAM)) as server:
+        response = server.client.post("/v1/chat/completions", json=chat_body("a dog"))
+        assert error_of(response)["code"] == "device_lost"
+        assert server.process.wait(300) == 1
+        wait_until(lambda: any(line.startswith("error: cpu of the server has failed") for line in server.errors))
+    assert "device-side assert" in "".join(server.errors)

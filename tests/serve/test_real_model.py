@@ -4,9 +4,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import openai
 import pytest
 
 from draftheads.loading import load
@@ -18,20 +16,10 @@ pytestmark = pytest.mark.real
 
 # of the seeds 5 to 9 this one draws no token so near another that rounding errors of 0.003 in logits change it
 SEED = 8
-QUESTIONS = ["Why is the sky blue?", "Write a haiku about rain.", "List three prime numbers."]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
-            "required": ["city", "unit"],
-            "additionalProperties": False,
-        },
-    },
-}
+QUESTIONS = {"Why is the sky blue?": 0.0, "Write a haiku about rain.": 0.7, "List three prime numbers.": 0.0}
+CITY = {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}}
+WEATHER = {"type": "object", "properties": CITY, "required": ["city", "unit"], "additionalProperties": False}
+FUNCTION = {"name": "get_weather", "description": "The weather in a city", "parameters": WEATHER}
 
 
 def test_answers_beside_each_other_are_plain_decodings(tmp_path: Path):
@@ -42,49 +30,20 @@ def test_answers_beside_each_other_are_plain_decodings(tmp_path: Path):
             shutil.copytree(part, tmp_path / "cache" / part.name)
         else:  # the converted model
             (tmp_path / "cache" / part.name).symlink_to(part)
+    lanes = ({"model": "small"}, {"model": "small:medusa", "draft_nodes": 8})
+    cases = [(question, lane) for question in QUESTIONS for lane in lanes]
     arguments = ("smollm2-135m", "--head", "hydra", "medusa", "--precision", "fp32", "--name", "small")
     with ServerProcess(tmp_path, *arguments, "--chat-template", "hermes") as server:
-        base_url = str(server.client.base_url).rstrip("/") + "/v1"
-        client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=600)
 
-        def answer(case: tuple[str, str, float, int | None]) -> str:
-            model, question, temperature, nodes = case
-            stream = client.chat.completions.create(
-                model=model,
-                messages=[{"role": "user", "content": question}],
-                max_tokens=16,
-                temperature=temperature,
-                seed=SEED,
-                stream=True,
-                extra_body={"draft_nodes": nodes},
-            )
-            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        def answer(question: str, lane: dict[str, object]) -> str:
+            pieces = server.stream(question, max_tokens=16, seed=SEED, **{"temperature": QUESTIONS[question], **lane})
+            return "".join(piece for _, piece in pieces)
 
-        cases = [
-            (model, question, temperature, nodes)
-            for question, temperature in zip(QUESTIONS, (0.0, 0.7, 0.0), strict=True)
-            for model, nodes in (("small", None), ("small:medusa", 8))
-        ]
-        with client, ThreadPoolExecutor(len(cases)) as pool:
-            found = list(pool.map(answer, cases))
-            call = tool_call(client)
-    settings = [
-        SamplingSettings(max_new_tokens=16, temperature=temperature, seed=SEED) for _, _, temperature, _ in cases
-    ]
-    expected = offline.generate([question for _, question, _, _ in cases], settings)
-    assert found == [result.text for result in expected]
-    assert call == {"city": "Paris", "unit": "C"}
-
-
-def tool_call(client: openai.OpenAI) -> Any:
-    """The arguments of a call that must come."""
-    answered = client.chat.completions.create(
-        model="small",
-        messages=[{"role": "user", "content": "What is the weather in Paris in Celsius?"}],
-        tools=[TOOL],
-        tool_choice="required",
-        max_tokens=60,
-        temperature=0,
-    )
-    (call,) = answered.choices[0].message.tool_calls
-    return json.loads(call.function.arguments)
+        with ThreadPoolExecutor(len(cases)) as pool:
+            found = list(pool.map(lambda case: answer(*case), cases))
+        tool = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}
+        asked = server.chat("What is the weather in Paris in Celsius?", model="small", max_tokens=60, **tool)
+    settings = [SamplingSettings(max_new_tokens=16, temperature=QUESTIONS[each], seed=SEED) for each, _ in cases]
+    assert found == [result.text for result in offline.generate([each for each, _ in cases], settings)]
+    (call,) = asked["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}

@@ -116,15 +116,8 @@ class Schedules(RuleBasedStateMachine):
         self.target = engines["m"].model
         most = max(engine.bytes_per_token for engine in engines.values())
         self.limit = SLOTS * most + bytes_of_states(self.target, 2)
-        self.scheduler = scheduler_of(
-            engines,
-            clock=self.clock,
-            kv_bytes=self.limit,
-            max_rows=ROWS,
-            max_waiting=WAITING,
-            chunk_tokens=16,
-            headroom_tokens=4,
-        )
+        limits = {"kv_bytes": self.limit, "max_rows": ROWS, "max_waiting": WAITING}
+        self.scheduler = scheduler_of(engines, clock=self.clock, **limits, chunk_tokens=16, headroom_tokens=4)
         self.jobs: dict[Job, Inbox] = {}
         self.cancelled: dict[Job, int] = {}  # and how many events it had
         self.may_fail: set[Job] = set()
@@ -150,16 +143,14 @@ class Schedules(RuleBasedStateMachine):
     def submit(self, wanted: Wanted) -> None:
         deadline = None if wanted.seconds is None else self.clock.now + wanted.seconds
         for client in wanted.clients:
+            how: dict[str, Any] = {
+                "client": client,
+                "deadline": deadline,
+                "max_new_tokens": wanted.length,
+                **wanted.how,
+            }
             try:
-                job, inbox = submit(
-                    self.scheduler,
-                    wanted.prompt,
-                    wanted.lane,
-                    client=client,
-                    deadline=deadline,
-                    max_new_tokens=wanted.length,
-                    **wanted.how,
-                )
+                job, inbox = submit(self.scheduler, wanted.prompt, wanted.lane, **how)
             except QueueFull:
                 assert self.own_waiting(client) >= WAITING - len(self.waiting)
             except ShuttingDown:
@@ -191,18 +182,15 @@ class Schedules(RuleBasedStateMachine):
     def note(self) -> None:
         """What this example has come to."""
         core = self.scheduler.core
-        overtaken = [queued.num_overtaken for queued in core.waiting.in_turn({}, 99)]
-        for what, is_seen in {
+        queue = core.waiting.in_turn({}, 99)
+        found = {
             "interruptions": core.interruptions > 0,
-            "interruptions of a sampled answer": any(
-                queued.token_ids and queued.settings.temperature for queued in core.waiting.in_turn({}, 99)
-            ),
-            "overtaking": max(overtaken, default=0) > 0,
+            "interruptions of a sampled answer": any(each.token_ids and each.settings.temperature for each in queue),
+            "overtaking": any(each.num_overtaken for each in queue),
             "lanes side by side": len({lane for _, lane in core.batches}) > 1,
             "cached beginnings": core.prefixes.hits > 0,
-        }.items():
-            if is_seen:
-                self.seen.add(what)
+        }
+        self.seen |= {what for what, is_seen in found.items() if is_seen}
 
     @precondition(lambda self: len(self.open_jobs) > 3)
     @rule(data=st.data())
@@ -272,10 +260,8 @@ class Schedules(RuleBasedStateMachine):
     def rows_belong_to_open_jobs(self) -> None:
         core = self.scheduler.core
         assert len(core.running) <= ROWS
-        rows = [request for batch in core.batches.values() for request in batch.requests]
-        reading = core.reading
-        held = core.running
-        assert sorted(map(id, rows + reading)) == sorted(map(id, held))
+        rows, held = [request for batch in core.batches.values() for request in batch.requests], core.running
+        assert sorted(map(id, rows + core.reading)) == sorted(map(id, held))
         assert {request.place for request in held} == core.batches.keys()
         assert set(held) <= {job.request for job in (*self.open_jobs, *self.cancelled)}
         # each job waits or runs
@@ -309,9 +295,9 @@ class Schedules(RuleBasedStateMachine):
                 break
             self.scheduler._iterate()
             self.note()
-            self.events_are_right()
             self.memory_is_within_the_limit()
             self.nobody_is_overtaken_for_ever()
+        self.events_are_right()
         SEEN.update(["examples", *self.seen])
         assert not self.open_jobs, "every accepted job ends"
         check_empty(self.scheduler)
@@ -327,20 +313,13 @@ class HybridSchedules(Schedules):
     family = "qwen3_5_text"
 
 
-@pytest.mark.parametrize(
-    "schedules",
-    [
-        Schedules,
-        pytest.param(
-            HybridSchedules, marks=pytest.mark.skipif(not HAS_RECURRENT, reason="trees need a newer transformers")
-        ),
-    ],
-)
-def test_schedules(schedules: type[Schedules], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(30, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("schedules", [Schedules, *([HybridSchedules] if HAS_RECURRENT else [])])
+def test_schedules(schedules: type[Schedules], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftheads.decode.core._MOST_OVERTAKEN", MOST_OVERTAKEN)
     SEEN.clear()
     options = settings(
-        max_examples=30,
+        max_examples=count,
         stateful_step_count=25,
         deadline=None,
         derandomize=True,
@@ -348,11 +327,7 @@ def test_schedules(schedules: type[Schedules], monkeypatch: pytest.MonkeyPatch) 
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     run_state_machine_as_test(schedules, settings=options)  # type: ignore[no-untyped-call]
-    least = {
-        "interruptions": 10,
-        "interruptions of a sampled answer": 5,
-        "overtaking": 8,
-        "lanes side by side": 10,
-        "cached beginnings": 10,
-    }
-    assert {what: SEEN[what] for what, count in least.items() if SEEN[what] < count} == {}, SEEN
+    # in so many of six examples
+    least = {"interruptions": 2, "interruptions of a sampled answer": 1, "overtaking": 1, "lanes side by side": 2}
+    least["cached beginnings"] = 1
+    assert [what for what, often in least.items() if SEEN[what] < often * count / 6] == [], SEEN

@@ -12,8 +12,6 @@ from byte_tokenizers import byte_level
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.models.chat_template import effort_variables, thinking_tags
 from draftheads.models.pretrained import ModelTokenizer
-from draftheads.serve.chat_completions import ChatCall, ChatFields, read_chat
-from draftheads.serve.responses import ResponseFields, read_response
 from draftheads.settings import SamplingSettings
 from serve_world import NAME, USER, Running, running, tiny_engines
 
@@ -36,23 +34,10 @@ TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
+def servers() -> Iterator[dict[str, Running]]:
     """One for each template."""
-    path = tmp_path_factory.mktemp("template") / "template.jinja"
     with ExitStack() as stack:
-        found = {}
-        for name, template in TEMPLATES.items():
-            path.write_text(template)
-            found[name] = stack.enter_context(running(tiny_engines(str(path))))
-        yield found
-
-
-def chat_of(server: Running, **fields: Any) -> ChatCall:
-    return read_chat(ChatFields.model_validate({"model": NAME, "messages": [USER], **fields}), server.service)
-
-
-def prompt_of(server: Running, call: ChatCall) -> str:
-    return str(server.engines[NAME].model.tokenizer.decode(call.requests[0].prompt_ids))
+        yield {name: stack.enter_context(running(tiny_engines(text))) for name, text in TEMPLATES.items()}
 
 
 def events_of(server: Running, request: Request, text: str, step: int) -> list[tuple[int, StreamEvent]]:
@@ -74,7 +59,7 @@ def answered(server: Running, text: str, *, step: int, **fields: Any) -> dict[st
     """The parts of an answer; those of the stream have to be the same."""
     options = {"stream": True, "stream_options": {"include_draft": True}}
     streamed: dict[str, Any] = {"reasoning_content": "", "content": "", "calls": []}
-    call = chat_of(server, **fields, **options)
+    call = server.chat_call(**fields, **options)
     for chunk in asyncio.run(_chunks(call, events_of(server, call.requests[0], text, step))):
         [choice] = chunk["choices"]
         for name in streamed.keys() & choice["delta"].keys():
@@ -114,59 +99,47 @@ def test_thoughts_are_apart_from_the_answer(servers: dict[str, Running], name: s
 @every
 def test_earlier_thoughts_go_to_the_template(servers: dict[str, Running], name: str):
     one, said = servers[name], {"role": "assistant", "content": "Two.", "reasoning_content": "One and one."}
-    assert "One and one." not in prompt_of(one, chat_of(one, messages=[USER, said, USER]))
-    text = prompt_of(one, chat_of(one, messages=[USER, said], add_generation_prompt=False))
+    assert "One and one." not in one.prompt_of(one.chat_call(messages=[USER, said, USER]))
+    text = one.prompt_of(one.chat_call(messages=[USER, said], add_generation_prompt=False))
     assert ("One and one." in text) == (name != "never")
 
 
 @every
 def test_forms_and_forced_calls_close_the_thought_that_the_prompt_opens(servers: dict[str, Running], name: str):
     one = servers[name]
-    form = chat_of(one, response_format={"type": "json_object"})
+    form = one.chat_call(response_format={"type": "json_object"})
     assert form.thinking is None
-    assert prompt_of(one, form).endswith("assistant:<think>\n\n</think>\n\n") == (name == "always")
+    assert one.prompt_of(form).endswith("assistant:<think>\n\n</think>\n\n") == (name == "always")
     assert answered(one, '{"a": "<think>"}', step=2, response_format={"type": "json_object"})["content"].endswith('"}')
     if name in ("always", "optional"):
-        forced = chat_of(one, tools=TOOLS, tool_choice="required")
+        forced = one.chat_call(tools=TOOLS, tool_choice="required")
         end = "<think>\n\n</think>\n\n<tool_call>\n" if name == "always" else "assistant:<tool_call>\n"
-        assert prompt_of(one, forced).endswith(end)
+        assert one.prompt_of(forced).endswith(end)
 
 
 @pytest.mark.parametrize(("content", "has_begun"), [("<think>One", True), ("One", False), (None, False)])
 def test_only_the_words_of_the_model_begin_a_thought(servers: dict[str, Running], content: str, *, has_begun: bool):
     messages: list[Any] = [{"role": "user", "content": "a <think>"}]
-    going_on: dict[str, Any] = {}
-    if content is not None:
-        messages.append({"role": "assistant", "content": content})
-        going_on = {"add_generation_prompt": False, "continue_final_message": True}
-    thinking = chat_of(servers["optional"], messages=messages, **going_on).thinking
+    messages += [] if content is None else [{"role": "assistant", "content": content}]
+    ends = {"add_generation_prompt": content is None, "continue_final_message": content is not None}
+    thinking = servers["optional"].chat_call(messages=messages, **ends).thinking
     assert thinking is not None
     assert thinking.has_begun == has_begun
 
 
-def test_effort(servers: dict[str, Running]):
-    one = servers["optional"]
-    assert prompt_of(one, chat_of(one, reasoning_effort="none")).endswith("</think>\n\n")
-    assert prompt_of(one, chat_of(one, reasoning_effort="high")).endswith("assistant:")
-    one = servers["always"]
-    assert prompt_of(one, chat_of(one, reasoning_effort="none")) == prompt_of(one, chat_of(one))
-    assert one.chat(reasoning_effort="high").status_code == 400
-
-
 def test_responses_have_no_thoughts_in_their_text(servers: dict[str, Running]):
     one = servers["optional"]
-    call = read_response(ResponseFields.model_validate({"model": NAME, "input": "the cat"}), one.service)
+    call = one.response_call()
     events_of(one, call.requests[0], "<think>Hm.</think>\nYes.", 4)
     assert call.response()["output"][-1]["content"][0]["text"] == "Yes."
 
 
-@pytest.mark.parametrize("step", [1, 7, 500])
-@pytest.mark.parametrize("parallel", [True, False])
-def test_several_calls(servers: dict[str, Running], step: int, *, parallel: bool):
+@pytest.mark.parametrize("step", [1, 500])
+def test_several_calls(servers: dict[str, Running], step: int):
     """Whether they come with one event or with several."""
-    fields = {"tools": TOOLS, "parallel_tool_calls": parallel}
-    parts = answered(servers["other tags"], f"{CALL}\n{CALL}\n{CALL}", step=step, **fields)
-    assert parts["calls"] == ["now"] * (3 if parallel else 1)
+    for parallel, count in ((True, 3), (False, 1)):
+        fields = {"tools": TOOLS, "parallel_tool_calls": parallel}
+        assert answered(servers["other tags"], f"{CALL}\n" * 3, step=step, **fields)["calls"] == ["now"] * count
 
 
 def reader(template: str | None, *tokens: str) -> Any:
@@ -182,8 +155,6 @@ def reader(template: str | None, *tokens: str) -> Any:
         ("{{ '<seed:think>' }}</seed:think>", (), ("<seed:think>", "</seed:think>")),
         ("plain", ("[THINK]", "[/THINK]"), ("[THINK]", "[/THINK]")),
         ("<|START_THINKING|> <|END_THINKING|>", (), ("<|START_THINKING|>", "<|END_THINKING|>")),
-        ("plain", ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
-        ("<|inner_prefix|> <|inner_suffix|>", (), ("<|inner_prefix|>", "<|inner_suffix|>")),
         ("◁think▷ ◁/think▷", ("<think>", "</think>"), ("◁think▷", "◁/think▷")),
         ("plain </tool_call> <|im_end|>", ("<|end|>",), None),
         (None, (), None),
@@ -203,7 +174,7 @@ def test_switches_and_levels_of_effort():
     assert effort_variables(reader("plain"), "none") == off
 
 
-@pytest.mark.parametrize("tags", [("<tool_call>", "</tool_call>"), ("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+@pytest.mark.parametrize("tags", [("<tool_call>", "</tool_call>"), ("[THINK]", "[/THINK]")])
 def test_tags_that_are_special_tokens_are_in_the_text_and_others_are_not(tags: tuple[str, str]):
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken(tag, special=True) for tag in (*tags, "<|turn|>")], special_tokens=True)

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # text, content, calls, thought
 
 
 def parsed(pieces: list[str]) -> tuple[str, list[ToolCall], str]:
-    parser, content, calls, thought = ToolCallText(), "", [], ""
+    parser, content, calls, thought = ToolCallText(("<think>", "</think>")), "", [], ""
     for text, found in (parser.push(piece, is_end=False) for piece in pieces):
         content += text
         calls += found
@@ -63,7 +63,7 @@ def test_calls_in_a_text_however_it_is_cut(case: str, cuts: list[int]):
 
 
 def test_text_that_is_no_tag_is_not_held_back():
-    assert ToolCallText().push("1 < 2 and 3") == ("1 < 2 and 3", [])
+    assert ToolCallText(None).push("1 < 2 and 3") == ("1 < 2 and 3", [])
 
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
