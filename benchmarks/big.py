@@ -5,7 +5,6 @@ turns, round by round. A draft head's speed is predicted: nobody trains a head f
 measured with an untrained Hydra head, and its acceptance is assumed.
 """
 
-import json
 import shutil
 import signal
 import statistics
@@ -17,19 +16,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import step
 import torch
 import tyro
-from harness import ENVIRONMENTS, Ids, ProgramFailed, WorkerProcess, machine, median_ms, python_of, say, shown
+from harness import (
+    ENVIRONMENTS,
+    Ids,
+    ProgramFailed,
+    WorkerProcess,
+    machine,
+    median_ms,
+    print_setting,
+    python_of,
+    say,
+    shown,
+    table_of,
+    write_record,
+)
 from random_model import CONFIGS, write_gguf, write_model
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.show import quiet_transformers
-from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import StepTimer
 from draftheads.errors import DraftHeadsError
@@ -87,7 +96,6 @@ class Options:
 
     @property
     def all_nodes(self) -> tuple[int, ...]:
-        """The tokens of all passes that are measured."""
         return (1, *(count for count in self.nodes if count > 1))
 
 
@@ -114,11 +122,10 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """The median of the rounds."""
         return statistics.median(self.speeds)
 
     def pass_ms(self, place: int) -> float:
-        """The median of the rounds, for one number of nodes."""
+        """For one number of nodes."""
         return statistics.median(passes[place] for passes in self.passes)
 
     @property
@@ -136,27 +143,11 @@ class Row:
         assert self.bounds is not None
         return 1e3 * tokens_per_step / (self.pass_ms(place) + self.bounds.drafting[place] + self.loop_ms)
 
-    def record(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return vars(self) | {"bounds": None if self.bounds is None else vars(self.bounds)}
-
-
-class Program(Protocol):
-    """What can be measured."""
-
-    megabytes: float  # of the weights
-
-    def measure(self, text: Ids) -> tuple[float, list[float]]:
-        """Tokens per second of plain decoding behind a text, and milliseconds of a pass of each number of nodes."""
-        ...
-
-    def next_tokens(self, prompts: Sequence[Ids]) -> Ids:
-        """The best next token of each prompt."""
-        ...
-
 
 class DraftHeads:
     """Our engine, in this process."""
+
+    versions: ClassVar[dict[str, str]] = {}
 
     def __init__(self, options: Options, model: Path, precision: str) -> None:
         self.options = options
@@ -164,22 +155,26 @@ class DraftHeads:
         self.engine = Engine(self.target, max_batch_size=1)
         self.megabytes = step.weight_bytes(self.target) / 1e6
 
+    def stop(self) -> None:
+        """It ends with this process."""
+
     @torch.inference_mode()
     def measure(self, text: Ids) -> tuple[float, list[float]]:
-        """As :class:`Program`; chains have as many nodes as trees, and take as long."""
+        """Tokens per second of plain decoding behind a text, and milliseconds of a pass of each number of nodes.
+
+        Chains have as many nodes as trees, and take as long.
+        """
         stream = self.engine.stream(text, max_new_tokens=self.options.max_new_tokens, ignore_eos=True)
         times = [time.perf_counter() for _ in stream]  # the first one is behind the prompt
-        speed = (len(times) - 1) / (times[-1] - times[0])
-        runner, passes = runner_for(self.target), []
+        speed, nodes = (len(times) - 1) / (times[-1] - times[0]), self.options.all_nodes
+        drafts = [Draft.on_tree(Tree.chain(count - 1), torch.tensor([text[:count]])) for count in nodes]
+        runner = runner_for(self.target)
         rows, _, _ = runner.prefill([text])
         with self.target.computing():
-            for count in self.options.all_nodes:
-                draft = Draft.on_tree(Tree.chain(count - 1), torch.tensor([text[:count]]))
-                passes.append(median_ms(partial(runner.verify, rows, draft), self.options.repeats))
-        return speed, passes
+            return speed, [median_ms(partial(runner.verify, rows, draft), self.options.repeats) for draft in drafts]
 
     def next_tokens(self, prompts: Sequence[Ids]) -> Ids:
-        """As :class:`Program`."""
+        """The best next token of each prompt."""
         return [result.token_ids[0] for result in self.engine.generate(prompts, max_new_tokens=1)]
 
 
@@ -187,8 +182,7 @@ class LlamaCpp:
     """llama.cpp, in a process of its own. Its Python interface has no part in what is timed."""
 
     def __init__(self, options: Options, source: Path, kind: str) -> None:
-        self.options = options
-        path = source.with_name(f"{kind}.gguf")
+        self.options, path = options, source.with_name(f"{kind}.gguf")
         given = {"source": str(source), "gguf": str(path), "kind": kind, "threads": options.threads, "lookup": False}
         longest = options.length + max(options.max_new_tokens, *options.all_nodes) + 8
         given |= {"max_length": longest, "max_batch_size": 1, "nodes": options.all_nodes, "repeats": options.repeats}
@@ -196,22 +190,26 @@ class LlamaCpp:
         python = python_of("llama-cpp", options.environments)
         limits = {"threads": options.threads, "log": log, "timeout": options.timeout}
         self.process = WorkerProcess(python, "llama_cpp_worker.py", given, **limits)
+        self.stop = self.process.stop
         try:
             self.versions = self.process.versions()
         except BaseException:
-            self.process.stop()
+            self.stop()
             raise
         self.megabytes = path.stat().st_size / 1e6
 
     def measure(self, text: Ids) -> tuple[float, list[float]]:
-        """As :class:`Program`."""
+        """As :meth:`DraftHeads.measure`."""
         reply = self.process.ask([text], self.options.max_new_tokens)
         assert reply.decode_seconds is not None
         return (reply.num_tokens - 1) / reply.decode_seconds, [1e3 * seconds for seconds in reply.batch_seconds]
 
     def next_tokens(self, prompts: Sequence[Ids]) -> Ids:
-        """As :class:`Program`."""
+        """The best next token of each prompt."""
         return [self.process.ask([prompt], 1).token_ids[0][0] for prompt in prompts]
+
+
+Program = DraftHeads | LlamaCpp
 
 
 @contextmanager
@@ -236,11 +234,11 @@ def start(options: Options, folder: Path, programs: dict[str, Program]) -> dict[
     write_model(config, folder)
     if options.kinds:
         write_gguf(config, folder, source)
-    makers: list[tuple[str, Callable[[], Program]]] = [
-        *((f"draftheads {one}", partial(DraftHeads, options, folder, one)) for one in options.precisions),
-        *((f"llama.cpp {one}", partial(LlamaCpp, options, source, one)) for one in options.kinds),
-    ]
-    for name, make in makers:
+    makers: dict[str, Callable[[], Program]] = {
+        **{f"draftheads {one}": partial(DraftHeads, options, folder, one) for one in options.precisions},
+        **{f"llama.cpp {one}": partial(LlamaCpp, options, source, one) for one in options.kinds},
+    }
+    for name, make in makers.items():
         say(f"loading {name}")
         try:
             programs[name] = make()
@@ -261,8 +259,8 @@ def measured(options: Options, programs: dict[str, Program]) -> tuple[list[Row],
     names, bandwidths = list(programs), []
     for turn in range(options.rounds):
         say(f"round {turn + 1} of {options.rounds}")
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
             bandwidths.append(step.bytes_per_second())
             time.sleep(_PAUSE_SECONDS)
             speed, passes = programs[name].measure(text)
@@ -274,44 +272,35 @@ def measured(options: Options, programs: dict[str, Program]) -> tuple[list[Row],
 @torch.inference_mode()
 def bounds_of(target: TargetModel, options: Options, bandwidth: float) -> Bounds:
     """Lower bounds as in step.py, and the time of drafting trees with a head of `draftheads train`'s default size."""
-    rate = step.operations_per_second(target)
-    layers = [layer for layer in target.model.modules() if isinstance(layer, PackedLinear)]
-    numbers = sum(layer.in_features * layer.out_features for layer in layers)
-    drafting = (options.draft_ms or 0.0,) * len(options.all_nodes)
+    computing = 2e3 * step.num_weights(target) / step.operations_per_second(target)
+    drafting = [options.draft_ms or 0.0] * len(options.all_nodes)
     if options.draft_ms is None:
         sizes: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        head = HydraHead(
-            HydraConfig(**sizes, num_heads=_DEPTH, draft_vocab_size=min(_DRAFT_VOCABULARY, target.vocab_size))
-        )
+        small = min(_DRAFT_VOCABULARY, target.vocab_size)
+        head = HydraHead(HydraConfig(**sizes, num_heads=_DEPTH, draft_vocab_size=small))
         head.requires_grad_(requires_grad=False).bind(target.weights)
         head.speed_up()
         timer = StepTimer(target, head)
-        drafting = tuple(
-            min(
-                timer.draft(1, BestFirst(count, max_depth=min(_DEPTH, count - 1), min_level_probability=None))
-                for _ in range(4)
-            )
-            if count > 1
-            else 0.0
-            for count in options.all_nodes
-        )
-    return Bounds(1e3 * step.weight_bytes(target) / bandwidth, 2e3 * numbers / rate, drafting)
+        for place, count in enumerate(options.all_nodes[1:], 1):
+            tree = BestFirst(count, max_depth=min(_DEPTH, count - 1), min_level_probability=None)
+            drafting[place] = min(timer.draft(1, tree) for _ in range(4))
+    return Bounds(1e3 * step.weight_bytes(target) / bandwidth, computing, tuple(drafting))
 
 
 def tables(rows: Sequence[Row], tokens_per_step: Sequence[float]) -> Iterator[Table]:
     """Plain decoding, passes, and what a head would bring; medians of the rounds, quartiles in brackets."""
-    plain = _table("", "weights, MB", "plain tokens/s", f"next tokens as {rows[0].name}")
-    passes = _table("", "nodes", "pass, ms", "reading, ms", "computing, ms", "× the larger bound")
-    heads = _table(
-        "with a head", "nodes", "drafting, ms", "loop, ms", *(f"{one:g} tokens/step" for one in tokens_per_step)
-    )
+    plain = table_of("", "weights, MB", "plain tokens/s", f"next tokens as {rows[0].name}")
+    passes = table_of("", "nodes", "pass, ms", "reading, ms", "computing, ms", "× the larger bound")
+    speeds = (f"{one:g} tokens/step" for one in tokens_per_step)
+    heads = table_of("with a head", "nodes", "drafting, ms", "loop, ms", *speeds)
     fastest = max((row.speed for row in rows if row.bounds is None), default=None)
     for row in rows:
         same = [a == b for a, b in zip(row.next_tokens, rows[0].next_tokens, strict=True)]
         plain.add_row(row.name, f"{row.megabytes:.0f}", shown(row.speeds), f"{sum(same)} of {len(same)}")
         for place, count in enumerate(row.nodes):
-            times = [passes[place] for passes in row.passes]
-            passes.add_row(row.name, str(count), shown(times), *_beside_bounds(row.bounds, count, row.pass_ms(place)))
+            bounds = [row.bounds.reading, row.bounds.computing * count] if row.bounds else []
+            cells = [f"{one:.1f}" for one in bounds] + [f"{row.pass_ms(place) / max(bounds):.2f}" for _ in bounds[:1]]
+            passes.add_row(row.name, str(count), shown([each[place] for each in row.passes]), *cells)
             if row.bounds is None or count == 1:
                 continue
             cells = [f"{row.bounds.drafting[place]:.1f}", f"{row.loop_ms:.1f}"]
@@ -323,24 +312,11 @@ def tables(rows: Sequence[Row], tokens_per_step: Sequence[float]) -> Iterator[Ta
     yield from (plain, passes, heads)
 
 
-def _beside_bounds(bounds: Bounds | None, nodes: int, milliseconds: float) -> list[str]:
-    if bounds is None:
-        return []
-    both = (bounds.reading, bounds.computing * nodes)
-    return [*(f"{one:.1f}" for one in both), f"{milliseconds / max(both):.2f}"]
-
-
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=SIMPLE_HEAD, show_edge=False)
-
-
-def write(options: Options, facts: dict[str, object], rows: list[Row]) -> None:
+def write(options: Options, facts: dict[str, Any], rows: list[Row]) -> None:
     """The files that are asked for."""
-    if options.json is not None:
-        names = ("size", "length", "max_new_tokens", "rounds", "repeats", "draft_ms")
-        settings = {name: getattr(options, name) for name in names}
-        content = {"machine": facts, "settings": settings, "rows": [row.record() for row in rows]}
-        options.json.write_text(json.dumps(content), encoding="utf-8")
+    names = ("size", "length", "max_new_tokens", "rounds", "repeats", "draft_ms")
+    found = [vars(row) | {"bounds": row.bounds and vars(row.bounds)} for row in rows]
+    write_record(options.json, facts, options, names, rows=found)
     if options.plot is not None:
         points: list[dict[str, object]] = [
             {"precision": row.name, "rows": 1, "length": options.length, "nodes": count}
@@ -366,21 +342,18 @@ def main(options: Options) -> None:
             rows, bandwidths = measured(options, programs)
             bandwidth = statistics.median(bandwidths)
             for row, one in zip(rows, programs.values(), strict=True):
+                facts |= one.versions
                 if isinstance(one, DraftHeads):
                     row.bounds = bounds_of(one.target, options, bandwidth)
-                elif isinstance(one, LlamaCpp):
-                    facts |= one.versions
         finally:
             for one in programs.values():
-                if isinstance(one, LlamaCpp):
-                    one.process.stop()
+                one.stop()
     write(options, facts, rows)
-    console = Console(width=None if sys.stdout.isatty() else 120)
     shown = " to ".join(f"{one / 1e9:.1f}" for one in (min(bandwidths), bandwidth, max(bandwidths)))
-    console.print(f"{facts['cpu']}, {options.threads} threads, {shown} GB/s")
-    console.print(
-        f"random {options.size}, a text of {options.length} tokens, {options.rounds} rounds: median (quartiles)\n"
-        "with a head: predicted tokens/s (× plain, × the fastest type of llama.cpp)"
+    console = print_setting(
+        facts,
+        f"{shown} GB/s; random {options.size}, a text of {options.length} tokens, {options.rounds} rounds",
+        "median (quartiles); with a head: predicted tokens/s (× plain, × the fastest type of llama.cpp)",
     )
     for table in tables(rows, options.tokens_per_step):
         console.print()

@@ -1,11 +1,7 @@
 #!/bin/sh
 # Makes the environments that peers.py measures in: one virtual environment for each peer, each with torch's CPU build.
-#
 #   benchmarks/environments.sh [NAME …]     transformers, llama-cpp, openvino, vllm; all of them when left out
-#
-# PEERS    the folder for them; .peers beside this script when unset
-# PYTHON   Python with draftheads and its default model installed; the Makefile's environment when unset
-#
+# PEERS is the folder for them, PYTHON has draftheads and its default model; .peers and the Makefile's when unset.
 # One that is complete is left as it is. One that cannot be made is reported, and the others are made all the same.
 set -eu
 

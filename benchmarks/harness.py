@@ -6,6 +6,7 @@ is in ``workers/worker.py``); a *server* has OpenAI's HTTP interface. Imports no
 
 import json
 import os
+import re
 import select
 import socket
 import statistics
@@ -14,11 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from draftheads.data.records import TextPrompt, own_prompts
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, converted_folder
@@ -36,30 +41,17 @@ _WORKERS = HERE / "workers"
 _STOP_SECONDS = 20.0
 
 
-def say(text: str) -> None:
-    """What is going on, on standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def cpu_model_and_flags(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
-    r"""Name and interesting flags of the first CPU in the text of ``/proc/cpuinfo``.
-
-    >>> cpu_model_and_flags("model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f\n")
-    ('Some CPU', ('avx2', 'avx512f'))
-    """
-    lines = dict(reversed([line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line]))
-    fields = {key.strip(): value.strip() for key, value in lines.items()}
-    present = fields.get("flags", "").split()
-    return fields.get("model name", "unknown CPU"), tuple(flag for flag in CPU_FLAGS if flag in present)
+say = partial(print, file=sys.stderr, flush=True)  # what is going on
 
 
 def machine(num_threads: int) -> dict[str, Any]:
     """Kind of CPU, threads, commit and versions; plain JSON values."""
-    path = Path("/proc/cpuinfo")
-    model, flags = cpu_model_and_flags(path.read_text(encoding="utf-8") if path.is_file() else "")
-    facts: dict[str, Any] = {**provenance(), "cpu": model, "cpu_flags": list(flags), "threads": num_threads}
+    path, facts = Path("/proc/cpuinfo"), dict[str, Any](provenance())
+    flags = re.search(r"^flags\s*:(.*)", path.read_text(encoding="utf-8") if path.is_file() else "", re.MULTILINE)
+    present = flags[1].split() if flags else []
     del facts["command"]  # its arguments are the machine's folders
-    return facts
+    own = {"cpu": facts["processor"], "cpu_flags": [flag for flag in CPU_FLAGS if flag in present]}
+    return {**facts, **own, "threads": num_threads}
 
 
 def exact_precision(name: str) -> str:
@@ -85,16 +77,6 @@ def encoded(prompts: Iterable[TextPrompt], model: Path) -> list[Ids]:
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-def spread(prompts: Sequence[TextPrompt], limit: int) -> list[TextPrompt]:
-    """At most ``limit`` prompts, evenly from the whole list.
-
-    >>> spread(["a", "b", "c", "d"], 2)
-    ['a', 'c']
-    """
-    count = min(limit, len(prompts))
-    return [prompts[index * len(prompts) // count] for index in range(count)]
-
-
 def shown(values: Sequence[float], digits: int = 1) -> str:
     """The median, with quartiles in brackets."""
     lower, middle, upper = quartiles(values)
@@ -111,6 +93,31 @@ def median_ms(action: Callable[[], object], repeats: int, *, wait: Callable[[], 
         wait()
         times.append(time.perf_counter() - start)
     return 1e3 * statistics.median(times[3:])
+
+
+def print_setting(facts: dict[str, Any], *lines: str, width: int = 120) -> Console:
+    """Prints the machine and what was measured; returns the console for the tables."""
+    console = Console(width=None if sys.stdout.isatty() else width)
+    console.print(f"{facts['cpu']} ({' '.join(facts['cpu_flags'])}), {facts['threads']} threads")
+    for line in lines:
+        console.print(line)
+    return console
+
+
+def table_of(*headings: str, title: str | None = None) -> Table:
+    """An empty table; the first column has names."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=True, justify="right" if number else "left")
+    return table
+
+
+def write_record(path: Path | None, facts: dict[str, Any], options: Any, names: Sequence[str], **found: Any) -> None:
+    """Writes the JSON file, if there is to be one: the machine, these options, and what was found."""
+    if path is not None:
+        settings = {name: getattr(options, name) for name in names}
+        record = {"machine": facts, "settings": settings, **found}
+        path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 class ProgramFailed(Exception):
@@ -135,17 +142,9 @@ class Reply:
 
 
 class Program:
-    """Another program: started, and stopped at the end.
+    """Another program: started, and stopped at the end; ``options`` are Popen's.
 
-    Args:
-        command: the program and its arguments.
-        threads: that it may use.
-        log: gets what it prints.
-        timeout: seconds until it is ready, or has answered.
-        options: for ``subprocess.Popen``.
-
-    Raises:
-        ProgramFailed: it is not there.
+    It has ``timeout`` seconds until it is ready, or has answered. ProgramFailed: it is not there.
     """
 
     def __init__(
@@ -162,15 +161,10 @@ class Program:
             variables = environment(program, threads, cache=log.parent / "cache")
             self.process = subprocess.Popen(list(map(str, command)), stderr=file, env=variables, **options)  # noqa: S603
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still runs."""
-        return self.process.poll() is None
-
-    def last_line(self) -> str:
-        """Of what it printed."""
-        lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip() if lines else "nothing printed"
+    def last_words(self) -> str:
+        """How it ended, and the last line that it printed."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f"ended with status {self.process.wait()}: {lines[-1].strip() if lines else 'nothing printed'}"
 
     def stop(self) -> None:
         """End the process."""
@@ -203,7 +197,7 @@ class WorkerProcess(Program):
             self.process.stdin.write(request.encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise ProgramFailed(self._last_words()) from None
+            raise ProgramFailed(self.last_words()) from None
         line = self._read()
         tuples: dict[str, Any] = {name: tuple(line.pop(name)) for name in ("accepted_by_depth", "batch_seconds")}
         return Reply(token_ids=tuple(map(tuple, line.pop("token_ids"))), **tuples, **line)
@@ -217,23 +211,22 @@ class WorkerProcess(Program):
             raise ProgramFailed(f"no answer within {self.timeout:.0f} s")
         text = out.readline()
         if not text:
-            raise ProgramFailed(self._last_words())
+            raise ProgramFailed(self.last_words())
         line: dict[str, Any] = json.loads(text)
         if "error" in line:
             raise ProgramFailed(line["error"])
         return line
-
-    def _last_words(self) -> str:
-        return f"ended with status {self.process.wait()}: {self.last_line()}"
 
 
 class ServerProcess(Program):
     """A server on the loopback address, ready when it is made; ``url`` has no path, ``models`` are those it lists."""
 
     def __init__(self, command: Sequence[str | Path], **limits: Any) -> None:
-        port = free_port()
+        with socket.socket() as listener:  # a port that nothing listens on
+            listener.bind(("127.0.0.1", 0))
+            port = str(listener.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
-        super().__init__([*command, "--host", "127.0.0.1", "--port", str(port)], **limits)
+        super().__init__([*command, "--host", "127.0.0.1", "--port", port], **limits)
         try:
             self.models = self._wait()
         except BaseException:
@@ -243,23 +236,16 @@ class ServerProcess(Program):
     def _wait(self) -> list[dict[str, Any]]:
         end = time.monotonic() + self.timeout
         while time.monotonic() < end:
-            if not self.is_alive:
-                raise ProgramFailed(f"ended with status {self.process.returncode}: {self.last_line()}")
+            if self.process.poll() is not None:
+                raise ProgramFailed(self.last_words())
             try:
                 with urlopen(f"{self.url}/v1/models", timeout=5) as response:  # noqa: S310 - of this machine
                     models: list[dict[str, Any]] = json.load(response)["data"]
                     return models
             except OSError:
                 time.sleep(0.5)
-        raise ProgramFailed(f"not ready after {self.timeout:.0f} s: {self.last_line()}")
-
-
-def free_port() -> int:
-    """A port of the loopback address that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+        self.process.kill()
+        raise ProgramFailed(f"not ready after {self.timeout:.0f} s; it {self.last_words()}")
 
 
 def environment(program: Path, num_threads: int, *, cache: Path) -> dict[str, str]:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from harness import DTYPES, Ids, encoded, python_of, real_model, shown, spread
+from harness import DTYPES, Ids, encoded, python_of, real_model, shown
 from peers import Comparison, DecodingMethod, Measured, Row
 
 import draftheads
+from draftheads.bench.timing import spread
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.registry import find_head
 from draftheads.data.records import prompts_in
@@ -66,20 +67,15 @@ def for_openvino(options: Options, head: str) -> Path:
     if not exported.exists():
         draftheads.export_head(head, exported)
     export = [python.with_name("optimum-cli"), "export", "openvino", "--model", exported, "--trust-remote-code"]
-    for command in (
-        [python, "-m", "pip", "install", "--quiet", *_NEEDED],
-        [*export, "--task", "text-generation-with-past", place],
-    ):
+    export += ["--task", "text-generation-with-past", place]
+    for command in ([python, "-m", "pip", "install", "--quiet", *_NEEDED], export):
         subprocess.run(list(map(str, command)), check=True)  # noqa: S603 - programs of the environment
     return place
 
 
 def for_llama_server(options: Options, head: str) -> list[str]:
     """The arguments that `draftheads export` prints for a head, written once."""
-    folder = options.environments / "models" / f"llama-cpp-{head}"
-    if options.gguf is None or options.server is None:
-        sys.exit("error: llama-server needs --gguf and --server")
-    done = draftheads.export_head(head, folder, to="llama.cpp")
+    done = draftheads.export_head(head, options.environments / "models" / f"llama-cpp-{head}", to="llama.cpp")
     return shlex.split(done.commands["llama.cpp"].replace("MODEL.gguf", shlex.quote(str(options.gguf))))[1:]
 
 
@@ -92,8 +88,11 @@ def theirs(options: Options, head: str | None, chain: int, longest: int) -> list
         own = {"model": str(real_model()), "dtype": DTYPES[options.precision], "max_length": room}
         return [DecodingMethod(name, engine, {**common, **own, "head": head, "chain": chain})]
     if engine == "llama-server":
+        if options.gguf is None or options.server is None:
+            sys.exit("error: llama-server needs --gguf and --server")
         arguments = for_llama_server(options, head) if head else ["-m", str(options.gguf)]
         own = {"server": str(options.server), "arguments": arguments, "precision": options.precision}
+        own["log"] = str(options.environments / "logs" / f"llama-server-{head or 'plain'}.log")
         return [DecodingMethod(name, "draftheads", {**common, **own}, worker=engine)]
     common["model"] = str((options.environments / "models" / "openvino-int8").absolute())
     if head is None:

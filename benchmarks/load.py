@@ -9,28 +9,45 @@ answer the same prompts in turns over HTTP, as streams and greedily. Examples::
 """
 
 import asyncio
-import json
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import tyro
-from harness import DTYPES, ENVIRONMENTS, TASKS, ProgramFailed, ServerProcess, exact_precision, machine, python_of, say
-from load_client import Joining, Messages, RequestFailed, Sample, ask, client, closed_loop, joining, poisson
-from load_tables import Load, LoadRow, joining_table, load_table, summary
-from rich.console import Console
+from harness import (
+    DTYPES,
+    ENVIRONMENTS,
+    TASKS,
+    ProgramFailed,
+    ServerProcess,
+    exact_precision,
+    machine,
+    print_setting,
+    python_of,
+    say,
+    table_of,
+    write_record,
+)
+from httpx2 import AsyncClient, Limits, Timeout
+from load_client import Joining, Messages, RequestFailed, Sample, ask, closed_loop, joining, poisson, throughput
+from peers import DecodingMethod
+from rich.table import Table
 
 from draftheads.data.records import prompts_in
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, converted_folder, find_gguf
+from draftheads.utils.estimates import quartiles
 
 PLAIN = "plain"
 _PAUSE_SECONDS = 0.5  # the server before ends cancelled requests, and its threads stop spinning
 _WARM_UP_TOKENS = 16
+_PERCENTILES = (50, 90, 99)
+_CHUNK_TOKENS = 256  # of a prompt that our server reads between two steps
 
 
 @dataclass(frozen=True)
@@ -74,42 +91,21 @@ class Options:
     quick: bool = False
     """One round with one and two users, three requests and eight tokens, to see that everything works."""
 
-    def reduced(self) -> "Options":
-        """What is measured with ``quick``."""
-        small: dict[str, Any] = {"users": (1, 2), "requests": 1, "max_tokens": 8, "rounds": 1, "joining_tokens": 0}
-        return replace(self, **small) if self.quick else self
-
-
-@dataclass(frozen=True)
-class DecodingMethod:
-    """A row of the tables: requests to one server with the same fields."""
-
-    name: str
-    server: str
-    body: dict[str, Any]
-
 
 def ways_of(server: str, models: Sequence[dict[str, Any]], fixed_nodes: Sequence[int]) -> list[DecodingMethod]:
     """The rows of a server: of ours plain decoding, each head, and fixed sizes; of others the model."""
-    first = models[0]["id"]
+    first = {"model": models[0]["id"]}
     if server != "draftheads":
-        return [DecodingMethod(server, server, {"model": first})]
-    named = [(model["draftheads"]["head"], model["id"]) for model in models]
-    plain = DecodingMethod(PLAIN, server, {"model": first, "draft_nodes": 0})
-    fixed = [(f"{named[0][0]}, {nodes} nodes", nodes) for nodes in fixed_nodes]
-    return [
-        plain,
-        *(DecodingMethod(head, server, {"model": name}) for head, name in named),
-        *(DecodingMethod(name, server, {"model": first, "draft_nodes": nodes}) for name, nodes in fixed),
-    ]
+        return [DecodingMethod(server, server, first)]
+    bodies: dict[str, dict[str, Any]] = {PLAIN: {**first, "draft_nodes": 0}}
+    bodies |= {model["draftheads"]["head"]: {"model": model["id"]} for model in models}
+    named = models[0]["draftheads"]["head"]
+    bodies |= {f"{named}, {nodes} nodes": {**first, "draft_nodes": nodes} for nodes in fixed_nodes}
+    return [DecodingMethod(name, server, body) for name, body in bodies.items()]
 
 
 def commands(options: Options) -> dict[str, list[str | Path]]:
-    """How the chosen servers are started, by name.
-
-    Requests to ours choose a head by the model's name, and plain decoding by ``draft_nodes``. The server of
-    llama-cpp-python answers one request at a time, and by default ends it if another one comes.
-    """
+    """How the chosen servers are started, by name; llama-cpp-python's by default ends a request if another comes."""
     precision, threads = exact_precision(options.precision), str(options.threads)
     heads = ("--head", *options.heads) if options.heads else ()
     rows = str(max(options.users, default=16))
@@ -129,12 +125,113 @@ def commands(options: Options) -> dict[str, list[str | Path]]:
     return {name: [python_of(name, options.environments), "-m", *known[name]] for name in options.servers}
 
 
+@dataclass(frozen=True)
+class Load:
+    """Users in a closed loop, or requests per second with Poisson arrivals."""
+
+    users: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} requests/s" if self.users is None else f"{self.users} user{'s' * (self.users > 1)}"
+
+
+@dataclass
+class LoadRow:
+    """One way of answering under one load."""
+
+    name: str
+    load: Load
+    rounds: list[list[Sample]] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for samples in self.rounds for sample in samples]
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of all users together, of each round."""
+        return [throughput(samples, self.load.users) for samples in self.rounds]
+
+    @property
+    def medians(self) -> list[float]:
+        """Median latency of each round, in seconds."""
+        return [float(np.median([sample.latency for sample in samples])) for samples in self.rounds]
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens after the first of each answer per pass of the model; None if the server does not count passes."""
+        steps = [sample.num_steps for sample in self.samples]
+        total = 0 if None in steps else sum(count or 0 for count in steps)
+        return sum(max(0, sample.num_tokens - 1) for sample in self.samples) / total if total else None
+
+    def numbers(self, base: "LoadRow | None") -> dict[str, Any]:
+        """Percentiles over all requests; ratios of each round, and the share of equal texts, beside another way."""
+        samples = self.samples
+        per_token = [1e3 * sample.per_token for sample in samples if sample.per_token is not None]
+        found: dict[str, Any] = {
+            "latency_seconds": _percentiles([sample.latency for sample in samples]),
+            "first_token_milliseconds": _percentiles([1e3 * sample.first_token for sample in samples]),
+            "between_tokens_milliseconds": _percentiles(per_token or [0.0]),
+            "tokens_per_second": quartiles(self.speeds),
+            "tokens_per_step": self.tokens_per_step,
+        }
+        if base is not None:
+            found["speed_ratios"] = [own / other for own, other in zip(self.speeds, base.speeds, strict=False)]
+            found["latency_ratios"] = [own / other for own, other in zip(self.medians, base.medians, strict=False)]
+            same = [own.text == other.text for own, other in zip(samples, base.samples, strict=False)]
+            found["same_texts"] = sum(same) / len(same)
+        return found
+
+    def record(self, base: "LoadRow | None") -> dict[str, Any]:
+        """For the JSON file: the numbers, and every sample."""
+        rounds = [[asdict(sample) for sample in samples] for samples in self.rounds]
+        about = {"name": self.name, "load": asdict(self.load), "percentiles": _PERCENTILES}
+        return {**about, **self.numbers(base), "rounds": rounds}
+
+
+def _percentiles(values: Sequence[float]) -> list[float]:
+    return [float(value) for value in np.percentile(values, _PERCENTILES)]
+
+
+def load_table(title: str, rows: Sequence[LoadRow], base: LoadRow | None) -> Table:
+    """All ways under one load. Ratios are medians over rounds, with the lowest and highest in brackets."""
+    headings = ("", "tokens/s", "× plain", "p50, s", "p90", "p99", "× plain", "first, ms", "p99")
+    table = table_of(*headings, "ms/token", "per step", "same", title=title)
+    for row in rows:
+        numbers = row.numbers(None if base is row else base)
+        speed, latency = (
+            f"{quartiles(values)[1]:.2f} ({min(values):.2f}–{max(values):.2f})" if values else ""
+            for values in (numbers.get("speed_ratios"), numbers.get("latency_ratios"))
+        )
+        first, steps = numbers["first_token_milliseconds"], row.tokens_per_step
+        table.add_row(
+            *(row.name, f"{numbers['tokens_per_second'][1]:.1f}", speed),
+            *(f"{value:.2f}" for value in numbers["latency_seconds"]),
+            *(latency, f"{first[0]:.0f}", f"{first[2]:.0f}", f"{numbers['between_tokens_milliseconds'][0]:.1f}"),
+            "" if steps is None else f"{steps:.2f}",
+            f"{numbers['same_texts']:.0%}" if "same_texts" in numbers else "",
+        )
+    return table
+
+
+def joining_table(joinings: Sequence[Joining]) -> Table:
+    """How long running streams wait when a long prompt joins them."""
+    title = f"A prompt of {joinings[0].prompt_tokens} tokens joins {len(joinings[0].longest)} streams"
+    headings = ("", "step, ms", "longest wait, ms", "in steps", "two steps and a chunk, ms")
+    table = table_of(*headings, "first text of the prompt, s", "on an idle server, s", title=title)
+    for one in joinings:
+        longest, times = max(one.longest), (one.first_token, one.alone)
+        waits = (f"{one.step:.0f}", f"{longest:.0f}", f"{longest / one.step:.1f}", f"{one.allowed(_CHUNK_TOKENS):.0f}")
+        table.add_row(one.name, *waits, *(f"{milliseconds / 1e3:.2f}" for milliseconds in times))
+    return table
+
+
 class Measurement:
     """Starts the servers, measures round by round, and keeps the rows."""
 
     def __init__(self, options: Options, prompts: Sequence[Messages]) -> None:
-        self.options, self.prompts = options, prompts
-        self.facts = machine(options.threads)
+        self.options, self.prompts, self.facts = options, prompts, machine(options.threads)
         self.rows: dict[tuple[str, Load], LoadRow] = {}
         self.joinings: list[Joining] = []
         self.problems: dict[str, str] = {}
@@ -174,7 +271,7 @@ class Measurement:
 
     async def _measure(self) -> None:
         options = self.options
-        async with client(options.timeout) as http:
+        async with AsyncClient(timeout=Timeout(options.timeout), limits=Limits(max_connections=None)) as http:
             for way in self._ways():
                 warm = partial(closed_loop, self._ask(http, way, _WARM_UP_TOKENS))
                 await self._tried(way, warm(self._part(Load(users=2)), max(options.users, default=1)))
@@ -196,11 +293,8 @@ class Measurement:
     async def _round(self, http: Any, way: DecodingMethod, load: Load, turn: int) -> None:
         say(f"round {turn + 1} of {self.options.rounds}, {load}: {way.name}")
         asked, prompts = self._ask(http, way, self.options.max_tokens, salt=f"{load}, {turn}"), self._part(load)
-        if load.users is not None:
-            samples = await self._tried(way, closed_loop(asked, prompts, load.users))
-        else:
-            samples = await self._tried(way, poisson(asked, prompts, load.rate or 1.0, seed=turn))
-        if samples:
+        how = partial(poisson, rate=load.rate, seed=turn) if load.rate else partial(closed_loop, users=load.users or 1)
+        if samples := await self._tried(way, how(asked, prompts)):
             self.rows.setdefault((way.name, load), LoadRow(way.name, load)).rounds.append(samples)
 
     def _part(self, load: Load) -> list[Messages]:
@@ -212,10 +306,10 @@ class Measurement:
         self, http: Any, way: DecodingMethod, tokens: int, *, salt: str = ""
     ) -> Callable[[Messages], Coroutine[Any, Any, Sample]]:
         """Requests of a way. With the salt, a server reads prompts again that it read in another round or way."""
-        body = {**way.body, "max_tokens": tokens, "cache_salt": f"{way.name}, {salt}"}
-        if self.options.ignore_eos and way.server != "llama-cpp":
+        body = {**way.settings, "max_tokens": tokens, "cache_salt": f"{way.name}, {salt}"}
+        if self.options.ignore_eos and way.environment != "llama-cpp":
             body["ignore_eos"] = True
-        return partial(ask, http, self._urls[way.server], body)
+        return partial(ask, http, self._urls[way.environment], body)
 
     async def _tried(self, way: DecodingMethod, work: Coroutine[Any, Any, Any]) -> Any:
         """The result; None if a request failed, and then nothing more is sent this way."""
@@ -226,41 +320,33 @@ class Measurement:
             say(f"{way.name}: {error}")
             return None
 
-    def under(self, load: Load) -> Iterator[LoadRow]:
+    def under(self, load: Load) -> list[LoadRow]:
         """The rows of a load, in the order of the servers."""
-        return (self.rows[way.name, load] for way in self._all_ways if (way.name, load) in self.rows)
+        return [self.rows[way.name, load] for way in self._all_ways if (way.name, load) in self.rows]
 
     def write(self) -> None:
         """The JSON file, if there is to be one."""
-        options = self.options
-        if options.json is not None:
-            kept = ("model", "heads", "precision", "requests", "max_tokens", "rounds", "joining_tokens", "threads")
-            record = {
-                "machine": self.facts,
-                "settings": {name: getattr(options, name) for name in kept} | {"prompts": options.prompts.name},
-                "problems": self.problems,
-                "rows": [summary(row, self.rows.get((PLAIN, row.load))) for row in self.rows.values()],
-                "joining": [asdict(one) for one in self.joinings],
-            }
-            options.json.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        kept = ("model", "heads", "precision", "requests", "max_tokens", "rounds", "joining_tokens", "threads")
+        rows = [row.record(self.rows.get((PLAIN, row.load))) for row in self.rows.values()]
+        found = {"prompts": self.options.prompts.name, "problems": self.problems, "rows": rows}
+        found["joining"] = [asdict(one) for one in self.joinings]
+        write_record(self.options.json, self.facts, self.options, kept, **found)
 
 
 def main(options: Options) -> None:
     """Measure, and print the tables."""
-    options = options.reduced()
+    if options.quick:
+        options = replace(options, users=(1, 2), requests=1, max_tokens=8, rounds=1, joining_tokens=0)
     prompts = [
         [{"role": "user", "content": one}] if isinstance(one, str) else [dict(message) for message in one]
         for one in prompts_in(options.prompts)
     ]
     measurement = Measurement(options, prompts)
     measurement.run()
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    facts = measurement.facts
-    console.print(f"{facts['cpu']} ({' '.join(facts['cpu_flags'])}), {options.threads} threads")
-    console.print(f"{options.prompts.name}, at most {options.max_tokens} tokens, {options.rounds} rounds")
+    asked = f"{options.prompts.name}, at most {options.max_tokens} tokens, {options.rounds} rounds"
+    console = print_setting(measurement.facts, asked, width=130)
     for load in measurement.loads:
-        rows = list(measurement.under(load))
-        console.print(load_table(str(load), rows, measurement.rows.get((PLAIN, load))))
+        console.print(load_table(str(load), measurement.under(load), measurement.rows.get((PLAIN, load))))
     if measurement.joinings:
         console.print(joining_table(measurement.joinings))
     for name, problem in measurement.problems.items():

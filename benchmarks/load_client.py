@@ -5,12 +5,12 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from random import Random
 from typing import Any
 
 import numpy as np
-from httpx2 import AsyncClient, HTTPError, Limits, Timeout
+from httpx2 import AsyncClient, HTTPError
 
 Messages = list[dict[str, str]]
 _SECONDS_BEFORE = 2.0  # that the streams run undisturbed
@@ -48,17 +48,8 @@ class Sample:
 Ask = Callable[[Messages], Coroutine[Any, Any, Sample]]
 
 
-def client(timeout: float) -> AsyncClient:
-    """An HTTP client without a limit on connections."""
-    return AsyncClient(timeout=Timeout(timeout), limits=Limits(max_connections=None))
-
-
 async def ask(http: AsyncClient, url: str, body: dict[str, Any], messages: Messages) -> Sample:
-    """Sends one chat request and reads its stream.
-
-    Raises:
-        RequestFailed: no connection, an error status, or a stream that is not one of chat completion chunks.
-    """
+    """Sends one chat request and reads its stream."""
     fields = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
     parts: list[tuple[float, bytes]] = []
     start = time.perf_counter()
@@ -82,9 +73,6 @@ def parsed(parts: Sequence[tuple[float, bytes]], latency: float, *, sent: float 
     >>> chunk = b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n\ndata: [DO'
     >>> parsed([(0.25, chunk), (0.5, b"NE]\n\n")], 0.5).times
     (0.25,)
-
-    Raises:
-        RequestFailed: an event with an error, or one that is not JSON.
     """
     times: list[float] = []
     texts: list[str] = []
@@ -101,16 +89,9 @@ def parsed(parts: Sequence[tuple[float, bytes]], latency: float, *, sent: float 
         if text:
             times.append(moment)
             texts.append(text)
-    return Sample(
-        tuple(times),
-        latency,
-        usage.get("completion_tokens", len(times)),
-        usage.get("prompt_tokens"),
-        (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        usage.get("draft", {}).get("steps"),
-        "".join(texts),
-        sent,
-    )
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    counts = (usage.get("completion_tokens", len(times)), usage.get("prompt_tokens"), cached)
+    return Sample(tuple(times), latency, *counts, usage.get("draft", {}).get("steps"), "".join(texts), sent)
 
 
 def _events(parts: Sequence[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
@@ -127,10 +108,7 @@ async def closed_loop(asked: Ask, prompts: Sequence[Messages], users: int) -> li
     """Each user sends the next prompt as soon as its last answer ended.
 
     The load stays the same until all prompts are answered: users without a prompt go on with the first ones again,
-    which are not counted.
-
-    Returns:
-        A sample for each prompt.
+    which are not counted. There is a sample for each prompt.
     """
     numbers = count()
     samples: dict[int, Sample] = {}
@@ -138,10 +116,8 @@ async def closed_loop(asked: Ask, prompts: Sequence[Messages], users: int) -> li
 
     async def user() -> None:
         for number in numbers:
-            sample = await asked(prompts[number % len(prompts)])
-            if number < len(prompts):
-                samples[number] = sample
-            if len(samples) == len(prompts):
+            samples[number] = await asked(prompts[number % len(prompts)])
+            if all(place in samples for place in range(len(prompts))):
                 done.set()
 
     tasks = [asyncio.create_task(user()) for _ in range(users)]
@@ -157,20 +133,15 @@ async def closed_loop(asked: Ask, prompts: Sequence[Messages], users: int) -> li
 
 
 async def poisson(asked: Ask, prompts: Sequence[Messages], rate: float, seed: int) -> list[Sample]:
-    """Prompts are sent at random times, ``rate`` per second on average, whether or not earlier ones are answered.
-
-    Returns:
-        A sample for each prompt.
-    """
+    """Prompts are sent at random times, ``rate`` per second on average, whether or not earlier ones are answered."""
     random = Random(seed)  # noqa: S311 - arrival times, no secrets
-    gaps = [random.expovariate(rate) for _ in prompts]
+    moments = accumulate(random.expovariate(rate) for _ in prompts)
     start = time.perf_counter()
 
     async def arrive(moment: float, messages: Messages) -> Sample:
         await asyncio.sleep(moment - (time.perf_counter() - start))
         return await asked(messages)
 
-    moments = [sum(gaps[: number + 1]) for number in range(len(gaps))]
     tasks = [asyncio.create_task(arrive(*one)) for one in zip(moments, prompts, strict=True)]
     try:
         return await asyncio.gather(*tasks)
@@ -186,10 +157,9 @@ async def cancelled(*tasks: asyncio.Task[Any]) -> None:
 
 
 def throughput(samples: Sequence[Sample], users: int | None) -> float:
-    """Tokens per second of all users together.
+    """Tokens per second of all users together: in a closed loop users × tokens / latency.
 
-    In a closed loop without pauses that is users × tokens / latency. With Poisson arrivals (``users`` is None) it is
-    tokens over the time from the first request to the end of the last.
+    With Poisson arrivals (``users`` is None), tokens over the time from the first request to the end of the last.
     """
     tokens = sum(sample.num_tokens for sample in samples)
     if users is not None:
@@ -208,11 +178,6 @@ class Joining:
     step: float  # between two events of a stream, before the long prompt came: the median
     longest: tuple[float, ...]  # of each stream: the longest time between two events while the prompt was read
 
-    @property
-    def steps(self) -> float:
-        """The longest wait of all streams, in steps before the long prompt came."""
-        return max(self.longest) / self.step
-
     def allowed(self, chunk_tokens: int) -> float:
         """Two steps and one chunk of a prompt."""
         return 2 * self.step + self.alone / -(-self.prompt_tokens // chunk_tokens)
@@ -221,18 +186,9 @@ class Joining:
 async def joining(
     name: str, long_ask: Ask, stream_ask: Ask, prompts: Sequence[Messages], *, streams: int, tokens: int
 ) -> Joining:
-    """Measures one way.
+    """Measures one way: its streams run, then a prompt of so many tokens comes.
 
-    Args:
-        name: of the way.
-        long_ask: sends the long prompt; a few tokens of answer are enough.
-        stream_ask: sends the prompt of a stream. Answers must be so long that they still run when the prompt comes.
-        prompts: the first ones are the streams'; the long prompts are made of all.
-        streams: how many run.
-        tokens: of the long prompt.
-
-    Raises:
-        RequestFailed: a request failed, or the streams ended too early.
+    A few tokens of answer to the long prompt are enough; those of the streams must still run when it comes.
     """
     characters = int(tokens * _FIRST_CHARACTERS_PER_TOKEN)
     alone = await long_ask(_long_prompt(prompts[::2], characters))
@@ -246,27 +202,17 @@ async def joining(
         for task in running:
             task.cancel()
     start, end = joined.sent, joined.sent + joined.first_token
-    before = [late - early for sample in seen for early, late in _pairs(sample) if late <= start]
-    during = [[late - early for early, late in _pairs(one) if late > start and early < end] for one in seen]
+    pairs = [list(pairwise(one.sent + moment for moment in one.times)) for one in seen]
+    before = [late - early for own in pairs for early, late in own if late <= start]
+    during = [[late - early for early, late in own if late > start and early < end] for own in pairs]
     if not before or not any(during):
         raise RequestFailed("the streams ended before the long prompt came: ask for longer answers")
-    return Joining(
-        name,
-        joined.num_prompt_tokens or length,
-        1e3 * alone.first_token * (joined.num_prompt_tokens or length) / length,
-        1e3 * joined.first_token,
-        1e3 * float(np.median(before)),
-        tuple(1e3 * max(gaps) for gaps in during if gaps),
-    )
+    num_read, longest = joined.num_prompt_tokens or length, tuple(1e3 * max(gaps) for gaps in during if gaps)
+    idle, step = alone.first_token * num_read / length, float(np.median(before))
+    return Joining(name, num_read, 1e3 * idle, 1e3 * joined.first_token, 1e3 * step, longest)
 
 
 def _long_prompt(prompts: Sequence[Messages], characters: int) -> Messages:
-    """A request about the texts of the prompts, repeated as often as needed."""
+    """A request with the texts of the prompts, repeated as often as needed."""
     text = " ".join(message["content"] for messages in prompts for message in messages)
-    repeated = text * (characters // len(text) + 1)
-    return [{"role": "user", "content": repeated[:characters]}]
-
-
-def _pairs(sample: Sample) -> list[tuple[float, float]]:
-    """The times of neighbouring events."""
-    return list(pairwise(sample.sent + moment for moment in sample.times))
+    return [{"role": "user", "content": (text * (characters // len(text) + 1))[:characters]}]

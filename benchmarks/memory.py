@@ -9,14 +9,14 @@ import json
 import resource
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 import tyro
-from harness import machine
+from harness import machine, table_of, write_record
 from rich.console import Console
-from rich.table import Table
 
 from draftheads import load
 from draftheads.settings import Precision
@@ -40,37 +40,19 @@ class Options:
     """Write everything there."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Megabytes of one process."""
-
-    precision: str
-    weights: float
-    """Of the model, in its precision."""
-    engine: float
-    """Resident after an answer, less what the libraries took."""
-    most: float
-    """The same at its highest, while the model was loaded."""
-
-
-def resident_mb() -> float:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize() / 1e6
-
-
-def measured(model: str, head: str, precision: Precision, max_new_tokens: int) -> Memory:
-    """Of this process, which has done nothing else."""
+def measured(model: str, head: str, precision: Precision, max_new_tokens: int) -> dict[str, float]:
+    """Megabytes of this process, which has done nothing else; without what the libraries take."""
     torch.randn(64, 64) @ torch.randn(64, 64)  # threads and kernels
-    before = resident_mb()
+    process = psutil.Process()
+    before = process.memory_info().rss
     engine = load(model, head=head, precision=precision)
     engine.generate(["Why is the sky blue?"], max_new_tokens=max_new_tokens)
     gc.collect()
-    after = resident_mb()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    after, most = process.memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with torch.device("meta"):
-        parameters = type(engine.model.model)(engine.model.model.config).num_parameters()
-    return Memory(precision, parameters * BYTES[precision] / 1e6, after - before, most - before)
+        count = type(engine.model.model)(engine.model.model.config).num_parameters()
+    found = {"weights": count * BYTES[precision], "engine": after - before, "most": most - before}
+    return {name: size / 1e6 for name, size in found.items()}
 
 
 def main(options: Options) -> None:
@@ -78,27 +60,19 @@ def main(options: Options) -> None:
     found = []
     for precision in options.precisions:
         given = json.dumps([options.model, options.head, precision, options.max_new_tokens])
-        done = subprocess.run(  # noqa: S603 - this file
-            [sys.executable, __file__, "child", given], check=True, stdout=subprocess.PIPE, text=True
-        )
-        found.append(Memory(**json.loads(done.stdout.splitlines()[-1])))
-    table = Table("precision", "weights, MB", "engine, MB", "ratio", "while loading, MB", title="Resident memory")
+        command = [sys.executable, __file__, "child", given]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603 - this file
+        found.append({"precision": precision, **json.loads(done.stdout.splitlines()[-1])})
+    table = table_of("precision", "weights, MB", "engine, MB", "ratio", "while loading, MB", title="Resident memory")
     for row in found:
-        table.add_row(
-            row.precision,
-            f"{row.weights:.0f}",
-            f"{row.engine:.0f}",
-            f"{row.engine / row.weights:.2f}",
-            f"{row.most:.0f}",
-        )
+        sizes = (f"{row['weights']:.0f}", f"{row['engine']:.0f}", f"{row['engine'] / row['weights']:.2f}")
+        table.add_row(row["precision"], *sizes, f"{row['most']:.0f}")
     Console().print(table)
-    if options.json is not None:
-        content = {"machine": machine(torch.get_num_threads()), "memory": [asdict(row) for row in found]}
-        options.json.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    write_record(options.json, machine(torch.get_num_threads()), options, ("model", "head"), memory=found)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
-        print(json.dumps(asdict(measured(*json.loads(sys.argv[2])))))
+        print(json.dumps(measured(*json.loads(sys.argv[2]))))
     else:
         main(tyro.cli(Options, prog="benchmarks/memory.py"))

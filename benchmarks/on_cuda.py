@@ -1,19 +1,14 @@
 """What decoding costs on a CUDA GPU, and whether captured steps are right. Takes less than eight minutes.
 
-What matters most comes first. Each result is printed and written at once as a line of JSON, so a run that is cut off
-still leaves results:
+Each result is printed and written at once as a line of JSON, so a run that is cut off still leaves results:
 
-* ``check``: for plain decoding and each head, whether captured steps, ordinary steps and plain decoding give the same
-  texts in fp32, and the largest difference of logits; the exit code is 1 if they do not;
+* ``check``: whether captured steps, ordinary steps and plain decoding give the same texts in fp32 (else the exit code
+  is 1), and the largest difference of logits;
 * ``decoding``: tokens per second by batch size, plain with and without graphs, and with each head;
-* ``verification`` of a 7B-shaped Llama with random weights by tree size and length of text, beside its lower bound
-  (bytes of the weights / measured bandwidth);
-* ``drafting`` by head.
+* ``verification`` of a 7B-shaped Llama beside its lower bound (bytes of the weights / bandwidth); ``drafting`` by head.
 
 It needs no network, and of the optional packages none. Where the model is not on the machine, a Llama of its shape with
-random weights and untrained heads takes its place: its texts repeat themselves, so that copies are accepted.
-
-Example::
+random weights and untrained heads takes its place: its texts repeat themselves, so that copies are accepted. Example::
 
     PYTHONPATH=src python benchmarks/on_cuda.py --json cuda.jsonl
 """
@@ -27,19 +22,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from harness import machine, median_ms
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from draftheads.bench.timing import StepClock
 from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt
-from draftheads.decode.request import Request
 from draftheads.decode.step_costs import StepTimer, typical_tree, wait_for
 from draftheads.drafters.mixed import Mixed
 from draftheads.errors import MissingDependency, ModelNotFound
@@ -60,23 +56,10 @@ RANDOM = "random"  # in place of the name of a model
 TASKS = own_prompts("tasks")
 SHAPES: dict[str, Shape] = {"static": Tree.cartesian([3, 2, 1]), "growing": BestFirst(16)}
 # the sizes of SmolLM2-135M, and of Llama 7B
-SMOLLM: Row = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-LLAMA_7B: Row = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 8192,
-}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SMOLLM: Row = dict(zip(_SIZES, (576, 1536, 30, 9, 3), strict=True))
+SMOLLM |= {"max_position_embeddings": 8192, "vocab_size": 49152, "tie_word_embeddings": True}
+LLAMA_7B: Row = {**dict(zip(_SIZES, (4096, 11008, 32, 32, 32), strict=True)), "max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
@@ -84,13 +67,9 @@ class Options:
     """What is measured. The first four are options of the command."""
 
     model: str = "smollm2-135m"
-    """The model with heads."""
     device: str = "cuda"
-    """Where."""
-    minutes: float = 7.0
-    """No measurement begins after that time; what is left out is listed."""
-    json: Path | None = None
-    """A file for the lines."""
+    minutes: float = 7.0  # no measurement begins after that time; what is left out is listed
+    json: Path | None = None  # a file for the lines
     heads: tuple[str, ...] = ("hydra", "eagle", "medusa")
     nodes: tuple[int, ...] = (1, 8, 16, 32, 64)
     lengths: tuple[int, ...] = (512, 4096)  # tokens of text
@@ -157,23 +136,13 @@ class Subject:
         return engine_on(target, drafts, Drafting(method), drafter=head, max_batch_size=size)
 
 
-class NoText:
-    """In place of a tokenizer."""
-
-    eos_token_id = None
-    chat_template = None
-
-    def decode(self, token_ids: Sequence[int], **options: object) -> str:
-        """No text."""
-        return ""
-
-
 def random_llama(sizes: Row, device: str, dtype: torch.dtype) -> TargetModel:
     """A Llama with random weights."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype)
-    return TargetModel(model.eval().requires_grad_(requires_grad=False), NoText(), f"{RANDOM} Llama")
+    no_text = SimpleNamespace(eos_token_id=None, chat_template=None, decode=lambda *_, **__: "")
+    return TargetModel(model.eval().requires_grad_(requires_grad=False), no_text, f"{RANDOM} Llama")
 
 
 def untrained_head(method: str, target: TargetModel) -> DraftHead:
@@ -188,18 +157,10 @@ def untrained_head(method: str, target: TargetModel) -> DraftHead:
 
 
 def with_graphs(model: TargetModel, *, on: bool) -> TargetModel:
-    """The same model, with static steps or without."""
     return replace(model, step_mode=StepMode(on))
 
 
-def bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second that are read and written by a copy of a large tensor."""
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / (median_ms(lambda: target.copy_(source), 7, wait=partial(wait_for, device)) / 1e3)
-
-
-# --- the parts: each gives its results one by one ---
+# the parts: each gives its results one by one
 
 
 def check(options: Options, clock: Clock) -> Iterator[Row]:
@@ -226,10 +187,9 @@ def texts(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]
 
     Rows join and leave at different steps.
     """
-    settings = [
-        SamplingSettings(max_new_tokens=length, ignore_eos=True, temperature=temperature, top_k=20, seed=7)
-        for length, temperature in ((64, 0.0), (48, 1.0), (80, 0.0), (20, 1.0))
-    ]
+    usual = SamplingSettings(ignore_eos=True, top_k=20, seed=7)
+    kinds = ((64, 0.0), (48, 1.0), (80, 0.0), (20, 1.0))
+    settings = [replace(usual, max_new_tokens=length, temperature=temperature) for length, temperature in kinds]
     requests = engine.requests(prompts[:4], settings)
     core, num_graphs = engine.core(), 0
     for request in requests[:2]:
@@ -251,7 +211,6 @@ def texts(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]
 
 
 def graphs_of(batch: Batch) -> StepGraphs:
-    """The captured steps of a batch."""
     assert isinstance(batch.runner, TransformersRunner)
     return batch.runner.graphs
 
@@ -298,11 +257,8 @@ def decoding(options: Options, clock: Clock) -> Iterator[Row]:
     subject = Subject(options, "auto")
     captured, ordinary = (with_graphs(subject.target, on=on) for on in (True, False))
     for size in options.batch_sizes:
-        for name, target, method in (
-            ("plain, no graphs", ordinary, None),
-            ("plain", captured, None),
-            *((method, captured, method) for method in options.heads),
-        ):
+        plain = (("plain, no graphs", ordinary, None), ("plain", captured, None))
+        for name, target, method in (*plain, *((method, captured, method) for method in options.heads)):
             if clock.allows(f"{name} at batch {size}"):
                 yield {"batch": size, "drafter": name, **speed(subject.engine(target, method, size), subject, options)}
 
@@ -319,10 +275,11 @@ def speed(engine: Engine, subject: Subject, options: Options) -> Row:
     for _ in range(options.warm_steps):
         core.step()
     batch = next(iter(core.batches.values()))
-    before, start = num_tokens(requests), now(engine.model.device)
+    before, clock = sum(len(request.token_ids) for request in requests), StepClock(engine.model.device)
+    start = clock.now
     for _ in range(options.steps):
         batch.step()
-    seconds, tokens = now(engine.model.device) - start, num_tokens(requests) - before
+    seconds, tokens = clock.now - start, sum(len(request.token_ids) for request in requests) - before
     return {
         "tokens/s": round(tokens / seconds, 1),
         "tokens/step": round(tokens / options.steps / size, 2),
@@ -332,24 +289,16 @@ def speed(engine: Engine, subject: Subject, options: Options) -> Row:
     }
 
 
-def num_tokens(requests: Sequence[Request]) -> int:
-    """Of all answers so far."""
-    return sum(len(request.token_ids) for request in requests)
-
-
-def now(device: torch.device) -> float:
-    """Seconds, when the GPU has done its work."""
-    wait_for(device)
-    return time.perf_counter()
-
-
 @torch.inference_mode()
 def verification(options: Options, clock: Clock) -> Iterator[Row]:
     """Milliseconds of verifying a tree, ordinary and captured, and the lower bound."""
     model = random_llama(LLAMA_7B, options.device, torch.bfloat16)
     weights = [model.lm_head.weight, *(weight for layer in model.decoder.layers for weight in layer.parameters())]
     num_bytes = sum(weight.nbytes for weight in weights)
-    bound = 1e3 * num_bytes / bandwidth(model.device, min(1 << 30, num_bytes))
+    wait = partial(wait_for, model.device)
+    source = torch.zeros(min(1 << 30, num_bytes), dtype=torch.uint8, device=model.device)
+    target = torch.empty_like(source)  # a copy reads and writes
+    bound = num_bytes * median_ms(lambda: target.copy_(source), 7, wait=wait) / (2 * len(source))
     for length in options.lengths:
         for nodes in options.nodes:
             if not clock.allows(f"verification of {nodes} nodes at {length} tokens"):
@@ -360,14 +309,9 @@ def verification(options: Options, clock: Clock) -> Iterator[Row]:
                 runner = TransformersRunner(with_graphs(model, on=on))
                 rows, _, _ = runner.prefill([[5]])
                 rows[0].length = length  # the keys and values of a text that was not read are 0
-                times[name] = median_ms(
-                    partial(runner.verify, rows, draft), options.repeats, wait=partial(wait_for, model.device)
-                )
-            yield (
-                {"text": length, "nodes": nodes}
-                | {f"{name}, ms": round(value, 3) for name, value in times.items()}
-                | {"bound, ms": round(bound, 3), "captured / bound": round(times["captured"] / bound, 2)}
-            )
+                times[name] = median_ms(partial(runner.verify, rows, draft), options.repeats, wait=wait)
+            shown = {f"{name}, ms": round(value, 3) for name, value in {**times, "bound": bound}.items()}
+            yield {"text": length, "nodes": nodes, **shown, "captured / bound": round(times["captured"] / bound, 2)}
 
 
 def drafting(options: Options, clock: Clock) -> Iterator[Row]:
@@ -386,9 +330,6 @@ def drafting(options: Options, clock: Clock) -> Iterator[Row]:
         yield row
 
 
-# --- writing ---
-
-
 def write(row: Row, file: Path | None) -> None:
     """A line of JSON, on the terminal and in the file."""
     line = json.dumps(row)
@@ -396,11 +337,6 @@ def write(row: Row, file: Path | None) -> None:
     if file is not None:
         with file.open("a", encoding="utf-8") as lines:
             lines.write(line + "\n")
-
-
-def is_right(row: Row) -> bool:
-    """Whether a result shows nothing wrong."""
-    return row.get("failure") is None and all(value for name, value in row.items() if name.endswith(" = plain"))
 
 
 def main(options: Options) -> int:
@@ -421,7 +357,7 @@ def main(options: Options) -> int:
             continue
         try:
             for row in part(options, clock):
-                right &= is_right(row)
+                right &= row.get("failure") is None and all(row[name] for name in row if name.endswith(" = plain"))
                 seconds = round(time.monotonic() - clock.start, 1)
                 write({"part": name, **row, "seconds": seconds}, options.json)
         except Exception as error:  # noqa: BLE001 - the other parts are worth their time all the same
@@ -435,10 +371,8 @@ def parsed(arguments: Sequence[str]) -> Options:
     """The options of the command; by the standard library, since the machine may have no more."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Options()
-    parser.add_argument("--model", default=default.model, help=f"the model with heads, or {RANDOM}")
-    parser.add_argument("--device", default=default.device)
-    parser.add_argument("--minutes", type=float, default=default.minutes, help="no measurement begins after that time")
-    parser.add_argument("--json", type=Path, help="a file for the lines")
+    for name, kind in {"model": str, "device": str, "minutes": float, "json": Path}.items():
+        parser.add_argument(f"--{name}", type=kind, default=getattr(default, name))
     return Options(**vars(parser.parse_args(arguments)))
 
 

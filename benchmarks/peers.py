@@ -4,7 +4,6 @@
 greedy and end where each peer's model ends them; the time of the prompt counts. One peer works at a time.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,23 +24,22 @@ from harness import (
     encoded,
     exact_precision,
     machine,
+    print_setting,
     python_of,
     real_model,
     say,
     shown,
-    spread,
+    table_of,
+    write_record,
 )
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
+from draftheads.bench.timing import spread
 from draftheads.data.records import prompts_in
 from draftheads.models.gguf_models import SMOLLM2_135M, find_gguf
 from draftheads.utils.estimates import quartiles
 
 _WARM_UP_TOKENS = 16
 _PAUSE_SECONDS = 0.25  # threads of the peer before spin for up to 0.2 s after their work (OpenMP)
-_NEEDS_AVX512 = "vllm"
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,6 @@ class DecodingMethod:
     settings: dict[str, Any]
     worker: str | None = None  # where it is not the environment's
 
-    @property
-    def script(self) -> str:
-        """In the folder ``workers``."""
-        return f"{(self.worker or self.environment).replace('-', '_')}_worker.py"
-
 
 @dataclass
 class Row:
@@ -105,9 +98,8 @@ class Row:
     rounds: list[list[Reply]] = field(default_factory=list)
     first_token_seconds: list[float] = field(default_factory=list)  # all prompts together, one by one
 
-    def texts(self, turn: int = 0) -> list[tuple[int, ...]]:
-        """The answers of a round."""
-        return [ids for reply in self.rounds[turn] for ids in reply.token_ids]
+    def texts(self) -> list[tuple[int, ...]]:
+        return [ids for reply in self.rounds[0] for ids in reply.token_ids]  # of the first round
 
     @property
     def speeds(self) -> list[float]:
@@ -131,6 +123,10 @@ class Row:
         tokens = sum(reply.num_tokens - len(reply.token_ids) for each in self.rounds for reply in each)
         return tokens / self.num_steps if self.num_steps else None
 
+    @property
+    def is_measured(self) -> bool:
+        return self.error is None and bool(self.rounds)
+
     def ratios(self, other: "Row") -> list[float]:
         """Speed over another peer's in the same round."""
         return [own / others for own, others in zip(self.speeds, other.speeds, strict=False)]
@@ -138,13 +134,13 @@ class Row:
     def summary(self, base: "Row | None") -> dict[str, Any]:
         """For the JSON file: medians with quartiles, and each round's numbers."""
         named = {"name": self.name, "batch_size": self.batch_size}
-        if self.error is not None or not self.rounds:
+        if not self.is_measured:
             return {**named, "error": self.error}
         return {
             **named,
             "num_tokens": sum(map(len, self.texts())),
             "tokens_per_second": quartiles(self.speeds),
-            "ratio": quartiles(self.ratios(base)) if base and not base.error and base.rounds else None,
+            "ratio": quartiles(self.ratios(base)) if base else None,
             "first_token_milliseconds": quartiles(self.first_token_milliseconds) if self.first_token_seconds else None,
             "tokens_per_step": self.tokens_per_step,
             "speeds": self.speeds,
@@ -152,7 +148,6 @@ class Row:
 
 
 def blocks(prompts: Sequence[Ids], size: int) -> Iterator[list[Ids]]:
-    """Consecutive prompts; the last block may be smaller."""
     return (list(prompts[start : start + size]) for start in range(0, len(prompts), size))
 
 
@@ -174,18 +169,19 @@ def all_ways(options: Options, longest_prompt: int) -> list[DecodingMethod]:
         for kind in (precision, "int8")
         for head in (None, options.head)
     ]
-    others = [
-        (f"transformers {precision}", "transformers", {"model": folder, "dtype": DTYPES[precision]}),
-        ("llama-cpp Q4_1", "llama-cpp", {"gguf": gguf}),
-        ("openvino int8", "openvino", {"model": str(exported / "openvino-int8")}),
-        ("openvino int4", "openvino", {"model": str(exported / "openvino-int4")}),
-        (f"vllm {precision}", "vllm", {"model": folder, "dtype": DTYPES[precision]}),
+    exact = {"model": folder, "dtype": DTYPES[precision]}
+    others = {
+        f"transformers {precision}": exact,
+        "llama-cpp Q4_1": {"gguf": gguf},
+        "openvino int8": {"model": str(exported / "openvino-int8")},
+        "openvino int4": {"model": str(exported / "openvino-int4")},
+        f"vllm {precision}": exact,
+    }
+    return ways + [
+        DecodingMethod(name + " lookup" * lookup, name.split()[0], {**settings, "lookup": lookup, **common})
+        for name, settings in others.items()
+        for lookup in (False, True)
     ]
-    for name, environment, settings in others:
-        for lookup in (False, True):
-            own = {**settings, "lookup": lookup, **common}
-            ways.append(DecodingMethod(name + " lookup" * lookup, environment, own))
-    return ways
 
 
 def chosen(ways: Sequence[DecodingMethod], names: Sequence[str]) -> list[DecodingMethod]:
@@ -229,13 +225,10 @@ class Comparison:
         options = self.options
         log = options.environments / "logs" / f"{way.name.replace(' ', '-')}.log"
         limits = {"threads": options.threads, "log": log, "timeout": options.timeout}
-        if way.environment == _NEEDS_AVX512 and "avx512f" not in self.facts["cpu_flags"]:
-            for size in options.batch_sizes:
-                self._failed(self.rows[way.name, size], "skipped: needs a CPU with AVX-512")
-            return
+        script = f"{(way.worker or way.environment).replace('-', '_')}_worker.py"
         try:
             python = python_of(way.environment, options.environments)
-            self.peers[way.name] = peer = WorkerProcess(python, way.script, way.settings, **limits)
+            self.peers[way.name] = peer = WorkerProcess(python, script, way.settings, **limits)
             self.versions |= peer.versions()
         except ProgramFailed as error:
             for size in options.batch_sizes:
@@ -268,45 +261,36 @@ class Comparison:
     def _at_work(self, batch_size: int) -> list[Row]:
         return [row for row in self.of_size(batch_size) if row.error is None]
 
-    def _failed(self, row: Row, error: ProgramFailed | str) -> None:
+    def _failed(self, row: Row, error: ProgramFailed) -> None:
         row.error = str(error)
         say(f"{row.name}, batch size {row.batch_size}: {error}")
 
     def of_size(self, batch_size: int) -> list[Row]:
-        """The rows of a batch size."""
         return [row for row in self.rows.values() if row.batch_size == batch_size]
 
     def base(self, batch_size: int) -> Row | None:
         """What speeds are compared with: transformers, or else the first row."""
-        rows = [row for row in self._at_work(batch_size) if row.rounds]
+        rows = [row for row in self.of_size(batch_size) if row.is_measured]
         return next((row for row in rows if row.name.startswith("transformers")), rows[0] if rows else None)
 
     def write(self) -> None:
         """The JSON file, if there is to be one."""
-        options = self.options
-        if options.json is None:
-            return
         rows = [row.summary(self.base(row.batch_size)) for row in self.rows.values()]
-        settings = {name: getattr(options, name) for name in ("max_new_tokens", "batch_sizes", "rounds")}
-        settings |= {"prompts": options.prompts.name, "num_prompts": len(self.prompts)}
-        record = {"machine": self.facts, "versions": self.versions, "settings": settings, "rows": rows}
-        options.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        found = {"versions": self.versions, "prompts": self.options.prompts.name, "num_prompts": len(self.prompts)}
+        names = ("max_new_tokens", "batch_sizes", "rounds")
+        write_record(self.options.json, self.facts, self.options, names, **found, rows=rows)
 
     def show(self, headings: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> None:
         """A table for each batch size; ``cells`` are what stands behind a row's name."""
-        options, facts = self.options, self.facts
-        console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(f"{facts['cpu']} ({' '.join(facts['cpu_flags'])}), {facts['threads']} threads")
-        console.print(", ".join(f"{package} {version}" for package, version in self.versions.items()))
-        console.print(
-            f"{len(self.prompts)} prompts of {options.prompts.name}, at most {options.max_new_tokens} new tokens, "
-            f"{options.rounds} rounds: median (quartiles)"
-        )
+        options = self.options
+        versions = ", ".join(f"{package} {version}" for package, version in self.versions.items())
+        asked = f"{len(self.prompts)} prompts of {options.prompts.name}, at most {options.max_new_tokens} new tokens"
+        counts = f"{asked}, {options.rounds} rounds: median (quartiles)"
+        console = print_setting(self.facts, versions, counts, width=140)
         for size in options.batch_sizes:
-            table = Table("", *headings, title=f"Batch size {size}", title_justify="left")
-            table.box, table.show_edge = SIMPLE_HEAD, False
+            table = table_of("", *headings, title=f"Batch size {size}")
             for row in self.of_size(size):
-                table.add_row(row.name, *(cells(row) if row.error is None and row.rounds else ["–"]))
+                table.add_row(row.name, *(cells(row) if row.is_measured else ["–"]))
             console.print(table)
             for row in self.of_size(size):
                 if row.error is not None:

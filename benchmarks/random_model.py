@@ -10,7 +10,6 @@ at which they do nothing, so activations are as large as in a trained model. No 
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,6 @@ from tyro.conf import Positional
 
 _SHARD_BYTES = 400 << 20
 _NORM_RANGE = 0.1  # of norms: far from 0, so that one that is left out changes the text
-_LLAMA_1B = (2048, 22, 32, 4, 5632, 32000)  # TinyLlama's
-_LLAMA_3B = (3072, 28, 24, 8, 8192, 32000)  # Llama-3.2-3B's, with TinyLlama's vocabulary
-_TINY = (64, 2, 4, 2, 128, 512)
-_GEMMA_270M = (640, 18, 4, 1, 2048, 262144)  # Gemma-3-270m's
-_QWEN35_800M = (1024, 24, 8, 2, 3584, 248320)  # Qwen3.5-0.8B's, three of four layers recurrent
-_NAMES = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    "vocab_size",
-)
 _COMMON: dict[str, Any] = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None}
 _GEMMA: dict[str, Any] = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512, "pad_token_id": None}
 _QWEN35: dict[str, Any] = {
@@ -48,31 +38,21 @@ _QWEN35: dict[str, Any] = {
 }
 
 
-def _sized(sizes: tuple[int, ...]) -> dict[str, Any]:
-    return dict(zip(_NAMES, sizes, strict=True))
+def _sized(*sizes: int) -> dict[str, Any]:
+    """Hidden size, layers, heads, heads of keys and values, inner size, vocabulary."""
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    return {**_COMMON, **dict(zip(("hidden_size", "num_hidden_layers", *names), sizes, strict=True))}
 
 
 CONFIGS: dict[str, Any] = {  # by name
-    "1.1b": LlamaConfig(**_sized(_LLAMA_1B), **_COMMON),
-    "3b": LlamaConfig(**_sized(_LLAMA_3B), **_COMMON),
+    "1.1b": LlamaConfig(**_sized(2048, 22, 32, 4, 5632, 32000)),  # TinyLlama's
+    "3b": LlamaConfig(**_sized(3072, 28, 24, 8, 8192, 32000)),  # Llama-3.2-3B's, with TinyLlama's vocabulary
     # as large numbers in its attention as the others have, or a wrong order of queries and keys would change no token
-    "tiny": LlamaConfig(**_sized(_TINY), **_COMMON, initializer_range=0.2),
-    "gemma-270m": Gemma3TextConfig(**_sized(_GEMMA_270M), **_COMMON, **_GEMMA),
-    "qwen3.5-tiny": Qwen3_5TextConfig(**_sized((64, 4, 4, 2, 128, 512)), **_COMMON, **_QWEN35),
-    "qwen3.5-0.8b": Qwen3_5TextConfig(**_sized(_QWEN35_800M), **_COMMON, **_QWEN35),
+    "tiny": LlamaConfig(**_sized(64, 2, 4, 2, 128, 512), initializer_range=0.2),
+    "gemma-270m": Gemma3TextConfig(**_sized(640, 18, 4, 1, 2048, 262144), **_GEMMA),
+    "qwen3.5-tiny": Qwen3_5TextConfig(**_sized(64, 4, 4, 2, 128, 512), **_QWEN35),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(**_sized(1024, 24, 8, 2, 3584, 248320), **_QWEN35),  # 3 of 4 layers recurrent
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is written."""
-
-    size: Positional[str]
-    """1.1b: TinyLlama's sizes; 3b: Llama-3.2-3B's with TinyLlama's vocabulary; gemma-270m; qwen3.5-0.8b; tiny ones."""
-    folder: Positional[Path]
-    """A folder; 2 bytes a weight."""
-    gguf: bool = False
-    """Also write model.gguf there, without a vocabulary. Not for qwen3.5."""
 
 
 def write_model(config: Any, folder: Path, *, seed: int = 0) -> None:
@@ -101,12 +81,8 @@ def _drawn(name: str, parameter: Tensor, config: Any) -> Tensor:
     numbers = torch.empty(parameter.shape, dtype=torch.bfloat16)
     if parameter.dim() > 1:
         return numbers.normal_(0.0, config.initializer_range)
-    return numbers.normal_(0.0 if _adds_one(config) and "linear_attn" not in name else 1.0, _NORM_RANGE)
-
-
-def _adds_one(config: Any) -> bool:
-    """Whether norms multiply by 1 + w."""
-    return config.model_type in ("gemma3_text", "qwen3_5_text")
+    adds_one = config.model_type in ("gemma3_text", "qwen3_5_text")  # norms multiply by 1 + w
+    return numbers.normal_(0.0 if adds_one and "linear_attn" not in name else 1.0, _NORM_RANGE)
 
 
 def _tokenizer() -> Any:
@@ -119,7 +95,7 @@ def _tokenizer() -> Any:
 
 def write_gguf(config: Any, folder: Path, path: Path) -> None:
     """The model of a folder as llama.cpp's own converter would write it in bf16, but without a vocabulary."""
-    is_gemma = _adds_one(config)
+    is_gemma = config.model_type == "gemma3_text"
     kind = gguf.MODEL_ARCH.GEMMA3 if is_gemma else gguf.MODEL_ARCH.LLAMA
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     _describe(writer, config)
@@ -130,8 +106,7 @@ def write_gguf(config: Any, folder: Path, path: Path) -> None:
         if tensor.dim() == 1:
             writer.add_tensor_info(own, tensor.shape, np.dtype("float32"), 4 * tensor.numel())
         else:
-            raw = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor_info(own, tensor.shape, np.dtype("uint16"), tensor.nbytes, raw_dtype=raw)
+            writer.add_tensor_info(own, tensor.shape, np.dtype("uint16"), tensor.nbytes, gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -160,7 +135,6 @@ def _turned(name: str, weight: Tensor, config: Any) -> Tensor:
 
 def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     """Sizes and settings, under the names of GGUF."""
-    head_size = config.head_dim
     rope = config.rope_parameters
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_context_length(config.max_position_embeddings)
@@ -169,9 +143,8 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if "sliding_attention" in rope:  # every sixth layer sees all, and the others turn by 10,000: llama.cpp knows
@@ -180,15 +153,18 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_tokenizer_model("none")
 
 
-def main(options: Options) -> None:
-    """Writes the files."""
-    if options.size not in CONFIGS:
-        sys.exit(f"error: no size {options.size!r}; choose among {', '.join(CONFIGS)}")
-    options.folder.mkdir(parents=True, exist_ok=True)
-    write_model(CONFIGS[options.size], options.folder)
-    if options.gguf:
-        write_gguf(CONFIGS[options.size], options.folder, options.folder / "model.gguf")
+def main(size: Positional[str], folder: Positional[Path], *, gguf: bool = False) -> None:
+    """Writes a model of a size, 2 bytes a weight, to a folder; with --gguf also model.gguf, not for qwen3.5.
+
+    Sizes: 1.1b (TinyLlama's), 3b (Llama-3.2-3B's with TinyLlama's vocabulary), gemma-270m, qwen3.5-0.8b, tiny ones.
+    """
+    if size not in CONFIGS:
+        sys.exit(f"error: no size {size!r}; choose among {', '.join(CONFIGS)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_model(CONFIGS[size], folder)
+    if gguf:
+        write_gguf(CONFIGS[size], folder, folder / "model.gguf")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main)

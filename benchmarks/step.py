@@ -4,26 +4,26 @@ A step must read all weights (bytes / bandwidth), and multiply by them (operatio
 here.
 """
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import tyro
-from harness import machine, median_ms
+from harness import machine, median_ms, table_of, write_record
 from rich.console import Console
-from rich.table import Table
 
 from draftheads.cli.show import quiet_transformers
 from draftheads.cpu.kernels import Native, PackedLinear
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
+from draftheads.reports.page import Plot, Point, Style
 from draftheads.runners import mixers, runner_for
 from draftheads.settings import Precision
 from draftheads.speculation.draft import Draft
@@ -70,28 +70,17 @@ def step_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Opt
         return median_ms(lambda: runner.verify(texts, draft), options.repeats)
 
 
-@contextmanager
-def timed(functions: dict[str, Callable[..., Any]], spent: list[float]) -> Iterator[None]:
-    """Adds up the seconds of calls of these functions."""
-
-    def timing(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*args, **options)
-        spent.append(time.perf_counter() - start)
-        return result
-
-    before = dict(functions)
-    functions.update({name: partial(timing, function) for name, function in before.items()})
-    try:
-        yield
-    finally:
-        functions.update(before)
-
-
 def recurrences_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Options) -> float:
     """Milliseconds that the recurrences of a hybrid model take of a step; a chain has as many levels as nodes."""
     spent: list[float] = []
-    with timed(mixers.FUNCTIONS, spent):
+
+    def timing(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **named)
+        spent.append(time.perf_counter() - start)
+        return result
+
+    with patch.dict(mixers.FUNCTIONS, {name: partial(timing, one) for name, one in mixers.FUNCTIONS.items()}):
         step_ms(model, rows, nodes, length, options)
     return 1e3 * sum(spent) / (options.repeats + 3)
 
@@ -99,16 +88,15 @@ def recurrences_ms(model: TargetModel, rows: int, nodes: int, length: int, optio
 def show_prompts(model: TargetModel, stock: TargetModel, options: Options, console: Console) -> list[dict[str, object]]:
     """Milliseconds of reading a prompt, with the products of each."""
     found: list[dict[str, object]] = []
-    table = Table("tokens of a prompt", "ours, ms", "transformers, ms", "× transformers", title="Prompts")
+    table = table_of("tokens of a prompt", "ours, ms", "transformers, ms", "× transformers", title="Prompts")
     for length in options.prompts:
-        times: dict[bool, list[float]] = {True: [], False: []}
+        times: list[list[float]] = [[], []]
         for _ in range(_PROMPT_ROUNDS):
-            for is_ours, one in ((True, model), (False, stock)):
-                read = partial(runner_for(one).prefill, [text_of(one, length)])
+            for one, own in zip((model, stock), times, strict=True):
                 with one.computing():
-                    times[is_ours].append(median_ms(read, 1))
-        ours, theirs = (statistics.median(times[is_ours]) for is_ours in (True, False))
-        ratios = [b / a for a, b in zip(times[True], times[False], strict=True)]
+                    own.append(median_ms(partial(runner_for(one).prefill, [text_of(one, length)]), 1))
+        ours, theirs = map(statistics.median, times)
+        ratios = [b / a for a, b in zip(*times, strict=True)]
         table.add_row(str(length), f"{ours:.0f}", f"{theirs:.0f}", f"{min(ratios):.2f} to {max(ratios):.2f}")
         found.append({"precision": model.precision, "length": length, "ours_ms": ours, "transformers_ms": theirs})
     console.print(table)
@@ -121,18 +109,26 @@ def bytes_per_second() -> float:
     return block.nbytes / (median_ms(block.sum, 7) / 1e3)
 
 
+def layers_of(model: TargetModel) -> list[PackedLinear]:
+    return [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+
+
 def operations_per_second(model: TargetModel) -> float:
     """Of the model's own largest layer but the lm_head, with more rows than any step has."""
-    layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
-    layer = max(layers[:-1], key=lambda layer: layer.in_features * layer.out_features)
+    layer = max(layers_of(model)[:-1], key=lambda layer: layer.in_features * layer.out_features)
     rows = torch.randn(1024, layer.in_features).to(model.dtype)
     return 2 * len(rows) * layer.in_features * layer.out_features / (median_ms(lambda: layer.rows(rows), 15) / 1e3)
 
 
 def weight_bytes(model: TargetModel) -> int:
     """Of all linear layers in the form that they are held in."""
-    products = [layer.product for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+    products = [layer.product for layer in layers_of(model)]
     return sum(one.nbytes if isinstance(one, Native) else one.weight.nbytes for one in products)
+
+
+def num_weights(model: TargetModel) -> int:
+    """Of all linear layers."""
+    return sum(layer.in_features * layer.out_features for layer in layers_of(model))
 
 
 @torch.inference_mode()
@@ -147,57 +143,43 @@ def main(options: Options) -> None:
     stock = load_target(options.model, precision="fp32", fast=False) if options.prompts else None
     for precision in options.precisions:
         model = load_target(options.model, precision=precision)
-        rate = operations_per_second(model)
+        rate, numbers = operations_per_second(model), num_weights(model)
         read_ms = 1e3 * weight_bytes(model) / bandwidth
-        layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
-        numbers = sum(layer.in_features * layer.out_features for layer in layers)
         columns = ["rows", "text", "nodes", "step, ms", "reading, ms", "computing, ms", "× the larger bound"]
         title = f"{options.model} in {model.precision}, {rate / 1e9:.0f} billion operations/s"
-        table = Table(*columns, *(["recurrences, ms"] if model.is_recurrent else []), title=title)
-        for length in options.lengths:
-            for rows in options.rows:
-                for nodes in options.nodes:
-                    if rows * nodes > 128:
-                        continue
-                    whole = step_ms(model, rows, nodes, length, options)
-                    sums = 2e3 * numbers * rows * nodes / rate
-                    numbers_shown = (whole, read_ms, sums)
-                    ratio = f"{whole / max(read_ms, sums):.2f}"
-                    shown = (f"{value:.1f}" for value in numbers_shown)
-                    more = [recurrences_ms(model, rows, nodes, length, options)] if model.is_recurrent else []
-                    table.add_row(str(rows), str(length), str(nodes), *shown, ratio, *(f"{ms:.1f}" for ms in more))
-                    found.append(
-                        {"precision": model.precision, "rows": rows, "length": length, "nodes": nodes}
-                        | dict(zip(("step_ms", "read_ms", "sums_ms"), numbers_shown, strict=True))
-                    )
+        table = table_of(*columns, *(["recurrences, ms"] if model.is_recurrent else []), title=title)
+        for length, rows, nodes in product(options.lengths, options.rows, options.nodes):
+            if rows * nodes > 128:
+                continue
+            sums = 2e3 * numbers * rows * nodes / rate
+            times = {"step_ms": step_ms(model, rows, nodes, length, options), "read_ms": read_ms, "sums_ms": sums}
+            cells = [*(f"{value:.1f}" for value in times.values()), f"{times['step_ms'] / max(read_ms, sums):.2f}"]
+            if model.is_recurrent:
+                cells.append(f"{recurrences_ms(model, rows, nodes, length, options):.1f}")
+            table.add_row(str(rows), str(length), str(nodes), *cells)
+            found.append({"precision": model.precision, "rows": rows, "length": length, "nodes": nodes, **times})
         console.print(table)
         if stock is not None:
             prompts += show_prompts(model, stock, options, console)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": facts, "steps": found, "prompts": prompts}), encoding="utf-8")
+    write_record(options.json, facts, options, ("model", "repeats"), steps=found, prompts=prompts)
     if options.plot:
         draw(found, f"{options.model}, {facts['cpu']}", options.plot)
 
 
 def draw(found: list[dict[str, Any]], title: str, path: Path) -> None:
     """Step time against nodes for one row and the shortest text, with the bounds dashed."""
-    import matplotlib as mpl  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    shortest = min(one["length"] for one in found)
+    shortest, curves, styles = min(one["length"] for one in found), dict[str, list[Point]](), dict[str, Style]()
     for number, precision in enumerate(dict.fromkeys(one["precision"] for one in found)):
         own = [one for one in found if (one["precision"], one["rows"], one["length"]) == (precision, 1, shortest)]
-        nodes = [one["nodes"] for one in own]
-        colour = f"C{number}"
-        axes.plot(nodes, [one["step_ms"] for one in own], "o-", color=colour, label=f"{precision}: step")
-        bound = [max(one["read_ms"], one["sums_ms"]) for one in own]
-        axes.plot(nodes, bound, "--", color=colour, alpha=0.6, label=f"{precision}: reading weights, computing")
-    axes.set(xlabel="nodes of the tree", ylabel="milliseconds", title=title, xlim=(0, None), ylim=(0, None))
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
+        names = (f"{precision}: step", f"{precision}: bound")
+        styles |= dict(zip(names, (Style(number), Style(number, is_dashed=True)), strict=True))
+        curves[names[0]] = [Point(one["nodes"], one["step_ms"]) for one in own]
+        curves[names[1]] = [Point(one["nodes"], max(one["read_ms"], one["sums_ms"])) for one in own]
+    figure = Figure(figsize=(7, 1), layout="constrained")
+    figure.suptitle(title)
+    Plot("steps", title, "nodes of the tree", "", {"milliseconds": curves}, styles=styles).draw(figure)
     figure.savefig(path, dpi=110)
 
 

@@ -6,13 +6,14 @@ Its Python interface answers one prompt at a time; a batch is decoded through it
 import ctypes
 import statistics
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-from worker import Answers, Generate, Ids, serve
+from worker import Answers, Generate, Ids, serve, until_end
 
 _LOOKUP_TOKENS = 2  # llama-cpp-python's advice for machines without a GPU
 
@@ -37,7 +38,9 @@ def load(settings: dict[str, Any]) -> Generate:
 
     def generate(prompts: list[Ids], max_new_tokens: int) -> Answers:
         if len(prompts) == 1 and "nodes" not in settings:
-            return Answers([_single(llama, prompts[0], max_new_tokens)])
+            llama.reset()  # or a prompt that was answered before is not read again
+            answer = islice(llama.generate(prompts[0], temp=0.0), max_new_tokens)
+            return Answers([until_end(answer, {llama.token_eos()})])
         if settings["lookup"]:
             raise NotImplementedError("llama-cpp-python has no prompt lookup for batches")
         if not batched:
@@ -48,16 +51,6 @@ def load(settings: dict[str, Any]) -> Generate:
         return Answers(batched[0].generate(prompts, max_new_tokens))
 
     return generate
-
-
-def _single(llama: llama_cpp.Llama, prompt: Ids, max_new_tokens: int) -> Ids:
-    llama.reset()  # or a prompt that was answered before is not read again
-    answer: Ids = []
-    for token in llama.generate(prompt, temp=0.0):
-        answer.append(token)
-        if token == llama.token_eos() or len(answer) == max_new_tokens:
-            break
-    return answer
 
 
 class Batched:
@@ -121,11 +114,11 @@ class Batched:
         batch.n_tokens = place
         if code := llama_cpp.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode returned {code}")
-        return {row: self._best(index) for row, index in last.items()}
-
-    def _best(self, index: int) -> int:
-        logits = llama_cpp.llama_get_logits_ith(self._context, index)
-        return int(np.ctypeslib.as_array(logits, shape=(self._num_tokens,)).argmax())
+        shape, found = (self._num_tokens,), {}
+        for row, index in last.items():
+            logits = llama_cpp.llama_get_logits_ith(self._context, index)
+            found[row] = int(np.ctypeslib.as_array(logits, shape=shape).argmax())
+        return found
 
 
 def quantise(source: Path, path: Path, kind: str) -> None:

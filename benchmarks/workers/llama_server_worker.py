@@ -1,38 +1,27 @@
-"""Worker: the program llama-server of llama.cpp, plain or with an exported head."""
+"""Worker: the program llama-server of llama.cpp, plain or with an exported head; runs with this checkout's Python."""
 
 import atexit
 import json
-import socket
-import subprocess
 import sys
-import time
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 from worker import Answers, Generate, Ids, serve
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from harness import ServerProcess  # of the folder above
+
 
 def load(settings: dict[str, Any]) -> Generate:
-    """Settings: the program ``server``, its ``arguments``, ``precision``, ``threads``."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    """Settings: the program ``server``, its ``arguments``, ``precision``, ``threads``, ``log``."""
     threads = str(settings["threads"])
-    more = ["-t", threads, "-tb", threads, "-c", "4096", "-np", "1", "--host", "127.0.0.1", "--port", str(port)]
+    command = [settings["server"], *settings["arguments"], "-t", threads, "-tb", threads, "-c", "4096", "-np", "1"]
     if settings["precision"] == "fp32":
-        more += ["-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
-    command = [settings["server"], *settings["arguments"], *more]
-    server = subprocess.Popen(command, stdout=sys.stderr)  # noqa: S603 - the program that was named
-    atexit.register(server.kill)
-    url = f"http://127.0.0.1:{port}"
-    while True:
-        if server.poll() is not None:
-            raise RuntimeError(f"llama-server ended with status {server.returncode}")
-        try:
-            urlopen(f"{url}/health", timeout=5).close()  # noqa: S310 - of this machine
-            break
-        except OSError:
-            time.sleep(0.2)
+        command += ["-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
+    server = ServerProcess(command, threads=settings["threads"], log=Path(settings["log"]), timeout=600.0)
+    atexit.register(server.stop)
 
     def generate(prompts: list[Ids], max_new_tokens: int) -> Answers:
         answers, steps = [], 0
@@ -40,7 +29,7 @@ def load(settings: dict[str, Any]) -> Generate:
             wish = {"prompt": ids, "n_predict": max_new_tokens, "temperature": 0.0}
             wish |= {"cache_prompt": False, "return_tokens": True}
             headers = {"Content-Type": "application/json"}
-            request = Request(f"{url}/completion", json.dumps(wish).encode(), headers)  # noqa: S310 - of this machine
+            request = Request(f"{server.url}/completion", json.dumps(wish).encode(), headers)  # noqa: S310 - local
             with urlopen(request, timeout=600) as response:  # noqa: S310
                 found = json.load(response)
             answers.append(found["tokens"])

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -69,13 +69,15 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def until_end(ids: Ids, end_ids: set[int]) -> Ids:
-    """An answer without what follows its end.
+def until_end(ids: Iterable[int], end_ids: set[int]) -> Ids:
+    """An answer without what follows its end; no more of it is read.
 
     >>> until_end([5, 6, 2, 0, 0], {2})
     [5, 6, 2]
     """
-    for place, token in enumerate(ids):
+    answer: Ids = []
+    for token in ids:
+        answer.append(token)
         if token in end_ids:
-            return ids[: place + 1]
-    return ids
+            break
+    return answer

@@ -314,7 +314,7 @@ def test_answers_stand_in_the_conversation_without_blanks_around_them(world: Pat
     model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
     ids = model.tokenizer(" hello ", add_special_tokens=False)["input_ids"]
     assert model.tokenizer.decode(ids) != "hello"
-    assert Conversations(model).said(ids) == "hello"
+    assert Conversations(Engine(model)).said(ids) == "hello"
 
 
 def test_what_is_too_long_is_a_problem_of_its_question(world: Path, tmp_path: Path):

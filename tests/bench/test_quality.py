@@ -32,7 +32,6 @@ def test_agreement_by_tokens():
     assert same.values == {"a": 0, "b": 100}
     assert prefix.values == {"a": 4, "b": 2}
     assert same.problems == prefix.problems == {"c": "plain decoding has no answer"}
-    assert (same.unit, prefix.unit) == ("%", "tokens")
 
 
 def test_the_common_prefix_ends_with_the_first_turn_that_differs():
@@ -46,7 +45,6 @@ def test_the_common_prefix_ends_with_the_first_turn_that_differs():
 def test_agreement_by_characters_and_without_all_turns():
     same, prefix = scores(Agreement([item("a", "abc"), item("b", "x", "y")]), item("a", "abd"), item("b", "x"))
     assert (same.values, prefix.values) == ({"a": 0}, {"a": 2})
-    assert prefix.unit == "characters"
     assert same.problems == {"b": "plain decoding has another number of turns"}
 
 

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import load
 import load_client
+from load import Load, LoadRow
 from load_client import Messages, RequestFailed, Sample, closed_loop, joining, parsed, poisson, throughput
-from load_tables import Load, LoadRow, summary
 
 
 def prompts(count: int) -> list[Messages]:
@@ -120,11 +120,12 @@ def test_throughput_of_a_closed_loop_is_users_times_tokens_per_latency():
 def test_rows_are_compared_round_by_round():
     plain = LoadRow("plain", Load(users=1), rounds=[[sample(2.0, 10)], [sample(4.0, 10)]])
     head = LoadRow("hydra", Load(users=1), rounds=[[sample(1.0, 11, steps=4)], [sample(2.0, 20, steps=8)]])
-    assert head.speed_ratios(plain) == pytest.approx([2.2, 4.0])
-    assert head.latency_ratios(plain) == pytest.approx([0.5, 0.5])
+    found = json.loads(json.dumps(head.record(plain)))
+    assert found["speed_ratios"] == pytest.approx([2.2, 4.0])
+    assert found["latency_ratios"] == pytest.approx([0.5, 0.5])
     assert (head.tokens_per_step, plain.tokens_per_step) == (29 / 12, None)
-    assert head.same_texts(LoadRow("twin", Load(users=1), rounds=[[sample(9.0, 11)], [sample(9.0, 10)]])) == 0.5
-    found = json.loads(json.dumps(summary(head, plain)))
+    twin = LoadRow("twin", Load(users=1), rounds=[[sample(9.0, 11)], [sample(9.0, 10)]])
+    assert head.numbers(twin)["same_texts"] == 0.5
     assert found["latency_seconds"][0] == 1.5
     assert [len(one) for one in found["rounds"]] == [1, 1]
 

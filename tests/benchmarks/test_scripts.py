@@ -9,34 +9,19 @@ import pytest
 import torch
 
 from cli_world import write_model
-from draftheads.checkpoints.checkpoint import save_head
-from families import tiny_head
-from structured_world import json_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Script = Callable[..., str]
 # options for a tiny model, and what is printed
 SMALL: dict[str, tuple[str, str]] = {
-    "adapters.py": ("--model model --rank 2 --tokens 4 --rounds 1", "tokens_per_second"),
-    "copying.py": ("--num-nodes 4 --text-length 50 --rounds 5", "8 rows: look up"),
     "memory.py": ("--model model --head hydra --precisions fp32 --max-new-tokens 4", "fp32"),
-    "schemas_beside_streams.py": ("--streams 1 --schemas 1 --vocab-size 600", "longest gap of 1 streams"),
     "step.py": ("--model model --precisions fp32 --nodes 1 4 --rows 1 --lengths 20 --prompts 8 --repeats 1", "Prompts"),
-    "structured_output.py": (
-        "--model json --head json-head --prompts 5 --nodes 4 --max-new-tokens 90",
-        "free tokens/step",
-    ),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = write_model(tmp_path_factory.mktemp("scripts"))
-    model = json_model()
-    model.model.save_pretrained(place / "json")
-    model.tokenizer.save_pretrained(place / "json")
-    save_head(tiny_head("hydra", model), place / "json-head", base=model)
-    return place
+    return write_model(tmp_path_factory.mktemp("scripts"))
 
 
 @pytest.fixture
@@ -55,7 +40,6 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
     return script
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft
 @pytest.mark.parametrize("name", SMALL)
 def test_the_smallest_size_runs(name: str, run: Script):
     options, expected = SMALL[name]

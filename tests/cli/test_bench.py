@@ -10,8 +10,7 @@ from transformers import LlamaForCausalLM
 
 from cli_world import Run
 from draftheads.bench import compare
-from draftheads.bench.options import BenchOptions
-from draftheads.bench.settings import BenchSettings
+from draftheads.bench.settings import BenchOptions, BenchSettings
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli import bench
 from draftheads.cli.show import print_table

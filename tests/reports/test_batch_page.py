@@ -57,11 +57,9 @@ def test_padding_is_what_collating_adds(skips: bool):
     assert 0 < padding_share([sizes]) == pytest.approx(float((padded == 0).float().mean()))
 
 
-def page_of(batch: PlannedBatch, max_texts: int | None = None) -> Page:
+def page_of(batch: PlannedBatch) -> Page:
     settings = {"model": "tiny", "data": (Path("some/chats.jsonl"),), "seed": 3}
-    return batch_page(
-        batch, chat_tokenizer(), max_texts=max_texts, settings=settings, provenance={"command": "draftheads show-batch"}
-    )
+    return batch_page(batch, chat_tokenizer(), settings=settings, provenance={"command": "draftheads show-batch"})
 
 
 def test_the_page_shows_legend_texts_and_counts(batch: PlannedBatch):
@@ -89,9 +87,3 @@ def test_model_data_and_command_are_folded(batch: PlannedBatch):
         "Model, data and settings": {"model": "tiny", "data": ["some/chats.jsonl"], "seed": 3},
         "Command and machine": {"command": "draftheads show-batch"},
     }
-
-
-def test_the_page_shows_the_first_texts_only(batch: PlannedBatch):
-    page = page_of(batch, max_texts=1)
-    assert len(page.texts) == 2
-    assert "The page shows 1 of 2 texts in this batch." in page.note

@@ -80,7 +80,7 @@ def test_the_second_turn_is_rated_with_the_first_and_the_item_has_the_mean(serve
     server.behave = lambda asked: (200, "[[4]]" if "question 2" in asked else "[[9]]")
     scores = judged(item("a", "one", "two"), item("b", "three"), model="big")
     assert scores.values == {"a": 6.5, "b": 9}
-    assert (scores.problems, scores.measure, scores.unit) == ({}, "judge", "of 10")
+    assert (scores.problems, scores.measure) == ({}, "judge")
     first, second = (asked for asked in server.asked if "of a" in asked)
     assert "two" not in first
     assert all(text in second for text in ("question 1 of a", "one", "question 2 of a", "two"))

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -141,22 +142,14 @@ def compare_heads(
         **({"load": {name: str(value) for name, value in load_options.items()}} if load_options else {}),
     }
     with tempfile.TemporaryDirectory() as temporary:
-        folder = _saved_folder(identity) or Path(temporary)
+        folder = Path(temporary)
+        with suppress(InvalidSettings):  # the user has no cache
+            folder = cache_folder() / "bench" / identity_digest(identity)
         with locked(folder, "set DRAFTHEADS_CACHE"):
             if fresh:
                 shutil.rmtree(folder / "found", ignore_errors=True)
-            bench = Bench(
-                target,
-                contenders,
-                records,
-                calibration,
-                settings,
-                stock=stock,
-                measures=measures,
-                folder=folder / "found",
-                progress=progress,
-                max_seconds=max_seconds,
-            )
+            how: dict[str, Any] = {"folder": folder / "found", "progress": progress, "max_seconds": max_seconds}
+            bench = Bench(target, contenders, records, calibration, settings, stock=stock, measures=measures, **how)
             others = OtherPrograms()
             rows = bench.run()
             disturbed = target.device.type == "cpu" and others.disturb(torch.get_num_threads())
@@ -184,14 +177,6 @@ def compare_heads(
     if not keep and not bench.ratings.unmeasured:
         comparison.forget()
     return comparison
-
-
-def _saved_folder(identity: dict[str, Any]) -> Path | None:
-    """The folder of what is saved; None where the user has no cache."""
-    try:
-        return cache_folder() / "bench" / identity_digest(identity)
-    except InvalidSettings:
-        return None
 
 
 def _peak_bytes() -> int:

@@ -48,6 +48,10 @@ class Contender:
     draws: bool = False  # whether drafts can be drawn from it
     within: Callable[[int], Drafter] | None = None  # the drafter with trees of its own of at most so many nodes
 
+    def sized(self, num_nodes: int | None) -> Drafter:
+        """The drafter, for trees of at most so many nodes."""
+        return self.drafter if self.within is None else self.within(num_nodes or 0)
+
 
 def heads_for(model: str) -> tuple[str, ...]:
     """All bundled heads of a model, and drafters that need no training.

@@ -1,6 +1,7 @@
 """Questions of several turns: what a way of decoding answers continues the conversation."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,6 @@ from draftheads.data.records import Record
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import Prompt, prompt_ids
 from draftheads.errors import InvalidPrompt
-from draftheads.models.model import TargetModel
 from draftheads.utils.messages import Message
 
 
@@ -44,19 +44,13 @@ def question_of(number: int, prompt: Prompt | Record) -> Question:
     return Question(number, (last["content"],), tuple(before), role=last["role"], **about)  # type: ignore[index,arg-type]
 
 
+@dataclass(frozen=True)
 class Conversations:
-    """Puts questions to ways of decoding.
+    """Puts questions to ways of decoding."""
 
-    Args:
-        target: the model whose chat template and tokenizer count.
-        prompt_tokens: every prompt is cut or repeated to so many tokens; None leaves it as it is.
-        longest_prompt: longer prompts lose their middle, so that the instructions at both ends stay.
-    """
-
-    def __init__(
-        self, target: TargetModel, prompt_tokens: int | None = None, longest_prompt: int | None = None
-    ) -> None:
-        self.engine, self.prompt_tokens, self.longest = Engine(target), prompt_tokens, longest_prompt
+    engine: Engine  # of the model whose chat template and tokenizer count
+    prompt_tokens: int | None = None  # every prompt is cut or repeated to so many tokens; None leaves it as it is
+    longest: int | None = None  # longer prompts lose their middle, so that the instructions at both ends stay
 
     def ids(self, question: Question, answers: Sequence[str] = ()) -> list[int]:
         """Token ids of the turn after these answers."""
@@ -90,10 +84,8 @@ class Conversations:
                 asked = {}
                 for question in group:
                     if len(texts[question.number]) == turn < len(question.turns):
-                        try:
+                        with suppress(InvalidPrompt):
                             asked[question.number] = self.ids(question, texts[question.number])
-                        except InvalidPrompt:
-                            continue
                 if not asked:
                     break
                 (answers,) = decode(list(asked.values()), max_new_tokens)

@@ -40,7 +40,6 @@ class Scores:
     measure: str
     values: dict[str, float]  # by question_id
     problems: dict[str, str]  # by question_id: why there is no value
-    unit: str = "%"
     weights: dict[str, int] = field(default_factory=dict)  # of values in the mean; 1 where there is none
     is_log: bool = False  # the estimate is exp() of the values' mean
 
@@ -61,7 +60,6 @@ class Measure:
 
     name: ClassVar[str]  # on the command line
     names: ClassVar[tuple[str, ...]] = ()  # of its scores, where they are not its name
-    unit: ClassVar[str] = "%"
     parallel: int = 1  # items at the same time
     asks_others: ClassVar[bool] = False  # a program elsewhere, which can fail and costs money
     made_by: str = ""  # the model that measures
@@ -74,7 +72,7 @@ class Measure:
     def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
         assert len({item.question_id for item in items}) == len(items)
         advance = counted_stage(progress, f"measuring {self.name}", len(items))
-        scores = [Scores(name, {}, {}, self.unit) for name in self.names or (self.name,)]
+        scores = [Scores(name, {}, {}) for name in self.names or (self.name,)]
         pool = ThreadPoolExecutor(self.parallel)  # starts its threads when they are needed
         try:
             outcomes = (pool.map if self.parallel > 1 else map)(self._guarded, items)
@@ -114,11 +112,12 @@ class Agreement(Measure):
         self._field = "answer_ids" if all(item.answer_ids for item in plain_items) else "answers"
 
     def score(self, item: Item) -> Outcome:
-        if item.question_id not in self._plain:
+        plain = self._plain.get(item.question_id)
+        if plain is None:
             return "plain decoding has no answer"
-        if len(item.answers) != len(self._plain[item.question_id].answers):
+        if len(item.answers) != len(plain.answers):
             return "plain decoding has another number of turns"
-        ours, theirs = (getattr(each, self._field) for each in (item, self._plain[item.question_id]))
+        ours, theirs = getattr(item, self._field), getattr(plain, self._field)
         common = 0
         for one, other in zip(ours, theirs, strict=True):
             pairs = enumerate(zip(one, other, strict=False))
@@ -127,10 +126,6 @@ class Agreement(Measure):
                 break
         return 100.0 * (ours == theirs), float(common)
 
-    def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
-        same, prefix = super().__call__(items, progress)
-        return [same, replace(prefix, unit="tokens" if self._field == "answer_ids" else "characters")]
-
 
 @dataclass(frozen=True)
 class Perplexity(Measure):
@@ -138,27 +133,21 @@ class Perplexity(Measure):
 
     model: TargetModel
     name = "perplexity"
-    unit = ""
-
-    def score(self, item: Item) -> Outcome:
-        losses = self._losses(item)
-        return (sum(losses) / len(losses),) if losses else "no tokens"
 
     def __call__(self, items: Sequence[Item], progress: Progress) -> list[Scores]:
         weights = {item.question_id: sum(map(_num_scored, item.prompt_ids, item.answer_ids)) for item in items}
         return [replace(each, weights=weights, is_log=True) for each in super().__call__(items, progress)]
 
     @torch.inference_mode()
-    def _losses(self, item: Item) -> list[float]:
-        """-log p of each token of the answers; a first token that follows nothing has none."""
-        losses: list[float] = []
+    def score(self, item: Item) -> Outcome:
+        losses: list[float] = []  # -log p of each token of the answers; a first token that follows nothing has none
         for prompt_ids, answer_ids in zip(item.prompt_ids, item.answer_ids, strict=True):
             if count := _num_scored(prompt_ids, answer_ids):
                 text = torch.tensor([*prompt_ids, *answer_ids], device=self.model.device)
                 states = self.model.hidden_states(text[None, :-1])[0, -count:]  # (T, D)
                 for some, ids in zip(states.split(_CHUNK), text[-count:].split(_CHUNK), strict=True):
                     losses += F.cross_entropy(self.model.logits(some).float(), ids, reduction="none").tolist()
-        return losses
+        return (sum(losses) / len(losses),) if losses else "no tokens"
 
 
 def _num_scored(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
@@ -171,30 +160,29 @@ class Ratings:
     ``"agreement"`` stands for :class:`Agreement` with plain decoding. Answers of others are saved in the folder.
 
     Attributes:
+        others: measures that ask other programs.
         unmeasured: whether a measure that asks others failed, so that the same comparison should try it again.
     """
 
     def __init__(self, measures: Sequence[Measure | str], folder: Path, progress: Progress) -> None:
         self._measures, self._progress = measures, progress
-        self._known: list[tuple[Measure, list[Any], list[Scores]]] = []
+        self._known: dict[Any, list[Scores]] = {}  # by measure and texts
         self.unmeasured = False
-        for measure in measures:
-            if not isinstance(measure, str) and measure.asks_others:
-                measure.folder = folder
+        self.others = [each for each in measures if isinstance(each, Measure) and each.asks_others]
+        for measure in self.others:
+            measure.folder = folder
 
     def of(self, items: Sequence[Item], plain_items: Sequence[Item]) -> tuple[list[Scores], list[tuple[str, str]]]:
         """The scores of a way's answers, and problems: the question's id, and the measure with its reason."""
         scores: list[Scores] = []
         problems = []
-        texts = [item.answer_ids for item in items]
-        for given in self._measures:
+        texts = tuple(item.answer_ids for item in items)
+        for number, given in enumerate(self._measures):
             measure = Agreement(plain_items) if isinstance(given, str) else given
-            known = next((found for one, seen, found in self._known if one is measure and seen == texts), None)
-            if known is None:
-                known = measure(items, self._progress)
-                self.unmeasured |= measure.asks_others and any(each.problems for each in known)
-                if measure is given:
-                    self._known.append((measure, texts, known))
+            if measure is not given or (number, texts) not in self._known:
+                self._known[number, texts] = measure(items, self._progress)
+            known = self._known[number, texts]
+            self.unmeasured |= measure.asks_others and any(each.problems for each in known)
             scores += known
             problems += [(key, f"{measure.name}: {why}") for each in known for key, why in each.problems.items()]
         return scores, problems

@@ -2,17 +2,28 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.bench.contenders import Contender
 from draftheads.bench.conversations import Conversations, Question, question_of
-from draftheads.bench.drafting import drafting_cost
 from draftheads.bench.quality import Item, Measure, Ratings, Scores, quality_fields
 from draftheads.bench.settings import DRAWN, LOADED, MIN_PROMPTS, BenchSettings, Point, Variant
 from draftheads.bench.table import ALL, TURN, WITH_COPIES, Row, heads_only, parts_of, timed_row
-from draftheads.bench.timing import PLAIN, STOCK, Answers, engine_way, first_texts, stock_way, take_turns, together
+from draftheads.bench.timing import (
+    PLAIN,
+    STOCK,
+    Answers,
+    Ids,
+    Way,
+    drafting_cost,
+    engine_way,
+    first_texts,
+    stock_way,
+    take_turns,
+    together,
+)
 from draftheads.bench.trees import TreeFinder
 from draftheads.data.records import Record
 from draftheads.decode.engine import Engine
@@ -33,42 +44,35 @@ class _Way:
 
     name: str
     settings: dict[str, Any]
-    decode: Any
+    decode: Way
     identity: Any = None
     num_parameters: int = 0
     tree: str = ""
     predicted: float | None = None
 
 
+@dataclass
 class Bench:
-    """A comparison of drafters for one model.
+    """A comparison of drafters for one model."""
 
-    Trees are found on the ``calibration`` prompts, token ids. ``stock`` is transformers' own model, timed as well.
-    Findings are saved in the folder, and used again; answers in a time box of ``max_seconds`` are not.
-    """
+    target: TargetModel
+    contenders: Sequence[Contender]
+    prompts: InitVar[Sequence[Prompt | Record]]
+    calibration: InitVar[Sequence[list[int]]]  # token ids of prompts on which trees are found
+    settings: BenchSettings
+    _: KW_ONLY
+    folder: Path  # findings are saved there, and used again; answers in a time box are not
+    progress: Progress
+    stock: TargetModel | None = None  # transformers' own model, timed as well
+    measures: Sequence[Measure | Literal["agreement", "perplexity"]] = ()
+    max_seconds: float = math.inf  # of all answers
 
-    def __init__(
-        self,
-        target: TargetModel,
-        contenders: Sequence[Contender],
-        prompts: Sequence[Prompt | Record],
-        calibration: Sequence[list[int]],
-        settings: BenchSettings,
-        *,
-        stock: TargetModel | None = None,
-        measures: Sequence[Measure | Literal["agreement", "perplexity"]] = (),
-        folder: Path,
-        progress: Progress,
-        max_seconds: float = math.inf,
-    ) -> None:
-        self.max_seconds = max_seconds
-        self.target, self.contenders, self.settings, self.stock = target, contenders, settings, stock
-        self.measures, self.folder, self.progress = measures, folder, progress
-        self.ratings = Ratings(measures, folder, progress)
+    def __post_init__(self, prompts: Sequence[Prompt | Record], calibration: Sequence[list[int]]) -> None:
+        self.ratings = Ratings(self.measures, self.folder, self.progress)
         self.questions = [question_of(number, prompt) for number, prompt in enumerate(prompts)]
         if len({question.name for question in self.questions}) < len(self.questions):
             self.questions = [replace(question, name=str(question.number + 1)) for question in self.questions]
-        self.trees = TreeFinder(target, calibration, settings, folder=folder, progress=progress)
+        self.trees = TreeFinder(self.target, calibration, self.settings, folder=self.folder, progress=self.progress)
         self.lines: list[dict[str, Any]] = []  # every answer
         self.problems: list[dict[str, Any]] = []  # what was not answered or measured, and why
         self.drafting: dict[str, Any] = {}  # milliseconds of each head's parts
@@ -80,13 +84,13 @@ class Bench:
         self.progress.stage("timing the drafting of each head")
         for contender in self.contenders:
             if contender.head is not None and math.isinf(self.max_seconds):  # else the time is for answers
-                self.drafting[contender.name] = drafting_cost(self.target, contender.head).record
+                self.drafting[contender.name] = drafting_cost(self.target, contender.head)
         points = list(self.settings.points())
         rows: list[Row] = []
         for number, point in enumerate(points, 1):
             rows += self._rows(point, "" if len(points) == 1 else f" at {in_words(point)} ({number} of {len(points)})")
         self._show_best(rows)
-        if any(not isinstance(measure, str) and measure.asks_others for measure in self.measures):
+        if self.ratings.others:
             self.saved += self.folder.glob("rated-*.json")
         return rows
 
@@ -95,17 +99,13 @@ class Bench:
     def _ways(self, point: Point) -> dict[str, _Way]:
         """All ways at a point by what tells them apart; plain decoding first."""
         common = asdict(point)
-        variant = Variant("best")
-        plain = Engine(self.target, max_batch_size=point.batch_size)
-        ways = [_Way(PLAIN, common, engine_way(plain, self.settings.sampling(point, variant)))]
+        plain, sampling = Engine(self.target, max_batch_size=point.batch_size), self.settings.sampling(point, Variant())
+        ways = [_Way(PLAIN, common, engine_way(plain, sampling))]
         if self.stock is not None and point.batch_size == 1:
-            ways.append(_Way(STOCK, common, stock_way(self.stock, self.settings.sampling(point, variant))))
+            ways.append(_Way(STOCK, common, stock_way(self.stock, sampling)))
         for contender in self.contenders:
-            found = [
-                way
-                for variant in self.settings.variants(point.temperature)
-                if (way := self._way(contender, point, variant)) is not None
-            ]
+            variants = self.settings.variants(point.temperature)
+            found = [way for variant in variants if (way := self._way(contender, point, variant)) is not None]
             if not found:
                 kinds = f"trees of the kind {', '.join(self.settings.trees)} with {', '.join(self.settings.acceptance)}"
                 self._problem(None, 0, f"{contender.name} is left out: it cannot draft {kinds} acceptance")
@@ -128,22 +128,15 @@ class Bench:
             if chosen is None:
                 return None
             tree, predicted = chosen.words, chosen.predicted
-            drafter = contender.drafter if contender.within is None else contender.within(variant.num_nodes or 0)
+            drafter = contender.sized(variant.num_nodes)
             engine = Engine(self.target, drafter, shape=chosen.shape, max_batch_size=point.batch_size)
-        return _Way(
-            contender.name,
-            {**asdict(point), **asdict(variant)},
-            engine_way(engine, self.settings.sampling(point, variant)),
-            contender.identity,
-            contender.num_parameters,
-            tree,
-            predicted,
-        )
+        settings, decode = asdict(point) | asdict(variant), engine_way(engine, self.settings.sampling(point, variant))
+        return _Way(contender.name, settings, decode, contender.identity, contender.num_parameters, tree, predicted)
 
     # --- what they do ---
 
     def _talks(self, point: Point) -> Conversations:
-        return Conversations(self.target, point.prompt_tokens, self.settings.longest_prompt)
+        return Conversations(Engine(self.target), point.prompt_tokens, self.settings.longest_prompt)
 
     def _rows(self, point: Point, where: str) -> Iterator[Row]:
         ways = self._ways(point)
@@ -184,7 +177,7 @@ class Bench:
                 talks.ids(question)
                 questions.append(question)
             except InvalidPrompt as error:
-                self._problem(question.number, 1, str(error))
+                self._problem(question.name, 1, str(error))
         if len(questions) < MIN_PROMPTS:
             raise DataError(f"the model takes {counted(len(questions), 'prompt')}: give at least {MIN_PROMPTS}")
         if point.batch_size > len(questions):
@@ -194,31 +187,22 @@ class Bench:
         if len(groups) > 1 and len(groups[-1]) < size:
             rest = groups.pop()
             groups[-1] += rest
-        key = identity_digest(
-            [
-                [asdict(question) for group in groups for question in group],
-                [[key, way.identity] for key, way in ways.items()],
-                asdict(self.settings),
-                self.stock is not None,
-            ]
-        )
+        asked = [asdict(question) for group in groups for question in group]
+        identities = [[key, way.identity] for key, way in ways.items()]
+        key = identity_digest([asked, identities, asdict(self.settings), self.stock is not None])
         stage = f"timing {len(ways)} ways on {counted(len(questions), 'prompt')}{where}"
         advance = counted_stage(self.progress, stage, len(groups))
 
         def saved(number: int, find: Callable[[], Any]) -> Any:
-            answers = saved_json(self.folder / f"timed-{key}-{number}.json", find)
+            path = self.folder / f"timed-{key}-{number}.json"
+            answers = saved_json(path, find) if math.isinf(self.max_seconds) else find()
             advance()
             return answers
 
-        timings = take_turns(
-            {key: talks.way(way.decode) for key, way in ways.items()},
-            groups,
-            max_new_tokens=self.settings.max_new_tokens,
-            max_seconds=self.max_seconds,
-            saved=saved if math.isinf(self.max_seconds) else lambda _, find: (find(), advance())[0],
-        )
+        given, tokens = {name: talks.way(way.decode) for name, way in ways.items()}, self.settings.max_new_tokens
+        found = take_turns(given, groups, max_new_tokens=tokens, max_seconds=self.max_seconds, saved=saved)
         self.saved += self.folder.glob(f"timed-{key}-*.json")
-        return timings.answers
+        return found
 
     def _note(self, way: _Way, point: Point, own: Sequence[Answers]) -> None:
         """Notes every answer, and each turn without one."""
@@ -240,15 +224,20 @@ class Bench:
                         "last_seconds": answers.last_seconds[place],
                     }
                 )
-        texts = first_texts(own)
-        for question in self.questions:
-            turns = [turn for turn in range(len(question.turns)) if (question.number, turn) in texts]
-            said = [self._talks(point).said(texts[question.number, turn]) for turn in turns]
-            if 0 < len(said) < len(question.turns):
+        for question, _, said in self._answered(point, own):
+            if len(said) < len(question.turns):
                 try:
                     self._talks(point).ids(question, said)
                 except InvalidPrompt as error:
-                    self._problem(question.number, len(said) + 1, f"{way.name}: {error}")
+                    self._problem(question.name, len(said) + 1, f"{way.name}: {error}")
+
+    def _answered(self, point: Point, own: Sequence[Answers]) -> Iterator[tuple[Question, list[Ids], list[str]]]:
+        """Each question that has answers, with the token ids and texts of these."""
+        talks, texts = self._talks(point), first_texts(own)
+        for question in self.questions:
+            places = [(question.number, turn) for turn in range(len(question.turns))]
+            if ids := [texts[place] for place in places if place in texts]:
+                yield question, ids, [talks.said(each) for each in ids]
 
     def _show_best(self, rows: Sequence[Row]) -> None:
         """Keeps the fastest drafter's answer to the first question as the example."""
@@ -258,17 +247,14 @@ class Bench:
                 ids, steps = line["token_ids"], line["step_tokens"]
                 pieces = pieces_of(line["text"], ids, TextStream(self.target.tokenizer))
                 drafted = [False, *(place < count - 1 for count in steps for place in range(count))]
-                question = self._named(line["question_id"]).turns[0]
+                asked = next(each.turns[0] for each in self.questions if each.name == line["question_id"])
                 marked = [[piece, mark] for piece, mark in zip(pieces, drafted, strict=False)]
-                self.example = {"way": best.name, "question": question, "pieces": marked}
+                self.example = {"way": best.name, "question": asked, "pieces": marked}
                 return
 
-    def _named(self, name: str) -> Question:
-        return next(question for question in self.questions if question.name == name)
-
-    def _problem(self, number: int | None, turn: int, reason: str) -> None:
-        """Notes a problem of a question, or of all (None)."""
-        problem = {"question": None if number is None else self.questions[number].name, "turn": turn, "problem": reason}
+    def _problem(self, question: str | None, turn: int, reason: str) -> None:
+        """Notes a problem of the question with a name, or of all (None)."""
+        problem = {"question": question, "turn": turn, "problem": reason}
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -276,32 +262,26 @@ class Bench:
 
     def _items(self, point: Point, own: Sequence[Answers]) -> list[Item]:
         """The answers question by question."""
-        talks, texts = self._talks(point), first_texts(own)
-        items = []
-        for question in self.questions:
-            number, turns = question.number, range(len(question.turns))
-            ids = [texts[number, turn] for turn in turns if (number, turn) in texts]
-            answers = [talks.said(each) for each in ids]
-            if ids:
-                items.append(
-                    Item(
-                        question.name,
-                        question.category,
-                        question.turns[: len(ids)],
-                        tuple(answers),
-                        question.reference,
-                        tuple(tuple(talks.ids(question, answers[:turn])) for turn in range(len(ids))),
-                        tuple(ids),
-                    )
-                )
-        return items
+        talks = self._talks(point)
+        return [
+            Item(
+                question.name,
+                question.category,
+                question.turns[: len(ids)],
+                tuple(answers),
+                question.reference,
+                tuple(tuple(talks.ids(question, answers[:turn])) for turn in range(len(ids))),
+                tuple(ids),
+            )
+            for question, ids, answers in self._answered(point, own)
+        ]
 
     def _scores(self, point: Point, own: Sequence[Answers], plain: Sequence[Answers]) -> list[Scores]:
         if not self.measures:
             return []
         scores, problems = self.ratings.of(self._items(point, own), self._items(point, plain))
         for question_id, reason in problems:
-            self._problem(self._named(question_id).number, 0, reason)
+            self._problem(question_id, 0, reason)
         return scores
 
 

@@ -1,15 +1,19 @@
-"""What a comparison of drafters measures: lists of settings, of which every combination is measured."""
+"""What a comparison of drafters measures, every combination of its settings; and the options of ``bench`` and ``demo``.
+
+The sentence under a field is its help.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import tyro
 
 from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
-from draftheads.settings import AcceptanceRule, OptionGroup, SamplingSettings, at_least
+from draftheads.settings import AcceptanceRule, OptionGroup, Precision, SamplingSettings, at_least
 
 TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths", "adaptive"]
 MIN_PROMPTS = 3  # or groups of them, for an interval
@@ -73,10 +77,10 @@ class BenchSettings(OptionGroup):
     """Built-in prompts on which the heads' trees are found."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # from JSON, or a single value
-            value = getattr(self, field.name)
-            if isinstance(field.default, tuple) and not isinstance(value, tuple):
-                object.__setattr__(self, field.name, tuple(value) if isinstance(value, list) else (value,))
+        for each in fields(self):  # from JSON, or a single value
+            value = getattr(self, each.name)
+            if isinstance(each.default, tuple) and not isinstance(value, tuple):
+                object.__setattr__(self, each.name, tuple(value) if isinstance(value, list) else (value,))
         super().__post_init__()
         for name in ("trees", "num_nodes", "batch_sizes", "temperatures", "acceptance", "epsilons"):
             values = getattr(self, name)
@@ -120,8 +124,78 @@ class BenchSettings(OptionGroup):
 
     def replay(self, num_nodes: int) -> ReplaySettings:
         """Settings of the search for trees."""
-        return ReplaySettings(
-            num_prompts=self.num_calibration_prompts,
-            max_new_tokens=min(self.max_new_tokens, 128),
-            max_nodes=num_nodes,
-        )
+        most = min(self.max_new_tokens, 128)
+        return ReplaySettings(num_prompts=self.num_calibration_prompts, max_new_tokens=most, max_nodes=num_nodes)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Compare draft heads, and drafters without a head, on the same prompts.
+
+    Each head drafts on the tree of --num-nodes nodes with the most tokens per step, found on built-in prompts, and with
+    the defaults. Options with several values measure each of them. An interrupted comparison continues with the same
+    command.
+    """
+
+    model: str = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    heads: tuple[str, ...] = ()
+    """Draft heads: names, folders or Hugging Face ids. prompt-lookup and lookahead need no training. Default: these two
+    and all installed heads of the model."""
+    draft_model: str | None = None
+    """Also compare a smaller model that drafts. With the same tokenizer, on growing trees: a folder or a Hugging Face
+    id."""
+    corpus: str | None = None
+    """A text file from which heads with the tree "defaults" copy, too."""
+    transformers: bool = False
+    """Also time transformers' own generate. One prompt at a time."""
+    prompts: str | None = None
+    """Questions: a file, a folder or a Hugging Face dataset. Or our own: tasks (six categories, some with two turns;
+    the default), demo or calibration. MT-Bench, Spec-Bench, SPEED-Bench, GSM8K, HumanEval, AlpacaEval, CNN/DM, XSUM and
+    ShareGPT are known by their fields."""
+    category: tuple[str, ...] = ()
+    """Use only questions of these categories."""
+    limit: int | None = None
+    """Use only the first LIMIT questions of each category. Default: 4 of our own."""
+    quick: bool = False
+    """A short comparison of about five minutes. Six questions, the defaults of each head, answers of 64 tokens."""
+    quality: tuple[Literal["agreement", "perplexity"], ...] = ()
+    """Measure quality. agreement with plain decoding, and perplexity under the model."""
+    out: Path | None = None
+    """Folder for bench.json, bench.md, answers.jsonl and bench.html. The numbers, the tables, all answers, and a page
+    with plots."""
+    json: str | None = None
+    """Write all numbers as JSON to this file. - writes them to standard output."""
+    settings: tyro.conf.OmitArgPrefixes[BenchSettings] = field(default_factory=BenchSettings)
+    precision: Precision = "auto"
+    """Number format, as for `draftheads generate`."""
+    fresh: bool = False
+    """Ignore what an earlier comparison saved. Needed after a change of the code: saved trees and answers of a stopped
+    comparison are found again by model, drafter, settings, machine and versions only."""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Answer prompts by transformers, by our plain decoding, and with draft heads; compare speed and text.
+
+    A short `draftheads bench` in a time box.
+    """
+
+    model: str = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    heads: tuple[str, ...] = ("hydra", "medusa")
+    """Draft heads: names, folders or Hugging Face ids."""
+    prompts: Path | None = None
+    """A JSONL file of at least three prompts, in place of six built-in ones. "prompt", "messages" or "turns" in each
+    line."""
+    limit: int | None = None
+    """Use only the first LIMIT prompts."""
+    max_new_tokens: int = 128
+    """Stop an answer after this many tokens."""
+    seconds: float = 60.0
+    """Time for all answers together. On a slow machine, answers get shorter (at least 32 tokens), then fewer. inf: no
+    limit."""
+    precision: Precision = "auto"
+    """Number format, as for `draftheads generate`."""
+    json: str | None = None
+    """Write all numbers as JSON to this file. - writes them to standard output."""

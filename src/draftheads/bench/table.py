@@ -15,9 +15,14 @@ import numpy as np
 from draftheads.bench.settings import MIN_PROMPTS
 from draftheads.bench.timing import PLAIN, STOCK, Answers
 from draftheads.utils.counts import short_count
-from draftheads.utils.estimates import Estimate, bootstrap
+from draftheads.utils.estimates import bootstrap
 
-PARTS = ("drafting", "verification", "accept and rest")  # of a step
+# of a step, with the names of their numbers
+PARTS = {
+    "drafting": "draft_milliseconds",
+    "verification": "verify_milliseconds",
+    "accept and rest": "rest_milliseconds",
+}
 ALL = "all"  # rows over all questions
 TURN = "turn "  # so begin the names of rows over single turns
 WITH_COPIES = "with copies"  # so ends what a row says of its tree
@@ -70,8 +75,7 @@ class Row:
     @property
     def parts(self) -> dict[str, float]:
         """Milliseconds of the parts of a step, by name."""
-        names = ("draft_milliseconds", "verify_milliseconds", "rest_milliseconds")
-        return {part: self.numbers.get(name, 0.0) for part, name in zip(PARTS, names, strict=True)}
+        return {part: self.numbers.get(name, 0.0) for part, name in PARTS.items()}
 
     def number(self, name: str) -> Any:
         """A measure of quality, one of the numbers, or a field; None: was not measured."""
@@ -130,38 +134,38 @@ def timed_row(
     """The row of a way, from its own answers to each group of prompts, plain decoding's, and those of transformers."""
     sums, of_plain = _Sums.of(own), _Sums.of(plain)
     count = len(sums.tokens)
-    speed = bootstrap(lambda chosen: sums.speed(chosen) / of_plain.speed(chosen), count)
-    decode = bootstrap(lambda chosen: _ratio(sums.decode_speed(chosen), of_plain.decode_speed(chosen)), count)
-    per_step = bootstrap(sums.tokens_per_step, count)
-    everything = np.arange(count)[None]
-    rate = bootstrap(sums.speed, count)
+    found = {
+        "tokens_per_step": bootstrap(sums.tokens_per_step, count),
+        "tokens_per_second": bootstrap(sums.speed, count),
+        "speedup": bootstrap(lambda chosen: sums.speed(chosen) / of_plain.speed(chosen), count),
+        "decode_speedup": bootstrap(
+            lambda chosen: _ratio(sums.decode_speed(chosen), of_plain.decode_speed(chosen)), count
+        ),
+    }
+    everything, values = np.arange(count)[None], {value: each.value for value, each in found.items()}
+    fields: dict[str, Any] = dict(values)
+    if count >= MIN_PROMPTS:  # of fewer, an interval would say nothing
+        fields |= {f"{value}_interval": (each.low, each.high) for value, each in found.items()}
+    steps = max(1, sum(sum(answer.num_steps) for answer in own))
+    accepted = map(sum, zip_longest(*(answer.accepted_by_depth for answer in own), fillvalue=0))
+    counts = Counter(tokens for answer in own for each in answer.step_tokens for tokens in each)
     return Row(
         name=name,
         num_answers=sum(len(answer.token_ids) for answer in own),
-        tokens_per_step=per_step.value,
-        tokens_per_step_interval=_interval(per_step, count),
-        tokens_per_second=rate.value,
-        tokens_per_second_interval=_interval(rate, count),
-        speedup=speed.value,
-        speedup_interval=_interval(speed, count),
-        speedup_error=speed.error,
-        decode_speedup=decode.value,
-        decode_speedup_interval=_interval(decode, count),
+        **fields,
+        speedup_error=found["speedup"].error,
         decode_tokens_per_second=float(sums.decode_speed(everything)[0]),
-        overhead=per_step.value / decode.value,
-        speedup_over_transformers=rate.value / float(_Sums.of(stock).speed(everything)[0]) if stock else None,
+        overhead=values["tokens_per_step"] / values["decode_speedup"],
+        speedup_over_transformers=(
+            values["tokens_per_second"] / float(_Sums.of(stock).speed(everything)[0]) if stock else None
+        ),
         numbers={
             column.name: value for column in COLUMNS if column.compute and (value := column.compute(own)) is not None
         },
-        acceptance_by_depth=_acceptance(own),
-        steps_by_tokens=_histogram(own),
+        acceptance_by_depth=[number / steps for number in accepted],
+        steps_by_tokens=[counts[tokens] for tokens in range(1, max(counts, default=0) + 1)],
         num_tokens=sum(answer.num_tokens for answer in own),
     )
-
-
-def _interval(estimate: Estimate, count: int) -> Interval | None:
-    """Its interval; None of so few items that it would say nothing."""
-    return None if count < MIN_PROMPTS else (estimate.low, estimate.high)
 
 
 class Column(NamedTuple):
@@ -197,17 +201,14 @@ def _of_step(*parts: str) -> Callable[[Sequence[Answers]], float | None]:
     return milliseconds
 
 
-def _latency(share: int) -> Callable[[Sequence[Answers]], float | None]:
-    def seconds(own: Sequence[Answers]) -> float | None:
-        lasts = [seconds for answer in own for seconds in answer.last_seconds]
-        return float(np.percentile(lasts, share)) if lasts else None
+def _latency(end: str, share: int, unit: float = 1.0) -> Callable[[Sequence[Answers]], float | None]:
+    """A percentile of the time until the first or last token of an answer; ``unit``: how many make a second."""
 
-    return seconds
+    def until(own: Sequence[Answers]) -> float | None:
+        times = [seconds for answer in own for seconds in getattr(answer, f"{end}_seconds")]
+        return unit * float(np.percentile(times, share)) if times else None
 
-
-def _first_token(own: Sequence[Answers]) -> float | None:
-    firsts = [seconds for answer in own for seconds in answer.first_seconds]
-    return 1e3 * float(np.median(firsts)) if firsts else None
+    return until
 
 
 def _token(own: Sequence[Answers]) -> float | None:
@@ -238,28 +239,17 @@ COLUMNS = (
     Column("same_text", "same text", str),
     Column("copied_percent", "copied %", ".0f", "time", _copied),  # of accepted draft tokens, those only copies brought
     # median, waiting in the group included
-    Column("first_token_milliseconds", "first token ms", ".0f", "time", _first_token),
+    Column("first_token_milliseconds", "first token ms", ".0f", "time", _latency("first", 50, 1e3)),
     # mean time of a token of an answer after its first one
     Column("token_milliseconds", "ms/token", ".1f", "time", _token),
     Column("draft_milliseconds", "draft ms", ".1f", "time", _of_step("draft")),
     Column("verify_milliseconds", "verify ms", ".1f", "time", _of_step("verify")),
     Column("rest_milliseconds", "rest ms", ".1f", "time", _of_step("rest")),
     Column("step_milliseconds", "step ms", ".1f", "time", _of_step("draft", "verify", "rest")),
-    *(Column(f"p{share}_seconds", f"p{share} s", ".2f", "time", _latency(share)) for share in (50, 90, 99)),
+    *(Column(f"p{share}_seconds", f"p{share} s", ".2f", "time", _latency("last", share)) for share in (50, 90, 99)),
     Column("peak_gigabytes", "peak memory GB", ".2f", "time", _peak),
     Column("num_parameters", "parameters", lambda count: short_count(count) if count else "", "time"),
 )
-
-
-def _acceptance(own: Sequence[Answers]) -> list[float]:
-    accepted = map(sum, zip_longest(*(answer.accepted_by_depth for answer in own), fillvalue=0))
-    steps = max(1, sum(sum(answer.num_steps) for answer in own))
-    return [count / steps for count in accepted]
-
-
-def _histogram(own: Sequence[Answers]) -> list[int]:
-    counts = Counter(tokens for answer in own for steps in answer.step_tokens for tokens in steps)
-    return [counts[tokens] for tokens in range(1, max(counts, default=0) + 1)]
 
 
 def parts_of(answers: Sequence[Answers], categories: Sequence[str]) -> Iterator[tuple[str, Callable[[Answers], bool]]]:
@@ -304,13 +294,8 @@ SETTINGS = {
 
 def namer(rows: Sequence[Row]) -> Callable[[Row], str]:
     """Gives rows their names, the same in all tables and plots: the drafter, and the settings that vary in ``rows``."""
-    varied = varied_in([row.settings for row in rows])
+    varied = [name for name in SETTINGS if len({row.settings.get(name) for row in rows} - {None}) > 1]
     return lambda row: ", ".join(filter(None, [row.name, *(setting_in_words(row.settings, name) for name in varied)]))
-
-
-def varied_in(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the settings that tell rows apart."""
-    return [name for name in SETTINGS if len({each.get(name) for each in settings} - {None}) > 1]
 
 
 def setting_in_words(settings: Mapping[str, Any], name: str) -> str:
@@ -336,10 +321,8 @@ def by_part(rows: Sequence[Row], value: str = "speedup") -> tuple[list[str], lis
     for row in rows:
         lines.setdefault(name(row), {})[row.part] = f"{getattr(row, value):.2f}"
     others = [part for part in parts if part != ALL]
-    return (
-        ["drafter", *others, ALL],
-        [[name, *(cells.get(part, "") for part in (*others, ALL))] for name, cells in lines.items()],
-    )
+    headings = ["drafter", *others, ALL]
+    return headings, [[name, *(cells.get(part, "") for part in headings[1:])] for name, cells in lines.items()]
 
 
 def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -371,9 +354,8 @@ def copies_note(rows: Iterable[Row]) -> str:
     """A sentence on what is in the drafts of heads."""
     if not any(map(has_copies, rows)):
         return "Heads draft alone, without copies from the text."
-    return (
-        f'Where the tree is "… {WITH_COPIES}", copies from the text are in a head\'s drafts; elsewhere it drafts alone.'
-    )
+    where = f'Where the tree is "… {WITH_COPIES}"'
+    return f"{where}, copies from the text are in a head's drafts; elsewhere it drafts alone."
 
 
 def heads_only(rows: Iterable[Row]) -> list[Row]:

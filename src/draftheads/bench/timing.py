@@ -1,28 +1,35 @@
 """The one loop of all comparisons: several ways of decoding answer the same prompts in turn, and are timed.
 
+Also what drafting costs, head by head (Hydra, table 1).
+
 Speeds of one run can be compared, speeds of different runs cannot: a machine has slow hours. So all ways answer a
 prompt before the next prompt begins, and who goes first changes. Times include reading the prompt.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import zip_longest
+from statistics import median
 from typing import Any, Self
 
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.step_costs import wait_for
+from draftheads.decode.step_costs import StepTimer, wait_for
+from draftheads.heads.base import DraftHead
 from draftheads.models.generation import ALL_TOKENS
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
-from draftheads.utils.estimates import Share, ratio_with_error
+from draftheads.speculation.tree import Tree
+from draftheads.utils.estimates import ratio_with_error
 from draftheads.utils.provenance import identity_digest
 
 PLAIN = "plain"
 STOCK = "transformers"
+Ids = tuple[int, ...]
 Group = Sequence[Sequence[int]]  # prompts (token ids) that are answered together; often a single one
 _WARM_UP_TOKENS = 4
 _PROBE_TOKENS = 16  # of an answer that shows the speed of a way
@@ -30,13 +37,14 @@ _MIN_TOKENS = 32  # of an answer, however slow the machine is
 _MIN_PROMPTS = 3  # answers get shorter before fewer prompts are answered than these
 _FEW_PROMPTS, _FEW_TOKENS, _FEW_SECONDS = 6, 64, 60.0  # of a short comparison with plain decoding
 _SAFETY = 0.9  # share of the time that is planned for: later tokens of a text take longer than the first ones
+_REPEATS = 50  # of each part of drafting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
     """One way's answers to a group of prompts."""
 
-    token_ids: tuple[tuple[int, ...], ...]
+    token_ids: tuple[Ids, ...]
     num_steps: tuple[int, ...]  # of each answer: passes of the target after its prompt was read
     seconds: float  # wall time of the group, prompts included
     prompt_seconds: float = 0.0  # of them until all prompts were read, their first tokens included
@@ -65,10 +73,6 @@ class Answers:
     def num_tokens(self) -> int:
         return sum(map(len, self.token_ids))
 
-    @property
-    def speed_share(self) -> Share:
-        return self.num_tokens, self.seconds
-
 
 def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
@@ -84,9 +88,9 @@ def together(first: Sequence[Answers], second: Sequence[Answers]) -> tuple[list[
     return [one for one in first if turn(one) in both], [one for one in second if turn(one) in both]
 
 
-def first_texts(own: Sequence[Answers]) -> dict[tuple[int, int], tuple[int, ...]]:
+def first_texts(own: Sequence[Answers]) -> dict[tuple[int, int], Ids]:
     """The token ids of each question's answer to each turn; of the first round."""
-    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    found: dict[tuple[int, int], Ids] = {}
     for answers in own:
         for number, ids in zip(answers.questions, answers.token_ids, strict=True):
             found.setdefault((number, answers.turn), ids)
@@ -96,20 +100,6 @@ def first_texts(own: Sequence[Answers]) -> dict[tuple[int, int], tuple[int, ...]
 # a way of decoding: prompts, most new tokens of an answer -> answers; of conversations, to each turn
 Way = Callable[[Any, int], list[Answers]]
 _GREEDY = SamplingSettings()
-
-
-@dataclass(frozen=True)
-class Timings:
-    """What all ways answered."""
-
-    answers: dict[str, list[Answers]]  # by the way's name, for each group of prompts
-    max_new_tokens: int  # of an answer
-    seconds: float  # of all ways together, warming up included
-
-    @property
-    def num_groups(self) -> int:
-        """How many groups of prompts were answered."""
-        return len(next(iter(self.answers.values())))
 
 
 class StepClock:
@@ -150,18 +140,15 @@ class StepClock:
         return time.perf_counter()
 
 
-class _FirstToken:
-    """A streamer of transformers that notes when the first new token came."""
+class _TokenTimes:
+    """A streamer of transformers that notes when the prompt and each token came."""
 
     def __init__(self, clock: StepClock) -> None:
-        self._clock, self._num_calls = clock, 0
-        self.time = 0.0
+        self._clock, self.times = clock, list[float]()
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, _value: torch.Tensor) -> None:
         """Called with the prompt, and then with each token."""
-        self._num_calls += 1
-        if self._num_calls == 2:
-            self.time = self._clock.now
+        self.times.append(self._clock.now)
 
     def end(self) -> None:
         """Called behind the last token."""
@@ -169,34 +156,26 @@ class _FirstToken:
 
 def stock_way(model: TargetModel, sampling: SamplingSettings = _GREEDY) -> Way:
     """Transformers' own ``generate`` on the stock model, one prompt after the other, by the rules of our engines."""
-    no_end = {"eos_token_id": None} if sampling.ignore_eos else {"eos_token_id": sorted(model.eos_ids)}
     how: dict[str, Any] = {"do_sample": False, **model.generation.switched_off}
     if sampling.temperature:
         how |= {"do_sample": True, "temperature": sampling.temperature, **ALL_TOKENS}
-
-    def answer(prompt_ids: Sequence[int], max_new_tokens: int, streamer: Any) -> tuple[int, ...]:
-        ids = torch.tensor([list(prompt_ids)], device=model.device)
-        torch.manual_seed(_seed_of(prompt_ids))
-        output = model.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=min(model.eos_ids, default=0),
-            streamer=streamer,
-            **how,
-            **no_end,
-        )
-        return tuple(output[0, len(prompt_ids) :].tolist())
+    how |= {"eos_token_id": None if sampling.ignore_eos else sorted(model.eos_ids)}
+    how |= {"pad_token_id": min(model.eos_ids, default=0)}
 
     def decode(group: Group, max_new_tokens: int) -> list[Answers]:
         clock = StepClock(model.device)
         start = last = clock.now
         texts, firsts, lasts, reading = [], [], [], 0.0
         for prompt_ids in group:
-            streamer = _FirstToken(clock)
-            texts.append(answer(prompt_ids, max_new_tokens, streamer))
-            firsts.append(streamer.time - start)
-            reading += streamer.time - last
+            ids = torch.tensor([list(prompt_ids)], device=model.device)
+            mask, streamer = torch.ones_like(ids), _TokenTimes(clock)
+            torch.manual_seed(_seed_of(prompt_ids))
+            output = model.model.generate(
+                ids, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=streamer, **how
+            )
+            texts.append(tuple(output[0, len(prompt_ids) :].tolist()))
+            firsts.append(streamer.times[1] - start)  # behind the prompt
+            reading += streamer.times[1] - last
             last = clock.now
             lasts.append(last - start)
         return [
@@ -250,6 +229,7 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
     seconds = clock.now - start
     results = [request.result() for request in requests]
     accepted = zip_longest(*(result.accepted_by_depth for result in results), fillvalue=0)
+    parts: dict[str, Any] = {f"{part}_milliseconds": spent for part, spent in clock.milliseconds.items()}
     return Answers(
         token_ids=tuple(result.token_ids for result in results),
         num_steps=tuple(result.num_steps for result in results),
@@ -261,9 +241,7 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
         accepted_by_depth=tuple(map(sum, accepted)),
         num_drafted=num_drafted,
         num_copied=sum(result.num_copied for result in results),
-        draft_milliseconds=clock.milliseconds["draft"],
-        verify_milliseconds=clock.milliseconds["verify"],
-        rest_milliseconds=clock.milliseconds["rest"],
+        **parts,
         num_timed_steps=clock.num_steps,
         peak_bytes=torch.cuda.max_memory_allocated(engine.model.device) if is_cuda else 0,
     )
@@ -278,8 +256,8 @@ def over_plain(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]]) 
     few = spread(prompts, _FEW_PROMPTS)
     plain = Engine(next(iter(engines.values())).model, max_batch_size=1)
     ways = {name: engine_way(engine) for name, engine in {PLAIN: plain, **engines}.items()}
-    timings = take_turns(ways, [[prompt] for prompt in few], max_new_tokens=_FEW_TOKENS, max_seconds=_FEW_SECONDS)
-    speeds = {name: [answer.speed_share for answer in answers] for name, answers in timings.answers.items()}
+    answers = take_turns(ways, [[prompt] for prompt in few], max_new_tokens=_FEW_TOKENS, max_seconds=_FEW_SECONDS)
+    speeds = {name: [(one.num_tokens, one.seconds) for one in own] for name, own in answers.items()}
     return {name: ratio_with_error(speeds[name], speeds[PLAIN]) for name in engines}
 
 
@@ -299,10 +277,8 @@ def take_turns(
     *,
     max_new_tokens: int,
     max_seconds: float = math.inf,
-    clock: Callable[[], float] = time.perf_counter,
-    on_answer: Callable[[], None] = lambda: None,
-    saved: Callable[[int, Callable[[], Any]], Any] | None = None,
-) -> Timings:
+    saved: Callable[[int, Callable[[], Any]], Any] = lambda _, find: find(),
+) -> dict[str, list[Answers]]:
     """Every way answers a group of prompts, then the next one. Who goes first changes, and the direction.
 
     Args:
@@ -310,38 +286,36 @@ def take_turns(
         groups: prompts, or what else the ways take, that are answered together. At least one group is answered.
         max_new_tokens: of an answer. In a time box fewer, if else three groups would not be answered; but at least 32.
         max_seconds: the time box of all ways together. No group is begun that would not be answered in time.
-        clock: gives seconds.
-        on_answer: is called after each group's answers by one way.
         saved: gets a group's number and a function that finds the answers, as JSON values by way; returns these, or
             what was saved before.
+
+    Returns:
+        By the way's name its answers to each group.
     """
-    start = clock()
+    start = time.perf_counter()
     for decode in ways.values():
         decode(groups[0][:1], _WARM_UP_TOKENS)
     tokens = max_new_tokens
     if math.isfinite(max_seconds):
-        each = sum(_seconds_per_token(decode, groups[0], clock) for decode in ways.values())
-        left, num_groups = max_seconds - (clock() - start), min(_MIN_PROMPTS, len(groups))
-        tokens = affordable_tokens(left, each, num_groups=num_groups, most=max_new_tokens)
+        each = sum(_seconds_per_token(decode, groups[0]) for decode in ways.values())
+        left, num_groups = max_seconds - (time.perf_counter() - start), min(_MIN_PROMPTS, len(groups))
+        by_time = _SAFETY * left / (num_groups * max(each, 1e-9))
+        tokens = int(min(max_new_tokens, max(by_time, _MIN_TOKENS)))
     answers: dict[str, list[Answers]] = {name: [] for name in ways}
     longest = 0.0
     for number, group in enumerate(groups):
-        begun = clock()
+        begun = time.perf_counter()
         if number and begun + longest - start > max_seconds:
             break
 
-        def answered(turn: Iterable[str] = turn_of(list(ways), number), group: Group = group) -> dict[str, Any]:
-            values = {}
-            for name in turn:
-                values[name] = [asdict(each) for each in ways[name](group, tokens)]
-                on_answer()
-            return values
+        def answered(turn: Sequence[str] = turn_of(list(ways), number), group: Group = group) -> dict[str, Any]:
+            return {name: [asdict(each) for each in ways[name](group, tokens)] for name in turn}
 
-        for name, values in (saved(number, answered) if saved else answered()).items():
+        for name, values in saved(number, answered).items():
             found = [Answers.from_json(value) for value in values]
             answers[name] += [replace(each, group=number) for each in found]
-        longest = max(longest, clock() - begun)
-    return Timings(answers, tokens, clock() - start)
+        longest = max(longest, time.perf_counter() - begun)
+    return answers
 
 
 def turn_of(names: Sequence[str], number: int) -> list[str]:
@@ -355,17 +329,24 @@ def turn_of(names: Sequence[str], number: int) -> list[str]:
     return turn[::-1] if number % 2 else turn
 
 
-def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: int, most: int) -> int:
-    """Tokens of an answer, at most ``most``, such that so many groups are answered in time by all ways together.
-
-    >>> affordable_tokens(100.0, 0.5, num_groups=3, most=128)
-    60
-    """
-    by_time = _SAFETY * seconds / (num_groups * max(seconds_per_token, 1e-9))
-    return int(min(most, max(by_time, _MIN_TOKENS)))
-
-
-def _seconds_per_token(decode: Way, group: Group, clock: Callable[[], float]) -> float:
-    start = clock()
+def _seconds_per_token(decode: Way, group: Group) -> float:
+    start = time.perf_counter()
     turns = decode(group, _PROBE_TOKENS)  # of conversations, all of them
-    return (clock() - start) / sum(max(map(len, answers.token_ids)) for answers in turns)
+    return (time.perf_counter() - start) / sum(max(map(len, answers.token_ids)) for answers in turns)
+
+
+def drafting_cost(target: TargetModel, head: DraftHead) -> dict[str, Any]:
+    """What drafting takes for one row with a chain of draft tokens, in milliseconds (medians).
+
+    ``prefix`` is the time of layers that read the accepted tokens, 0 without such layers; ``heads`` what each further
+    depth takes. Chains of 1, 2, … draft tokens are timed in turn: a head's time is what its depth adds.
+    """
+    timer = StepTimer(target, head)
+    parts = [partial(timer.draft, 1, Tree.chain(depth)) for depth in range(1, head.max_depth + 1)]
+    if head.needs_history:
+        parts.insert(0, partial(timer.read, 1))
+    times = [[part() for part in parts] for _ in range(_REPEATS + 2)][2:]  # after warming up
+    sums = [median(each) for each in zip(*times, strict=True)]
+    prefix = sums.pop(0) if head.needs_history else 0.0
+    before = [prefix, *sums[:-1]]
+    return {"prefix": prefix, "heads": [max(0.0, own - less) for own, less in zip(sums, before, strict=True)]}

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,29 +30,17 @@ class Chosen:
     predicted: float | None = None  # tokens per step of greedy answers, by the search for the tree on other prompts
 
 
+@dataclass
 class TreeFinder:
-    """Finds trees for the drafters of a comparison, and saves what takes long.
+    """Finds trees for the drafters of a comparison, and saves what takes long."""
 
-    Args:
-        target: the model.
-        prompts: as token ids; trees are found on the model's greedy answers to them.
-        settings: of the comparison.
-        folder: where findings are saved; they are used again.
-        progress: receives each stage.
-    """
-
-    def __init__(
-        self,
-        target: TargetModel,
-        prompts: Sequence[list[int]],
-        settings: BenchSettings,
-        *,
-        folder: Path,
-        progress: Progress,
-    ) -> None:
-        self.target, self.prompts, self.settings = target, prompts, settings
-        self.folder, self.progress = folder, progress
-        self.accuracy: dict[str, list[list[float]]] = {}  # of each head that was searched with: by depth and rank
+    target: TargetModel
+    prompts: Sequence[list[int]]  # token ids: trees are found on the model's greedy answers to them
+    settings: BenchSettings  # of the comparison
+    folder: Path  # where findings are saved; they are used again
+    progress: Progress
+    # of each head that was searched with: by depth and rank
+    accuracy: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def find(self, contender: Contender, variant: Variant) -> Chosen | None:
         """What a drafter with ``num_nodes`` nodes drafts; None if it cannot draft such trees, or not so drawn."""
@@ -73,8 +61,7 @@ class TreeFinder:
         first = next(tree for tree in self.settings.trees if tree not in LOADED)
         if variant.tree != first or variant.acceptance in DRAWN:
             return None
-        drafter = contender.drafter if contender.within is None else contender.within(variant.num_nodes or 0)
-        return Chosen(None, f"its own, up to {drafter.default_shape.num_nodes}")
+        return Chosen(None, f"its own, up to {contender.sized(variant.num_nodes).default_shape.num_nodes}")
 
     def _drawn(self, contender: Contender, variant: Variant) -> Chosen | None:
         """Drafts of drawn tokens: rejection has the head's static tree or a chain, block verification a chain."""
@@ -82,9 +69,9 @@ class TreeFinder:
         if variant.tree not in fitting or not contender.draws:
             return None
         nodes = variant.num_nodes or 0
-        if variant.acceptance == "block" or variant.tree == "chain" or contender.head is None:
-            return _chosen(Sampled(Tree.chain(min(contender.drafter.max_depth, nodes - 1))))
-        return _chosen(Sampled(numbered(self._static(contender, nodes))))
+        is_chain = variant.acceptance == "block" or variant.tree == "chain" or contender.head is None
+        chain = Tree.chain(min(contender.drafter.max_depth, nodes - 1))
+        return _chosen(Sampled(chain if is_chain else numbered(self._static(contender, nodes))))
 
     def _paths(self, contender: Contender, num_paths: int) -> Chosen | None:
         """A static tree with as many nodes as the most probable of 6 · 3 · 2 paths may have (MLP Speculator)."""
@@ -119,10 +106,8 @@ class TreeFinder:
         return found
 
     def _replay(self, name: str, head: DraftHead, nodes: int) -> dict[str, Any]:
-        settings = self.settings.replay(nodes)
-        answers = own_answers(
-            self.target, self.prompts, settings, folder=self.folder / "answers", progress=self.progress
-        )
+        settings, folder = self.settings.replay(nodes), self.folder / "answers"
+        answers = own_answers(self.target, self.prompts, settings, folder=folder, progress=self.progress)
         self.progress.stage(f"{name}: finding its tree of {nodes} nodes")
         replay = Replay(self.target, head, settings, progress=self.progress)
         found = replay.run(answers)

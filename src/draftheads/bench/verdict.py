@@ -7,13 +7,13 @@ from draftheads.bench.table import Row, heads_only
 from draftheads.utils.counts import counted
 
 
-def speed_sentence(name: str, speedup: float, error: float, *, given: str = "the defaults") -> str:
+def speed_sentence(name: str, speedup: float, error: float) -> str:
     """The first sentence of every comparison: what is measured with a drafter as it is loaded.
 
     >>> speed_sentence("hydra", 1.5, 0.125)
     'With the defaults on this machine: 1.50 ± 0.12 × plain decoding (hydra).'
     """
-    return f"With {given} on this machine: {speedup:.2f} ± {error:.2f} × plain decoding ({name})."
+    return f"With the defaults on this machine: {speedup:.2f} ± {error:.2f} × plain decoding ({name})."
 
 
 def verdict(rows: Iterable[Row]) -> str:
@@ -37,30 +37,26 @@ def verdict(rows: Iterable[Row]) -> str:
 
 def remarks(rows: Iterable[Row]) -> list[str]:
     """Sentences on what limits the verdict."""
-    best, *others = sorted(heads_only(rows), key=lambda row: -row.speedup)
-    close = dict.fromkeys(
-        row.name
-        for row in others
-        if row.name != best.name and best.speedup - row.speedup < best.speedup_error + row.speedup_error
-    )
+    rows = sorted(heads_only(rows), key=lambda row: -row.speedup)
+    best, loaded = rows[0], [row for row in rows if row.settings.get("tree") in LOADED]
+    near = (row for row in rows if best.speedup - row.speedup < best.speedup_error + row.speedup_error)
+    close = list(dict.fromkeys(row.name for row in near if row.name != best.name))
     sentences = []
-    if any(row.settings.get("tree") in LOADED for row in (best, *others)):
+    if loaded:
         sentences.append("Defaults choose the size of each draft for this machine.")
     if close:
         sentences.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
-    fixed = any(row.settings.get("num_nodes") and not row.tree.startswith("its own") for row in (best, *others))
+    fixed = any(row.settings.get("num_nodes") and not row.tree.startswith("its own") for row in rows)
     if best.speedup - best.speedup_error <= 1 and fixed:
         sentences.append("Trees may be too large for this machine: try a smaller `--num-nodes`.")
-    slower = [row.name for row in (best, *others) if row.settings.get("tree") in LOADED and row.speedup < 0.995]
-    if slower:
+    if slower := dict.fromkeys(row.name for row in loaded if row.speedup < 0.995):
         sentences.append(
-            f"Slower than plain decoding here: {', '.join(dict.fromkeys(slower))}. Try `--precision int8`, or measure "
+            f"Slower than plain decoding here: {', '.join(slower)}. Try `--precision int8`, or measure "
             "trees on your own prompts with `draftheads tune`."
         )
-    if any(row.num_different for row in (best, *others)):
+    if any(row.num_different for row in rows):
         sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")
-    accepted = {str(row.settings.get("acceptance")) for row in (best, *others)}
-    if "typical" in accepted:
+    if any(row.settings.get("acceptance") == "typical" for row in rows):
         measured = "see its quality beside its speed" if best.quality else "measure it: `--quality`"
         sentences.append(f"Acceptance typical changes the distribution of texts: {measured}.")
     return sentences

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.bench.compare import Comparison, compare_heads
-from draftheads.bench.options import BenchOptions, DemoOptions
-from draftheads.bench.settings import BenchSettings
+from draftheads.bench.settings import BenchOptions, BenchSettings, DemoOptions
 from draftheads.bench.table import ALL, Row, by_part, markdown, table_of
 from draftheads.bench.verdict import remarks, verdict
 from draftheads.cli.config import keep_config

@@ -38,11 +38,13 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "bench": Command(
-        "compare draft heads, and drafters without a head", "bench.options", config=True, continues=True, first="model"
+        "compare draft heads, and drafters without a head", "bench.settings", config=True, continues=True, first="model"
     ),
     "cache": Command("show what is in the cache, or clear it", "cli.options", function="commands.cache"),
     "chat": Command("chat with a model on the terminal", "cli.options", first="model"),
-    "demo": Command("answer prompts with and without draft heads, and compare", "bench.options", function="bench.demo"),
+    "demo": Command(
+        "answer prompts with and without draft heads, and compare", "bench.settings", function="bench.demo"
+    ),
     "distill": Command("let a model answer prompts, to get training data", "distill.options", config=True),
     "doctor": Command("show what was found on this machine, with advice", "cli.doctor", first="model"),
     "export": Command(

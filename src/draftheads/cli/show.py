@@ -156,10 +156,10 @@ def print_table(console: Console, headings: Sequence[str], lines: Sequence[Seque
 
 def write_page(console: Console, folder: Path, kind: Literal["training", "tune", "bench"]) -> None:
     """Writes the page of work that has just finished; without matplotlib or jinja2, one line says so instead."""
-    from draftheads.reports import write  # noqa: PLC0415 - most commands write none
+    from draftheads.reports import record_pages  # noqa: PLC0415 - most commands write none
 
     try:
-        console.print(f"wrote {write.write_page(folder, kind)}", soft_wrap=True, markup=False)
+        console.print(f"wrote {record_pages.write_page(folder, kind)}", soft_wrap=True, markup=False)
     except MissingDependency as error:
         console.print(f"no page: {error}", soft_wrap=True, markup=False)
 

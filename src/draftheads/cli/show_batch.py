@@ -50,7 +50,7 @@ def run(options: ShowBatchOptions) -> None:
     console.print(Text("  ").join(marked([kind]) for kind in KINDS), end="\n\n")
     console.print(simple_table(batch.columns, batch.rows()))
     if options.html is not None:
-        page = batch_page(batch, model.tokenizer, max_texts=None, settings=vars(options), provenance=provenance())
+        page = batch_page(batch, model.tokenizer, settings=vars(options), provenance=provenance())
         write_atomic(options.html, render(page).encode())
         console.print(Text(f"wrote {options.html}"), soft_wrap=True)
 

@@ -147,29 +147,21 @@ class PlannedBatch:
 
 
 def batch_page(
-    batch: PlannedBatch,
-    tokenizer: Any,
-    *,
-    max_texts: int | None,
-    settings: Mapping[str, Any],
-    provenance: Mapping[str, Any],
+    batch: PlannedBatch, tokenizer: Any, *, settings: Mapping[str, Any], provenance: Mapping[str, Any]
 ) -> Page:
-    """The page of a batch with the first ``max_texts`` of its texts, or with all of them.
-
-    ``settings`` are the command's: ``model``, ``data`` (files) and others.
-    """
-    shown = batch.text_indices[:max_texts]
+    """The page of a batch; ``settings`` are the command's: ``model``, ``data`` (files) and others."""
     num_learned, num_tokens, share = _count([batch.texts[i] for i in batch.text_indices])
+    texts = [(batch.title(i), _pieces(spans(tokenizer, batch.texts[i]))) for i in batch.text_indices]
     legend = [part for kind in KINDS for part in (*_pieces([kind]), ("   ", ""))]
     return Page(
         title=f"Training batch {batch.index} of {', '.join(str(path) for path in settings['data'])}",
         verdict=f"The heads learn {num_learned:,} of the {counted(num_tokens, 'token')} in this batch ({share:.1%}).",
         note=(
-            f"As {settings['model']} reads it. The page shows {len(shown)} of "
+            f"As {settings['model']} reads it. The page shows {len(batch.text_indices)} of "
             f"{counted(len(batch.text_indices), 'text')} in this batch. Learned tokens must be the assistant's answers "
             "and the token that ends each; if not, the chat template is wrong."
         ),
-        texts=[("Legend", legend), *((batch.title(i), _pieces(spans(tokenizer, batch.texts[i]))) for i in shown)],
+        texts=[("Legend", legend), *texts],
         tables=[Table("Counts", batch.columns, batch.rows())],
         facts=[
             ("Model, data and settings", as_json_values(settings).items()),

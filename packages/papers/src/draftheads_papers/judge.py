@@ -88,7 +88,6 @@ class Judge(Measure):
     api_key_env: str | None = None  # variable with the key; None: OPENAI_API_KEY, for OpenAI's address alone
     parallel: int = 8
     name = "judge"
-    unit = "of 10"
     asks_others = True
 
     def __post_init__(self) -> None:
