@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import httpx2
 
+from draftheads.models.gguf_models import place_in_cache
+
 ADMIN_KEY = "an-admin-key"
 
 
@@ -23,7 +25,11 @@ class ServerProcess:
     def __init__(
         self, folder: Path, *arguments: str, port: int = 0, program: tuple[str, ...] = ("-m", "draftheads")
     ) -> None:
-        own = {"DRAFTHEADS_CACHE": str(folder / "cache"), "DRAFTHEADS_ADMIN_KEY": ADMIN_KEY}
+        converted, cache = place_in_cache(), folder / "cache"
+        cache.mkdir(exist_ok=True)
+        if converted.is_dir() and not (cache / converted.name).exists():  # the default model is not converted again
+            (cache / converted.name).symlink_to(converted)
+        own = {"DRAFTHEADS_CACHE": str(cache), "DRAFTHEADS_ADMIN_KEY": ADMIN_KEY}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
         command = [sys.executable, *program, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from draftheads.cli.main import main
-from draftheads.models.gguf_models import converted_folder
 from serve_process import ServerProcess
 from training_world import chat_model
 
@@ -35,9 +34,9 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.real
 def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """From questions to a head that serves; only a port is added, and the default model is not converted again."""
+    """From questions to a head that serves; only a port is added."""
     monkeypatch.chdir(tmp_path)
-    target, converted = chat_model(), converted_folder()
+    target = chat_model()
     for part in (target.model, target.tokenizer):
         part.save_pretrained(tmp_path / "my-model")
     Path("questions.jsonl").write_text("".join(f'{{"prompt": "w{i}"}}\n' for i in range(24)), encoding="utf-8")
@@ -46,9 +45,6 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
     for words in verbs:
         assert main(words) == 0
     assert (tmp_path / "my-head" / "model.safetensors").exists()
-    assert converted is not None
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / converted.name).symlink_to(converted)
     with ServerProcess(tmp_path, *server[1:]) as process:
         assert process.client.get("/health").status_code == 200
         assert "<title>" in process.client.get("/").text

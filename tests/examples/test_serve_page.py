@@ -3,16 +3,14 @@
 import json
 import re
 import runpy
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from serve_process import ServerProcess
 
 pytestmark = pytest.mark.real
 
@@ -25,31 +23,10 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGES, re.DOTALL | re.MULTILINE)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server of the first page, on a free port."""
     folder = tmp_path_factory.mktemp("serve")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    (command,) = re.findall(r"^\$ draftheads (serve smollm2-135m --head hydra)$", PAGES, re.MULTILINE)
-    arguments = [sys.executable, "-m", "draftheads", *command.split(), "--port", str(port)]
-    arguments += ["--record", str(folder / "traffic")]
-    log = folder / "log"
-    with log.open("w") as file, subprocess.Popen(arguments, cwd=folder, stdout=file, stderr=file) as process:
-        address = f"http://127.0.0.1:{port}"
-        try:
-            while not is_ready(address):
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.2)
-            yield address
-        finally:
-            process.terminate()
-    assert process.returncode == 0, log.read_text()
-
-
-def is_ready(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/ready", timeout=5) as response:  # noqa: S310 - our own server
-            return bool(response.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):  # the port is taken before anybody answers
-        return False
+    (words,) = re.findall(r"^\$ draftheads serve (smollm2-135m --head hydra)$", PAGES, re.MULTILINE)
+    with ServerProcess(folder, *words.split(), "--record", str(folder / "traffic")) as server:
+        yield str(server.client.base_url).rstrip("/")
+    assert server.process.returncode == 0, server.errors
 
 
 def run(block: str, server: str) -> str:
