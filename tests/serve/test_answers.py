@@ -166,8 +166,8 @@ def test_each_adapter_answers_as_its_merged_model(tmp_path: Path):
     engines = {"m": base, **{name: base.with_adapter(folder) for name, folder in folders.items()}}
     scheduler = scheduler_of(engines, max_rows=5, chunk_tokens=16, max_waiting=1000)
     inboxes, expected = [], []
-    for temperature, prompt in product((0.0, 0.8), [*PROMPTS, *([*text(1, 40), tail, 7] for tail in (3, 4, 5))]):
-        settings = {"temperature": temperature, "max_new_tokens": 20, "seed": 5}
+    for temperature, prompt in product((0.0, 0.8), [*PROMPTS[:2], *([*text(1, 40), tail, 7] for tail in (3, 4))]):
+        settings = {"temperature": temperature, "max_new_tokens": 16, "seed": 5}
         for name, nodes in product(plain, (None, 0)):
             inboxes.append(submit(scheduler, prompt, Lane(name, nodes), **settings)[1])
             expected.append(plain_answer(plain[name], prompt, **settings))
