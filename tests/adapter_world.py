@@ -9,7 +9,7 @@ import torch
 
 from draftheads.models.adapter import load_merged
 from draftheads.models.model import TargetModel
-from draftheads.train.joint.model import Adapter, linear_layers
+from draftheads.train.tuned_model import Adapter, linear_layers
 
 
 def saved_adapter(

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.decode.engine import Engine
-from draftheads.distill.journal import manifest_path
 from draftheads.distill.local import EngineSource
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.run import Outcome, distill
+from draftheads.distill.run import Outcome, distill, manifest_path
 from draftheads.models.model import TargetModel
 from draftheads.speculation.drafter import Drafter
 from fake_progress import FakeProgress

@@ -36,6 +36,7 @@ class FakeServer:
                     self.reply(404, {"error": {"message": f"no {self.path}"}})
 
             def do_POST(self) -> None:
+                server.keys.add(self.headers["authorization"])
                 fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 with server._lock:
                     server.requests.append({**fields, "path": self.path})
@@ -81,11 +82,11 @@ class FakeServer:
             self.http.server_close()
 
 
-def completion(text: str, *, finish: str = "length", num_tokens: int | None = NEW_TOKENS, **more: Any) -> Fields:
-    """The JSON of a chat's answer."""
+def completion(text: Any, *, finish: str = "length", num_tokens: int | None = NEW_TOKENS, **more: Any) -> Fields:
+    """The JSON of a chat's answer; ``more`` are further fields of its message."""
     usage = {} if num_tokens is None else {"usage": {"completion_tokens": num_tokens}}
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
-    return {"choices": [choice], **usage, **more}
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **more}, "finish_reason": finish}
+    return {"choices": [choice], **usage}
 
 
 def asked(fields: Fields) -> str:

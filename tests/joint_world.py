@@ -11,12 +11,11 @@ from draftheads.data.batches import PlannedTexts
 from draftheads.data.features import LiveStore
 from draftheads.data.texts import load_texts
 from draftheads.models.model import TargetModel
-from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.model import Adapter, TunedModel
-from draftheads.train.joint.run import JointRun
+from draftheads.train.joint import JointLearner, JointRun
 from draftheads.train.learner import Learner
 from draftheads.train.new_head import layers_read, new_head
 from draftheads.train.options import TrainOptions
+from draftheads.train.tuned_model import Adapter, TunedModel
 from draftheads.utils.progress import NoProgress
 from training_world import chat_model
 

@@ -45,8 +45,8 @@ from draftheads.models.model_names import base_of
 from draftheads.models.pretrained import load_tokenizer, stored_dtype
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
-from draftheads.train.joint.merge import merge
 from draftheads.train.options import MergeOptions
+from draftheads.train.tuned_model import merge
 from families import ALL_FAMILIES, HAS_RECURRENT, SMALL, tiny_head, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 

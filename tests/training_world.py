@@ -22,7 +22,7 @@ from draftheads.train.learner import Learner
 from draftheads.train.new_head import new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Measurement, measure
-from draftheads.train.run import HeadRun
+from draftheads.train.training import Run
 from draftheads.utils.progress import NoProgress
 
 EOS = 2
@@ -174,7 +174,7 @@ def build_features(
 
 def train_for(target: TargetModel, options: TrainOptions, progress: Any = None) -> Any:
     """A run with a model that is loaded already."""
-    return HeadRun(options, progress or NoProgress()).run_for(target)
+    return Run(options, progress or NoProgress()).run_for(target)
 
 
 def tool_module(name: str) -> Any:

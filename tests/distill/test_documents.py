@@ -48,6 +48,12 @@ def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, boo
         assert record["completion"] == result.text.removesuffix(" <e>")
         assert record["finished"] == (result.finish_reason == "stop")
     assert manifest(chosen)["counts"]["records"] == len(TEXTS)
+    texts = load_texts(target, [chosen.out], max_length=100)  # training learns the completions only
+    for text, record in zip(texts, found, strict=True):
+        prompt = target.tokenizer(record["prompt"])["input_ids"]
+        answer = target.tokenizer(record["completion"])["input_ids"] + [EOS] * record["finished"]
+        assert list(text.token_ids) == prompt + answer
+        assert list(text.loss_mask) == [False] * len(prompt) + [True] * len(answer)
 
 
 def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(target: TargetModel, book: Path, tmp_path: Path):
@@ -68,19 +74,3 @@ def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(target: TargetMo
     book.write_text(json.dumps({"text": "w1 w2"}) + "\n")
     with pytest.raises(InvalidSettings, match="fingerprint was"):
         run(target, stopped)
-
-
-def test_training_learns_the_completions_only(target: TargetModel, book: Path, tmp_path: Path):
-    chosen = options(tmp_path, prompts=(), documents=(book,), temperature=(0.0,))
-    run(target, chosen)
-    texts = load_texts(target, [chosen.out], max_length=100)
-    assert len(texts) == len(TEXTS)
-    for text, record in zip(texts, records(chosen), strict=True):
-        prompt = target.tokenizer(record["prompt"])["input_ids"]
-        answer = target.tokenizer(record["completion"])["input_ids"] + [EOS] * record["finished"]
-        assert list(text.token_ids) == prompt + answer
-        assert list(text.loss_mask) == [False] * len(prompt) + [True] * len(answer)
-    cut = load_texts(target, [chosen.out], max_length=6)
-    assert [(text.token_ids, text.is_cut) for text in cut] == [
-        (text.token_ids[:6], len(text.token_ids) > 6) for text in texts
-    ]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distill_world import options, run
-from draftheads.distill.local import user_turn_end, user_turn_opening
+from draftheads.distill.local import user_turn
 from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import ModelTokenizer
@@ -21,13 +21,13 @@ from training_world import EOS, chat_model, chat_tokenizer
     ],
 )
 def test_the_end_of_a_user_turn_is_found_in_the_template(template: str, end: dict[str, Any]):
-    assert user_turn_end(ModelTokenizer(chat_tokenizer(template), frozenset())) == end
+    assert user_turn(ModelTokenizer(chat_tokenizer(template), frozenset()))[1] == end
 
 
 def test_the_opening_of_a_user_turn_is_found_in_the_template():
     tokenizer = chat_tokenizer()
     reader = ModelTokenizer(tokenizer, frozenset({EOS}))
-    assert user_turn_opening(reader) == tokenizer("<s> user \n", add_special_tokens=False)["input_ids"]
+    assert user_turn(reader)[0] == tokenizer("<s> user \n", add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize(

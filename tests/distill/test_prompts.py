@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distill_world import options, run, write_prompts
-from draftheads.distill.prompts import survey, unique_prompts
+from draftheads.distill.conversation import survey, unique_prompts
 from draftheads.errors import DataError
 
 

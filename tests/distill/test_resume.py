@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from distill_world import RECORDS, manifest, options, records, write_prompts
-from draftheads.distill import journal
+from draftheads.distill import run as distillation
 from draftheads.distill.conversation import Dialogue, OnProgress
-from draftheads.distill.journal import Journal, part_path
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.run import Outcome, distill
+from draftheads.distill.run import Journal, Outcome, distill, part_path
 from draftheads.errors import DataError, DistillationInterrupted, InvalidSettings, StorageError
 from fake_progress import FakeProgress
 from nursery import Nursery
@@ -106,8 +105,8 @@ def test_a_run_continues_after_a_kill_at_any_write(
 
     chosen, first, second = echo_options(tmp_path), Echo(), Echo()
     with monkeypatch.context() as patched:
-        patched.setattr(journal, "append_synced", killing(journal.append_synced))
-        patched.setattr(journal, "write_atomic", killing(journal.write_atomic))
+        patched.setattr(distillation, "append_synced", killing(distillation.append_synced))
+        patched.setattr(distillation, "write_atomic", killing(distillation.write_atomic))
         with pytest.raises(Killed):
             run(chosen, first)
     outcome = run(chosen, second)
@@ -227,6 +226,14 @@ def test_unknown_files_are_not_overwritten(tmp_path: Path, name: str, content: s
     assert (tmp_path / name).read_text() == content
 
 
+def test_an_output_of_others_beside_a_stopped_run_is_not_overwritten(tmp_path: Path):
+    chosen = stopped(tmp_path)
+    chosen.out.write_text("precious")
+    with pytest.raises(InvalidSettings, match="exists, but is of no run"):
+        run(chosen)
+    assert chosen.out.read_text() == "precious"
+
+
 def test_a_complete_output_that_is_gone_is_an_error(tmp_path: Path):
     chosen = echo_options(tmp_path)
     run(chosen)
@@ -255,7 +262,7 @@ def test_after_kills_at_random_moments_the_file_is_the_same(num_kills: int, tmp_
     target = chat_model(seed=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
-    turns = [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(150)]
+    turns = [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(60)]
     prompts = write_prompts(tmp_path / "prompts.jsonl", turns)
     command = f"--model {tmp_path}/model --prompts {prompts} --precision fp32".split()
     command += ["--max-new-tokens", "20", "--batch-size", "4"]
@@ -276,7 +283,7 @@ def test_after_kills_at_random_moments_the_file_is_the_same(num_kills: int, tmp_
             nursery.start([*command, "--out", str(path)], folder=tmp_path)
             assert nursery.wait() == 0
     assert done == sorted(done)
-    assert 0 < done[-1] <= 151  # there was something to lose, and something left to do
+    assert 0 < done[-1] <= 61  # there was something to lose, and something left to do
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not list(tmp_path.glob("*.part"))
     assert not list(tmp_path.glob(".*.tmp"))

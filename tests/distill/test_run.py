@@ -14,9 +14,8 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import prompt_ids
 from draftheads.decode.request import GenerationResult
 from draftheads.distill import local
-from draftheads.distill.conversation import Dialogue, mixed_seed
+from draftheads.distill.conversation import SELF_TALK, Dialogue, Prompt, mixed_seed
 from draftheads.distill.local import _add_result
-from draftheads.distill.prompts import SELF_TALK, Prompt
 from draftheads.distill.run import distill
 from draftheads.errors import ChatTemplateWarning, DataError, StorageError, UnsupportedModel
 from draftheads.models.model import TargetModel

@@ -304,10 +304,10 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_end_of_text(
     records = [chat("w9 w9 w9", "w5 w5 w5 w3 w3 w8 w7", finished=False), chat("w1", "w5", finished=False)]
     texts = load_texts(target, [write_chats(tmp_path / "chats.jsonl", records)], max_length=64)
     store = build_features(target, texts, tmp_path / "features")
-    vocab = frequent_tokens(store, [0, 1], 4, vocab_size=64, always=frozenset({EOS}))
+    vocab = frequent_tokens(target, store, [0, 1], 4)
     word = 7  # the id of w0
     assert vocab.tolist() == [EOS, word + 3, word + 5, word + 7]  # w7 before w8: as frequent, lower id
-    assert frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [0, EOS, word + 5]
+    assert frequent_tokens(target, store, [1], 3).tolist() == [0, EOS, word + 5]
 
 
 def test_options_of_one_architecture_are_trained_with_and_saved(

@@ -23,7 +23,7 @@ import sys
 from draftheads.cli.main import main
 from draftheads.data import features as stores
 from draftheads.train import training_data
-from draftheads.train.joint import model
+from draftheads.train import tuned_model as model
 stores.TOKENS_PER_SHARD = 256
 training_data.MOST_BATCH_TOKENS = 96
 model.Adapter.__init__.__kwdefaults__["dropout"] = 0.0

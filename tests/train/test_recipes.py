@@ -11,10 +11,10 @@ from draftheads.cli import train_options as command
 from draftheads.cli.main import main
 from draftheads.models.model import TargetModel
 from draftheads.train import run
-from draftheads.train.joint.model import ALPHA, DROPOUT, RANK
-from draftheads.train.joint.run import TUNINGS
+from draftheads.train.joint import TUNINGS
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
+from draftheads.train.tuned_model import ALPHA, DROPOUT, RANK
 from draftheads.utils.progress import NoProgress
 from joint_world import on_disk, train_jointly_for
 from thorough import some_rows

@@ -18,8 +18,8 @@ from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import MissingDependency, NonFiniteLoss
 from draftheads.models.model import TargetModel
 from draftheads.train import run, trainer, training, training_data
-from draftheads.train.schedule import Stage, staged_rate
 from draftheads.train.trainer import StepLog
+from draftheads.train.training_data import Stage, staged_rate
 from fake_progress import FakeProgress
 from training_world import (
     KilledError,

@@ -18,8 +18,7 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train import run, training_data
 from draftheads.train.run_folder import RunFolder
-from draftheads.train.schedule import rise_and_cosine
-from draftheads.train.training_data import plan_training, read_texts
+from draftheads.train.training_data import plan_training, read_texts, rise_and_cosine
 from fake_progress import FakeProgress
 from training_world import (
     EOS,

@@ -56,7 +56,7 @@ def import_(options: ImportOptions) -> None:
 def merge(options: "MergeOptions") -> None:
     """Makes one ordinary model folder with its head in it, then prints the command that decodes with it."""
     from draftheads.checkpoints.head_files import HEAD_FOLDER  # noqa: PLC0415 - slow to import
-    from draftheads.train.joint import merge as joint  # noqa: PLC0415
+    from draftheads.train import tuned_model as joint  # noqa: PLC0415
 
     if added := joint.merge(options):
         print(f"lm_head and embedding were one matrix and are two now: {added / 1e6:,.0f} MB more than the base")

@@ -7,10 +7,9 @@ from draftheads.cli.config import keep_config
 from draftheads.cli.show import ProgressDisplay, quiet_transformers
 from draftheads.distill.conversation import Source
 from draftheads.distill.endpoint import EndpointSource
-from draftheads.distill.journal import manifest_path
 from draftheads.distill.local import EngineSource
 from draftheads.distill.options import NO_CHATS, DistillOptions
-from draftheads.distill.run import Outcome, distill
+from draftheads.distill.run import Outcome, distill, manifest_path
 from draftheads.errors import UnsupportedModel
 from draftheads.loading import load
 from draftheads.models.model_names import is_base_model

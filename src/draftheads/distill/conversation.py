@@ -1,11 +1,110 @@
-"""A conversation in progress, and the interface of what answers it."""
+"""The prompts of files, each once; a conversation in progress, and the interface of what answers it.
+
+Files are read twice, once to count and once to answer, so that a million prompts need not be in memory.
+"""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from draftheads.data.files import at_line
+from draftheads.data.records import read_prompts
+from draftheads.data.texts import read_texts
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.prompts import SELF_TALK, Prompt
+from draftheads.errors import DataError
+from draftheads.utils.messages import short
+
+SELF_TALK = "self-talk"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the user and the system say in a conversation."""
+
+    turns: tuple[str, ...]  # what the user says, turn by turn; empty in self-talk
+    system: str | None  # the system message, if there is one
+    source: str  # file and line, or SELF_TALK
+    tools: tuple[Mapping[str, Any], ...] = ()  # functions that the model may call, as JSON schemas
+    is_document: bool = False  # the one turn is a text whose beginning is continued, without a chat template
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.system, *self.turns) if self.system is not None else self.turns
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Counts of the prompt files."""
+
+    num_prompts: int  # without duplicates
+    num_duplicates: int
+    fingerprint: str  # of the prompts, in their order
+
+
+class Seen:
+    """Remembers lists of texts by eight bytes each; texts that differ only in white space are the same.
+
+    >>> seen = Seen()
+    >>> seen.add(["Why is", "the sky?"]), seen.add([" Why  is", "the sky?"]), seen.add(["Why is the", "sky?"])
+    (True, False, True)
+    """
+
+    def __init__(self) -> None:
+        self._digests: set[int] = set()
+
+    def add(self, texts: Iterable[str]) -> bool:
+        plain = json.dumps([" ".join(text.split()) for text in texts])
+        digest = int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=8).digest())
+        is_new = digest not in self._digests
+        self._digests.add(digest)
+        return is_new
+
+
+def unique_prompts(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Iterator[Prompt]:
+    """The prompts of all files in order, each once, and then the documents, each once.
+
+    The model answers anew: answers in the files are ignored.
+    """
+    seen = Seen()
+    return (prompt for prompt in _read_all(paths, documents) if seen.add(prompt.texts))
+
+
+def survey(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Survey:
+    """Reads all files once."""
+    seen, digest = Seen(), hashlib.sha256()
+    num_prompts = num_duplicates = 0
+    for prompt in _read_all(paths, documents):
+        if seen.add(prompt.texts):
+            num_prompts += 1
+            digest.update(json.dumps([prompt.turns, prompt.system, prompt.source, *prompt.tools]).encode())
+        else:
+            num_duplicates += 1
+    files = (*paths, *documents)
+    if files and not num_prompts:
+        raise DataError(f"no prompts in {', '.join(map(str, files))}")
+    return Survey(num_prompts, num_duplicates, digest.hexdigest()[:16])
+
+
+def _read_all(paths: Sequence[Path], documents: Sequence[Path]) -> Iterator[Prompt]:
+    for record in read_prompts(*paths):
+        unknown = {message["role"] for message in record.messages} - {"system", "user", "assistant"}
+        with at_line(record.path, record.line_number):  # the user's turns are asked one by one
+            if unknown:
+                raise DataError(f"role is {short(repr(min(unknown)))}; distill knows only system, user and assistant")
+            if not all(text.strip() for text in record.user_turns):
+                raise DataError("a turn of the user is empty: leave it out")
+        system = "\n\n".join(message["content"] for message in record.messages if message["role"] == "system") or None
+        yield Prompt(record.user_turns, system, f"{record.path.name}:{record.line_number}", record.tools)
+    for path in documents:
+        for text, place in read_texts(path):
+            if text.strip():
+                yield Prompt((text,), None, f"{path.name}{place.removeprefix(str(path))}", is_document=True)
+
+
+# --- a conversation ---
 
 # more tokens than the model allows; the model wrote no question; the server does not answer it
 StopReason = Literal["too_long", "no_question", "refused"]
@@ -95,14 +194,8 @@ class Dialogue:
             words["tools"] = list(self.prompt.tools)
         if self.is_text:
             words = {"prompt": self.messages[0]["content"], "completion": self.messages[1]["content"]}
-        return {
-            **words,
-            "finished": self.is_finished,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "index": self.index,
-            "source": self.prompt.source,
-        }
+        made = {"finished": self.is_finished, "temperature": self.temperature, "seed": self.seed}
+        return {**words, **made, "index": self.index, "source": self.prompt.source}
 
     def entry(self) -> dict[str, Any]:
         """What the journal keeps."""

@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.pool import ThreadPool
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from draftheads.data.forms import messages_of
@@ -14,15 +14,11 @@ from draftheads.distill.options import DistillOptions
 from draftheads.errors import DataError, EndpointError, InvalidPrompt, InvalidSettings, MissingDependency
 from draftheads.utils.messages import short
 
-if TYPE_CHECKING:
-    from openai import APIStatusError
-
 _REFUSED_STATUSES = frozenset({400, 413, 422, 451})  # the server does not answer this prompt; it may answer others
 REQUEST_SECONDS = 600.0  # to wait for an answer
 REQUEST_RETRIES = 6  # if the server is busy, fails or cannot be reached
 _FINISHED = ("stop", "tool_calls", "function_call")
 _TOO_LONG_WORDS = ("context_length_exceeded", "context length", "context window", "too long", "max_model_len")
-_INSTALL = "'draftheads[endpoint]'"
 
 
 class EndpointSource:
@@ -35,24 +31,13 @@ class EndpointSource:
 
     def __init__(self, options: DistillOptions) -> None:
         try:
-            from openai import DefaultHttpxClient, Omit, OpenAI  # noqa: PLC0415 - an extra
+            import openai  # noqa: PLC0415 - an extra
         except ImportError:
-            raise MissingDependency("asking a server needs openai", pip_install=_INSTALL) from None
-        assert options.endpoint is not None
-        _check_address(options.endpoint)
+            raise MissingDependency("asking a server needs openai", pip_install="'draftheads[endpoint]'") from None
+        _check_address(str(options.endpoint))
         self.options = options
+        self.openai: Any = openai
         self.identity = {"model": options.model, "answered_by": "endpoint"}  # the address may change
-        self._make_client: Callable[[], Any] = lambda: OpenAI(
-            base_url=options.endpoint,
-            api_key=_api_key(options.api_key_env),
-            timeout=REQUEST_SECONDS,
-            max_retries=REQUEST_RETRIES,
-            default_headers={
-                "OpenAI-Organization": Omit(),  # type: ignore[dict-item]
-                "OpenAI-Project": Omit(),  # type: ignore[dict-item]
-            },  # of the environment: not for others
-            http_client=DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
-        )
 
     def converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
         """Continues all to their end."""
@@ -62,15 +47,22 @@ class EndpointSource:
                 self._continue(client, dialogue)
             return dialogue
 
+        client = self.openai.OpenAI(
+            base_url=self.options.endpoint,
+            api_key=_api_key(self.options.api_key_env),
+            timeout=REQUEST_SECONDS,
+            max_retries=REQUEST_RETRIES,
+            # those of the environment are not for others
+            default_headers=dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), self.openai.Omit()),
+            http_client=self.openai.DefaultHttpxClient(follow_redirects=False),  # keys go to no other server
+        )
         # its threads are daemons: after an error nobody waits for them, and a closed client sends no further request
-        with self._make_client() as client, ThreadPool(self.options.batch_size) as pool:
+        with client, ThreadPool(self.options.batch_size) as pool:
             for dialogue in pool.imap_unordered(converse_one, dialogues):
                 on_progress(dialogue.num_tokens, dialogue)
 
     def _continue(self, client: Any, dialogue: Dialogue) -> None:
         """Asks for one answer."""
-        import openai  # noqa: PLC0415 - an extra
-
         dialogue.ask_next()
         try:
             text = client.post("/chat/completions", body=self._request(dialogue), cast_to=str)
@@ -78,8 +70,9 @@ class EndpointSource:
         except InvalidPrompt as error:
             dialogue.refusal = str(error)
             dialogue.stop("refused")
-        except openai.APIStatusError as error:
-            said = _message_of(error)
+        except self.openai.APIStatusError as error:
+            body = error.body.get("message", error.body) if isinstance(error.body, Mapping) else error.body
+            said = f"status {error.status_code}: {' '.join(str(body or 'no message').split())[:300]}"
             if error.status_code not in _REFUSED_STATUSES:
                 raise self._failed(said) from None
             if any(words in f"{error.body} {said}".lower() for words in _TOO_LONG_WORDS):
@@ -87,11 +80,10 @@ class EndpointSource:
             else:
                 dialogue.refusal = said
                 dialogue.stop("refused")
-        except openai.APIConnectionError as error:
+        except self.openai.APIConnectionError as error:
             raise self._failed(f"{error.__cause__ or error}; is the server running?") from None
         except (DataError, LookupError, TypeError, ValueError, AttributeError) as error:
-            said = f"not a valid completion ({type(error).__name__}: {error}): {short(text)}"
-            raise self._failed(said) from None
+            raise self._failed(f"not a valid completion ({type(error).__name__}: {error}): {short(text)}") from None
         else:
             dialogue.count(num_tokens)
             dialogue.answer(**message, is_finished=is_finished)
@@ -131,11 +123,6 @@ def _api_key(variable: str | None) -> str:
     if key := os.environ.get(variable):
         return key
     raise InvalidSettings(f"--api-key-env is {variable!r}, but this environment variable is not set: export it")
-
-
-def _message_of(error: "APIStatusError") -> str:
-    said = error.body.get("message", error.body) if isinstance(error.body, Mapping) else error.body
-    return f"status {error.status_code}: {' '.join(str(said or 'no message').split())[:300]}"
 
 
 def _answer_in(body: Any) -> tuple[dict[str, Any], int, bool]:

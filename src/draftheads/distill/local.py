@@ -33,7 +33,7 @@ class EngineSource:
         self._has_chats = template_of(engine.model) is not None
         if not self._has_chats and options.num_self_talk:
             raise UnsupportedModel(f"{engine.model.model_id} {NO_CHATS}")
-        self.question_end = user_turn_end(engine.model) if options.num_self_talk else {}
+        self.opening, self.question_end = user_turn(engine.model) if options.num_self_talk else ([], {})
 
     @property
     def identity(self) -> dict[str, str]:
@@ -47,41 +47,35 @@ class EngineSource:
 
     def converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
         """Continues all to their end. Long conversations start first, so that the batch is full for longer."""
-        running: dict[int, Request] = {}
-        for dialogue in () if self._has_chats else dialogues:
-            if dialogue.num_turns > 1 or dialogue.prompt.system is not None:
-                raise DataError(f"{dialogue.prompt.source}: a chat, and {self.engine.model.model_id} {NO_CHATS}")
-            dialogue.is_text = True
-        core = self.engine.core()
+        core, running = self.engine.core(), dict[int, Request]()
+
+        def go_on(place: int, *, first: bool = False) -> None:
+            """Adds the dialogue's next request, if it has one."""
+            dialogue = dialogues[place]
+            try:
+                if not dialogue.is_over:
+                    running[place] = self.engine.request(*self._request(dialogue), index=place)
+                    core.add(running[place], first=first)
+            except PromptTooLong:
+                dialogue.stop("too_long")
+            except InvalidPrompt as error:
+                raise DataError(f"{dialogue.prompt.source}: {error}") from error
+            if dialogue.is_over:
+                on_progress(0, dialogue)
+
         for place in sorted(range(len(dialogues)), key=lambda place: -dialogues[place].num_turns):
-            self._submit(dialogues[place], place, running)
-            if dialogues[place].is_over:
-                on_progress(0, dialogues[place])
-        for request in running.values():
-            core.add(request)
+            go_on(place)
         for event in self.engine.events(core):
             on_progress(len(event.token_ids))
             if event.finish_reason is not None:
-                dialogue = dialogues[event.index]
-                _add_result(dialogue, running.pop(event.index), self.engine.model.tokenizer)
-                self._submit(dialogue, event.index, running)
-                if dialogue.is_over:
-                    on_progress(0, dialogue)
-                else:
-                    core.add(running[event.index], first=True)
-
-    def _submit(self, dialogue: Dialogue, place: int, running: dict[int, Request]) -> None:
-        """Adds the dialogue's next request, if it has one."""
-        try:
-            if not dialogue.is_over:
-                prompt, settings = self._request(dialogue)
-                running[place] = self.engine.request(prompt, settings, index=place)
-        except PromptTooLong:
-            dialogue.stop("too_long")
-        except InvalidPrompt as error:
-            raise DataError(f"{dialogue.prompt.source}: {error}") from error
+                _add_result(dialogues[event.index], running.pop(event.index), self.engine.model.tokenizer)
+                go_on(event.index, first=True)
 
     def _request(self, dialogue: Dialogue) -> tuple[Prompt, SamplingSettings]:
+        if not self._has_chats:
+            if dialogue.num_turns > 1 or dialogue.prompt.system is not None:
+                raise DataError(f"{dialogue.prompt.source}: a chat, and {self.engine.model.model_id} {NO_CHATS}")
+            dialogue.is_text = True
         if dialogue.ask_next():
             prompt: Prompt = self._beginning(dialogue) if dialogue.prompt.is_document else dialogue.messages
             if dialogue.prompt.tools:
@@ -89,7 +83,7 @@ class EngineSource:
             return prompt, SamplingSettings(
                 max_new_tokens=self.options.max_new_tokens, temperature=dialogue.temperature, seed=dialogue.next_seed
             )
-        return user_turn_opening(self.engine.model), SamplingSettings(
+        return self.opening, SamplingSettings(
             max_new_tokens=QUESTION_TOKENS, temperature=1.0, seed=dialogue.next_seed, **self.question_end
         )
 
@@ -119,27 +113,11 @@ def _add_result(dialogue: Dialogue, request: Request, tokenizer: Any) -> None:
         dialogue.stop("no_question")
 
 
-# --- where a user's turn begins and ends in a chat template ---
+def user_turn(reader: ChatReader) -> tuple[list[int], dict[str, Any]]:
+    """Token ids of a chat up to where the user's first words begin, and settings by which a request stops after them.
 
-
-def user_turn_opening(reader: ChatReader) -> list[int]:
-    """Token ids of a chat up to where the user's first words begin."""
-    before, _ = _around_words(reader)
-    # a space before the user's words belongs to their first token
-    return list(reader.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"])
-
-
-def user_turn_end(reader: ChatReader) -> dict[str, Any]:
-    """The special token right after a user's words, or else the text there, as settings by which a request stops."""
-    _, after = _around_words(reader)
-    first_line = next(iter(after.strip().splitlines()), "").strip()
-    if not first_line:
-        raise UnsupportedModel("the chat template writes nothing after a user's words, so their end cannot be found")
-    token = continuing_ids(reader.tokenizer, after.strip())[0]
-    return {"stop_token_ids": (token,)} if token in special_ids(reader.tokenizer) else {"stop": (first_line,)}
-
-
-def _around_words(reader: ChatReader) -> tuple[str, str]:
+    It stops at the special token right after the words in the chat template, or else at the text there.
+    """
     try:
         text = render(reader, [{"role": "user", "content": _WORDS}], add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's author: it may raise anything
@@ -147,4 +125,10 @@ def _around_words(reader: ChatReader) -> tuple[str, str]:
     before, words, after = text.rpartition(_WORDS)
     if not words:
         raise UnsupportedModel("the chat template does not show the user's words, so the model cannot write them")
-    return before, after
+    first_line = next(iter(after.strip().splitlines()), "").strip()
+    if not first_line:
+        raise UnsupportedModel("the chat template writes nothing after a user's words, so their end cannot be found")
+    # a space before the user's words belongs to their first token
+    opening = list(reader.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"])
+    token = continuing_ids(reader.tokenizer, after.strip())[0]
+    return opening, {"stop_token_ids": (token,)} if token in special_ids(reader.tokenizer) else {"stop": (first_line,)}

@@ -24,13 +24,7 @@ NO_CHATS = (
     "has no chat template: it continues prompts of one turn and --documents as texts, and cannot write questions or "
     f"read chats; give --chat-template, a file or {', '.join(BUILT_IN)}, or choose a chat model"
 )
-_NOT_WITH_ENDPOINT = {
-    "head": None,
-    "num_self_talk": 0,
-    "documents": (),
-    "chat_template": None,
-    "template_variables": (),
-}  # with the only value that is allowed
+_NOT_WITH_ENDPOINT = ("head", "num_self_talk", "documents", "chat_template", "template_variables")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +72,6 @@ class DistillOptions(OptionGroup):
         keep_variables(self)
         if not (self.prompts or self.documents or self.num_self_talk):
             raise InvalidSettings("nothing to answer: give --prompts FILE…, --documents FILE… or --num-self-talk N")
-        self._check_endpoint()
-
-    def _check_endpoint(self) -> None:
-        for name, value in _NOT_WITH_ENDPOINT.items():
-            fine = self.endpoint is None or getattr(self, name) == value
+        for name in _NOT_WITH_ENDPOINT:
+            fine = self.endpoint is None or getattr(self, name) == getattr(DistillOptions, name)
             self._require(name, fine=fine, fix=f"not used with --endpoint {self.endpoint}; leave it out")

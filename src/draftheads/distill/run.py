@@ -2,24 +2,31 @@
 
 Knows the order of the work; shows nothing: it reports to a ``Progress``. An answer depends on its place in the run, and
 on its neighbours only by rounding, so a run that was stopped and continues writes the same texts.
+
+While the output grows, ``OUT.part`` has a line for each finished conversation, with its index. Lines come in any order,
+and each is flushed to the disk. A run that continues reads them and answers the rest. At the end ``OUT`` gets the
+records in order, and ``OUT.manifest.json`` tells what they are of.
 """
 
+import contextlib
+import hashlib
+import json
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, Self
 
-from draftheads.distill.conversation import Dialogue, Source
-from draftheads.distill.journal import Journal
+from draftheads.distill.conversation import SELF_TALK, Dialogue, Prompt, Seen, Source, Survey, survey, unique_prompts
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.prompts import SELF_TALK, Prompt, Survey, survey, unique_prompts
-from draftheads.errors import DistillationInterrupted, EndpointError
+from draftheads.errors import DataError, DistillationInterrupted, EndpointError, InvalidSettings
 from draftheads.utils.counts import counted
-from draftheads.utils.files import check_writable
+from draftheads.utils.files import append_synced, check_writable, locked, write_atomic
 from draftheads.utils.progress import Progress
-from draftheads.utils.provenance import as_json_values, provenance
+from draftheads.utils.provenance import as_json_values, provenance, require_same
 
 _BATCHES_AT_ONCE = 8  # that are in memory; at their end the batch is not full, which costs a tenth of the speed
 _MAY_CHANGE = (  # the answers do not depend on these (batch_size only by rounding)
@@ -27,6 +34,124 @@ _MAY_CHANGE = (  # the answers do not depend on these (batch_size only by roundi
     *("model", "chat_template", "template_variables"),  # the model's fingerprint counts, which has the template's text
     *("precision", "head", "batch_size", "endpoint", "api_key_env"),
 )
+WORK = ("generations", "tokens", "steps", "milliseconds")  # counts also of what is left out
+
+
+class Journal:
+    """The output of one run. Made by :meth:`locked`."""
+
+    def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
+        self.out = out
+        self.identity = as_json_values(identity)  # everything that the lines depend on
+        self.manifest: dict[str, Any] | None = None  # of a complete run
+        self.places: dict[int, int] = {}  # where the line of each finished conversation is in OUT.part
+        self.finished: list[str] = []  # digests of OUT, which was perhaps written
+        self._num_bytes = 0  # of OUT.part that are valid
+
+    @classmethod
+    @contextlib.contextmanager
+    def locked(cls, out: Path, identity: Mapping[str, Any]) -> Iterator[Self]:
+        """The journal of a run, new or as a stopped process left it; no other process can write it meanwhile."""
+        journal, part, manifest = cls(out, identity), part_path(out), manifest_path(out)
+        with locked(out.parent, "name another --out", file=out.name):
+            known = part if part.exists() else manifest if manifest.exists() else None
+            try:
+                if known == part:
+                    journal._read()
+                elif known == manifest:
+                    journal.manifest = json.loads(manifest.read_bytes())
+                    journal._require_same(journal.manifest)
+            except (ValueError, LookupError, TypeError) as error:
+                fix = "delete it and the file it belongs to, or name another --out"
+                raise DataError(f"is not of a distillation ({error}): {fix}", path=known) from error
+            if known == manifest and not out.exists():
+                raise DataError("is complete, but its output file is gone: delete it, too", path=manifest)
+            may_be_foreign = known != manifest and out.exists()
+            if may_be_foreign and hashlib.sha256(out.read_bytes()).hexdigest() not in journal.finished:
+                raise InvalidSettings(f"{out} exists, but is of no run: name another --out, or delete it")
+            if not journal._num_bytes and journal.manifest is None:
+                journal._append({"identity": journal.identity})
+            yield journal
+
+    def add(self, index: int, entry: Mapping[str, Any]) -> None:
+        """Saves a finished conversation, as of ``Dialogue.entry``."""
+        self.places[index] = self._num_bytes
+        self._append({"index": index, **entry})
+
+    def finish(self, details: Mapping[str, Any]) -> None:
+        """Writes OUT and the manifest, and removes OUT.part. Self-talk whose question was asked before is left out."""
+        with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a device
+            counts, refused, digest = self._write(nowhere)
+        self._append({"finished": digest})  # a stop after OUT is written is known by it
+        write_atomic(self.out, self._write)
+        found = {"identity": self.identity, "counts": counts, "sha256": digest, "refused": refused}
+        self.manifest = {"format": 2, **found, **details}
+        write_atomic(manifest_path(self.out), (json.dumps(self.manifest, indent=2, ensure_ascii=False) + "\n").encode())
+        part_path(self.out).unlink()
+
+    def _write(self, file: BinaryIO) -> tuple[dict[str, int], list[Any], str]:
+        """Writes all records in order; returns counts, the refused prompts and the digest of the file."""
+        counts, refused, seen, digest = Counter[str](), list[Any](), Seen(), hashlib.sha256()
+        with part_path(self.out).open("rb") as lines:
+            for _, place in sorted(self.places.items()):
+                lines.seek(place)
+                entry = json.loads(lines.readline())
+                record, found = entry["record"], Counter(entry["counts"])
+                if record and not seen.add(_questions(record)) and entry["is_self_talk"]:
+                    record = None
+                    found = Counter({"repeated": 1, **{name: found[name] for name in WORK}})
+                counts.update(found + Counter(done=1, records=int(bool(record))))
+                refused += [entry["refused"]] if entry["refused"] else []
+                if record:
+                    line = _line(record)
+                    digest.update(line)
+                    file.write(line)
+        return dict(counts), refused, digest.hexdigest()
+
+    def _append(self, values: Mapping[str, Any]) -> None:
+        line = _line(values)
+        append_synced(part_path(self.out), line, offset=self._num_bytes)
+        self._num_bytes += len(line)
+
+    def _read(self) -> None:
+        """What a stopped process left. The last line may be cut off: it does not count."""
+        with part_path(self.out).open("rb") as lines:
+            for number, line in enumerate(lines):
+                if line.endswith(b"\n"):
+                    values = json.loads(line)
+                    if number == 0:
+                        self._require_same(values)
+                    elif "finished" in values:
+                        self.finished.append(values["finished"])
+                    else:
+                        self.places[values["index"]] = self._num_bytes
+                    self._num_bytes += len(line)
+
+    def _require_same(self, values: Mapping[str, Any]) -> None:
+        fix = "To continue that run use its settings; else name another --out, or delete its files"
+        require_same(values["identity"], self.identity, problem=f"{self.out} belongs to another run", fix=fix)
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, ensure_ascii=False) + "\n").encode()
+
+
+def _questions(record: Mapping[str, Any]) -> list[str]:
+    if "completion" in record:
+        return [record["prompt"]]
+    return [message["content"] for message in record["messages"] if message["role"] != "assistant"]
+
+
+def part_path(out: Path) -> Path:
+    """The file of the lines until the run is complete."""
+    return out.with_name(out.name + ".part")
+
+
+def manifest_path(out: Path) -> Path:
+    return out.with_name(out.name + ".manifest.json")
+
+
+# --- the run ---
 
 
 @dataclass(frozen=True)
@@ -57,10 +182,8 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
             try:
                 _answer(options, source, journal, progress, total)
             except KeyboardInterrupt:
-                raise DistillationInterrupted(
-                    f"stopped after {len(journal.places):,} of {counted(total, 'conversation')}: "
-                    "the same command continues"
-                ) from None
+                done = f"{len(journal.places):,} of {counted(total, 'conversation')}"
+                raise DistillationInterrupted(f"stopped after {done}: the same command continues") from None
             journal.finish({"options": as_json_values(asdict(options)), "provenance": provenance()})
     manifest: Any = journal.manifest
     return Outcome(prompt_survey, Counter(manifest["counts"]), was_complete, manifest["refused"])
@@ -97,8 +220,6 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, progress:
         source.converse(dialogues, on_progress)
         if len(held) == len(dialogues) > 1:
             first = min(held, key=lambda dialogue: dialogue.index)
-            why = f"{first.prompt.source}: {first.refusal}"
-            raise EndpointError(
-                f"the server refused all of {counted(len(held), 'prompt')} ({why}): correct the options"
-            )
+            why = f"{counted(len(held), 'prompt')} ({first.prompt.source}: {first.refusal})"
+            raise EndpointError(f"the server refused all of {why}: correct the options")
         save()

@@ -77,25 +77,20 @@ class Learner(nn.Module):
         self.noise_alpha = noise_alpha
         self.logit_scale = weights.logit_scale
         self.logit_softcap = weights.logit_softcap
-        device, config = weights.lm_head.device, head.config
-        vocab = head.to_target_ids(torch.arange(config.num_draft_tokens, device=device))
+        config, lm_head, bias = head.config, weights.lm_head.detach(), weights.lm_head_bias
+        draft_ids = torch.arange(config.num_draft_tokens, device=lm_head.device)
+        vocab = head.to_target_ids(draft_ids)
         depths = depth_weights(config.num_heads, depth_decay)
         if head.is_same_at_all_depths:  # then it is trained only at the first depth
             depths[1:] = 0.0
-        draft_index = torch.zeros(config.vocab_size, dtype=torch.long, device=device)
-        draft_index[vocab] = torch.arange(len(vocab), device=device)
-        in_vocab = torch.zeros(config.vocab_size, dtype=torch.bool, device=device)
-        in_vocab[vocab] = True
-        lm_head, bias = weights.lm_head.detach(), weights.lm_head_bias
-        constants = {
-            "draft_index": draft_index,
-            "in_vocab": in_vocab,
-            "teacher": lm_head if config.draft_vocab_size is None else lm_head[vocab],
-            "teacher_bias": None if bias is None else bias.detach()[vocab],
-            "depth_weights": depths.to(device),
-        }
-        for name, value in constants.items():
-            self.register_buffer(name, value, persistent=False)
+        none = vocab.new_zeros(config.vocab_size)
+        self.register_buffer("draft_index", none.scatter(0, vocab, draft_ids), persistent=False)
+        self.register_buffer("in_vocab", none.bool().scatter(0, vocab, value=True), persistent=False)
+        self.register_buffer(
+            "teacher", lm_head if config.draft_vocab_size is None else lm_head[vocab], persistent=False
+        )
+        self.register_buffer("teacher_bias", None if bias is None else bias.detach()[vocab], persistent=False)
+        self.register_buffer("depth_weights", depths.to(lm_head.device), persistent=False)
 
     @property
     def reads_teacher(self) -> bool:
@@ -163,10 +158,8 @@ class Learner(nn.Module):
         for i, weight in enumerate(self.depth_weights):
             counted = predictions.counts[i]
             if counted.any():
-                inputs = self.head.lm_head_inputs(features[i, predictions.sources(i)[counted]])
-                total = total + weight * F.smooth_l1_loss(
-                    inputs.float(), hidden[predictions.positions[counted]].float()
-                )
+                inputs = self.head.lm_head_inputs(features[i, predictions.sources(i)[counted]]).float()
+                total = total + weight * F.smooth_l1_loss(inputs, hidden[predictions.positions[counted]].float())
         return total
 
     def labels(self, hidden: Tensor, token_ids: Tensor, update: LowRankUpdate | None = None) -> LabelMaker:

@@ -179,7 +179,7 @@ def depth_weights(num_heads: int, decay: float) -> Tensor:
     """λ_i / λ_0 = decay^i, (K,): the weights relative to the first head's, which is decay in Medusa's equation 1.
 
     All parts of a loss of heads alone have these weights, so their ratios are those of the papers. Where the loss
-    has a part of the model, the first head's weight matters (:class:`draftheads.train.joint.learner.JointLearner`).
+    has a part of the model, the first head's weight matters (:class:`draftheads.train.joint.JointLearner`).
 
     >>> depth_weights(3, 0.5).tolist()
     [1.0, 0.5, 0.25]

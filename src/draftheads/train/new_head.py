@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors, weightless_head
 from draftheads.checkpoints.registry import find_head
 from draftheads.data.features import Documents
-from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings
+from draftheads.errors import CheckpointMismatch, InvalidSettings
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.attention import LayerConfig
-from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
+from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import default_dtype, head_sizes, num_weights
 from draftheads.speculation.draft import TargetWeights
@@ -78,14 +78,7 @@ class Start:
 
     def part_of_new(self, options: TrainOptions, target: TargetModel) -> float:
         """The part of a new head's parameters that :meth:`copy_into` sets; takes no memory for the head."""
-        vocab = self.vocab(options.draft_vocab_size)
-        config = head_config(
-            options,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=None if vocab is None else len(vocab),
-            head_sizes=_sizes(target, self),
-        )
+        config = head_config(options, _sizes(target, self, self.vocab(options.draft_vocab_size)))
         self._check_meaning(config)
         head = weightless_head(config)
         copied = sum(parameter.numel() for parameter in self._fitting(head).values())
@@ -130,12 +123,7 @@ class Start:
 
 
 def new_head(
-    options: TrainOptions,
-    target: TargetModel,
-    store: Documents,
-    documents: Sequence[int],
-    *,
-    start: Start | None = None,
+    options: TrainOptions, target: TargetModel, store: Documents, documents: Sequence[int], start: Start | None = None
 ) -> DraftHead:
     """An untrained head for a target with its initial values, in fp32; the same for the same seed.
 
@@ -147,27 +135,18 @@ def new_head(
         start: a head whose fitting layers, draft vocabulary and embedding scale are copied.
     """
     torch.manual_seed(options.seed)
-    weights, vocab_size = in_float32(target.weights), target.vocab_size
-    vocab, scale = None, 1.0
+    weights, vocab = in_float32(target.weights), None
     if start is not None:
         vocab = start.vocab(options.draft_vocab_size)
-    elif 0 < options.draft_vocab_size < vocab_size:
-        size, always = options.draft_vocab_size, target.eos_ids
-        vocab = frequent_tokens(store, documents, size, vocab_size=vocab_size, always=always)
+    elif 0 < options.draft_vocab_size < target.vocab_size:
+        vocab = frequent_tokens(target, store, documents, options.draft_vocab_size)
     config_class, head_class = head_classes(options.method)
-    if issubclass(config_class, EmbeddingConfig):
-        known = None if start is None else getattr(start.saved.config, "embedding_scale", None)
-        measured = embedding_scale(weights, store, documents) if config_class.scales_embedding else 1.0
-        scale = measured if known is None else known
-    config = head_config(
-        options,
-        hidden_size=target.hidden_size,
-        vocab_size=vocab_size,
-        draft_vocab_size=None if vocab is None else len(vocab),
-        embedding_scale=scale,
-        head_sizes=_sizes(target, start),
-    )
-    head = head_class(config).to(weights.lm_head.device)
+    scale = getattr(start and start.saved.config, "embedding_scale", None)
+    if scale is None:
+        is_measured = getattr(config_class, "scales_embedding", False)
+        scale = embedding_scale(weights, store, documents) if is_measured else 1.0
+    head = head_class(head_config(options, {**_sizes(target, start, vocab), "embedding_scale": scale}))
+    head.to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
     texts = (store[i] for i in documents)
     head.start_near((text.hidden.to(weights.lm_head), text.token_ids.to(weights.lm_head.device)) for text in texts)
@@ -176,44 +155,26 @@ def new_head(
     return head
 
 
-def _sizes(target: TargetModel, start: Start | None) -> dict[str, Any]:
+def _sizes(target: TargetModel, start: Start | None = None, vocab: Tensor | None = None) -> dict[str, Any]:
+    """What the configuration of a new head takes from its model, from the head to start from and from its tokens."""
     mask = getattr(start and start.saved.config, "mask_token_id", target.mask_token_id)  # a head goes on with its own
-    return {**target.head_sizes, "mask_token_id": mask}
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, **target.head_sizes}
+    return {**sizes, "mask_token_id": mask, "draft_vocab_size": None if vocab is None else len(vocab)}
 
 
 def layers_read(options: TrainOptions, target: TargetModel) -> tuple[int, ...]:
     """The layers of the target whose inputs a new head reads; empty if it reads h_t."""
-    config = head_config(
-        options, hidden_size=target.hidden_size, vocab_size=target.vocab_size, head_sizes=target.head_sizes
-    )
-    target.check_layers(config.hidden_layers)
-    return config.hidden_layers
+    layers = head_config(options, _sizes(target)).hidden_layers
+    target.check_layers(layers)
+    return layers
 
 
-def head_config(
-    options: TrainOptions,
-    *,
-    hidden_size: int,
-    vocab_size: int,
-    draft_vocab_size: int | None = None,
-    embedding_scale: float = 1.0,  # no shape depends on it
-    head_sizes: Mapping[str, Any],
-) -> HeadConfig:
-    """The configuration of a new head with these options for a model of these sizes."""
+def head_config(options: TrainOptions, sizes: Mapping[str, Any]) -> HeadConfig:
+    """The configuration of a new head with these options and sizes, of which its method may not have all."""
     config_class, _ = head_classes(options.method)
-    names = {field.name for field in fields(config_class)}
-    measured: dict[str, Any] = {name: value for name, value in head_sizes.items() if name in names}
-    if issubclass(config_class, EmbeddingConfig):
-        measured["embedding_scale"] = embedding_scale
-    return config_class(
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        num_heads=options.num_heads,
-        num_layers=options.num_layers,
-        lm_head=options.lm_head,
-        draft_vocab_size=draft_vocab_size,
-        **{**measured, **parse_head_options(options.method, options.head_options)},
-    )
+    known = {field.name: sizes[field.name] for field in fields(config_class) if field.name in sizes}
+    chosen = {name: getattr(options, name) for name in ("num_heads", "num_layers", "lm_head")}
+    return config_class(**{**known, **chosen, **parse_head_options(options.method, options.head_options)})
 
 
 def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequence[int]) -> float:
@@ -227,16 +188,14 @@ def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequenc
     return round(float(ratio), 3)
 
 
-def frequent_tokens(
-    store: Documents, documents: Sequence[int], num_tokens: int, *, vocab_size: int, always: frozenset[int]
-) -> Tensor:
+def frequent_tokens(target: TargetModel, store: Documents, documents: Sequence[int], num_tokens: int) -> Tensor:
     """The ids (V',) of the assistant's most frequent tokens, in increasing order.
 
-    ``always`` are among them as far as there is room. Of equally frequent tokens the one with the lower id is taken.
+    The model's end tokens are among them as far as there is room. Of equally frequent tokens the lower id is taken.
     """
     answered = torch.cat([store.token_ids[i][store.loss_masks[i]] for i in documents])
-    counts = torch.bincount(answered, minlength=vocab_size)
-    counts[sorted(always)] = len(answered) + 1
+    counts = torch.bincount(answered, minlength=target.vocab_size)
+    counts[sorted(target.eos_ids)] = len(answered) + 1
     return counts.sort(descending=True, stable=True).indices[:num_tokens].sort().values
 
 
@@ -270,14 +229,6 @@ def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
     return {**sizes, "lm_head": config.lm_head, **({"head_options": options} if options else {})}
 
 
-def digest_of(name: str, model_id: str) -> str | None:
-    """Of the head of that name; None if it does not exist any more."""
-    try:
-        return read_head(find_head(name, model_id)).digest
-    except DraftHeadsError:
-        return None
-
-
 def _as_options(config: HeadConfig) -> dict[str, str]:
     """Its settings as ``--head-options`` takes them."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in asdict(config).items()}
@@ -308,11 +259,10 @@ def check_sizes(options: TrainOptions, config: Any) -> None:
             f"lm_head_rank is {rank}, but the hidden size of {options.model} is {hidden_size}: give a lower rank"
         )
     count = num_parameters(options, config)
-    optimizer = options.optimizer
-    needed, memory = count * BYTES_PER_PARAMETER[optimizer], memory_bytes()
-    if memory is not None and needed > memory:
+    needed, memory = count * BYTES_PER_PARAMETER[options.optimizer], memory_bytes()
+    if needed > memory:
         place = "GPU" if processes.device().type == "cuda" else "machine"
-        smaller = ", or give --optimizer adamw-8bit" if optimizer != "adamw-8bit" else ""
+        smaller = ", or give --optimizer adamw-8bit" if options.optimizer != "adamw-8bit" else ""
         raise InvalidSettings(
             f"heads of {short_count(count)} parameters need about {byte_size(needed)} of memory to train, but this "
             f"{place} has {byte_size(memory)}: "
@@ -323,23 +273,19 @@ def check_sizes(options: TrainOptions, config: Any) -> None:
 def num_parameters(options: TrainOptions, config: Any) -> int:
     """The number of parameters of new heads for a text model of that configuration; takes no memory for them."""
     vocab_size, hidden_size = int(config.vocab_size), int(config.hidden_size)
-    sizes = head_config(
-        options,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        draft_vocab_size=options.draft_vocab_size if 0 < options.draft_vocab_size < vocab_size else None,
-        head_sizes=head_sizes(config, hidden_size),
-    )
-    return sum(parameter.numel() for parameter in weightless_head(sizes).parameters())
+    size = options.draft_vocab_size if 0 < options.draft_vocab_size < vocab_size else None
+    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "draft_vocab_size": size}
+    head = weightless_head(head_config(options, {**sizes, **head_sizes(config, hidden_size)}))
+    return sum(parameter.numel() for parameter in head.parameters())
 
 
-def memory_bytes() -> int | None:
-    """Of the GPU, or of this machine or container where there is none; None if it is not known."""
+def memory_bytes() -> int:
+    """Of the GPU, or of this machine or container where there is none."""
     device = processes.device()
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     memory = find_memory()
-    return memory.total if memory.limit is None else memory.limit
+    return memory.limit or memory.total
 
 
 def reading_dtype(options: TrainOptions, config: Any) -> torch.dtype:
@@ -351,9 +297,8 @@ def reading_dtype(options: TrainOptions, config: Any) -> torch.dtype:
     usual = default_dtype(device)
     if options.precision != "fp32" or device.type != "cpu":
         return usual
-    memory = memory_bytes()
     try:
-        fits = memory is None or 4 * num_weights(config) <= memory / 2
+        fits = 4 * num_weights(config) <= memory_bytes() / 2
     except ValueError:  # a configuration that only its own code knows
         return usual
     return torch.float32 if fits else usual

@@ -47,11 +47,7 @@ def wait() -> None:
 
 def any_of(here: bool) -> bool:  # noqa: FBT001 - a question about one flag
     """Whether the flag is set in at least one process; all processes must call this."""
-    if count() == 1:
-        return here
-    flag = torch.tensor(int(here), device=_state().device)
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag)
+    return here if count() == 1 else bool(reduce(torch.tensor(int(here), device=device()), "sum"))
 
 
 def mean(here: torch.Tensor) -> torch.Tensor:

@@ -8,17 +8,18 @@ import contextlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftheads.checkpoints.checkpoint import read_head
+from draftheads.checkpoints.registry import find_head
 from draftheads.data.features import stored
-from draftheads.errors import DataError, InvalidSettings, ModelNotFound
+from draftheads.errors import DataError, DraftHeadsError, InvalidSettings, ModelNotFound
 from draftheads.loading import resolve, template_of
 from draftheads.models.chat_template import read_template
 from draftheads.models.model_names import kind_of_folder
 from draftheads.train import processes
-from draftheads.train.new_head import Start, digest_of
+from draftheads.train.new_head import Start
 from draftheads.train.options import TrainOptions
 from draftheads.train.training_data import TrainingData
 from draftheads.utils.counts import counted
@@ -41,24 +42,12 @@ def chat_template_text(options: TrainOptions) -> str | None:
         return read_template(options.chat_template)
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """``--out`` of a run with these options."""
+    """``--out`` of a run with these options; the head is in its subfolder ``head_name``, in the folder by default."""
 
-    options: TrainOptions
-    head_name: str = ""  # subfolder of the head; the folder itself by default
-
-    @property
-    def path(self) -> Path:
-        return self.options.out
-
-    @property
-    def head(self) -> Path:
-        return self.path / self.head_name
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def __init__(self, options: TrainOptions, head_name: str = "") -> None:
+        self.options, self.path = options, options.out
+        self.head, self.checkpoints = self.path / head_name, self.path / "checkpoints"
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block in which no other run writes there. Of several processes, the first holds the lock."""
@@ -87,13 +76,13 @@ class RunFolder:
 
     def complete_metrics(self) -> dict[str, Any] | None:
         """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete; else None."""
-        resume = self.options.resume
+        resume, path = self.options.resume, self.path / "metrics.json"
+        differences: list[str] = []
         if current(self.head, "config.json").exists():
-            path = self.path / "metrics.json"
-            metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            differences = self._changes(metrics) if resume else []
-            if resume and metrics and not differences:
-                return metrics
+            if resume and path.exists():
+                metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                if not (differences := self._changes(metrics)):
+                    return metrics
             how = f" ({', '.join(differences)})" if differences else ""
             raise InvalidSettings(f"{self.path} holds a trained head{how}: name another --out, or delete it")
         if not resume and find_checkpoint(self.path):
@@ -123,25 +112,19 @@ class RunFolder:
                     f"{before['data']}, now {now['data']}; {counted(before['num_steps'], 'step')}, now "
                     f"{now['num_steps']}): give the data as it was, or start again with another --out"
                 )
-            require_same(
-                before,
-                now,
-                names=sorted(now),
-                problem="--resume continues the same run, but settings have changed",
-                fix="Give the settings as they were, or name another --out",
-            )
+            problem = "--resume continues the same run, but settings have changed"
+            fix = "Give the settings as they were, or name another --out"
+            require_same(before, now, names=sorted(now), problem=problem, fix=fix)
         write_atomic(path, as_json(now))
 
     def made_from(self, start: Start | None) -> dict[str, Any]:
         """How the result was made, JSON values for ``metrics.json``."""
-        settings, defaults = self._settings(), self.options.defaults()
+        settings, usual = self._settings(), self.options.defaults()
         return {
             "options": settings,
-            "changed_options": [
-                name for name, value in settings.items() if name not in defaults or value != defaults[name]
-            ],
+            "changed_options": [name for name, value in settings.items() if value != usual.get(name)],
             "start_digest": start and start.saved.digest,
-            "provenance": dict(provenance()),
+            "provenance": provenance(),
         }
 
     def tidy_up(self) -> None:
@@ -163,9 +146,10 @@ class RunFolder:
             names -= {"features"}  # they are hidden states of that text, in any folder
         differences = changes(before, now, names=sorted(names))
         if (start := now["start_from"]) is not None and before["start_from"] == start:
-            digest_then, digest_now = metrics["start_digest"], digest_of(start, self.options.model)
-            if digest_now not in (None, digest_then):
-                differences.append(f"the weights of {start} were {digest_then} and are {digest_now}")
+            with contextlib.suppress(DraftHeadsError):  # it may be gone
+                was, now_is = metrics["start_digest"], read_head(find_head(start, self.options.model)).digest
+                if was != now_is:
+                    differences.append(f"the weights of {start} were {was} and are {now_is}")
         return differences
 
 

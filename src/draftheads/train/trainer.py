@@ -8,9 +8,10 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -29,11 +30,9 @@ from draftheads.models.model_config import default_device, default_dtype
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder
+from draftheads.train.training_data import TrainingData
 from draftheads.utils.files import remove_leftovers, write_atomic
 from draftheads.utils.progress import Progress
-
-Validate = Callable[[], dict[str, Any]]  # measures the head as it is now
-_SHOWN_STEPS = 10  # progress shows the mean loss of so many
 
 
 class TrainingInterrupted(TrainingError):
@@ -56,15 +55,14 @@ def fit(
     batches: PlannedTexts,
     folder: RunFolder,
     *,
-    batches_per_step: int,
-    epoch_ends: frozenset[int],
+    data: TrainingData,
     progress: Progress,
-    validate: Validate,
+    validate: Callable[[], dict[str, Any]],
 ) -> int:
-    """Trains a learner in place on all batches; with ``--resume`` from the last checkpoint.
+    """Trains a learner in place on all batches of ``data``; with ``--resume`` from the last checkpoint.
 
-    ``validate`` is called before the first step, with every checkpoint and at ``epoch_ends``. Its results go to
-    ``validation.jsonl``. Of several processes only the first one validates and writes.
+    ``validate`` measures the head as it is now: before the first step, with every checkpoint and at the ends of epochs.
+    Its results go to ``validation.jsonl``. Of several processes only the first one validates and writes.
 
     Returns:
         The number of steps that were done before.
@@ -83,10 +81,9 @@ def fit(
         mixed_precision="no",  # of other types than fp32 is only the pass below
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=not steps.all_are_trained)],
     ).prepare_model(learner)
-    compute = _Compute(model, batches, batches_per_step // processes.count(), bf16=computes_in_bf16(options))
+    parts, bf16, total = data.batches_per_step // processes.count(), computes_in_bf16(options), data.num_steps
     parameters = [parameter for parameter in learner.parameters() if parameter.requires_grad]
-    total = len(batches) // batches_per_step
-    recent: deque[float] = deque(maxlen=_SHOWN_STEPS)  # mean losses over the heads
+    recent: deque[float] = deque(maxlen=10)  # mean losses over the heads, which progress shows the mean of
     held_out = ""
 
     def measure(step: int) -> None:
@@ -103,7 +100,7 @@ def fit(
             inputs = steps.inputs(step - 1)
             for group, rate, most in zip(optimizer.param_groups, rates, highest, strict=True):
                 group["lr"] = most * rate(step - 1)
-            means = compute.gradients(step, inputs)
+            means = _gradients(model, batches, step, parts, inputs, bf16=bf16)
             norm = nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -112,7 +109,7 @@ def fit(
             of_step = {"learning_rate": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
             log.add({"step": step, "loss": means.pop("loss"), **of_step, **means, **numbers})
             is_due = step == total or step % options.save_steps == 0
-            if is_due or step in epoch_ends:
+            if is_due or step in data.epoch_ends:
                 measure(step)
             progress.progress(step, total, f"loss {fmean(recent):.3f}{held_out}")
             is_interrupted = processes.any_of(interrupted.is_set())
@@ -126,39 +123,32 @@ def fit(
     return first_step
 
 
-class _Compute:
-    """Gradients of a step, and the means over all processes of what the learner reports."""
+def _gradients(
+    model: Any, batches: PlannedTexts, step: int, parts: int, inputs: dict[str, Any], *, bf16: bool
+) -> dict[str, Any]:
+    """Gradients of a step's batches, and the means over all processes of what the learner reports.
 
-    def __init__(self, model: nn.Module, batches: PlannedTexts, parts: int, *, bf16: bool) -> None:
-        self.model: Any = model
-        self.batches, self.parts, self.device = batches, parts, processes.device()
-        self.autocast = lambda: torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
-
-    def gradients(self, step: int, more: dict[str, Any]) -> dict[str, Any]:
-        """Means of several batches in each process; process p of n has every n-th batch, from p on."""
-        self.model.train()
-        number, count = processes.number(), processes.count()
-        reported: dict[str, list[Tensor]] = {}
-        for part in range(self.parts):
-            index = ((step - 1) * self.parts + part) * count + number
-            is_waiting = count > 1 and part < self.parts - 1  # the processes exchange gradients after the last part
-            with self.model.no_sync() if is_waiting else nullcontext():
-                output = self.outputs(step, self.batches[index], more)
-                (output["loss"].float() / self.parts).backward()
-            for name, value in output.items():
-                reported.setdefault(name, []).append(value.detach().float())
-        means = {name: processes.mean(torch.stack(values).mean(0)) for name, values in sorted(reported.items())}
-        return {name: value.tolist() for name, value in means.items()}
-
-    def outputs(self, step: int, batch: dict[str, Any], more: dict[str, Any]) -> dict[str, Tensor]:
+    Process p of n has every n-th batch, from p on; each has so many ``parts``.
+    """
+    device, number, count = processes.device(), processes.number(), processes.count()
+    reported: dict[str, list[Tensor]] = {}
+    model.train()
+    for part in range(parts):
+        batch = batches[((step - 1) * parts + part) * count + number]
         documents = batch.pop("documents").tolist()
-        with self.autocast():  # type: ignore[no-untyped-call]
-            output: dict[str, Tensor] = self.model(**send_to_device(batch, self.device), **more)
-        if not torch.isfinite(output["loss"]):
-            texts = ", ".join(self.batches.store.sources[i] for i in documents)
-            fix = "check these texts, or lower --learning-rate"
-            raise NonFiniteLoss(f"the loss is {output['loss'].item()} at step {step}, on {texts}: {fix}")
-        return output
+        is_waiting = count > 1 and part < parts - 1  # the processes exchange gradients after the last part
+        with model.no_sync() if is_waiting else nullcontext():
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                output = model(**send_to_device(batch, device), **inputs)
+            if not torch.isfinite(output["loss"]):
+                texts = ", ".join(batches.store.sources[i] for i in documents)
+                fix = "check these texts, or lower --learning-rate"
+                raise NonFiniteLoss(f"the loss is {output['loss'].item()} at step {step}, on {texts}: {fix}")
+            (output["loss"].float() / parts).backward()
+        for name, value in output.items():
+            reported.setdefault(name, []).append(value.detach().float())
+    means = {name: processes.mean(torch.stack(values).mean(0)) for name, values in sorted(reported.items())}
+    return {name: value.tolist() for name, value in means.items()}
 
 
 def computes_in_bf16(options: TrainOptions) -> bool:
@@ -173,15 +163,14 @@ def computes_in_bf16(options: TrainOptions) -> bool:
 
 def make_optimizer(options: TrainOptions, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """AdamW over groups of parameters, which may have their own ``lr`` and ``weight_decay``."""
-    kind: Any = AdamW
-    given: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas}
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("betas", "weight_decay")}
     if options.optimizer == "adamw-8bit":
         import bitsandbytes  # noqa: PLC0415 - an extra
 
-        kind = bitsandbytes.optim.AdamW8bit  # type: ignore[attr-defined]  # it has no __all__
+        kind: Any = bitsandbytes.optim.AdamW8bit  # type: ignore[attr-defined]  # it has no __all__
     else:
-        given["fused"] = True
-    optimizer: Optimizer = kind(list(groups), weight_decay=options.weight_decay, **given)
+        kind = partial(AdamW, fused=True)
+    optimizer: Optimizer = kind(list(groups), lr=options.learning_rate, **given)
     return optimizer
 
 
@@ -190,14 +179,13 @@ def head_optimizer(options: TrainOptions, head: DraftHead) -> Optimizer:
     if options.optimizer == "muon":
         decay, adamw = options.weight_decay, {"betas": options.betas, "fused": True}
         return MuonAdamW(head, lr=options.learning_rate, weight_decay=decay, **adamw)
-    wide, vectors = _by_width(parameter for parameter in head.parameters() if parameter.requires_grad)
+    wide, vectors = _by_width([parameter for parameter in head.parameters() if parameter.requires_grad])
     return make_optimizer(options, [{"params": wide}, {"params": vectors, "weight_decay": 0.0}])
 
 
-def _by_width(parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _by_width(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The matrices, and the vectors."""
-    every = list(parameters)
-    return [one for one in every if one.ndim > 1], [one for one in every if one.ndim <= 1]
+    return [one for one in parameters if one.ndim > 1], [one for one in parameters if one.ndim <= 1]
 
 
 class MuonAdamW(Optimizer):
@@ -212,7 +200,7 @@ class MuonAdamW(Optimizer):
         """For all trained parameters of a head; ``adamw`` are further arguments of :class:`torch.optim.AdamW`."""
         matrices = hidden_matrices(head)
         taken = set(map(id, matrices))
-        wide, vectors = _by_width(one for one in head.parameters() if one.requires_grad and id(one) not in taken)
+        wide, vectors = _by_width([one for one in head.parameters() if one.requires_grad and id(one) not in taken])
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         self._parts: tuple[Optimizer, ...] = (
             Muon([{"params": matrices}], **shared, adjust_lr_fn="match_rms_adamw"),
@@ -313,13 +301,12 @@ def _interruptible() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
-    before = signal.getsignal(signal.SIGINT)
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         event.set()
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, on_signal)
+    before = signal.signal(signal.SIGINT, on_signal)
     try:
         yield event
     finally:

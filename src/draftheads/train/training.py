@@ -1,26 +1,28 @@
 """The order of a training run: texts to hidden states, hidden states to a head, the head measured and saved.
 
-What is trained is up to subclasses: heads for a frozen model (``run.py``), or together with it (``joint/run.py``).
-Nothing is printed.
+Heads are trained for a frozen model; ``joint.py`` trains them together with it. Nothing is printed.
 """
 
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from draftheads.checkpoints.checkpoint import copy_for, save_head
-from draftheads.data.batches import PlannedTexts
+from draftheads.data.batches import PlannedBatches, PlannedTexts
+from draftheads.data.features import LiveStore, read_meta
 from draftheads.data.files import check_readable
 from draftheads.data.records import NO_ANSWER, read_chats
 from draftheads.data.texts import LeftOut, left_out_lines
+from draftheads.data.texts import read_texts as plain_texts
 from draftheads.errors import DataError, MissingDependency
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -30,13 +32,20 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train import processes
 from draftheads.train.learner import Learner
-from draftheads.train.new_head import Start, new_head
+from draftheads.train.new_head import Start, check_sizes, in_float32, layers_read, new_head, reading_dtype
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
-from draftheads.train.run_folder import RunFolder, as_json
-from draftheads.train.schedule import staged_rate
+from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
 from draftheads.train.trainer import Steps, TrainingInterrupted, fit, head_optimizer
-from draftheads.train.training_data import MOST_BATCH_TOKENS, TrainingData
+from draftheads.train.training_data import (
+    MOST_BATCH_TOKENS,
+    TrainingData,
+    finished_features,
+    plan_training,
+    read_texts,
+    staged_rate,
+    with_hidden_states,
+)
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
 from draftheads.utils.progress import NoProgress, Progress
@@ -45,7 +54,7 @@ VALIDATION_TEXTS = 32  # held-out texts that are measured during training; at th
 
 
 class Run:
-    """The steps of a training run in their order; what is trained, and on what, is up to the subclasses."""
+    """The steps of a training run in their order: heads are trained on hidden states of a frozen model."""
 
     options: TrainOptions
     head_folder = ""  # of the head within the output folder
@@ -54,6 +63,7 @@ class Run:
     start_head: Start | None  # of --start-from
     data: TrainingData
     head: DraftHead
+    learner: Learner
     features: Path | None = None  # where hidden states are stored, as soon as there may be some
     reading_seconds = 0.0  # for them
 
@@ -84,23 +94,18 @@ class Run:
 
     def run_for(self, target: TargetModel) -> Any:
         """The run with a model that is loaded already, in a folder that is free."""
+        self.target = target
         try:
-            return self._run_for(target)
+            self.start_head = self.read_start()
+            self.data = self.read_data()
+            self.head = new_head(self.options, target, self.data.store, self.data.training, start=self.start_head)
+            speed, report = self.train(), None
+            if processes.is_first():
+                report = self.measure_and_save(speed)
+                self.tidy_up()
+            processes.wait()
         except KeyboardInterrupt:
             raise TrainingInterrupted(f"stopped; {self.folder.kept(self.features)}") from None
-
-    def _run_for(self, target: TargetModel) -> Any:
-        self.target = target
-        self.start_head = self.read_start()
-        self.data = self.read_data()
-        self.head = new_head(self.options, target, self.data.store, self.data.training, start=self.start_head)
-        speed = self.train()
-        if not processes.is_first():
-            processes.wait()
-            return None
-        report = self.measure_and_save(speed)
-        self.tidy_up()
-        processes.wait()
         return report
 
     def check_packages(self) -> None:
@@ -121,9 +126,29 @@ class Run:
                     break
             if problem:
                 raise DataError(problem, path=path)
+        check_readable(self.options.text)
+        for path in self.options.text:
+            next(plain_texts(path), None)
+        folder = self.options.features
+        if folder is not None and not self.has_texts and read_meta(folder) is None:
+            raise DataError(f"--features {folder} has no hidden states: give --data FILE… or --text FILE… to make them")
+
+    @property
+    def has_texts(self) -> bool:
+        return bool(self.options.data or self.options.text)
 
     def load_target(self) -> TargetModel:
-        raise NotImplementedError
+        return TargetModel.load(
+            self.options.model,
+            dtype=self.dtype,
+            four_bit=self.options.precision == "4bit",
+            chat_template=chat_template_text(self.options),
+            check=partial(check_sizes, self.options),
+        )
+
+    def dtype(self, config: Any) -> torch.dtype:
+        """The type in which a model of this configuration is loaded."""
+        return reading_dtype(self.options, config)
 
     def read_start(self) -> Start | None:
         """The head of ``--start-from``, checked before hours of work."""
@@ -137,7 +162,18 @@ class Run:
 
     def read_data(self) -> TrainingData:
         """Texts and batches; :meth:`claim` is called for them before hours of work."""
-        raise NotImplementedError
+        options, target = self.options, self.target
+        layers = layers_read(options, target)
+        if not self.has_texts:
+            return self.claim(plan_training(finished_features(target, options, layers), options))
+        self.progress.stage("reading data")
+        texts = read_texts(target, options, self.left_out)
+        data = self.claim(plan_training(LiveStore(target, texts), options))
+        self.progress.stage(f"hidden states of {counted(len(texts), 'text')}")
+        self.features, started = options.features or options.out / "features", time.monotonic()
+        store = with_hidden_states(target, texts, options, self.progress, layers)
+        self.reading_seconds = time.monotonic() - started
+        return replace(data, store=store)
 
     def claim(self, data: TrainingData) -> TrainingData:
         self.folder.claim(data, model=self.target.model_id, start=self.start_head)
@@ -145,29 +181,14 @@ class Run:
 
     def learner_on(self, weights: TargetWeights) -> Learner:
         """The head with the objective of the run, for a model with these weights."""
-        options = self.options
-        return Learner(
-            self.head,
-            weights,
-            loss=options.loss,
-            depth_decay=options.depth_decay,
-            noise_alpha=options.noise_alpha,
-        )
+        loss, decay, noise = self.options.loss, self.options.depth_decay, self.options.noise_alpha
+        return Learner(self.head, weights, loss=loss, depth_decay=decay, noise_alpha=noise)
 
     def train(self) -> dict[str, Any]:
         self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}")
         started = time.monotonic()
-        first_step = fit(
-            self.module(),
-            self.optimizer(),
-            self.steps(),
-            self.batches(),
-            self.folder,
-            batches_per_step=self.data.batches_per_step,
-            epoch_ends=self.data.epoch_ends,
-            progress=self.progress,
-            validate=self.validate,
-        )
+        parts = self.module(), self.optimizer(), self.steps(), self.batches(), self.folder
+        first_step = fit(*parts, data=self.data, progress=self.progress, validate=self.validate)
         seconds = time.monotonic() - started
         num_tokens = sum(self.data.tokens_per_step[first_step:])
         return {
@@ -177,7 +198,8 @@ class Run:
         }
 
     def module(self) -> nn.Module:
-        raise NotImplementedError
+        self.learner = self.learner_on(in_float32(self.target.weights))
+        return self.learner
 
     def optimizer(self) -> Optimizer:
         return head_optimizer(self.options, self.head)
@@ -187,7 +209,7 @@ class Run:
         return Steps([partial(staged_rate, stages=self.data.stages, warmup=warmup, final=final)])
 
     def batches(self) -> PlannedTexts:
-        raise NotImplementedError
+        return PlannedBatches(self.data.store, self.data.plan, skip_prompts=not self.head.needs_history)
 
     def validate(self) -> dict[str, Any]:
         return self.measure(self.data.held_out[:VALIDATION_TEXTS]).summary()
@@ -198,7 +220,7 @@ class Run:
 
     def measured_learner(self) -> Learner:
         """The head as it is now, with the objective for the model that it decodes with."""
-        raise NotImplementedError
+        return self.learner
 
     @property
     def decoding_model(self) -> TargetModel:  # that the head is for
@@ -208,6 +230,7 @@ class Run:
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
         measured = self.measure(self.data.held_out)
         held_out, training = map(self.data.texts, (self.data.held_out, self.data.training))
+        by_rank = zip(*map(measured.accuracy, range(1, NUM_RANKS + 1)), strict=True)
         report = Report(
             method=self.head.config.method,
             model_id=self.decoding_model.model_id,
@@ -218,9 +241,7 @@ class Run:
             num_held_out_tokens=sum(int(mask.sum()) for _, mask in held_out),
             num_steps=self.data.num_steps,
             **speed,
-            accuracy_by_rank=[
-                list(part) for part in zip(*map(measured.accuracy, range(1, NUM_RANKS + 1)), strict=True)
-            ],
+            accuracy_by_rank=list(map(list, by_rank)),
             tree=[list(path) for path in measured.tree().paths[1:]],
             left_out=left_out_lines(self.left_out),
             **measured.summary(),

@@ -1,10 +1,10 @@
-"""The texts of a run with their hidden states, which of them are held out, and all batches in their order."""
+"""Texts of a run with their hidden states, which of them are held out, all batches in their order, learning rates."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 
@@ -12,14 +12,22 @@ from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, 
 from draftheads.data.features import Documents, FeatureStore, LiveStore, build_shards, claim, has_room, read_meta
 from draftheads.data.texts import EncodedChat, check_known, limited, load_blocks, load_texts
 from draftheads.data.vllm_features import ExtractedStore
+from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
-from draftheads.train.schedule import Stage
 from draftheads.utils.progress import Progress
 
 TEXT_PART, SECOND_STAGE_RATE = 5 / 7, 0.1  # of the MLP Speculator: 15k and 6k steps, and a tenth of the learning rate
 MOST_BATCH_TOKENS = 4096  # more tokens of a step are several batches, whose gradients are averaged
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps with a warm-up and a cosine of their own."""
+
+    num_steps: int
+    peak: float = 1.0  # part of the highest learning rate
 
 
 @dataclass(frozen=True)
@@ -55,12 +63,12 @@ def read_texts(
 ) -> list[EncodedChat]:
     """Plain texts in blocks, and chats; ``left_out`` as for :func:`load_texts`."""
     texts: list[EncodedChat] = []
-    limits: dict[str, Any] = {"max_tokens": options.max_tokens}
+    most = options.max_tokens
     if options.text:
         length = limited(options.max_length, target)
-        texts += load_blocks(target.tokenizer, options.text, eos_ids=target.eos_ids, length=length, **limits)
+        texts += load_blocks(target.tokenizer, options.text, eos_ids=target.eos_ids, length=length, max_tokens=most)
     if options.data:
-        texts += load_texts(target, options.data, max_length=options.max_length, left_out=left_out, **limits)
+        texts += load_texts(target, options.data, max_length=options.max_length, max_tokens=most, left_out=left_out)
     check_known(texts, target.vocab_size)
     return texts
 
@@ -89,6 +97,19 @@ def with_hidden_states(
     build_shards(target, texts, folder, progress, share=(processes.number(), processes.count()))
     processes.wait()
     return FeatureStore(folder, layers)
+
+
+def finished_features(target: TargetModel, options: TrainOptions, layers: Sequence[int]) -> FeatureStore:
+    """The store of a run without texts."""
+    folder = options.features
+    assert folder is not None, "options without texts have features"
+    store = FeatureStore(folder, layers)
+    if (store.meta.model_id, store.meta.hidden_size) != (target.model_id, target.hidden_size):
+        raise DataError(
+            f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
+            f"not of {target.model_id} (size {target.hidden_size})"
+        )
+    return store
 
 
 def plan_training(store: Documents, options: TrainOptions) -> TrainingData:
@@ -131,3 +152,41 @@ def _repeated(planned: Callable[..., list[list[int]]], *, num_batches: int) -> l
     while len(plan := planned(num_epochs=num_epochs)) < num_batches:
         num_epochs = -(-num_batches * num_epochs // len(plan))
     return plan[:num_batches]
+
+
+# --- learning rates by step, counted from 0; pure numbers ---
+
+
+def staged_rate(step: int, stages: Sequence[Stage], *, warmup: float, final: float) -> float:
+    """The learning rate of a step, as a part of the highest.
+
+    Args:
+        step: counted through all stages.
+        stages: in their order.
+        warmup: steps of a stage in which the rate rises: below 1 a part of them, else their number.
+        final: where a stage's cosine ends, as a part of its peak.
+
+    >>> stages = [Stage(4), Stage(2, peak=0.1)]
+    >>> [round(staged_rate(step, stages, warmup=0.0, final=0.1), 3) for step in range(6)]
+    [1.0, 0.868, 0.55, 0.232, 0.1, 0.055]
+    """
+    for stage in stages:
+        if step < stage.num_steps or stage is stages[-1]:
+            return stage.peak * rise_and_cosine(step, stage.num_steps, warmup=warmup, final=final)
+        step -= stage.num_steps
+    raise AssertionError("a schedule needs a stage")
+
+
+def rise_and_cosine(step: int, num_steps: int, *, warmup: float, final: float = 0.0) -> float:
+    """A linear warm-up and half a cosine, as ``transformers``' ``cosine_with_min_lr``.
+
+    >>> [round(rise_and_cosine(step, 6, warmup=0.4), 3) for step in range(7)]
+    [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
+    >>> rise_and_cosine(1, 6, warmup=2)  # below 1 it is a part of the steps, else their number
+    0.5
+    """
+    num_warmup_steps = int(warmup * num_steps if warmup < 1 else warmup)
+    if step < num_warmup_steps:
+        return step / num_warmup_steps
+    part = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+    return final + (1 - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, part)))

@@ -20,9 +20,9 @@ from draftheads.models.adapter import load_merged
 from draftheads.models.adapter import merged as merged_by_peft
 from draftheads.models.fingerprint import difference
 from draftheads.models.model import TargetModel
-from draftheads.train.joint.merge import merge, merged_model
 from draftheads.train.options import MergeOptions
 from draftheads.train.run import train
+from draftheads.train.tuned_model import merge, merged_model
 from fake_progress import FakeProgress
 from families import fitting
 from joint_world import harness, joint_options, on_disk, train_jointly_for

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftheads.errors import CheckpointCorrupt
 from draftheads.models.model import TargetModel
-from draftheads.train.joint.learner import JointLearner
+from draftheads.train.joint import JointLearner
 from joint_world import harness, on_disk
 from training_world import chat_model
 

@@ -1,7 +1,10 @@
-"""A model with LoRA layers in it: trained, switched off, saved; seen as the merged model; its distance to the original.
+"""A model with LoRA layers in it: trained, switched off, saved, merged; its distance to the original.
 
 LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + (α/r) B A, with A at random and
 B = 0 at the start, so that the tuned model starts as the original. In training, dropout comes before A.
+
+If embedding and lm_head are one matrix and one of them was adapted, the merged model has two matrices: the adapter did
+not change the other.
 """
 
 import math
@@ -14,16 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
+from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.features import Documents
-from draftheads.errors import DataError, InvalidSettings
-from draftheads.models.adapter import is_tied, quiet, require_peft
+from draftheads.errors import DataError, InvalidSettings, ModelNotFound
+from draftheads.models.adapter import check_adapter_base, is_tied, quiet, require_peft
+from draftheads.models.model_config import DTYPES
 from draftheads.models.fingerprint import sampled_layers
+from draftheads.models.gguf_models import without_bars
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    BASE_FILE,
+    base_of,
+    find_adapter,
+    kind_of_folder,
+)
+from draftheads.models.pretrained import cast_weights, stored_dtype, with_adapter
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train.learner import LowRankUpdate
 from draftheads.train.losses import CHUNK_SIZE, precedes_answer
+from draftheads.train.options import MergeOptions
 from draftheads.train.report import Movement
 from draftheads.utils.counts import counted
+from draftheads.utils.files import atomic_directory, user_path
 
 RANK, ALPHA, DROPOUT = 32, 16, 0.05  # of Medusa, section 4
 
@@ -131,17 +149,17 @@ class TunedModel(TargetModel):
 
     def layer_matrices(self) -> list[Tensor]:
         """W + (α/r) B A of the adapted layers, and the others."""
-        matrices = []
-        for name, module in self.decoder.named_modules():
-            if "lora_" in name or isinstance(module, nn.Embedding):
-                continue
-            weights = [weight.detach() for weight in module.parameters(recurse=False) if weight.dim() > 1]
-            adapted: Any = self.decoder.get_submodule(name.removesuffix(".base_layer"))
-            if hasattr(adapted, "lora_A") and all(weight.is_floating_point() for weight in weights):
-                (active,) = adapted.active_adapters
-                weights = [weight + adapted.get_delta_weight(active).detach().to(weight.dtype) for weight in weights]
-            matrices += weights
-        return matrices
+        adapted = {id(layer.base_layer.weight): layer for layer in self.decoder.modules() if hasattr(layer, "lora_A")}
+
+        def merged(weight: Tensor) -> Tensor:
+            layer: Any = adapted.get(id(weight))
+            if layer is None or not weight.is_floating_point():
+                return weight.detach()
+            (active,) = layer.active_adapters
+            added: Tensor = layer.get_delta_weight(active).detach()
+            return weight.detach() + added.to(weight.dtype)
+
+        return list(map(merged, super().layer_matrices()))
 
 
 @torch.no_grad()
@@ -176,3 +194,47 @@ def compare(original: Tensor, tuned: Tensor, next_ids: Tensor) -> Tensor:
     losses = [-log_probs.gather(1, next_ids[:, None]).sum() for log_probs in (before, after)]
     agreed = (original.argmax(-1) == tuned.argmax(-1)).sum()
     return torch.stack([kl, *losses, agreed.to(kl)]).double().cpu()
+
+
+# --- merging ---
+
+
+def merge(options: MergeOptions) -> int:
+    """Merges in fp32 on the CPU, and writes the folder whole or not at all. Returns the bytes of a new second matrix.
+
+    The adapter is that of a joint run, with its head, or any other adapter of peft that can be merged.
+    """
+    out, run = user_path(options.out), user_path(options.adapter)
+    name = options.model or base_of(str(_adapter_in(run)))
+    dtype = DTYPES[options.dtype] if options.dtype else stored_dtype(name)
+    base = TargetModel.load(name, dtype=torch.float32, device="cpu")
+    was_tied = is_tied(base.model)
+    merged = merged_model(base, run, dtype=dtype, model_id=str(out.resolve()))
+    added = merged.model.get_output_embeddings().weight.nbytes if was_tied and not is_tied(merged.model) else 0
+    with atomic_directory(out) as staged, without_bars():
+        merged.model.save_pretrained(staged)
+        merged.tokenizer.save_pretrained(staged)
+        if (run / ADAPTER_FOLDER).is_dir() or (run / HEAD_FOLDER).is_dir():  # of a joint run: its head comes with it
+            saved = read_head(run / HEAD_FOLDER)
+            head = load_head(saved.folder, merged, dtype=torch.float32)
+            base = replace(merged, chat_template=saved.chat_template)
+            save_head(head, staged / HEAD_FOLDER, base=base, card=saved.card, profile=saved.profile)
+    return added
+
+
+def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: str) -> TargetModel:
+    """The tuned model of a run as an ordinary one; it takes over the modules of the base."""
+    adapter = _adapter_in(run)
+    if adapter != run or (adapter / BASE_FILE).exists():
+        check_adapter_base(adapter, base.model_id, base.fingerprints)
+    model, tokenizer = with_adapter(base.model, base.tokenizer, adapter)
+    cast_weights(model, dtype)
+    return TargetModel(model.eval().requires_grad_(requires_grad=False), tokenizer, model_id)
+
+
+def _adapter_in(run: Path) -> Path:
+    if (found := find_adapter(run)) is not None:
+        return found
+    kind = kind_of_folder(run)
+    what = f"{run} is a {kind}" if kind else f"no {ADAPTER_CONFIG} in {run}"
+    raise ModelNotFound(f"no adapter at {run}: {what}; give the folder of a PEFT adapter, or of a joint run")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from draftheads.errors import InvalidSettings
-from draftheads.train.joint.model import Adapter, TunedModel, compare, linear_layers
 from draftheads.train.learner import Learner
 from draftheads.train.new_head import in_float32
+from draftheads.train.tuned_model import Adapter, TunedModel, compare, linear_layers
 from families import tiny_model
 from joint_world import harness
 from training_world import VOCAB, chat_model, chat_tokenizer

@@ -20,7 +20,7 @@ from draftheads.data.features import LiveStore
 from draftheads.data.texts import load_texts
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
-from draftheads.train.joint.run import TUNINGS, head_weight
+from draftheads.train.joint import TUNINGS, head_weight
 from draftheads.train.learner import Learner
 from draftheads.train.new_head import new_head
 from draftheads.train.options import MergeOptions

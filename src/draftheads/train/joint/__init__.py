@@ -1,1 +1,0 @@
-"""Heads trained together with a LoRA adapter in their model (Medusa-2)."""
