@@ -92,13 +92,12 @@ def test_each_prompt_gets_a_temperature_by_the_seed(target: TargetModel, tmp_pat
     other = replace(mixed, seed=1, out=tmp_path / "other.jsonl")
     for chosen in (mixed, greedy, other):
         run(target, chosen)
-    found = records(mixed)
-    cold = [record["temperature"] == 0 for record in found]
-    assert 45 <= sum(cold) <= 75  # 60 expected, standard deviation 4.5
-    assert {record["temperature"] for record in found} == {0.0, 1.5}
-    for record, plain, is_cold in zip(found, records(greedy), cold, strict=True):
-        assert (record["messages"] == plain["messages"]) == is_cold
-    assert [record["temperature"] == 0 for record in records(other)] != cold
+    warm = [record["temperature"] for record in records(mixed)]
+    assert set(warm) == {0.0, 1.5}
+    assert 45 <= warm.count(0.0) <= 75  # 60 expected, standard deviation 4.5
+    for record, plain in zip(records(mixed), records(greedy), strict=True):
+        assert (record["messages"] == plain["messages"]) == (record["temperature"] == 0.0)
+    assert [record["temperature"] for record in records(other)] != warm
 
 
 def read_and_written(target: TargetModel, record: dict[str, Any], chosen: Any) -> list[tuple[list[int], list[int]]]:
@@ -247,12 +246,9 @@ def test_the_manifest_records_settings_counts_and_digest(target: TargetModel, tm
     found = manifest(chosen)
     assert found["sha256"] == hashlib.sha256(chosen.out.read_bytes()).hexdigest()
     assert found["counts"]["records"] == len(records(chosen)) == outcome.counts["records"]
-    assert found["counts"]["tokens"] > 0
     assert progress.last[2].endswith(" tokens/s")
     assert progress.last[:2] == (len(RECORDS), len(RECORDS))
-    assert found["identity"]["seed"] == 5
-    assert found["identity"]["model"] == "tiny-chat"
-    assert found["identity"]["dtype"] == "float32"
+    assert [found["identity"][name] for name in ("seed", "model", "dtype")] == [5, "tiny-chat", "float32"]
     assert found["options"]["batch_size"] == 4
     assert found["provenance"]["torch"]
     names = sorted(path.name for path in tmp_path.glob("[!.]*"))

@@ -20,7 +20,7 @@ from draftheads.train.report import Report
 from draftheads.train.run_folder import find_checkpoint
 from thorough import some_rows
 from training_child import child, settings
-from training_world import counting_chats, lines, without_time, write_chats
+from training_world import counting_chats, without_time, write_chats
 
 SIGNALS = (signal.SIGINT, signal.SIGKILL)
 Events = list[tuple[str, str, int]]  # kind, stage and units of each report
@@ -75,8 +75,7 @@ def check_message(message: str, out: Path, after: Events) -> None:
     if texts:
         assert first_progress(after, "hidden states") == int(texts[2]) > 0
     elif step:
-        next_step = first_progress(after, "training")
-        assert next_step in {int(step[1]) + 1, None}  # None after the last step
+        assert first_progress(after, "training") in {int(step[1]) + 1, None}  # None after the last step
     elif "the trained head is in" in message:
         assert any("is complete already" in what for _, what, _ in after)
     else:
@@ -95,9 +94,9 @@ def stop_and_continue(
     if "are kept" in message:
         assert f"hidden states of {kept[0]} text" in message
         assert f"({kept[1]} tokens)" in message
-        assert find_checkpoint(out) is None
     if "nothing was kept" in message:
         assert kept == (0, 0)
+    if "nothing was kept" in message or "are kept" in message:
         assert find_checkpoint(out) is None
     if message != "complete":
         # without a message only --resume fits every state
@@ -106,9 +105,8 @@ def stop_and_continue(
         assert after[-1] == ("end", "complete", 0), (moment, number, message)
         if message:
             check_message(message, out, after)
-    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    for name in ("log.jsonl", "validation.jsonl"):
-        assert lines(out, name) == lines(whole, name)
+    for name in ("model.safetensors", "log.jsonl", "validation.jsonl"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
     first, second = (without_time(Report.of(json.loads((path / "metrics.json").read_text()))) for path in (out, whole))
     assert first == second
     assert not (out / "checkpoints").exists()
@@ -125,7 +123,7 @@ def stop_and_continue(
 )
 def test_a_run_that_is_stopped_in_each_stage_continues(
     run: Callable[..., Events], unbroken: tuple[Path, Path, Events], tmp_path: Path, stage: str, number: signal.Signals
-) -> None:
+):
     moments = [place for place, event in enumerate(unbroken[2], 1) if event[1].startswith(stage)]
     message = stop_and_continue(run, unbroken, tmp_path / "out", moments[len(moments) * 2 // 3], number)
     if number == signal.SIGINT:
@@ -137,6 +135,6 @@ def test_a_run_that_is_stopped_in_each_stage_continues(
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_that_is_stopped_at_a_random_moment_continues(
     run: Callable[..., Events], unbroken: tuple[Path, Path, Events], tmp_path: Path, seed: int, number: signal.Signals
-) -> None:
+):
     moment = random.Random(seed).randrange(len(unbroken[2]))  # noqa: S311 - nothing secret
     stop_and_continue(run, unbroken, tmp_path / "out", moment, number)

@@ -16,7 +16,7 @@ from training_world import chat_model
 
 
 @pytest.mark.parametrize("backbone_loss", ["text", "original"])
-def test_gradients_reach_the_backbone_in_the_second_stage_only(chats: Path, backbone_loss: Any) -> None:
+def test_gradients_reach_the_backbone_in_the_second_stage_only(chats: Path, backbone_loss: Any):
     joint, batch = harness(chat_model(), chats, backbone_loss=backbone_loss)
     head, adapter = list(joint.learner.head.parameters()), joint.adapter.parameters
     others = [p for p in joint.backbone.parameters() if not any(p is q for q in adapter)]
@@ -29,7 +29,7 @@ def test_gradients_reach_the_backbone_in_the_second_stage_only(chats: Path, back
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "eagle3", "mlp-speculator"])
-def test_the_loss_of_the_heads_alone_trains_the_adapter(chats: Path, method: str) -> None:
+def test_the_loss_of_the_heads_alone_trains_the_adapter(chats: Path, method: str):
     target = chat_model()
     joint, batch = harness(target, chats, method=method)
     losses = {weight: joint(**batch, head_weight=weight)["loss"] for weight in (0.0, 1.0)}
@@ -43,7 +43,7 @@ def test_the_loss_of_the_heads_alone_trains_the_adapter(chats: Path, method: str
 
 
 @pytest.mark.parametrize("only_heads", [True, False])
-def test_noise_is_scaled_by_the_length_of_each_text(chats: Path, only_heads: bool) -> None:
+def test_noise_is_scaled_by_the_length_of_each_text(chats: Path, only_heads: bool):
     joint, batch = harness(chat_model(), chats)
     read: list[Tensor] = []
     joint.learner.head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].detach()))
@@ -61,7 +61,7 @@ def test_noise_is_scaled_by_the_length_of_each_text(chats: Path, only_heads: boo
 @pytest.mark.parametrize("backbone_loss", ["text", "original"])
 def test_losses_and_gradients_are_those_of_the_definition(
     chats: Path, method: str, loss: Any, lm_head: Any, backbone_loss: Any
-) -> None:
+):
     """Medusa, equations 1 and 2: L_LM + λ0 Σ λ_k L_k, where the first head is k = 1; here λ0 = 0.3, λ_k = 0.5^k."""
     settings = {"method": method, "loss": loss, "lm_head": lm_head, "backbone_loss": backbone_loss}
     joint, batch = harness(chat_model(), chats, **settings)
@@ -109,7 +109,7 @@ def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tenso
     return torch.stack(backbone).mean(), [torch.stack(losses).mean() for losses in heads]
 
 
-def test_at_the_start_the_tuned_model_is_the_original(chats: Path) -> None:
+def test_at_the_start_the_tuned_model_is_the_original(chats: Path):
     joint, batch = harness(chat_model(), chats, moved=False, dropout=0.5, backbone_loss="original")
     found = joint(**batch)
     assert found["backbone_loss"].item() == pytest.approx(0.0, abs=1e-6)
@@ -120,7 +120,7 @@ def test_at_the_start_the_tuned_model_is_the_original(chats: Path) -> None:
     )
 
 
-def test_only_the_adapter_has_dropout_and_only_in_training(chats: Path) -> None:
+def test_only_the_adapter_has_dropout_and_only_in_training(chats: Path):
     joint, batch = harness(chat_model(attention_dropout=0.9), chats, dropout=0.5)
     assert joint(**batch)["loss"].item() != joint(**batch)["loss"].item()
     joint.eval()
@@ -129,7 +129,7 @@ def test_only_the_adapter_has_dropout_and_only_in_training(chats: Path) -> None:
     assert still(**batch)["loss"].item() == still(**batch)["loss"].item()
 
 
-def test_a_checkpoint_holds_only_trained_tensors(chats: Path) -> None:
+def test_a_checkpoint_holds_only_trained_tensors(chats: Path):
     joint, _ = harness(chat_model(), chats)
     state = joint.state_dict()
     parameters = [*joint.learner.head.parameters(), *joint.adapter.parameters]
@@ -143,7 +143,7 @@ def test_a_checkpoint_holds_only_trained_tensors(chats: Path) -> None:
         joint.load_state_dict(zeros)
 
 
-def test_gradients_through_four_bit_layers_are_those_of_the_rounded_weights(chats: Path, tmp_path: Path) -> None:
+def test_gradients_through_four_bit_layers_are_those_of_the_rounded_weights(chats: Path, tmp_path: Path):
     """QLoRA: the adapter's gradients are those of the same model with the rounded weights in full."""
     base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
     small = TargetModel.load(base, dtype=torch.float32, four_bit=True)

@@ -20,7 +20,7 @@ from training_world import chat_model, chat_options, counting_chats, train_optio
 
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
 @pytest.mark.parametrize("method", HEADS)
-def test_parameters_are_counted_without_the_head(method: str, lm_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_counted_without_the_head(method: str, lm_head: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("draftheads.train.new_head.embedding_scale", lambda *_: 1.0)
     target = chat_model()
     sizes = fitting(method, num_heads=3, num_layers=2)
@@ -33,7 +33,7 @@ def test_parameters_are_counted_without_the_head(method: str, lm_head: Any, monk
 @pytest.mark.parametrize(("optimizer", "each"), [("adamw", 16), ("muon", 16), ("adamw-8bit", 10)])
 def test_too_little_memory_is_an_error_with_both_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, each: int
-) -> None:
+):
     config = chat_model().config
     options = train_options(tmp_path / "out", tmp_path, optimizer=optimizer, draft_vocab_size=0)
     needed = 3 * (32 * 32 + 32) * each
@@ -47,7 +47,7 @@ def test_too_little_memory_is_an_error_with_both_values(
     assert "--num-heads" in str(caught.value)
 
 
-def test_sizes_beyond_the_model_are_named(tmp_path: Path) -> None:
+def test_sizes_beyond_the_model_are_named(tmp_path: Path):
     def check(**changes: Any) -> None:
         check_sizes(train_options(tmp_path, tmp_path, **changes), chat_model().config)
 
@@ -61,7 +61,7 @@ def test_sizes_beyond_the_model_are_named(tmp_path: Path) -> None:
         check(lm_head="low_rank", head_options=("lm_head_rank=65",))
 
 
-def test_both_commands_check_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_commands_check_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = on_disk(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(9))
@@ -72,11 +72,8 @@ def test_both_commands_check_before_the_weights_are_read(tmp_path: Path, monkeyp
             train(options, FakeProgress())
 
 
-def test_this_machine_has_memory() -> None:
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch):
     assert memory_bytes() > 1 << 28
-
-
-def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "find_memory", lambda: Memory(total=1 << 40, available=None, limit=1 << 30))
     assert memory_bytes() == 1 << 30
 
@@ -93,7 +90,7 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_texts_are_read_in_fp32_where_that_is_asked_for_and_fits(
     monkeypatch: pytest.MonkeyPatch, precision: str, memory_for: float, dtype: torch.dtype
-) -> None:
+):
     target = chat_model()
     size = 4 * sum(weight.numel() for weight in target.model.parameters())
     monkeypatch.setattr(memory, "default_dtype", lambda _: torch.bfloat16)

@@ -43,7 +43,7 @@ def tuned_weights(target: TargetModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("tied", "targets"), [(False, ()), (True, ()), (True, ("lm_head", "o_proj"))])
-def test_merging_gives_the_weights_of_the_definition(chats: Path, tied: bool, targets: tuple[str, ...]) -> None:
+def test_merging_gives_the_weights_of_the_definition(chats: Path, tied: bool, targets: tuple[str, ...]):
     target = chat_model(tie_word_embeddings=tied)
     joint, batch = harness(target, chats, targets=targets)
     joint.eval()
@@ -74,7 +74,7 @@ def test_merging_gives_the_weights_of_the_definition(chats: Path, tied: bool, ta
 )
 def test_the_merged_model_decodes_losslessly_with_its_head(
     chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str, tied: bool
-) -> None:
+):
     model = on_disk(tmp_path / "base", tie_word_embeddings=tied)
     out, merged = tmp_path / "out", tmp_path / "merged"
     heads = fitting(method, num_heads=3)
@@ -85,10 +85,9 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
     assert capfd.readouterr() == ("", "")  # no bar of transformers
     tuned = TargetModel.load(str(merged), dtype=torch.float32)
     assert tuned.config.tie_word_embeddings == tied
-    sizes = {folder: (folder / "model.safetensors").stat().st_size for folder in (Path(model), merged)}
-    assert sizes[merged] == pytest.approx(sizes[Path(model)], rel=0.01)
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (Path(model), merged)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
     assert tuned.model.generation_config.temperature == 0.7
-    assert tuned.tokenizer.chat_template
     # the folder holds the very model that was tuned
     again = TargetModel.load(model, dtype=torch.float32)
     texts = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 2]])
@@ -117,7 +116,7 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
 
 def test_an_lm_head_that_is_the_embedding_becomes_two_matrices_only_if_it_was_adapted(
     chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     model = on_disk(tmp_path / "base", tie_word_embeddings=True)
     progress = FakeProgress()
     train(joint_options(tmp_path / "out", chats, model=model, epochs=1), progress)
@@ -132,7 +131,7 @@ def test_an_lm_head_that_is_the_embedding_becomes_two_matrices_only_if_it_was_ad
         assert (told in capsys.readouterr().out) == are_two
 
 
-def test_merging_keeps_the_dtype_of_the_model_files(chats: Path, tmp_path: Path) -> None:
+def test_merging_keeps_the_dtype_of_the_model_files(chats: Path, tmp_path: Path):
     base = on_disk(tmp_path / "base", dtype=torch.bfloat16)
     train(joint_options(tmp_path / "out", chats, model=base, epochs=1), FakeProgress())
     for name, dtype in ((None, torch.bfloat16), ("fp32", torch.float32)):
@@ -143,7 +142,7 @@ def test_merging_keeps_the_dtype_of_the_model_files(chats: Path, tmp_path: Path)
         MergeOptions(model="", adapter=tmp_path, out=tmp_path, dtype="int8")
 
 
-def test_an_adapter_for_another_base_is_refused(tuned: Path, tmp_path: Path) -> None:
+def test_an_adapter_for_another_base_is_refused(tuned: Path, tmp_path: Path):
     out = shutil.copytree(tuned, tmp_path / "out")
 
     def assert_refused(error: type[Exception], words: str, target: TargetModel | None = None, run: Path = out) -> None:
@@ -164,8 +163,7 @@ def test_an_adapter_for_another_base_is_refused(tuned: Path, tmp_path: Path) -> 
     assert_refused(CheckpointCorrupt, "has no valid record of the model")
 
 
-def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(chats: Path, tmp_path: Path) -> None:
-    target = chat_model()
-    train_jointly_for(target, joint_options(tmp_path / "out", chats, learning_rate=0.05, epochs=4))
+def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(chats: Path, tmp_path: Path):
+    train_jointly_for(chat_model(), joint_options(tmp_path / "out", chats, learning_rate=0.05, epochs=2))
     with pytest.raises(CheckpointMismatch, match="the lm_head of this model"):
-        load_head(tmp_path / "out" / "head", target)
+        load_head(tmp_path / "out" / "head", chat_model())

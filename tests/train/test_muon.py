@@ -1,5 +1,6 @@
 """Muon: which parameters it moves, and by how much."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from draftheads.heads import HEADS
 from draftheads.heads.dspark import MarkovBias
 from draftheads.models.model import TargetModel
 from draftheads.train.trainer import MuonAdamW, hidden_matrices
+from fake_progress import FakeProgress
 from families import fitting, tiny_head, tiny_model
-from training_world import lines, train_for, train_options
+from training_world import KilledError, lines, stop_by_crash, train_for, train_options
 
 
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
 @pytest.mark.parametrize("method", HEADS)
-def test_matrices_between_hidden_states_are_muons(method: str, lm_head: Any) -> None:
+def test_matrices_between_hidden_states_are_muons(method: str, lm_head: Any):
     """Not embeddings, norms, biases, nor what leads to the vocabulary."""
     options = {**fitting(method), **({} if method == "small-llama" else {"lm_head": lm_head, "lm_head_rank": 8})}
     head = tiny_head(method, tiny_model("llama"), **options).requires_grad_()
@@ -46,7 +48,7 @@ def reference(weight: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, 
     return weight - lr * 0.2 * max(weight.shape) ** 0.5 * (found.T if tall else found)
 
 
-def test_steps_equal_the_reference() -> None:
+def test_steps_equal_the_reference():
     head = tiny_head("hydra", tiny_model("llama"), lm_head="own").requires_grad_()
     torch.manual_seed(1)
     optimizer = MuonAdamW(head, lr=0.01, weight_decay=0.0, betas=(0.9, 0.99))
@@ -75,8 +77,14 @@ def test_steps_equal_the_reference() -> None:
     assert all(torch.equal(one, copy) for one, copy in zip(others, copies, strict=True))
 
 
-def test_heads_learn_with_muon(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    settings = train_options(tmp_path / "out", features, method="hydra", optimizer="muon", learning_rate=0.05)
-    report = train_for(target, settings)
-    first = lines(tmp_path / "out", "validation.jsonl")[0]
+def test_heads_learn_with_muon_also_after_a_crash(target: TargetModel, features: Path, tmp_path: Path):
+    whole = train_options(tmp_path / "a", features, method="hydra", optimizer="muon", learning_rate=0.05, save_steps=4)
+    report = train_for(target, whole)
+    first = lines(whole.out, "validation.jsonl")[0]
     assert all(after < 0.85 * before for after, before in zip(report.losses, first["losses"], strict=True))
+    parts = replace(whole, out=tmp_path / "b", resume=True)
+    with pytest.raises(KilledError):
+        train_for(target, parts, FakeProgress(6, stop_by_crash, stage="training"))
+    train_for(target, parts)
+    assert (parts.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
+    assert lines(parts.out) == lines(whole.out)

@@ -71,22 +71,19 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def assert_same_training(one: Path, two: Path) -> None:
-    """Losses step by step, and the heads."""
+def assert_same_training(one: Path, two: Path, *heads: str) -> None:
+    """Losses step by step, and tensors."""
     for name in ("log.jsonl", "validation.jsonl"):
         first, second = lines(one, name), lines(two, name)
-        assert [line["step"] for line in first] == [line["step"] for line in second]
         for before, after in zip(first, second, strict=True):
             assert before.keys() == after.keys()
             for key, value in before.items():
                 assert after[key] == pytest.approx(value, rel=1e-4, abs=1e-7), (name, before["step"], key)
-
-
-def assert_same_tensors(one: Path, two: Path) -> None:
-    first, second = load_file(one), load_file(two)
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+    for name in heads or ("model.safetensors",):
+        first, second = load_file(one / name), load_file(two / name)
+        assert first.keys() == second.keys()
+        for key, tensor in first.items():
+            torch.testing.assert_close(second[key], tensor, rtol=1e-3, atol=1e-5, msg=key)
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +98,13 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_two_processes_train_the_same_head_as_one(world: Path, single: Path) -> None:
+def test_two_processes_train_the_same_head_as_one(world: Path, single: Path):
     """Each computes the hidden states of half of the texts."""
     output = finish(start(world, "train", *HEADS, "--features", "features-double", "--out", "double", processes=2))
     double = world / "double"
     assert len(files(world / "features-double")) > 4
     assert files(world / "features-double") == files(world / "features-single")
     assert_same_training(single, double)
-    assert_same_tensors(single / "model.safetensors", double / "model.safetensors")
     assert output.count("saved in") == output.count("reading data") == 1  # only the first one prints
     assert {path.name for path in double.iterdir()} == {path.name for path in single.iterdir()}
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (single, double)]
@@ -116,7 +112,7 @@ def test_two_processes_train_the_same_head_as_one(world: Path, single: Path) -> 
 
 
 @pytest.mark.thorough
-def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, single: Path) -> None:
+def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, single: Path):
     """Ctrl-C reaches the processes at different steps. They stop after the same step and save it."""
     arguments = ("train", *HEADS, "--out", "stopped")
     process = start(world, *arguments, processes=2)
@@ -130,20 +126,17 @@ def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, singl
     assert 3 <= len(lines(log.parent)) < len(lines(single))
     finish(start(world, *arguments, "--resume", processes=2))
     assert_same_training(single, world / "stopped")
-    assert_same_tensors(single / "model.safetensors", world / "stopped" / "model.safetensors")
 
 
 @pytest.mark.thorough
-def test_two_processes_tune_the_same_model_as_one(world: Path) -> None:
+def test_two_processes_tune_the_same_model_as_one(world: Path):
     """The adapter has gradients in the second stage only."""
     sizes = ("--batch-tokens", "96", "--max-length", "64", "--num-heads", "2", "--epochs", "1")
     joint = ("train", "--joint", "text", *sizes)
     finish(start(world, *joint, "--batch-tokens", "192", "--out", "tuned-by-one", processes=1))
     finish(start(world, *joint, "--out", "tuned-by-two", processes=2))
     one, two = world / "tuned-by-one", world / "tuned-by-two"
-    assert_same_training(one, two)
-    assert_same_tensors(one / "head" / "model.safetensors", two / "head" / "model.safetensors")
-    adapter = Path("adapter") / "adapter_model.safetensors"
-    assert_same_tensors(one / adapter, two / adapter)
+    adapter = "adapter/adapter_model.safetensors"
+    assert_same_training(one, two, "head/model.safetensors", adapter)
     moved = load_file(one / adapter)
     assert any(float(moved[name].abs().max()) > 0 for name in moved if "lora_B" in name)

@@ -1,6 +1,7 @@
 """Measurements on held-out text: ranks and expected tokens are those of the definition."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,25 @@ from draftheads.speculation.tree import Tree
 from draftheads.train.new_head import new_head
 from draftheads.train.report import NUM_RANKS, REPORTED_NODES, Measurement, verdict_of
 from families import propose
-from training_world import measured, train_for, train_options
+from training_world import measured, train_options
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_expected_tokens_equal_drafting_along_the_true_text(
-    target: TargetModel, features: Path, tmp_path: Path, method: str
-) -> None:
-    settings = train_options(tmp_path / "out", features, method=method)
-    train_for(target, settings)
-    head = load_head(tmp_path / "out", target, dtype=torch.float32)
+    target: TargetModel, features: Path, trained: Callable[[str], Path], method: str
+):
+    settings = train_options(trained(method), features, method=method)
+    head = load_head(settings.out, target, dtype=torch.float32)
     tree = Tree.cartesian([4, 3, 2])
     store = FeatureStore(features)
     _, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, seed=0)
     gains = []
     for document in (store[i] for i in held_out):
-        text, mask = document.token_ids, document.loss_mask
+        text, mask, hidden = document.token_ids, document.loss_mask, document.hidden.float()
         for t in range(len(text) - 4):
             if mask[t + 1] and mask[t + 2 : t + 5].all():
-                context = Context(
-                    document.hidden[None, t : t + 1].float(),
-                    text[None, t : t + 1],
-                    torch.ones(1).long(),
-                    text[t + 1, None],
-                )
+                here = hidden[None, t : t + 1], text[None, t : t + 1]
+                context = Context(*here, torch.ones(1).long(), text[t + 1, None])
                 gains.append(walk(tree, propose(head, context, tree).token_ids[0].tolist(), text[t + 2 :].tolist()))
     found = measured(target, features, settings, head=head)
     assert len(found.joint_ranks) == len(gains) > 20
@@ -49,7 +45,7 @@ def test_expected_tokens_equal_drafting_along_the_true_text(
     assert sum(gains) > len(gains) * 1.2
 
 
-def test_the_best_tree_is_not_measured_on_the_text_that_it_was_chosen_on() -> None:
+def test_the_best_tree_is_not_measured_on_the_text_that_it_was_chosen_on():
     """Random ranks: a tree that is chosen on the same positions seems to gain."""
     generator = torch.Generator().manual_seed(0)
     ranks = torch.randint(0, 60, (80, 2), generator=generator).clamp_max(NUM_RANKS)
@@ -75,7 +71,7 @@ def walk(tree: Tree, drafted: list[int], truth: list[int]) -> int:
     return gained
 
 
-def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, features: Path, tmp_path: Path) -> None:
+def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, features: Path, tmp_path: Path):
     settings = train_options(tmp_path / "out", features, draft_vocab_size=20, num_heads=2)
     found = measured(target, features, settings)
     store = FeatureStore(features)
@@ -102,32 +98,30 @@ def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, featur
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_step", "facts", "said"),
+    ("tokens_per_step", "facts", "said"),  # facts: steps, held-out texts, tokens
     [
         (
             1.03,
-            {"steps": 999},
-            "1.03 tokens per step on held-out text (plain decoding: 1): the heads have learned almost n",
+            (999, 200, 5000),
+            "1.03 tokens per step on held-out text (plain decoding: 1): the heads have learned a",
         ),
-        (1.14, {"steps": 999}, "almost nothing; train on more text"),
-        (1.03, {"steps": 1000}, "almost nothing in 1,000 steps; look at the learned tokens"),
-        (1.15, {}, "a start; each doubling of the text adds about 0.1"),
-        (1.149, {}, "1.15 tokens per step on held-out text (plain decoding: 1): a start"),
-        (1.79, {}, "a start"),
-        (2.41, {}, "2.41 tokens per step on held-out text (plain decoding: 1): good"),
-        (2.41, {"texts": 1}, "but of only 1 held-out text with 5,000 answer tokens, so other texts may give far less"),
-        (1.2, {"texts": 15}, "but of only 15 held-out texts with 5,000 answer tokens, so"),
-        (2.41, {"tokens": 999}, "but of only 200 held-out texts with 999 answer tokens, so"),
-        (1.8, {"texts": 16, "tokens": 1000}, "good"),
-        (1.03, {"texts": 1}, "almost nothing; train"),  # that it learned nothing needs no proof
+        (1.14, (999, 200, 5000), "almost nothing; train on more text"),
+        (1.03, (1000, 200, 5000), "almost nothing in 1,000 steps; look at the learned tokens"),
+        (1.03, (10, 1, 5000), "almost nothing; train"),  # that it learned nothing needs no proof
+        (1.149, (10, 200, 5000), "1.15 tokens per step on held-out text (plain decoding: 1): a start"),
+        (1.79, (10, 200, 5000), "a start; each doubling of the text adds about 0.1"),
+        (2.41, (10, 200, 5000), "2.41 tokens per step on held-out text (plain decoding: 1): good"),
+        (1.8, (10, 16, 1000), ": good"),
+        (2.41, (10, 1, 5000), "but of only 1 held-out text with 5,000 answer tokens, so other texts may give far less"),
+        (1.2, (10, 15, 5000), "but of only 15 held-out texts with 5,000 answer tokens, so"),
+        (2.41, (10, 200, 999), "but of only 200 held-out texts with 999 answer tokens, so"),
     ],
 )
-def test_the_verdict_has_its_class_and_names_commands(tokens_per_step: float, facts: Any, said: str) -> None:
-    given = {"steps": 10, "texts": 200, "tokens": 5000, **facts}
-    metrics = {"tokens_per_step_tree": tokens_per_step, "num_steps": given["steps"]}
-    found = verdict_of({**metrics, "num_held_out_texts": given["texts"], "num_held_out_tokens": given["tokens"]})
+def test_the_verdict_has_its_class_and_names_commands(tokens_per_step: float, facts: Any, said: str):
+    names = ("num_steps", "num_held_out_texts", "num_held_out_tokens")
+    found = verdict_of({"tokens_per_step_tree": tokens_per_step, **dict(zip(names, facts, strict=True))})
     assert said in found
-    assert ("good" in found) == (said == "good" or ": good" in said)
-    named = re.findall(r"`draftheads ([a-z-]+)", found)
+    assert ("good" in found) == said.endswith("good")
+    named = set(re.findall(r"`draftheads ([a-z-]+)", found))
     assert named
-    assert set(named) <= COMMANDS.keys()
+    assert named <= COMMANDS.keys()

@@ -1,21 +1,35 @@
 """Training runs that are killed or started again: with --resume the same command gives the same head."""
 
 import json
+import re
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftheads.errors import InvalidSettings, StorageError
+from draftheads.models.model import TargetModel
 from draftheads.train import processes, run
 from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder, find_checkpoint
+from draftheads.train.trainer import TrainingInterrupted
 from draftheads.utils.files import locked
 from fake_progress import FakeProgress
 from thorough import some
-from training_world import KilledError, chat_model, counting_chats, stop_by_crash, train_for, train_options, write_chats
+from training_world import (
+    KilledError,
+    chat_model,
+    counting_chats,
+    stop_by_crash,
+    stop_by_ctrl_c,
+    train_for,
+    train_options,
+    write_chats,
+)
 
 pytestmark = pytest.mark.usefixtures("loaded")
 SAVE_STEPS = 4
@@ -67,6 +81,21 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the same command always works ---
 
 
+def test_ctrl_c_saves_the_step_and_the_run_resumes(data: Path, whole: Path, tmp_path: Path):
+    settings, before = options(tmp_path / "out", data), signal.getsignal(signal.SIGINT)
+    with pytest.raises(TrainingInterrupted, match=r"stopped after step 6 of .*with --resume"):
+        run.train(settings, FakeProgress(6, stop_by_ctrl_c, stage="training"))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not (settings.out / "model.safetensors").exists()
+    with pytest.raises(InvalidSettings, match="add --resume"):
+        run.train(replace(settings, resume=False), FakeProgress())
+    reporter = FakeProgress()
+    torch.rand(7)  # whatever was drawn before must not matter
+    run.train(settings, reporter)
+    assert reporter.steps[0] == 7
+    assert found_in(settings.out) == found_in(whole)
+
+
 @pytest.mark.parametrize(
     "kill_after", some([2, SAVE_STEPS - 1, SAVE_STEPS, SAVE_STEPS + 1, 3 * SAVE_STEPS - 1], 2, SAVE_STEPS + 1)
 )
@@ -74,7 +103,8 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
     data: Path, whole: Path, tmp_path: Path, kill_after: int
 ):
     settings = options(tmp_path / "out", data)
-    train_until_killed(settings, after=kill_after)
+    # settings may change before the first checkpoint
+    train_until_killed(replace(settings, learning_rate=0.5) if kill_after == 2 else settings, after=kill_after)
     reporter = FakeProgress()
     run.train(settings, reporter)
     last = (kill_after - 1) // SAVE_STEPS * SAVE_STEPS  # a step is reported before it is saved
@@ -84,13 +114,7 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
     assert found_in(settings.out) == found_in(whole)
 
 
-def test_settings_may_change_before_the_first_checkpoint(data: Path, whole: Path, tmp_path: Path):
-    train_until_killed(options(tmp_path / "out", data, learning_rate=0.5), after=2)
-    run.train(options(tmp_path / "out", data), FakeProgress())
-    assert found_in(tmp_path / "out") == found_in(whole)
-
-
-def test_a_complete_run_is_not_repeated(data: Path, whole: Path):
+def test_a_complete_run_is_not_repeated(data: Path, whole: Path, tmp_path: Path):
     kept = [path for path in whole.iterdir() if path.name != ".lock"]
     before = {path: path.stat().st_mtime_ns for path in kept}
     reporter = FakeProgress()
@@ -103,6 +127,10 @@ def test_a_complete_run_is_not_repeated(data: Path, whole: Path):
         run.train(options(whole, data, epochs=3), FakeProgress())
     with pytest.raises(InvalidSettings, match="holds a trained head"):
         run.train(replace(options(whole, data), resume=False), FakeProgress())
+    moved = shutil.copytree(whole, tmp_path / "moved")
+    (moved / "metrics.json").unlink()  # a head of others
+    with pytest.raises(InvalidSettings, match="holds a trained head"):
+        run.train(options(moved, data), FakeProgress())
 
 
 def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
@@ -138,34 +166,34 @@ def test_half_a_checkpoint_is_ignored_and_removed(data: Path, whole: Path, tmp_p
     assert found_in(settings.out) == found_in(whole)
 
 
-@pytest.mark.parametrize("size", [0, 1000])
-def test_a_damaged_checkpoint_is_an_error_that_names_it(data: Path, tmp_path: Path, size: int):
+def test_a_damaged_checkpoint_is_an_error_that_names_it(data: Path, tmp_path: Path):
     settings = options(tmp_path / "out", data)
     train_until_killed(settings, after=SAVE_STEPS + 1)
-    newest = find_checkpoint(settings.out)
-    assert newest
-    newest.write_bytes(newest.read_bytes()[:size])
-    with pytest.raises(StorageError, match=rf"checkpoint-{SAVE_STEPS}\.pt cannot be read: .*delete it"):
-        run.train(settings, FakeProgress())
+    newest = settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS}.pt"
+    for content in (newest.read_bytes()[:1000], b""):
+        newest.write_bytes(content)
+        with pytest.raises(StorageError, match=rf"checkpoint-{SAVE_STEPS}\.pt cannot be read: .*delete it"):
+            run.train(settings, FakeProgress())
 
 
-def test_resuming_with_another_number_of_processes_is_an_error(data: Path, tmp_path: Path):
-    """A checkpoint has the random state of each process."""
+def test_a_run_with_other_settings_is_refused_before_the_model_reads(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of processes, since a checkpoint has the random state of each one; and settings of other versions by name."""
     settings = options(tmp_path / "out", data)
     train_until_killed(settings, after=SAVE_STEPS + 1)
+    monkeypatch.setattr(TargetModel, "hidden_states", lambda *_: pytest.fail("the model was asked"))
+    with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.001 and is 0\.5"):
+        run.train(replace(settings, learning_rate=0.5), FakeProgress())
     path = settings.out / "run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}), encoding="utf-8")
-    with pytest.raises(InvalidSettings, match="processes was 2 and is 1"):
-        run.train(replace(settings, resume=True), FakeProgress())
-
-
-def test_a_run_of_a_version_with_other_settings_is_refused_by_name(data: Path, whole: Path, tmp_path: Path):
-    settings = options(tmp_path / "out", data)
-    train_until_killed(settings, after=SAVE_STEPS + 1)
-    path = settings.out / "run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "dropout": 0.2, "accumulate": 2}), encoding="utf-8")
-    with pytest.raises(InvalidSettings, match=r"run\.json has settings that this version does not have: accumulate, d"):
-        run.train(settings, FakeProgress())
+    before = json.loads(path.read_text())
+    for changes, words in (
+        ({"processes": 2}, "processes was 2 and is 1"),
+        ({"dropout": 0.2, "accumulate": 2}, "run.json has settings that this version does not have: accumulate, drop"),
+    ):
+        path.write_text(json.dumps({**before, **changes}), encoding="utf-8")
+        with pytest.raises(InvalidSettings, match=re.escape(words)):
+            run.train(settings, FakeProgress())
     complete = shutil.copytree(whole, tmp_path / "complete")
     metrics = json.loads((complete / "metrics.json").read_text())
     metrics["options"]["dropout"] = 0.2
@@ -174,19 +202,16 @@ def test_a_run_of_a_version_with_other_settings_is_refused_by_name(data: Path, w
         run.train(options(complete, data), FakeProgress())
 
 
-def test_two_runs_cannot_write_one_folder(features: Path, tmp_path: Path) -> None:
-    settings = train_options(tmp_path / "out", features, epochs=1)
-    silent = FakeProgress()
-    with locked(settings.out, ""), pytest.raises(StorageError, match=r"another process is writing .*out: wait for it"):
-        run.train(settings, silent)
-    assert silent.stages == []
-    assert run.train(settings, FakeProgress()) is not None
-    with locked(settings.out, ""), pytest.raises(StorageError, match="another process"):
-        run.train(replace(settings, resume=True), FakeProgress())  # it tidies up what the other may be writing
-    assert run.train(replace(settings, resume=True), FakeProgress()) is not None
+def test_two_runs_cannot_write_one_folder(features: Path, whole: Path, data: Path, tmp_path: Path):
+    """Nor can one tidy up what the other may be writing."""
+    for settings in (train_options(tmp_path / "out", features), options(whole, data)):
+        silent = FakeProgress()
+        with locked(settings.out, ""), pytest.raises(StorageError, match=r"another process is writing .*: wait"):
+            run.train(settings, silent)
+        assert silent.stages == []
 
 
-def test_only_the_first_of_several_processes_locks_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_of_several_processes_locks_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(processes, "is_first", lambda: False)
     with locked(tmp_path, ""), RunFolder(train_options(tmp_path, tmp_path)).lock():
         pass

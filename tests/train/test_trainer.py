@@ -34,7 +34,7 @@ from training_world import (
 
 
 @pytest.mark.parametrize("final", [0.0, 0.3])
-def test_the_rates_are_those_of_transformers(final: float) -> None:
+def test_the_rates_are_those_of_transformers(final: float):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     settings = {"min_lr_rate": final}
     scheduler = get_scheduler(
@@ -49,7 +49,7 @@ def test_the_rates_are_those_of_transformers(final: float) -> None:
 
 def test_the_batches_of_a_large_step_are_averaged(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The first step's loss and gradient are the means of its batches'."""
     monkeypatch.setattr(training_data, "MOST_BATCH_TOKENS", 128)
     for name, size in (("one", 128), ("three", 384)):
@@ -62,7 +62,7 @@ def test_the_batches_of_a_large_step_are_averaged(
         assert line["grad_norm"] <= max(part["grad_norm"] for part in one[3 * step : 3 * step + 3]) * 1.001
 
 
-def test_gradients_are_scaled_down_to_the_given_norm(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+def test_gradients_are_scaled_down_to_the_given_norm(target: TargetModel, chats: Path, tmp_path: Path):
     """Below AdamW's ε, steps become short."""
     train_for(target, chat_options(tmp_path, data=(chats,), max_grad_norm=1e-13))
     first, *_, last = (sum(line["losses"]) for line in lines(tmp_path, "validation.jsonl"))
@@ -72,7 +72,7 @@ def test_gradients_are_scaled_down_to_the_given_norm(target: TargetModel, chats:
 
 def test_what_was_drawn_before_a_training_does_not_matter(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     own, found = training.new_head, []
     for number in (0, 7):
         monkeypatch.setattr(training, "new_head", lambda *a, n=number, **k: (own(*a, **k), torch.rand(n))[0])
@@ -81,7 +81,7 @@ def test_what_was_drawn_before_a_training_does_not_matter(
     assert found[0] == found[1]
 
 
-def test_matrices_decay_and_vectors_do_not(target: TargetModel, features: Path, tmp_path: Path) -> None:
+def test_matrices_decay_and_vectors_do_not(target: TargetModel, features: Path, tmp_path: Path):
     settings = train_options(tmp_path, features, weight_decay=0.25, num_layers=2, betas=(0.8, 0.95))
     head = training.new_head(settings, target, FeatureStore(features), [0])
     groups = trainer.head_optimizer(settings, head).param_groups
@@ -93,7 +93,7 @@ def test_matrices_decay_and_vectors_do_not(target: TargetModel, features: Path, 
     assert {group["betas"] for group in groups} == {(0.8, 0.95)}
 
 
-def test_bf16_rounds_the_products(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+def test_bf16_rounds_the_products(target: TargetModel, chats: Path, tmp_path: Path):
     first = []
     for precision in ("fp32", "bf16"):
         train_for(target, chat_options(tmp_path / precision, data=(chats,), precision=precision))
@@ -104,7 +104,7 @@ def test_bf16_rounds_the_products(target: TargetModel, chats: Path, tmp_path: Pa
 
 def test_adamw_8bit_trains_nearly_as_well_with_8_bit_moments(
     chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     target = chat_model(hidden_size=128)  # smaller tensors are kept in full
     monkeypatch.setattr(training.shutil, "rmtree", lambda *_, **__: None)  # leave the checkpoints
     settings = chat_options(tmp_path / "out", data=(chats,), save_steps=5, learning_rate=0.003)
@@ -112,27 +112,17 @@ def test_adamw_8bit_trains_nearly_as_well_with_8_bit_moments(
     full = train_for(target, replace(settings, out=tmp_path / "full"))
     assert small.losses == pytest.approx(full.losses, rel=0.02)
     (newest,) = (tmp_path / "out" / "checkpoints").glob("checkpoint-*.pt")
-    state = torch.load(newest)["optimizer"]["state"]
-    assert any(tensor.dtype == torch.uint8 for tensor in tensors_in(state))
+    assert "dtype=torch.uint8" in str(torch.load(newest)["optimizer"]["state"])
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All of them, however deep in dictionaries."""
-    if isinstance(value, dict):
-        return [tensor for inner in value.values() for tensor in tensors_in(inner)]
-    return [value] if torch.is_tensor(value) else []
-
-
-def test_a_missing_package_is_named(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingDependency, match=r"needs bitsandbytes: pip install 'draftheads\["):
         run.train(chat_options(tmp_path / "out", data=(chats,), optimizer="adamw-8bit"), FakeProgress())
 
 
 @pytest.mark.parametrize("loss", ["teacher", "hard"])
-def test_a_loss_of_nan_names_the_step_and_the_texts(
-    target: TargetModel, features: Path, tmp_path: Path, loss: Any
-) -> None:
+def test_a_loss_of_nan_names_the_step_and_the_texts(target: TargetModel, features: Path, tmp_path: Path, loss: Any):
     broken = shutil.copytree(features, tmp_path / "features")
     store = FeatureStore(features)
     training, _ = choose_texts(store.token_ids, store.loss_masks, held_out=0.2, seed=0)
@@ -168,7 +158,7 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_line(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("precision", ["auto", "4bit", "fp32", "bf16"])
 def test_auto_is_bf16_where_the_device_computes_in_it(
     monkeypatch: pytest.MonkeyPatch, precision: str, usual: torch.dtype
-) -> None:
+):
     monkeypatch.setattr(trainer, "default_dtype", lambda _: usual)
     expected = precision == "bf16" if precision in ("fp32", "bf16") else usual == torch.bfloat16
     assert trainer.computes_in_bf16(train_options(Path("out"), Path("x"), precision=precision)) == expected

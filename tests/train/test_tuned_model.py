@@ -16,7 +16,7 @@ from joint_world import harness
 from training_world import VOCAB, chat_model, chat_tokenizer
 
 
-def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
+def test_all_linear_layers_and_the_lm_head_are_adapted():
     target = chat_model()
     names = linear_layers(target.model)
     assert names == ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -28,11 +28,11 @@ def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
     assert TunedModel(target.model, None, "").update is None
 
 
-def test_an_lm_head_that_is_the_embedding_is_not_adapted() -> None:
+def test_an_lm_head_that_is_the_embedding_is_not_adapted():
     assert "lm_head" not in linear_layers(chat_model(tie_word_embeddings=True).model)
 
 
-def test_only_the_named_layers_are_adapted() -> None:
+def test_only_the_named_layers_are_adapted():
     target = chat_model()
     adapter = Adapter(target.model, rank=2, alpha=4, dropout=0.0, targets=("q_proj",))
     assert len(adapter.parameters) == 2 * 2
@@ -41,7 +41,7 @@ def test_only_the_named_layers_are_adapted() -> None:
         Adapter(chat_model().model, rank=2, alpha=4, dropout=0.0, targets=("no_such",))
 
 
-def test_labels_of_the_tuned_model_have_its_soft_cap(chats: Path) -> None:
+def test_labels_of_the_tuned_model_have_its_soft_cap(chats: Path):
     """With an adapted lm_head, too (Gemma-2 caps its logits)."""
     gemma = tiny_model("gemma2", vocab_size=len(VOCAB), final_logit_softcapping=2.0, tie_word_embeddings=False)
     target = replace(gemma, tokenizer=chat_tokenizer())
@@ -57,7 +57,7 @@ def test_labels_of_the_tuned_model_have_its_soft_cap(chats: Path) -> None:
     torch.testing.assert_close(learner.labels(hidden, batch["token_ids"])(positions).probs, expected)
 
 
-def test_the_movement_equals_its_definition() -> None:
+def test_the_movement_equals_its_definition():
     generator = torch.Generator().manual_seed(0)
     before, after = torch.randn(2, 9, 5, generator=generator).unbind()
     next_ids = torch.randint(0, 5, (9,), generator=generator)
