@@ -155,8 +155,7 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
 def test_half_a_checkpoint_is_ignored_and_removed(data: Path, whole: Path, tmp_path: Path):
     settings = options(tmp_path / "out", data)
     train_until_killed(settings, after=SAVE_STEPS + 1)
-    newest = find_checkpoint(settings.out)
-    assert newest == settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS}.pt"
+    newest = settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS}.pt"
     half = newest.with_name(f".checkpoint-{SAVE_STEPS + 1}.pt.a1b2c3d4.tmp")
     half.write_bytes(newest.read_bytes()[:1000])
     assert find_checkpoint(settings.out) == newest

@@ -57,9 +57,9 @@ def test_the_batches_of_a_large_step_are_averaged(
     one, three = lines(tmp_path / "one"), lines(tmp_path / "three")
     assert len(three) == -(-len(one) // 3)
     for step, line in enumerate(three[:-1]):
-        parts = [part["loss"] for part in one[3 * step : 3 * step + 3]]
-        assert line["loss"] == pytest.approx(sum(parts) / 3, rel=1e-5)
-        assert line["grad_norm"] <= max(part["grad_norm"] for part in one[3 * step : 3 * step + 3]) * 1.001
+        parts = one[3 * step : 3 * step + 3]
+        assert line["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 3, rel=1e-5)
+        assert line["grad_norm"] <= max(part["grad_norm"] for part in parts) * 1.001
 
 
 def test_gradients_are_scaled_down_to_the_given_norm(target: TargetModel, chats: Path, tmp_path: Path):

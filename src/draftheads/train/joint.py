@@ -171,7 +171,7 @@ class JointRun(Run):
 
     head_folder = HEAD_FOLDER
 
-    adapter: Any = None  # an Adapter, while it is in the model
+    adapter: Any = None  # an Adapter, as soon as it is in the model
     tuned: TunedModel
     joint: JointLearner
 
