@@ -56,9 +56,9 @@ def import_(options: ImportOptions) -> None:
 def merge(options: "MergeOptions") -> None:
     """Makes one ordinary model folder with its head in it, then prints the command that decodes with it."""
     from draftheads.checkpoints.head_files import HEAD_FOLDER  # noqa: PLC0415 - slow to import
-    from draftheads.train import tuned_model as joint  # noqa: PLC0415
+    from draftheads.train.tuned_model import merge as merge_model  # noqa: PLC0415
 
-    if added := joint.merge(options):
+    if added := merge_model(options):
         print(f"lm_head and embedding were one matrix and are two now: {added / 1e6:,.0f} MB more than the base")
     head = options.out / HEAD_FOLDER
     given = f" --head {head}" if head.is_dir() else ""

@@ -22,10 +22,10 @@ from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.features import Documents
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.models.adapter import check_adapter_base, is_tied, quiet, require_peft
-from draftheads.models.model_config import DTYPES
 from draftheads.models.fingerprint import sampled_layers
 from draftheads.models.gguf_models import without_bars
 from draftheads.models.model import TargetModel
+from draftheads.models.model_config import DTYPES
 from draftheads.models.model_names import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
