@@ -17,7 +17,6 @@ from draftheads.cli.main import read_options
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.attention import LayerConfig
 from draftheads.models.model import TargetModel
-from draftheads.train import run
 from training_world import chat_model, counting_chats, tool_module, write_chats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +41,7 @@ def work(tool: Any, target: TargetModel, tmp_path_factory: pytest.TempPathFactor
     arguments = ["train", str(folder / "work"), "--data", str(data), "--only", *ONLY]
     small = ["--batch-tokens", "128", "--held-out", "0.2", "--draft-vocab-size", "48"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.TargetModel, "load", lambda *_, **__: target)
+        patch.setattr(TargetModel, "load", lambda *_, **__: target)
         assert tool.main([*arguments, "--", *small]) == 0
         assert tool.main([*arguments, "--", *small]) == 0, "all is there already"
         assert tool.main([*arguments, "--", *small, "--seed", "3"]) == 1, "an error of the training is the tool's"
