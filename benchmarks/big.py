@@ -125,7 +125,6 @@ class Row:
         return statistics.median(self.speeds)
 
     def pass_ms(self, place: int) -> float:
-        """For one number of nodes."""
         return statistics.median(passes[place] for passes in self.passes)
 
     @property
@@ -214,7 +213,6 @@ Program = DraftHeads | LlamaCpp
 
 @contextmanager
 def folder_for_model(options: Options) -> Iterator[Path]:
-    """A new folder, deleted at the end whatever ends it."""
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"random-{options.size}-", dir=options.folder))
     try:

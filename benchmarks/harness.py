@@ -108,7 +108,7 @@ def table_of(*headings: str, title: str | None = None) -> Table:
     """An empty table; the first column has names."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
     for number, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=True, justify="right" if number else "left")
+        table.add_column(heading, no_wrap=number > 0, justify="right" if number else "left")
     return table
 
 
@@ -137,7 +137,6 @@ class Reply:
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers."""
         return sum(map(len, self.token_ids))
 
 
@@ -167,7 +166,6 @@ class Program:
         return f"ended with status {self.process.wait()}: {lines[-1].strip() if lines else 'nothing printed'}"
 
     def stop(self) -> None:
-        """End the process."""
         if self.process.stdin is None:
             self.process.terminate()
         try:

@@ -154,8 +154,7 @@ class LoadRow:
         return [throughput(samples, self.load.users) for samples in self.rounds]
 
     @property
-    def medians(self) -> list[float]:
-        """Median latency of each round, in seconds."""
+    def medians(self) -> list[float]:  # of the latency of each round
         return [float(np.median([sample.latency for sample in samples])) for samples in self.rounds]
 
     @property
@@ -240,7 +239,6 @@ class Measurement:
 
     @property
     def loads(self) -> list[Load]:
-        """In the order of the tables."""
         return [Load(users=users) for users in self.options.users] + [Load(rate=rate) for rate in self.options.rates]
 
     def run(self) -> None:
@@ -279,8 +277,7 @@ class Measurement:
                 say(f"{way.name}: a long prompt joins running streams")
                 long, stream = self._ask(http, way, _WARM_UP_TOKENS), self._ask(http, way, 3 * options.max_tokens)
                 joined = joining(way.name, long, stream, self.prompts, streams=8, tokens=options.joining_tokens)
-                found = await self._tried(way, joined)
-                self.joinings += [found] if found else []
+                self.joinings += filter(None, [await self._tried(way, joined)])
             for turn in range(options.rounds):
                 for number, load in enumerate(self.loads):
                     ways = self._ways()

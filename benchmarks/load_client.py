@@ -36,7 +36,6 @@ class Sample:
 
     @property
     def first_token(self) -> float:
-        """Until the first text."""
         return self.times[0] if self.times else self.latency
 
     @property

@@ -112,7 +112,6 @@ class Subject:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Texts of different lengths."""
         if self.name == RANDOM:
             chance = torch.Generator().manual_seed(0)
             lengths = (7, 190, 40, 75, 20, 300, 12, 130) * 4
@@ -121,7 +120,6 @@ class Subject:
         return [line["turns"][0] for line in lines]
 
     def head(self, method: str) -> DraftHead:
-        """A head without copies."""
         if self.name == RANDOM:
             return untrained_head(method, self.target)
         return load_drafter(resolve_head(method, self.name), self.target, fast=False)
@@ -158,9 +156,6 @@ def untrained_head(method: str, target: TargetModel) -> DraftHead:
 
 def with_graphs(model: TargetModel, *, on: bool) -> TargetModel:
     return replace(model, step_mode=StepMode(on))
-
-
-# the parts: each gives its results one by one
 
 
 def check(options: Options, clock: Clock) -> Iterator[Row]:

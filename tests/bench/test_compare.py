@@ -19,7 +19,7 @@ from draftheads.bench.contenders import Contender
 from draftheads.bench.conversations import Conversations
 from draftheads.bench.quality import Item, Measure, Outcome
 from draftheads.bench.rounds import Bench
-from draftheads.bench.settings import BenchSettings, Point
+from draftheads.bench.settings import BenchSettings, Point, Variant
 from draftheads.bench.table import ALL, Row
 from draftheads.bench.timing import PLAIN, STOCK, Answers, StepClock, Way, together
 from draftheads.checkpoints.checkpoint import save_head
@@ -44,6 +44,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3 + row, 4, 5 + row % 7, 6] for row in range(6)]
 OTHERS = [[9, 3 + row, 8] for row in range(8)]
 SETTINGS = BenchSettings(trees=("best",), num_nodes=(6,), max_new_tokens=10, num_calibration_prompts=8)
+
+
+@pytest.fixture(autouse=True)
+def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafting of heads is timed once."""
+    monkeypatch.setattr(timing, "_REPEATS", 1)
 
 
 def of_head(name: str, head: DraftHead, identity: str = "1") -> Contender:
@@ -199,12 +205,12 @@ def test_tokens_per_step_are_those_of_decoding(model: TargetModel, tmp_path: Pat
 
 @pytest.mark.parametrize("rule", ["exact", "typical", "rejection", "block"])
 def test_each_acceptance_rule_is_timed_at_a_temperature(model: TargetModel, tmp_path: Path, rule: str):
-    settings = replace(SETTINGS, temperatures=(0.7,), acceptance=(rule,), epsilons=(0.2,))
+    settings = replace(SETTINGS, trees=("chain",), temperatures=(0.7,), acceptance=(rule,), epsilons=(0.2,))
     each = contenders(model)[1:]
     if rule in ("rejection", "block"):
         left_out = bench(model, tmp_path, each, settings)
         assert "prompt-lookup" not in named(left_out.run())
-        words = f"prompt-lookup is left out: it cannot draft trees of the kind best with {rule} acceptance"
+        words = f"prompt-lookup is left out: it cannot draft trees of the kind chain with {rule} acceptance"
         assert [problem["problem"] for problem in left_out.problems] == [words]
         with pytest.raises(InvalidSettings, match="no drafter is left: prompt-lookup is left out"):
             bench(model, tmp_path, each[-1:], settings).run()
@@ -224,24 +230,16 @@ def test_each_acceptance_rule_is_timed_at_a_temperature(model: TargetModel, tmp_
     assert one.settings.sampling(next(one.settings.points()), variant).acceptance == rule
 
 
-def test_every_combination_of_settings_has_its_rows(model: TargetModel, tmp_path: Path):
+def test_every_combination_of_settings_is_measured():
     settings = replace(
-        SETTINGS, trees=("best", "chain"), num_nodes=(3, 5), batch_sizes=(1, 2), temperatures=(0.0, 0.8),
-        acceptance=("exact", "typical"), epsilons=(0.1, 0.3), max_new_tokens=4,
+        SETTINGS, trees=("best", "defaults"), num_nodes=(3, 5), batch_sizes=(1, 2), temperatures=(0.0, 0.8),
+        acceptance=("exact", "typical"), epsilons=(0.1, 0.3),
     )  # fmt: skip
-    rows = bench(model, tmp_path, contenders(model)[:1], settings).run()
-    found = [
-        (row.name, *(row.settings.get(name) for name in ("batch_size", "temperature", "tree", "num_nodes", "epsilon")))
-        for row in rows
-    ]
-    expected = []
-    for size in (1, 2):
-        for temperature in (0.0, 0.8):
-            expected.append((PLAIN, size, temperature, None, None, None))
-            epsilons = (None, 0.1, 0.3) if temperature else (None,)
-            trees = [(tree, nodes) for tree in ("best", "chain") for nodes in (3, 5)]
-            expected += [("medusa", size, temperature, *tree, epsilon) for tree in trees for epsilon in epsilons]
-    assert found == expected
+    assert list(settings.points()) == [Point(1, 0.0), Point(1, 0.8), Point(2, 0.0), Point(2, 0.8)]
+    trees = (("best", 3), ("best", 5), ("defaults", None))
+    assert list(settings.variants(0.0)) == [Variant(*tree) for tree in trees]
+    rules = (("exact", None), ("typical", 0.1), ("typical", 0.3))
+    assert list(settings.variants(0.8)) == [Variant(*tree, *rule) for tree in trees for rule in rules]
 
 
 def test_a_time_box_bounds_the_answers_and_saves_none(model: TargetModel, tmp_path: Path):
@@ -310,15 +308,21 @@ def test_the_model_s_own_answers_continue_a_conversation(world: Path, tmp_path: 
     )
 
 
-def test_answers_stand_in_the_conversation_without_blanks_around_them(world: Path):
-    model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
+@pytest.fixture(scope="module")
+def talking(world: Path) -> TargetModel:
+    """A model with a tokenizer and a chat template."""
+    return draftheads.load(str(world / "model"), precision="fp32", fast=False).model
+
+
+def test_answers_stand_in_the_conversation_without_blanks_around_them(talking: TargetModel):
+    model = talking
     ids = model.tokenizer(" hello ", add_special_tokens=False)["input_ids"]
     assert model.tokenizer.decode(ids) != "hello"
     assert Conversations(Engine(model)).said(ids) == "hello"
 
 
-def test_what_is_too_long_is_a_problem_of_its_question(world: Path, tmp_path: Path):
-    model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
+def test_what_is_too_long_is_a_problem_of_its_question(talking: TargetModel, tmp_path: Path):
+    model = talking
     limit = model.max_positions
     assert limit is not None
     long = "a dog " * limit
@@ -351,29 +355,15 @@ def test_a_turn_that_one_way_does_not_reach_is_left_out_of_both():
     assert together(plain, own) == (plain, own[:1])
 
 
-def test_prompts_can_have_one_length(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    lengths = []
-    real = rounds.engine_way
-
-    def way(engine: Engine, *arguments: Any) -> Way:
-        decode = real(engine, *arguments)
-        return lambda group, tokens: (lengths.extend(map(len, group)), decode(group, tokens))[1]  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr(rounds, "engine_way", way)
-    settings = replace(SETTINGS, prompt_tokens=(3, 9), max_new_tokens=3, ignore_eos=True)
-    rows = bench(model, tmp_path, [Contender("lookup", Mixed(None), "1")], settings).run()
-    assert set(lengths) == {3, 9}
-    assert [row.settings["prompt_tokens"] for row in rows] == [3, 3, 9, 9]
-    assert all(row.num_tokens == 3 * 6 for row in rows), "exactly so many tokens"
-
-
-def test_long_prompts_lose_their_middle(model: TargetModel, tmp_path: Path):
+def test_prompts_can_have_one_length_and_long_ones_lose_their_middle(model: TargetModel, tmp_path: Path):
     prompts = [[*prompt, *range(10, 30), 7, 8] for prompt in PROMPTS[:3]]
-    one = bench(model, tmp_path, [], replace(SETTINGS, longest_prompt=5), [*prompts, [3, 4]])
-    talks = one._talks(Point())
-    assert [talks.ids(question) for question in one.questions] == [
-        *([*prompt[:3], 7, 8] for prompt in prompts), [3, 4]
-    ]  # fmt: skip
+    settings = replace(SETTINGS, longest_prompt=5, prompt_tokens=(3, 9))
+    one = bench(model, tmp_path, [], settings, [*prompts, [3, 4]])
+    whole = [one._talks(Point()).ids(question) for question in one.questions]
+    assert whole == [*([*prompt[:3], 7, 8] for prompt in prompts), [3, 4]]
+    for point in settings.points():
+        cut = [one._talks(point).ids(question) for question in one.questions]
+        assert cut == [(ids * 5)[: point.prompt_tokens] for ids in whole]
 
 
 # --- quality ---
@@ -390,10 +380,9 @@ class Length(Measure):
         return (float(len(item.answers[-1])),) if item.reference else "no reference"
 
 
-def test_quality_is_measured_for_each_way_and_part(world: Path, tmp_path: Path):
-    model = draftheads.load(str(world / "model"), precision="fp32", fast=False).model
+def test_quality_is_measured_for_each_way_and_part(talking: TargetModel, tmp_path: Path):
     each = [Contender("lookup", Mixed(None), "1")]
-    one = bench(model, tmp_path, each, SETTINGS, QUESTIONS, measures=("agreement", Length()))
+    one = bench(talking, tmp_path, each, SETTINGS, QUESTIONS, measures=("agreement", Length()))
     rows = one.run()
     by_part = {row.part: row.quality for row in rows if row.name == "lookup"}
     assert by_part[ALL]["agreement"] == 100.0

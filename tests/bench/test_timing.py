@@ -188,12 +188,6 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
     assert sum(parts) < 1e3 * found.seconds
 
 
-def test_plain_decoding_drafts_nothing(model: TargetModel):
-    (found,) = engine_way(Engine(model))(PROMPTS[:1], 20)
-    assert (found.num_drafted, found.num_copied) == (0, 0)
-    assert found.num_steps == (found.num_tokens - 1,)
-
-
 def test_transformers_way_stops_at_the_end_of_text():
     stock = tiny_model("llama")
     free = stock_way(stock)(PROMPTS[:1], 20)[0].token_ids[0]

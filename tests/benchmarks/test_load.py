@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import load
 import load_client
 from load import Load, LoadRow
-from load_client import Messages, RequestFailed, Sample, closed_loop, joining, parsed, poisson, throughput
+from load_client import Joining, Messages, RequestFailed, Sample, closed_loop, joining, parsed, poisson, throughput
 
 
 def prompts(count: int) -> list[Messages]:
@@ -134,32 +134,24 @@ def test_the_longest_wait_is_that_of_the_time_in_which_the_long_prompt_was_read(
     monkeypatch.setattr("load_client._SECONDS_BEFORE", 0.0)
     lengths: list[int] = []
 
-    async def long(messages: Messages) -> Sample:
-        lengths.append(len(messages[0]["content"]))
-        return Sample((0.8,), 0.9, 2, 900, None, None, "", sent=10.0)
+    def joined(*times: float, sent: float) -> Joining:
+        async def long(messages: Messages) -> Sample:
+            lengths.append(len(messages[0]["content"]))
+            return Sample((0.8,), 0.9, 2, 900, None, None, "", sent=10.0)
 
-    async def stream(messages: Messages) -> Sample:
-        # steps of 0.1 s; one of 0.3 s while the prompt is read (10.0 to 10.8), and one of 5 s after it
-        return Sample((0.0, 0.1, 0.2, 0.3, 0.6, 0.7, 0.9, 1.05, 6.05), 6.1, 9, 9, None, None, "", sent=9.8)
+        async def stream(messages: Messages) -> Sample:
+            return Sample(times, times[-1], 9, 9, None, None, "", sent=sent)
 
-    found = asyncio.run(joining("plain", long, stream, prompts(4), streams=2, tokens=450))
+        return asyncio.run(joining("plain", long, stream, prompts(4), streams=2, tokens=450))
+
+    # steps of 0.1 s; one of 0.3 s while the prompt is read (10.0 to 10.8), and one of 5 s after it
+    found = joined(0.0, 0.1, 0.2, 0.3, 0.6, 0.7, 0.9, 1.05, 6.05, sent=9.8)
     assert lengths == [2025, 1012], "the second one has the right number of tokens"
     assert found.step == pytest.approx(100)
     assert found.longest == pytest.approx((300, 300))
     assert found.allowed(256) == pytest.approx(200 + 800 / 4)
-
-
-def test_streams_that_end_before_the_long_prompt_comes_are_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("load_client._SECONDS_BEFORE", 0.0)
-
-    async def long(messages: Messages) -> Sample:
-        return Sample((0.8,), 0.9, 2, 900, None, None, "", sent=10.0)
-
-    async def stream(messages: Messages) -> Sample:
-        return Sample((0.0, 0.1), 0.1, 2, 9, None, None, "", sent=9.0)
-
     with pytest.raises(RequestFailed, match="ask for longer answers"):
-        asyncio.run(joining("plain", long, stream, prompts(4), streams=2, tokens=450))
+        joined(0.0, 0.1, sent=9.0)  # the streams end before the long prompt comes
 
 
 @pytest.mark.thorough

@@ -102,26 +102,23 @@ def test_all_parts_write_their_results(tmp_path: Path, capsys: pytest.CaptureFix
     assert found[-1] == {"part": "end", "right": True, "left_out": []}
 
 
-def test_a_run_that_is_cut_off_leaves_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_is_cut_off_leaves_its_results_and_a_part_that_fails_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def cut(*_: object) -> Iterator[on_cuda.Row]:
         yield {"batch": 1}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(on_cuda, "decoding", cut)
-    with pytest.raises(KeyboardInterrupt):
-        on_cuda.main(replace(SMALL, json=tmp_path / "cuda.jsonl", heads=()))
-    assert [line["part"] for line in lines(tmp_path / "cuda.jsonl")] == ["machine", *["check"] * 3, "decoding"]
-
-
-def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def failing(*_: object) -> Iterator[on_cuda.Row]:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(on_cuda, "decoding", failing)
-    assert on_cuda.main(replace(SMALL, json=tmp_path / "cuda.jsonl", heads=("medusa",))) == 1
-    found = lines(tmp_path / "cuda.jsonl")
-    assert {"part": "decoding", "error": "RuntimeError: CUDA out of memory"} in found
-    assert found[-2]["part"] == "drafting"
+    monkeypatch.setattr(on_cuda, "check", failing)
+    monkeypatch.setattr(on_cuda, "decoding", cut)
+    with pytest.raises(KeyboardInterrupt):
+        on_cuda.main(replace(SMALL, json=tmp_path / "cuda.jsonl"))
+    _, failed, last = lines(tmp_path / "cuda.jsonl")
+    assert failed == {"part": "check", "error": "RuntimeError: CUDA out of memory"}
+    assert last["part"] == "decoding"
 
 
 def test_a_step_that_cannot_be_captured_is_an_error(stand_in: FakeCuda, tmp_path: Path):

@@ -106,21 +106,29 @@ def test_an_unknown_peer_is_refused():
         peers.chosen([peers.DecodingMethod("good", "good", {})], ["nonsense"])
 
 
-@pytest.mark.real
-def test_the_smallest_run_of_draftheads_and_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """One prompt, one round, the real model: every row has tokens, and drafts save steps."""
+def test_the_smallest_run_of_draftheads_and_transformers(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One prompt, one round, a tiny model: every row has tokens, and steps are counted where they can be."""
+    model = world / "model"
+    monkeypatch.setattr(peers, "real_model", lambda: model)
+    monkeypatch.setattr(peers, "SMOLLM2_135M", str(model))
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     python = tmp_path / "transformers" / "bin" / "python"  # an environment: this one
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
     python.chmod(0o755)
     few = {"limit": 1, "rounds": 1, "max_new_tokens": 12, "batch_sizes": (1,), "threads": 1}
-    out = tmp_path / "out.json"
-    chosen = ("draftheads fp32", "draftheads fp32 hydra", "transformers fp32")
-    peers.main(peers.Options(peers=chosen, precision="fp32", environments=tmp_path, json=out, **few))
-    rows = {row["name"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
-    assert [rows[name]["num_tokens"] for name in chosen] == [12] * 3
-    assert [rows[name]["tokens_per_step"] for name in (chosen[0], chosen[2])] == [1.0, None]
-    assert "draftheads fp32 hydra" in capsys.readouterr().out
+    out, head = tmp_path / "out.json", str(world / "hydra")
+    chosen = (f"draftheads fp32 {head}", "transformers fp32")
+    asked = {"prompts": world / "prompts.jsonl", "environments": tmp_path, "json": out}
+    peers.main(peers.Options(peers=chosen, head=head, precision="fp32", **asked, **few))
+    ours, theirs = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert (ours["name"], theirs["name"]) == chosen
+    assert ours["num_tokens"] == theirs["num_tokens"] > 1
+    assert ours["tokens_per_step"] >= 1.0
+    assert theirs["tokens_per_step"] is None
+    assert "first token, ms" in capsys.readouterr().out
 
 
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))

@@ -190,15 +190,13 @@ class Ratings:
 
 def quality_fields(scores: Sequence[Scores], question_ids: set[str]) -> dict[str, Any]:
     """Means with intervals over these questions, as fields of a row."""
-    chosen = [
-        replace(score, values={key: value for key, value in score.values.items() if key in question_ids})
-        for score in scores
-    ]
-    means = {score.measure: (mean, len(score.values)) for score in chosen if (mean := score.estimate()) is not None}
-    return {
-        "quality": {name: mean.value for name, (mean, _) in means.items()},
-        "quality_intervals": {
-            name: (mean.low, mean.high) for name, (mean, count) in means.items() if count >= MIN_PROMPTS
-        },
-        "quality_counts": {name: count for name, (_, count) in means.items() if count < len(question_ids)},
-    }
+    fields: dict[str, dict[str, Any]] = {"quality": {}, "quality_intervals": {}, "quality_counts": {}}
+    for score in scores:
+        values = {key: value for key, value in score.values.items() if key in question_ids}
+        if (mean := replace(score, values=values).estimate()) is not None:
+            fields["quality"][score.measure] = mean.value
+            if len(values) >= MIN_PROMPTS:
+                fields["quality_intervals"][score.measure] = (mean.low, mean.high)
+            if len(values) < len(question_ids):
+                fields["quality_counts"][score.measure] = len(values)
+    return fields

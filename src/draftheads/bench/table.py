@@ -308,21 +308,15 @@ def setting_in_words(settings: Mapping[str, Any], name: str) -> str:
     return f"{SETTINGS[name]} {value:g}" if isinstance(value, float) else f"{SETTINGS[name]} {value}".strip()
 
 
-def by_part(rows: Sequence[Row], value: str = "speedup") -> tuple[list[str], list[list[str]]]:
-    """A table of one number by part of the questions: headings, and a line for each way. Empty without parts.
-
-    ``value`` is a field of the rows.
-    """
-    parts = list(dict.fromkeys(row.part for row in rows))
-    if len(parts) < 2:
-        return [], []
-    name = namer(rows)
-    lines: dict[str, dict[str, str]] = {}
-    for row in rows:
-        lines.setdefault(name(row), {})[row.part] = f"{getattr(row, value):.2f}"
-    others = [part for part in parts if part != ALL]
-    headings = ["drafter", *others, ALL]
-    return headings, [[name, *(cells.get(part, "") for part in headings[1:])] for name, cells in lines.items()]
+def by_part(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Tables of numbers by part of the questions: titles, headings, and a line for each way. None without parts."""
+    name, parts = namer(rows), [part for part in dict.fromkeys(row.part for row in rows) if part != ALL]
+    headings = ["drafter", *parts, ALL]
+    for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")) if parts else ():
+        lines: dict[str, dict[str, str]] = {}
+        for row in rows:
+            lines.setdefault(name(row), {})[row.part] = f"{getattr(row, value):.2f}"
+        yield title, headings, [[way, *(own.get(part, "") for part in headings[1:])] for way, own in lines.items()]
 
 
 def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -339,10 +333,8 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
     yield from markdown_table(*table_of(overall))
     yield ""
     yield f"In brackets: 95 % bootstrap intervals over the prompts. {copies_note(overall)}"
-    for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):
-        headings, lines = by_part(rows, value)
-        if headings:
-            yield from ("", f"{title}, by category and turn:", "", *markdown_table(headings, lines))
+    for title, headings, lines in by_part(rows):
+        yield from ("", f"{title}, by category and turn:", "", *markdown_table(headings, lines))
 
 
 def has_copies(row: Row) -> bool:

@@ -140,10 +140,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     """A table of each kind of columns, so that they fit a terminal, and the verdict. The files have intervals, too."""
     overall = [row for row in rows if row.part == ALL]
     tables = [("", table_of(overall, kind, intervals=False)) for kind in ("speed", "time", "quality")]
-    tables += [
-        (f"{title} by category and turn", by_part(rows, value))
-        for value, title in (("speedup", "× plain"), ("tokens_per_step", "tokens/step"))
-    ]
+    tables += [(f"{title} by category and turn", (headings, lines)) for title, headings, lines in by_part(rows)]
     for title, (headings, lines) in tables:
         if headings:
             print_table(console, headings, lines, title)

@@ -17,6 +17,7 @@ from draftheads.utils.counts import counted
 
 _INTERVALS = "In brackets: 95 % bootstrap intervals over the prompts."
 _HEADINGS = "× plain: speed over plain decoding. p90 s: 90 % of the answers took at most so many seconds."
+_NUMBERS = f"{_INTERVALS} {_HEADINGS}"
 _LINES = "Thin lines are 95 % intervals."
 _MOST = 7  # drafters in a plot
 _POINT = ("batch_size", "temperature", "prompt_tokens")  # what all ways have in common that are timed in turn
@@ -83,18 +84,13 @@ def _at(row: Row) -> str:
 def _tables(rows: Sequence[Row], best: Row, problems: Sequence[Record]) -> Iterator[Table]:
     overall = [row for row in rows if row.part == ALL]
     place = [row is best for row in overall].index(True)
-    for title, kinds, note in (
-        ("Speed, tokens per step and times", ("speed", "time"), f" {_HEADINGS}"),
-        ("Quality of the answers", ("quality",), ""),
-    ):
-        headings, lines = table_of(overall, *kinds)
-        if headings:
-            yield Table(title, headings, lines, _INTERVALS + note, best=place, is_wide=True)
+    yield Table("Speed, tokens per step and times", *table_of(overall, "speed", "time"), _NUMBERS, place, is_wide=True)
+    headings, lines = table_of(overall, "quality")
+    if headings:
+        yield Table("Quality of the answers", headings, lines, _INTERVALS, place, is_wide=True)
     first = [row for row in rows if _point(row) == _point(rows[0])]
-    for value, title in (("speedup", "× plain"), ("tokens_per_step", "Tokens per step")):
-        headings, lines = by_part(first, value)
-        if headings:
-            yield Table(f"{title} by category and turn", headings, lines, f"Measured {_at(first[0])}.", is_wide=True)
+    for title, headings, lines in by_part(first):
+        yield Table(f"{title} by category and turn", headings, lines, f"Measured {_at(first[0])}.", is_wide=True)
     if problems:
         lines = [[problem["question"] or "all", problem["turn"] or "all", problem["problem"]] for problem in problems]
         yield Table("Problems", ["question", "turn", "problem"], lines, "What was not answered or measured.")
