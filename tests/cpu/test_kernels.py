@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.cpu import kernels
-from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear, Plain, pack, replace_linears
+from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear, Plain, pack
 from families import needs_library
 
 
@@ -43,16 +43,6 @@ def test_a_packed_layer_has_a_gradient():
     found, x.grad = x.grad, None
     F.linear(x, weight(), layer.bias).square().sum().backward()
     torch.testing.assert_close(found, x.grad)
-
-
-def test_every_linear_layer_of_a_module_is_replaced():
-    module = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 2, bias=False)}), nn.LayerNorm(4))
-    x = torch.randn(3, 4)
-    expected = module[0](x), module[1]["a"](x)
-    layers = replace_linears(module)
-    assert layers == [module[0], module[1]["a"]]
-    torch.testing.assert_close((module[0](x), module[1]["a"](x)), expected)
-    assert replace_linears(module) == layers, "a second time nothing changes"
 
 
 # --- which products ---

@@ -9,6 +9,7 @@ import pytest
 from draftheads.data.forms import tool_call
 from draftheads.data.records import NO_ANSWER, prompts_in, read_chats, read_prompts
 from draftheads.errors import DataError
+from training_world import write_chats
 
 CODE = 'def one():\n    """One."""\n'
 TASK = {"task_id": "HumanEval/0", "prompt": f"\n\n{CODE}", "entry_point": "one", "test": "def check(f): ..."}
@@ -44,18 +45,13 @@ FORMS: dict[str, tuple[dict[str, Any], str, str | None, Any]] = {
 }
 
 
-def written(path: Path, lines: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_is_a_question_and_a_chat(tmp_path: Path, name: str):
     line, question, answer, reference = FORMS[name]
-    path = written(tmp_path / "any name", [{"prompt": "first"}, line])
+    path = write_chats(tmp_path / "any name", [{"prompt": "first"}, line])
     _, record = read_prompts(path)
     assert (record.prompt, record.user_turns, record.reference) == (question, (question,), reference)
-    (chat,) = read_chats(written(path, [line]))
+    (chat,) = read_chats(write_chats(path, [line]))
     spoken = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     assert list(chat.messages) == (spoken if answer else [])
     assert not chat.is_completion
@@ -69,7 +65,7 @@ def test_labels_stay(tmp_path: Path):
         {"prompt": "one", "category": None},
         {**FORMS["gsm8k"][0], "category": "maths"},
     ]
-    records = list(read_prompts(written(tmp_path / "a.jsonl", lines)))
+    records = list(read_prompts(write_chats(tmp_path / "a.jsonl", lines)))
     assert [record.category for record in records] == ["writing", "rag", "", "", "maths"]
     assert [record.labels.get("question_id") for record in records] == [81, "5ab", "HumanEval/0", None, None]
     assert [record.user_turns for record in records[:2]] == [("one", "two"), ("one",)]
@@ -78,14 +74,14 @@ def test_labels_stay(tmp_path: Path):
 
 def test_our_fields_count_before_those_of_others(tmp_path: Path):
     lines = [{"prompt": "ours", "instruction": "x"}, {"turns": ["ours"], "question": "x", "answer": "y"}]
-    assert prompts_in(written(tmp_path / "a.jsonl", lines)) == ["ours", "ours"]
+    assert prompts_in(write_chats(tmp_path / "a.jsonl", lines)) == ["ours", "ours"]
     chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "instruction": "x"}
-    (record,) = read_chats(written(tmp_path / "a.jsonl", [chat]))
+    (record,) = read_chats(write_chats(tmp_path / "a.jsonl", [chat]))
     assert record.messages[0]["content"] == "q"
 
 
 def test_a_conversation_of_share_gpt_begins_with_a_question_and_ends_before_an_empty_turn(tmp_path: Path):
-    path = written(tmp_path / "sharegpt.jsonl", [SHARE_GPT])
+    path = write_chats(tmp_path / "sharegpt.jsonl", [SHARE_GPT])
     said = [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")]
     for reader in (read_prompts, read_chats):
         (record,) = reader(path)
@@ -104,7 +100,7 @@ def test_a_conversation_of_share_gpt_begins_with_a_question_and_ends_before_an_e
 @pytest.mark.parametrize("name", ["from", "role"])
 def test_names_of_roles_in_capitals_or_of_other_projects(tmp_path: Path, name: str, given: str, role: str):
     turns = [{"role": "user", "content": "q"}, {name: given, "value": "w"}, {"role": "assistant", "content": "a"}]
-    (record,) = read_chats(written(tmp_path / "a.jsonl", [{"messages": turns}]))
+    (record,) = read_chats(write_chats(tmp_path / "a.jsonl", [{"messages": turns}]))
     assert record.messages[1] == {"role": role, "content": "w"}
 
 
@@ -125,7 +121,7 @@ def test_chats_with_more_than_texts_are_no_prompts_and_are_not_learned(
 ):
     said = [{"role": "user", "content": "w1"}, message, {"role": "assistant", "content": "w2"}]
     line = {"prompt": said[:-1], "completion": said[-1:]} if field == "prompt" else {field: said}
-    path = written(tmp_path / "a.jsonl", [line, FORMS["alpaca"][0]])
+    path = write_chats(tmp_path / "a.jsonl", [line, FORMS["alpaca"][0]])
     first, second = read_chats(path)
     assert (first.messages, second.problem) == ((), "")
     assert reason in first.problem
@@ -156,7 +152,7 @@ def test_every_mixture_of_the_forms_of_turns_is_read_and_no_line_is_lost(tmp_pat
         question, answer = turn("user", f"q{number}", first), turn("assistant", f"a{number}", second)
         parts = {"prompt": [question], "completion": [answer]} if field == "prompt" else {field: [question, answer]}
         lines.append({"id": number, **parts})
-    path = written(tmp_path / "a.jsonl", lines)
+    path = write_chats(tmp_path / "a.jsonl", lines)
     said = [[m["content"] for m in record.messages] for record in read_chats(path)]
     assert said == [[f"q{i}", f"a{i}"] for i in range(len(lines))]
     assert [record.user_turns for record in read_prompts(path)] == [(f"q{i}",) for i in range(len(lines))]
@@ -187,7 +183,9 @@ SAID = [
 @pytest.mark.parametrize("field", ["conversations", "messages"])
 def test_calls_and_tools_are_read_in_all_their_forms(tmp_path: Path, call: dict[str, Any], tools: Any, field: str):
     result = {"from": "observation", "value": "12"} if "from" in call else SAID[2]
-    (record,) = read_chats(written(tmp_path / "a.jsonl", [{field: [SAID[0], call, result, SAID[3]], "tools": tools}]))
+    (record,) = read_chats(
+        write_chats(tmp_path / "a.jsonl", [{field: [SAID[0], call, result, SAID[3]], "tools": tools}])
+    )
     assert list(record.messages) == SAID
     assert list(record.tools) == [TOOL]
 
@@ -204,7 +202,7 @@ def test_thoughts_names_and_a_system_text_of_a_line_are_kept(tmp_path: Path):
     said = [{"role": "user", "content": "q", "name": "Ada"}, {"role": "assistant", "content": "a"}]
     lines = [{"messages": [said[0], {**said[1], name: "t"}]} for name in ("reasoning_content", "reasoning", "thinking")]
     lines += [{"conversations": said, "system": "s"}, {"conversations": said, "system": ""}]
-    *thoughts, system, without = read_chats(written(tmp_path / "a.jsonl", lines))
+    *thoughts, system, without = read_chats(write_chats(tmp_path / "a.jsonl", lines))
     assert [list(record.messages) for record in thoughts] == [[said[0], {**said[1], "reasoning_content": "t"}]] * 3
     assert list(system.messages) == [{"role": "system", "content": "s"}, *said]
     assert list(without.messages) == said
@@ -219,7 +217,7 @@ NOTHING = [
 
 
 def test_published_lines_without_a_question_are_left_out(tmp_path: Path):
-    path = written(tmp_path / "a.jsonl", [*NOTHING, SHARE_GPT])
+    path = write_chats(tmp_path / "a.jsonl", [*NOTHING, SHARE_GPT])
     assert [record.line_number for record in read_prompts(path)] == [5]
     chats = list(read_chats(path))
     assert [(len(chat.messages), chat.problem) for chat in chats] == [(0, NO_ANSWER)] * 4 + [(5, "")]
@@ -244,7 +242,7 @@ def test_published_lines_without_a_question_are_left_out(tmp_path: Path):
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: dict[str, Any], named: str):
-    path = written(tmp_path / "a.jsonl", [FORMS["alpaca"][0], line])
+    path = write_chats(tmp_path / "a.jsonl", [FORMS["alpaca"][0], line])
     for reader in (read_prompts, read_chats):
         with pytest.raises(DataError, match=f"a.jsonl, line 2: .*{named}"):
             list(reader(path))
@@ -253,4 +251,4 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: dict[str, Any], named: 
 def test_a_masked_line_of_speed_bench_is_an_error(tmp_path: Path):
     masked = {"question_id": "1", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE …"]}
     with pytest.raises(DataError, match=r"a.jsonl, line 1: .*prepare_data.py"):
-        list(read_prompts(written(tmp_path / "a.jsonl", [masked])))
+        list(read_prompts(write_chats(tmp_path / "a.jsonl", [masked])))

@@ -62,15 +62,13 @@ def test_chats_are_prompts_and_chats_to_learn_from(tmp_path: Path):
 
 
 def test_a_prompt_and_its_completion_are_texts_or_messages(tmp_path: Path):
-    path = tmp_path / "chats.jsonl"
     user, assistant = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
     lines = [
         {"prompt": "w1", "completion": "w2", "finished": False},
         {"prompt": [user], "completion": [assistant]},
         {"messages": [user, assistant], "completion": "ignored"},
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = list(read_chats(path))
+    found = list(read_chats(write_chats(tmp_path / "chats.jsonl", lines)))
     assert [record.messages for record in found] == [(user, assistant)] * 3
     assert [record.is_completion for record in found] == [True, False, False]
     assert [record.finished for record in found] == [False, True, True]

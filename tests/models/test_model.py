@@ -161,27 +161,9 @@ def test_end_tokens_are_collected_from_all_configurations():
     assert target_of(model).eos_ids == frozenset()
 
 
-def test_layer_kinds_and_windows():
-    full, sliding = "full_attention", "sliding_attention"
-    assert tiny_model("llama").layer_kinds == (full, full)
-    assert tiny_model("mistral").layer_kinds == (sliding, sliding)
-    assert tiny_model("gemma3_text").layer_kinds == (sliding, full)
-    assert tiny_model("gpt2").layer_kinds == (full, full)
-    assert tiny_model("mistral").sliding_window == 8
-    assert tiny_model("llama").sliding_window is None
+def test_a_window_that_is_not_used():
     unused = tiny_model("qwen2", sliding_window=8, use_sliding_window=False)
-    assert (unused.sliding_window, unused.layer_kinds) == (None, (full, full))
-
-
-def test_weights_of_tied_and_untied_embeddings():
-    tied, untied = tiny_model("llama", tie_word_embeddings=True), tiny_model("llama")
-    for target in (tied, untied):
-        weights = target.weights
-        assert weights.embedding is target.model.get_input_embeddings().weight
-        assert weights.lm_head is target.model.get_output_embeddings().weight
-        assert (weights.lm_head_bias, weights.logit_scale) == (None, 1.0)
-    assert tied.weights.embedding.data_ptr() == tied.weights.lm_head.data_ptr()
-    assert not torch.equal(untied.weights.embedding, untied.weights.lm_head)
+    assert (unused.sliding_window, unused.layer_kinds) == (None, ("full_attention",) * 2)
 
 
 def test_weights_with_a_bias_and_with_a_scale():

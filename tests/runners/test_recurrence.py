@@ -148,16 +148,6 @@ def test_texts_of_any_length_are_read_together_in_chunks(model: TargetModel, mon
             torch.testing.assert_close(state[place], states_of(alone)[key][0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_begins_without_a_state(model: TargetModel) -> None:
-    """Also in a place that another row had, and after reading has failed."""
-    runner = runner_for(model)
-    rows, _, _ = runner.prefill([[5, 6, 7], [8, 9], [3, 4, 5, 6]])
-    runner.drop(rows[1:])
-    _, logits, _ = runner.prefill([[11, 12]])
-    expected = model.model(torch.tensor([[11, 12]])).logits[0, -1]
-    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("family", ["llama", *RECURRENT_FAMILIES])
 def test_rows_that_nothing_was_read_into_are_dropped_and_move(family: str) -> None:
     """The buffers do not have them yet, and one of them comes into the place of a row that has a state."""

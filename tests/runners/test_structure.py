@@ -234,7 +234,7 @@ def test_a_model_with_changed_modules_has_no_probe_and_is_checked_itself():
     target = tiny_model("llama")
     target.decoder.layers[0].register_forward_hook(lambda *_: None)
     assert probe_of(target) is None
-    load_target(target.model, tokenizer=target.tokenizer)
+    assert load_target(target.model, tokenizer=target.tokenizer).native is None
 
 
 def test_noise_is_that_of_the_precision():

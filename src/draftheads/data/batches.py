@@ -41,12 +41,9 @@ def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
     lengths = torch.tensor([len(document.token_ids) for document in documents])
     if skip_prompts:
         documents = [_without_prompt(document) for document in documents]
-    return Batch(
-        _padded([document.hidden for document in documents]),
-        _padded([document.token_ids for document in documents]),
-        _padded([document.loss_mask for document in documents]),
-        lengths,
-    )
+    names = ("hidden", "token_ids", "loss_mask")
+    parts = {name: _padded([getattr(document, name) for document in documents]) for name in names}
+    return Batch(**parts, lengths=lengths)
 
 
 def _padded(tensors: Sequence[Tensor]) -> Tensor:

@@ -362,9 +362,9 @@ class EngineCore:
 
         A state is large (:mod:`draftheads.decode.prefix_cache`), so a prompt has one or two of them.
         """
-        if not request.place[0].model.is_recurrent:
-            return 0
         ids = request.findable
+        if not request.place[0].model.is_recurrent or len(ids) <= _WORTH_WAITING:
+            return 0
         others = [sum(map(eq, ids, each.findable)) for each in self.reading if each is not request]
         stops = [self.prefixes.num_shared(ids), BLOCK_TOKENS * max(others, default=0)]
         if self._keeps_answers or len(self.waiting):
