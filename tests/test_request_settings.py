@@ -170,25 +170,6 @@ def test_a_batch_of_one_case_gives_plains_text(case: str) -> None:
 # --- shortest lengths ---
 
 
-@pytest.mark.parametrize("stop", [{"stop_token_ids": ENDS}, {"stop": [f"<{token}>" for token in ENDS]}])
-def test_an_answer_ends_right_after_its_shortest_length(stop: dict[str, Any]) -> None:
-    """A token or a string that ends it may be the first thing behind that length, and none before it."""
-    model = some_model("llama")
-    lengths = set()
-    for least in range(12):
-        own = SamplingSettings(
-            max_new_tokens=60, min_new_tokens=least, ignore_eos=True, temperature=1.0, seed=2, **stop
-        )
-        for result in Engine(model, tiny_head("hydra", model), shape=TREES["ragged"]).generate(EIGHT, own):
-            ids = result.token_ids
-            assert result.finish_reason == "stop"
-            end = next(place for place, token in enumerate(ids) if token in ENDS and place >= least)
-            assert len(ids) == end + 1
-            lengths.add(len(ids) - least)
-    assert 1 in lengths
-    assert max(lengths) > 1
-
-
 def test_what_cannot_be_asked_for_together_is_refused() -> None:
     with pytest.raises(InvalidSettings, match="min_new_tokens is 9; it must be at most max_new_tokens, 8"):
         SamplingSettings(min_new_tokens=9, max_new_tokens=8)

@@ -150,14 +150,6 @@ def test_the_memory_of_states_counts_and_leaves_with_the_keys_and_values(engine:
     assert core.prefixes.num_bytes == 196 * engine.bytes_per_token + 2 * state > 2 * state > 0
     core.prefixes.limit(core.prefixes.num_bytes - 1)
     assert core.prefixes.num_bytes == 100 * engine.bytes_per_token + state
-    core.prefixes.limit(0)
-    assert (core.prefixes.num_bytes, len(core.prefixes)) == (0, 0)
-    assert not core.prefixes._with_block
-    assert not core.prefixes._ends
-    core.prefixes.limit(1 << 20)
-    [again] = run(core, engine, LONG)
-    assert again.num_cached == 0
-    check(engine, again)
 
 
 def test_texts_leave_where_memory_is_short(engine: Engine) -> None:

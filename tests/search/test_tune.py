@@ -162,8 +162,8 @@ def test_a_search_for_a_temperature_counts_probabilities(here: Path, tmp_path: P
 
 def test_a_killed_run_continues_with_the_answers_it_had_saved(world: Path, tmp_path: Path):
     out = tmp_path / "killed"
-    more = ["--num-prompts", "32"]
-    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "mom" + "a" * n}) for n in range(32)))
+    more = ["--num-prompts", "18"]  # two files of answers
+    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "mom" + "a" * n}) for n in range(18)))
     arguments = [*tune("hydra", "--out", str(out))[1:], *more, "--prompts", str(tmp_path / "many.jsonl")]
     known = saved_answers(out)
     with Nursery("tune") as nursery:
@@ -179,7 +179,7 @@ def test_a_killed_run_continues_with_the_answers_it_had_saved(world: Path, tmp_p
         nursery.start(arguments, folder=world)
         assert nursery.wait() == 0
     assert saved_answers(out).items() >= written.items(), "answers from before the kill are used"
-    assert read_profile(out / "acceptance.json").num_texts == 32
+    assert read_profile(out / "acceptance.json").num_texts == 18
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

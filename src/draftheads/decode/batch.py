@@ -20,9 +20,17 @@ from draftheads.runners.runner import Row
 from draftheads.speculation.accept import accept, accept_greedy, num_rejection_uniforms
 from draftheads.speculation.draft import AcceptResult, Context, Draft, Places
 from draftheads.speculation.drafter import Drafter
-from draftheads.speculation.sampling import RowSettings, SeenTokens, choose, has_penalty, most_likely, token_logprobs
+from draftheads.speculation.sampling import RowSettings, SeenTokens, has_penalty, most_likely, token_logprobs
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
+
+
+class TokenChoice(NamedTuple):
+    """How the next tokens of some rows are chosen."""
+
+    settings: RowSettings | None = None  # None for rows without requests
+    seen: SeenTokens | None = None  # (B, V) the tokens of their texts; only where a row has a penalty
+    rules: BatchRules | None = None  # only where a row has some
 
 
 class Verified(NamedTuple):
@@ -77,10 +85,8 @@ class Batch:
         self.requests: list[Request] = []
         self.rows: list[Row] = []  # of the requests
         self._context: Context | None = None
-        self._settings: RowSettings | None = None
-        self._seen: SeenTokens | None = None  # (B, V); only where a row has a penalty
+        self._choice = TokenChoice()  # of the requests
         self._are_free: list[bool] = []  # rows that take the most likely token whatever it is
-        self._rules: BatchRules | None = None  # only where a row has some
         self._stepped_rows = 0  # rows that the session has seen; they come first
         # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
         self._hidden: list[list[Tensor]] = []
@@ -128,17 +134,11 @@ class Batch:
             hidden: of each, (T, D or n·D).
         """
         texts = [request.ids_to_read for request in requests]
-        settings, seen, rules = self._settings_of(requests)
-        uniforms = self._uniforms(requests, 1)
-        allowed = logits
-        if rules is not None:
-            depths = torch.zeros_like(logits[:, :1], dtype=torch.long)
-            allowed = rules.verified(logits[:, None], rules.roots(), depths)[:, 0]
-            if (processed := rules.processed(Draft.on_tree(ROOT_ONLY, depths))) is not None:
-                allowed = processed(allowed, depths[:, 0])
-        roots = choose(allowed, settings, seen, uniforms[:, 0])
-        new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots.tolist(), strict=True)]
-        logprobs = _logprobs_of(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids)
+        last = Draft.on_tree(ROOT_ONLY, torch.zeros_like(logits[:, :1], dtype=torch.long))
+        found = self._accepted(last, logits[:, None], [[0]] * len(requests), requests, self._choice_of(requests))
+        roots: list[int] = found.next_ids.tolist()
+        new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots, strict=True)]
+        logprobs = _logprobs_of(requests, logits[:, None], found.path, new_ids)
         events: list[StreamEvent] = []
         for request, ids, scores in zip(requests, new_ids, logprobs, strict=True):
             if not request.token_ids:
@@ -156,7 +156,11 @@ class Batch:
         """Draft, verify, accept, commit: at least one new token for every row."""
         found = self.verify(takes_best=self._takes_best())
         draft = found.draft
-        result = self._accepted(found) if found.best is None else accept_greedy(draft, found.best)
+        if found.best is not None:
+            result = accept_greedy(draft, found.best)
+        else:
+            assert found.logits is not None
+            result = self._accepted(draft, found.logits, found.places, self.requests, self._choice)
         new_ids, copied, by_depth, watched = _tokens_of(draft, result, found.asked)  # the step's one read
         self.advance(found, result, new_ids, watched)
         logprobs = _logprobs_of(self.requests, found.logits, result.path, new_ids)
@@ -180,23 +184,24 @@ class Batch:
         """Whether the model finds the most likely tokens, and all rows take them whatever their probability."""
         if not self.runner.model.finds_most_likely:
             return False
-        rows = self._settings
+        rows, seen, rules = self._choice
         assert rows is not None, "a step needs rows"
-        others = rows.any_sampled, rows.any_penalty, rows.any_typical, self._rules is not None, self._seen is not None
+        others = rows.any_sampled, rows.any_penalty, rows.any_typical, rules is not None, seen is not None
         return not any(others) and all(request.settings.logprobs is None for request in self.requests)
 
-    def _accepted(self, found: Verified) -> AcceptResult:
-        draft, scores, settings = found.draft, found.logits, self._settings
-        assert scores is not None
+    def _accepted(
+        self, draft: Draft, scores: Tensor, places: Places, requests: Sequence[Request], choice: TokenChoice
+    ) -> AcceptResult:
+        """The verdict on a draft by the logits (B, N, V) of the model."""
+        settings, seen, rules = choice
         assert settings is not None
-        uniforms = self._uniforms(self.requests, draft.max_depth + 1)
+        uniforms = self._uniforms(requests, draft.max_depth + 1)
         more = processed = None
         if draft.sampled and settings.any_rejection:
             more = self._numbers(num_rejection_uniforms(draft), "rejection")
-        if self._rules is not None:
-            scores = self._rules.verified(scores, found.places, draft.depths)
-            processed = self._rules.processed(draft)
-        return accept(draft, scores, settings, uniforms, self._seen, rejection_uniforms=more, processed=processed)
+        if rules is not None:
+            scores, processed = rules.verified(scores, places, draft.depths), rules.processed(draft)
+        return accept(draft, scores, settings, uniforms, seen, rejection_uniforms=more, processed=processed)
 
     def begin(
         self, rows: Sequence[Row], texts: Sequence[list[int]], hidden: Sequence[Tensor], roots: Sequence[int]
@@ -220,18 +225,16 @@ class Batch:
     def verify(self, *, takes_best: bool = False) -> Verified:
         """A draft for all rows, and one pass over it: with the logits, or where the model can the best tokens alone."""
         assert self._context is not None, "a step needs rows"
-        context = replace(
-            self._context,
-            rows=self._settings,
-            draws=partial(self._numbers, stream="drafts"),
-            rules=self._rules if self._rules and self._rules.concern_drafts else None,
-        )
+        settings, _, rules = self._choice
+        of_drafts = rules if rules and rules.concern_drafts else None
+        draws = partial(self._numbers, stream="drafts")
+        context = replace(self._context, rows=settings, draws=draws, rules=of_drafts)
         begun = time.perf_counter()
         draft = self._drafted(context)
         drafted = time.perf_counter()
         places: Places = []
-        if self._rules is not None:
-            draft, places = self._rules.pruned(draft)
+        if rules is not None:
+            draft, places = rules.pruned(draft)
         self._stepped_rows = len(self.rows)
         self.on_phase("draft")
         found, hidden = (self.runner.most_likely if takes_best else self.runner.verify)(self.rows, draft)
@@ -335,21 +338,20 @@ class Batch:
         return ReadText(token_ids, self.runner.entries(memory, len(token_ids)), hidden, self.runner.states(memory))
 
     def _read_settings(self) -> None:
-        self._settings, self._seen, self._rules = self._settings_of(self.requests)
+        self._choice = self._choice_of(self.requests)
         self._are_free = [
             request.settings.temperature == 0 and not has_penalty(request.settings) and not has_rules(request)
             for request in self.requests
         ]
 
-    def _settings_of(self, requests: Sequence[Request]) -> tuple[RowSettings, SeenTokens | None, BatchRules | None]:
-        """Their settings, the tokens of their texts (B, V) where one has a penalty, and their rules."""
+    def _choice_of(self, requests: Sequence[Request]) -> TokenChoice:
         vocab_size, device = self.runner.model.vocab_size, self.runner.model.device
         rows = RowSettings.of([request.row_settings for request in requests], vocab_size=vocab_size, device=device)
         seen = None
         if rows.any_penalty:
             texts = [(request.prompt_ids, request.token_ids) for request in requests]
             seen = SeenTokens.of(texts, vocab_size=vocab_size, device=device)
-        return rows, seen, BatchRules.of(requests, vocab_size=vocab_size, device=device)
+        return TokenChoice(rows, seen, BatchRules.of(requests, vocab_size=vocab_size, device=device))
 
     def _uniforms(self, requests: Sequence[Request], count: int) -> Tensor:
         """(B, count) float64."""
@@ -365,14 +367,14 @@ class Batch:
 
     def _note_seen(self) -> None:
         """The tokens that the step accepted, and the new roots."""
-        if self._seen is not None:
+        if self._choice.seen is not None:
             context = self._context
             assert context is not None
             tokens = torch.cat([context.token_ids, context.root_ids[:, None]], 1)
             places = torch.arange(tokens.shape[1], device=tokens.device)
             is_new = (places > 0) & (places < context.num_accepted[:, None])  # the first one is the root of before
             is_new[:, -1] = True
-            self._seen.in_answer.scatter_add_(1, tokens, is_new.int())
+            self._choice.seen.in_answer.scatter_add_(1, tokens, is_new.int())
 
 
 def _advanced(draft: Draft, result: AcceptResult, hidden: Tensor, known_ids: Sequence[Sequence[int]]) -> Context:

@@ -234,9 +234,9 @@ class Plan:
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        # of each row: of its own draft tokens and of those that only copies brought, how many were accepted and how
-        # many were expected; older ones have less weight
-        self._records: Floats = np.zeros((0, 2, 2))
+        # (B, 2): of each row's own draft tokens and of those that only copies brought; older ones have less weight
+        self._accepted: Floats = np.zeros((0, 2))
+        self._due: Floats = np.zeros((0, 2))  # how many of them were expected
         self._follows = False
         self._rate = 0.0  # tokens per millisecond
         self._shape: Shape = ROOT_ONLY
@@ -247,8 +247,7 @@ class Plan:
     @property
     def ratios(self) -> Floats:
         """(B, 2): accepted draft tokens for each expected one, of a row's own and of copied ones."""
-        accepted, expected = _PRIOR + np.moveaxis(self._records, 2, 0)
-        ratios: Floats = accepted / expected
+        ratios: Floats = (_PRIOR + self._accepted) / (_PRIOR + self._due)
         return ratios
 
     def shape(self, rows: int, *, may_follow: bool = True, cuts: bool = True) -> tuple[Shape, int]:
@@ -261,7 +260,8 @@ class Plan:
             may_follow: false where a row's text depends on what is drafted.
             cuts: whether :meth:`cut` takes nodes away. Where it does not, copies may only use what is almost free.
         """
-        self._records = np.concatenate([self._records, np.zeros((rows - len(self._records), 2, 2))])
+        if new := rows - len(self._due):
+            self._accepted, self._due = (np.pad(part, ((0, new), (0, 0))) for part in (self._accepted, self._due))
         planner, self._follows = self.planner, may_follow
         way, nodes, self._rate = planner.choose(rows, float(self.ratios[:, 0].mean()), follows=may_follow)
         self._gain = 0.0 if way is None else float(way.gains[nodes - 1])
@@ -279,18 +279,18 @@ class Plan:
         Only on a CPU, for drafts with probabilities: elsewhere the host would wait for them.
         """
         batch = len(draft.token_ids)
-        self._expected = np.tile([self._gain, 0.0], (batch, 1))
+        self._expected = np.array([[self._gain, 0.0]] * batch)
         if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
             return draft
         likely = draft.path_log_probs.double().exp().numpy()  # (B, N)
         likely[:, 0] = 0.0  # the root is no draft token
         copied = np.zeros_like(likely) if draft.copied is None else likely * draft.copied.numpy()
-        tokens = np.stack([likely - copied, copied], 1)  # (B, 2, N)
-        gains = (self.ratios[:, :, None] * tokens).sum(1)
+        (own, of_copies), head = self.ratios.T, likely - copied
+        gains = own[:, None] * head + of_copies[:, None] * copied
         passes, _ = self.planner.costs_now(batch, follows=self._follows)
         worth = gains.sum(0).cumsum() - self._rate * passes[: draft.num_nodes]
         count = int(worth.argmax()) + 1
-        self._expected = tokens[:, :, :count].sum(2)
+        self._expected = np.array([part[:, :count].sum(1) for part in (head, copied)]).T
         return draft.first(count)
 
     def note(
@@ -310,9 +310,9 @@ class Plan:
             are_free: whether the row takes the most likely token whatever it is, as in the profile.
             milliseconds: of drafting, and of all else.
         """
-        own = np.subtract(num_accepted, num_copied)
-        counts = np.stack([np.stack([own, num_copied], 1), self._expected], 2)
-        self._records = np.where(self._expected > 0.0, _MEMORY, _FORGETTING)[:, :, None] * self._records + counts
+        memory = np.where(self._expected > 0.0, _MEMORY, _FORGETTING)
+        counts = [(accepted - copied, copied) for accepted, copied in zip(num_accepted, num_copied, strict=True)]
+        self._accepted, self._due = memory * self._accepted + counts, memory * self._due + self._expected
         for accepted, copied, is_free in zip(num_accepted, num_copied, are_free, strict=True):
             # copies that are accepted are in the place of the head's nodes, of which the profile speaks
             if is_free and self._gain and not copied and self.planner.check is not None:
@@ -328,7 +328,7 @@ class Plan:
 
     def keep(self, rows: Sequence[int]) -> None:
         """The other rows leave."""
-        self._records = self._records[list(rows)]
+        self._accepted, self._due = self._accepted[list(rows)], self._due[list(rows)]
 
 
 def ways_of(profile: AcceptanceProfile) -> list[Way]:

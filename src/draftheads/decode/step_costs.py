@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,17 +244,11 @@ def measure_costs(
 
 def machine_of(target: TargetModel) -> dict[str, str | int]:
     """What speeds depend on besides the sizes of model and head."""
-    known = provenance()
-    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device)
-    kernels = {"precision": target.precision, "kernels": kernels_of(target.model)}
-    versions = {name: str(known[name]) for name in ("torch", "transformers", "draftheads")}
-    return {
-        "processor": str(known["processor"]),
-        "device": device,
-        "threads": torch.get_num_threads(),
-        **kernels,
-        **versions,
-    }
+    known, device = provenance(), target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    place: dict[str, str | int] = {"device": name, "threads": torch.get_num_threads(), "precision": target.precision}
+    named = {each: str(known[each]) for each in ("processor", "torch", "transformers", "draftheads")}
+    return {**place, "kernels": kernels_of(target.model), **named}
 
 
 def _key(target: TargetModel, drafter: DraftHead) -> str:
@@ -285,8 +278,12 @@ def costs_of(target: TargetModel, drafter: DraftHead, *, keep: bool = True) -> S
     path, problems = None, []
     try:
         path = cache_folder() / "costs" / f"{_key(target, drafter)}.json"
-        if path.exists() and _still_right(stored := _read(path), target, drafter):
-            return stored
+        if path.exists():
+            fields = {"format_version": int, "of_passes": list, "of_drafts": list}
+            raw = checked(read_object(path, newest=_VERSION), fields, path)
+            stored = StepCosts(tuple(map(tuple, raw["of_passes"])), tuple(map(tuple, raw["of_drafts"])))
+            if _still_right(stored, target, drafter):
+                return stored
     except (CheckpointError, ValueError, OSError) as error:
         problems.append(f"the costs of steps cannot be read: {error}")
     except InvalidSettings as error:
@@ -301,12 +298,6 @@ def costs_of(target: TargetModel, drafter: DraftHead, *, keep: bool = True) -> S
     if problems:
         warnings.warn("; ".join(problems), CacheWarning, stacklevel=3)
     return measured
-
-
-def _read(path: Path) -> StepCosts:
-    fields = {"format_version": int, "of_passes": list, "of_drafts": list}
-    raw = checked(read_object(path, newest=_VERSION), fields, path)
-    return StepCosts(tuple(map(tuple, raw["of_passes"])), tuple(map(tuple, raw["of_drafts"])))
 
 
 def _still_right(stored: StepCosts, target: TargetModel, drafter: DraftHead) -> bool:
