@@ -23,6 +23,7 @@ def test_skipping_prompts_keeps_answers_and_the_position_before_them(texts: list
             expected = getattr(whole, name)[row, first:length]
             assert torch.equal(getattr(short, name)[row, : length - first], expected)
         assert not short.loss_mask[row, length - first :].any()
+    assert torch.equal(short.lengths, whole.lengths)  # which scale the noise of whole texts
 
 
 @pytest.mark.parametrize(("lengths", "padded"), [((3, 31), 32), ((32,), 32), ((1, 33, 5), 40), ((500, 9), 512)])
