@@ -201,10 +201,11 @@ TreeChoice = Shape | ByProfile | Sequence[Sequence[int]] | str | PathLike[str] |
 
 @dataclass(frozen=True)
 class Drafting:
-    """What drafts, and how much: made by the command line, the server and :func:`draftheads.load`, and passed whole.
+    """What is drafted.
 
-    The types are those of the command line. In Python ``head`` may also be a path, ``draft_model`` a loaded model, and
-    ``tree`` a :data:`TreeChoice`.
+    The command line, the server and :func:`draftheads.load` make it, and it is passed whole. The first line is a
+    heading of ``--help``. The types are those of the command line. In Python ``head`` may also be a path,
+    ``draft_model`` a loaded model, and ``tree`` a :data:`TreeChoice`.
 
     Raises:
         InvalidSettings: values that contradict each other or need another one.
