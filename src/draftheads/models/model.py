@@ -181,7 +181,10 @@ class TargetModel:
     @cached_property
     def dtype(self) -> torch.dtype:
         """In which type the model computes."""
-        return self._embedding.dtype if self.facts is None else self.facts.dtype
+        if self.facts is not None:
+            return self.facts.dtype
+        own: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return own
 
     @cached_property
     def precision(self) -> str:
@@ -256,16 +259,11 @@ class TargetModel:
         return head
 
     @property
-    def _embedding(self) -> Tensor:
-        weight: Tensor = self.model.get_input_embeddings().weight
-        return weight
-
-    @property
     def weights(self) -> TargetWeights:
         """The weights that a draft head may read. Packed ones are unpacked at each call: do not keep them."""
         lm_head = self.lm_head
         return TargetWeights(
-            self._embedding,
+            self.model.get_input_embeddings().weight,
             lm_head.weight,
             lm_head.bias,
             self._logit_scale,
