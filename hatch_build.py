@@ -83,7 +83,7 @@ def build(root: Path, target: Path) -> None:
 
     here = SETS if platform.machine().lower() in ("x86_64", "amd64") else {"kPortable": SETS["kPortable"]}
     if os.environ.get("DRAFTHEADS_NATIVE") == "here" and len(here) > 1:
-        defined = _run(compiler[0], "-march=native", "-dM", "-E", "-x", "c", os.devnull)
+        defined = _run(*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull)
         best = next((kernels for kernels, macro in NEEDED.items() if f" {macro} " in defined), "kPortable")
         here = {kernels: SETS[kernels] for kernels in dict.fromkeys((best, "kPortable"))}
     with ThreadPoolExecutor(os.cpu_count()) as workers:

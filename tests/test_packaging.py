@@ -1,4 +1,4 @@
-"""The wheels: two heads in draftheads, seven in draftheads-zoo, and no head in both."""
+"""The wheels: two heads in draftheads, nine in draftheads-zoo, and no head in both."""
 
 import ctypes
 import importlib.util
@@ -80,7 +80,9 @@ def test_a_library_for_this_machine_has_its_fastest_kernels_alone(
     monkeypatch.setattr(hook, "KEPT", tmp_path)
     monkeypatch.setattr(hook.platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("DRAFTHEADS_NATIVE", "here")
+    monkeypatch.setenv("CXX", "ccache g++")
     hook.build(ROOT, tmp_path / "library.so")
+    assert {command[:2] for command in commands[1:]} == {("ccache", "g++")}
     compiled = {part.removeprefix("-DKERNELS=") for command in commands for part in command if "-DKERNELS=" in part}
     assert compiled == set(kept)
     assert any(f"-DKERNEL_SETS={', '.join('&' + name for name in kept)}" in command for command in commands)
@@ -134,6 +136,8 @@ def test_the_wheel_has_two_heads_all_files_of_the_package_and_the_native_library
     assert len(assets) >= 7, "prompts and chat templates, also where there is no git"
     found = set(zipfile.ZipFile(wheel).namelist())
     assert files | assets <= found
+    [commands] = (name for name in found if name.endswith(".dist-info/entry_points.txt"))
+    assert b"draftheads = draftheads.cli.main:main" in zipfile.ZipFile(wheel).read(commands)
     assert (LIBRARY in found) == (not wheel.name.endswith("-any.whl")) == (shutil.which("c++") is not None)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import draftheads
 from cli_world import Run, run_process, without_colours
@@ -16,7 +17,7 @@ from draftheads.cli import generate
 from draftheads.cli.main import main
 from draftheads.cli.options import GenerateOptions
 from draftheads.cli.show import DRAFTED, drafted_text
-from draftheads.data.records import prompts_in
+from draftheads.data.records import Record, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.planner import Planner
 from draftheads.settings import SamplingSettings
@@ -164,6 +165,15 @@ def test_several_answers_on_a_terminal_are_to_be_read(engine: Engine, run: Run, 
         assert rest
         assert "".join(result.text.split()) in "".join(rest.split())
         out = heading + rest
+
+
+def test_a_heading_on_a_terminal_is_the_name_and_the_question(engine: Engine):
+    out, asked = io.StringIO(), ({"role": "user", "content": "abba"},)
+    questions = [Record(asked, labels=labels, is_text=True) for labels in ({"id": 7}, {"question_id": None}, {})]
+    results = engine.generate(["abba"] * 3, max_new_tokens=1)
+    generate._give(questions, results, None, Console(file=out, force_terminal=True, color_system=None, width=40))
+    headings = [line.rstrip("─ ") for line in out.getvalue().splitlines() if line.endswith("─")]
+    assert headings == ["7 abba", "abba", "abba"]
 
 
 def test_draft_tokens_of_a_finished_answer_are_green(engine: Engine, folder: Path):

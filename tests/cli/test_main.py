@@ -178,6 +178,7 @@ ERRORS = {
     "generate abc --model model --head medusa --tree paths:99": "tree paths:99 cannot be read",
     "generate --prompts bad.jsonl": "bad.jsonl, line 2: not JSON",
     "generate --prompts empty.jsonl": "nothing to answer",
+    "generate abc --prompts bad.jsonl": "a prompt on the command line and --prompts bad.jsonl: give one of them",
     "generate abc --model ~nobody-9/x": "~nobody-9/x: no home folder is known for ~nobody-9; write the whole path",
     "generate abc --model model --head ~nobody-9/x": "~nobody-9/x: no home folder is known",
     "info --tree ~nobody-9/x": "~nobody-9/x: no home folder is known",

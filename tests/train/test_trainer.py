@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,22 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_line(tmp_path: Path, monkeyp
     assert path.read_text() == "".join(lines)
     StepLog(path, keep_until=2)
     assert path.read_text() == "".join(lines[:2])
+
+
+def test_ctrl_c_while_its_handler_is_set_stops_the_run(monkeypatch: pytest.MonkeyPatch):
+    own = signal.signal
+
+    def signalled(number: int, handler: Any) -> Any:
+        before = own(number, handler)
+        if handler is not signal.default_int_handler:
+            signal.raise_signal(number)
+        return before
+
+    own(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(trainer.signal, "signal", signalled)
+    with trainer._interruptible() as event:
+        assert event.is_set()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("usual", [torch.float32, torch.float16, torch.bfloat16])

@@ -148,8 +148,18 @@ def compare_heads(
         with locked(folder, "set DRAFTHEADS_CACHE"):
             if fresh:
                 shutil.rmtree(folder / "found", ignore_errors=True)
-            how: dict[str, Any] = {"folder": folder / "found", "progress": progress, "max_seconds": max_seconds}
-            bench = Bench(target, contenders, records, calibration, settings, stock=stock, measures=measures, **how)
+            bench = Bench(
+                target,
+                contenders,
+                records,
+                calibration,
+                settings,
+                folder=folder / "found",
+                progress=progress,
+                stock=stock,
+                measures=measures,
+                max_seconds=max_seconds,
+            )
             others = OtherPrograms()
             rows = bench.run()
             disturbed = target.device.type == "cpu" and others.disturb(torch.get_num_threads())

@@ -103,11 +103,11 @@ def find_machine() -> Iterator[Finding]:
     limit = "" if memory.limit is None else f"; the container's limit is {byte_size(memory.limit)}"
     is_little = min(memory.available, memory.limit or memory.total) < _LITTLE
     text = f"{byte_size(memory.total)}, {byte_size(memory.available)} available{limit}"
-    yield Finding("memory", text, "close other programs, or use a small model" * is_little)
+    yield Finding("memory", text, "close other programs, or use a small model" if is_little else "")
     time.sleep(_LOAD_SECONDS)
     busy = others.busy_cores() or 0.0
-    text = f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}"
-    yield Finding("load", text, "close them: they take time from decoding" * (busy > IDLE_CORES))
+    advice = "close them: they take time from decoding" if busy > IDLE_CORES else ""
+    yield Finding("load", f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}", advice)
 
 
 def find_packages() -> Iterator[Finding]:

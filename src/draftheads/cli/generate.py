@@ -89,8 +89,8 @@ def _give(questions: Sequence[Record], results: Sequence[GenerationResult], out:
     for question, result in zip(questions, results, strict=True):
         if out is None and console.is_terminal:
             text = question.messages[0 if question.is_text else -1]["content"]
-            name = question.labels.get("question_id", question.labels.get("id", ""))
-            heading = Text(" ".join(f"{name}  {text}".split()), style="bold")
+            name = question.labels.get("question_id", question.labels.get("id"))
+            heading = Text(" ".join(f"{'' if name is None else name}  {text}".split()), style="bold")
             console.print(Rule(heading, align="left", style="dim"))
             console.print(drafted_text(result), end="\n\n", soft_wrap=True)
         else:

@@ -99,9 +99,16 @@ class Answers:
         service, call = self._service, self._call
         if service.recorder is None or not call.params.fields.store or not request.token_ids:
             return
-        model, tokenizer = service.models[call.params.lane.model].weights, service.tokenizer_fingerprint
-        ids, is_finished = (request.prompt_ids, request.token_ids), request.finish_reason == "stop"
-        service.recorder.add(Exchange(model, tokenizer, *ids, request.text, is_finished, call.messages))
+        exchange = Exchange(
+            model=service.models[call.params.lane.model].weights,
+            tokenizer=service.tokenizer_fingerprint,
+            prompt_ids=request.prompt_ids,
+            answer_ids=request.token_ids,
+            text=request.text,
+            finished=request.finish_reason == "stop",
+            messages=call.messages,
+        )
+        service.recorder.add(exchange)
 
     def _note(self, index: int, event: StreamEvent) -> None:
         now, last = time.monotonic(), self._last.get(index)

@@ -230,10 +230,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         path = ascii(request.url.path[:100])[1:-1]
         words = {404: f"there is no {path} here", 405: f"{request.method} is not a method of {path}"}
         code = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-        headers, error = (
-            error.headers,
-            ApiError(error.status_code, words.get(error.status_code, error.detail), code=code),
-        )
+        headers = error.headers
+        error = ApiError(error.status_code, words.get(error.status_code, error.detail), code=code)
         error.headers = headers
     return error.response()
 

@@ -219,9 +219,14 @@ class ChatBody(CommonFields):
     ) -> str:
         """The text of the chat."""
         try:
-            ends = self.model_dump(include={"add_generation_prompt", "continue_final_message"})
-            shown = None if tools is None else list(tools.tools)
-            text = render(model, messages, tools=shown, variables=variables, **ends)
+            text = render(
+                model,
+                messages,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                tools=None if tools is None else list(tools.tools),
+                variables=variables,
+            )
         except Exception as error:  # a template is a program of the model's author: it may refuse in any way
             raise InvalidPrompt(f"the model's chat template refuses these messages: {first_line(error)}") from error
         if problem := half_character(text):  # of a call, a tool or a variable

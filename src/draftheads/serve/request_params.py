@@ -157,9 +157,10 @@ class RequestParams:
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
         """The n requests of the prompt of a field. Those of a seed have this seed and the ones after it."""
-        seed, numbers = self.settings.seed, range(self.fields.n)
-        # after the largest seed comes 0
-        seeds = [None if seed is None else seed + n - (seed + n >= 2**64) * 2**64 for n in numbers]
+        seed, count = self.settings.seed, self.fields.n
+        seeds: list[int | None] = [None] * count
+        if seed is not None:  # after the largest seed comes 0
+            seeds = [each if each < 2**64 else each - 2**64 for each in range(seed, seed + count)]
         try:
             return [self.engine.request(prompt_ids, replace(self.settings, seed=each)) for each in seeds]
         except DraftHeadsError as error:

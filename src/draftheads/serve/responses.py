@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from reprlib import repr as short_repr
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError
 
@@ -87,8 +87,11 @@ class _FunctionCallOutput(_Item):
         messages.append({**message, "tool_call_id": self.call_id})
 
 
-_KINDS: tuple[type[_Item], ...] = (_Message, _FunctionCall, _FunctionCallOutput)
-_ITEMS: dict[Any, type[_Item]] = {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in _KINDS}
+_ITEMS: dict[Any, type[_Item]] = {
+    "message": _Message,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionCallOutput,
+}
 
 
 def _items(value: Any) -> list[Any]:

@@ -83,9 +83,9 @@ class Learner(nn.Module):
         depths = depth_weights(config.num_heads, depth_decay)
         if head.is_same_at_all_depths:  # then it is trained only at the first depth
             depths[1:] = 0.0
-        none = vocab.new_zeros(config.vocab_size)
-        self.register_buffer("draft_index", none.scatter(0, vocab, draft_ids), persistent=False)
-        self.register_buffer("in_vocab", none.bool().scatter(0, vocab, value=True), persistent=False)
+        zeros = vocab.new_zeros(config.vocab_size)
+        self.register_buffer("draft_index", zeros.scatter(0, vocab, draft_ids), persistent=False)
+        self.register_buffer("in_vocab", zeros.bool().scatter(0, vocab, value=True), persistent=False)
         self.register_buffer(
             "teacher", lm_head if config.draft_vocab_size is None else lm_head[vocab], persistent=False
         )

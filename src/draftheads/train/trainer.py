@@ -301,12 +301,13 @@ def _interruptible() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
+    before = signal.getsignal(signal.SIGINT)  # known before the first signal can come
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         event.set()
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
     try:
         yield event
     finally:
