@@ -114,9 +114,18 @@ def _read(folder: Path, *, ignore_profile: bool) -> HeadFiles:
         raise UnknownMethod(f"{path}: {error}, or upgrade this package") from None
     profile = AcceptanceProfile.assumed(1) if ignore_profile else read_profile(_present(current(folder, PROFILE_FILE)))
     shapes, types = _read_header(current(folder, TENSORS_FILE))
-    facts = {name: raw[name] for name in ("method", "provenance", "chat_template")}
-    facts |= {"options": raw["head"], "model_id": base["model_id"], "base_prints": base["fingerprints"]}
-    return HeadFiles(**facts, folder=folder, profile=profile, shapes=shapes, types=types)
+    return HeadFiles(
+        folder=folder,
+        method=raw["method"],
+        options=raw["head"],
+        model_id=base["model_id"],
+        base_prints=base["fingerprints"],
+        provenance=raw["provenance"],
+        profile=profile,
+        shapes=shapes,
+        types=types,
+        chat_template=raw["chat_template"],
+    )
 
 
 def _check_is_head(folder: Path) -> None:

@@ -99,9 +99,10 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
     folder = user_path(name)
     if slash and folder.is_dir():  # smollm2-135m/medusa may be one's own
         return folder
-    for head in zoo_heads() if base or not slash else ():
-        if (head.base_name, head.method) == (base or base_name, method):
-            return head.folder
+    if base or not slash:
+        for head in zoo_heads():
+            if (head.base_name, head.method) == (base or base_name, method):
+                return head.folder
     if folder.is_dir():
         return folder
     if (base or base_name) == SMOLLM2_135M and method in DATA_PACKAGE_HEADS:

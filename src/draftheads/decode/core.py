@@ -191,7 +191,7 @@ class EngineCore:
         overtaken: list[Request] = []
         kept_free = 0
         for request in self.waiting.in_turn(rows, _CANDIDATES):
-            if not self._is_possible(request, events):
+            if not self._find_place(request, events):
                 continue
             giving = None
             if is_full or not self._fits(request, kept_free):
@@ -211,8 +211,8 @@ class EngineCore:
             return True
         return False
 
-    def _is_possible(self, request: Request, events: list[CoreEvent]) -> bool:
-        """Sets its place. One that its engine cannot take ends: this may be another engine by now."""
+    def _find_place(self, request: Request, events: list[CoreEvent]) -> bool:
+        """Sets its place, if it has one. A request that its engine cannot take ends: this may be another one by now."""
         try:
             request.place = self.check(request, request.lane), request.lane
         except DraftHeadsError as error:

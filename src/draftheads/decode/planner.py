@@ -285,7 +285,8 @@ class Plan:
         likely = draft.path_log_probs.double().exp().numpy()  # (B, N)
         likely[:, 0] = 0.0  # the root is no draft token
         copied = np.zeros_like(likely) if draft.copied is None else likely * draft.copied.numpy()
-        (own, of_copies), head = self.ratios.T, likely - copied
+        head = likely - copied
+        own, of_copies = self.ratios.T
         gains = own[:, None] * head + of_copies[:, None] * copied
         passes, _ = self.planner.costs_now(batch, follows=self._follows)
         worth = gains.sum(0).cumsum() - self._rate * passes[: draft.num_nodes]

@@ -127,7 +127,9 @@ class TextIndex:
 
     def _index(self) -> None:
         old, self._num_indexed = self._num_indexed, len(self.ids)
-        for size in self.sizes if old < len(self.ids) else ():
+        if old == len(self.ids):
+            return
+        for size in self.sizes:
             start = max(old, size)
             tail = self.ids[start - size :]
             ngrams = zip(*(tail[i:] for i in range(size)), strict=False)

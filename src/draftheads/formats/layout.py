@@ -187,8 +187,9 @@ class Layout:
         counts = f"read as {self.format} with {self._sizes()}, {counts}"
         check_names(source.path, source.shapes, used, counts, unused={*self.copies, *self.unused})
         for name, part in self.copies.items():
-            own = getattr(base.weights, part)
-            apart = distance(source.tensor(name), own) if name in source.shapes else 0.0
+            if name not in source.shapes:
+                continue
+            apart = distance(source.tensor(name), own := getattr(base.weights, part))
             if apart is None or not apart <= CLOSE:
                 by = f"{apart:.0%}" if apart is not None else f"its size {source.shapes[name]}, not {tuple(own.shape)},"
                 raise CheckpointMismatch(

@@ -64,7 +64,7 @@ def mlp_layout(source: Source, base: TargetModel) -> Layout:
                 f"{counted(stages, 'stage')}{', which are tied,' if may_be_tied else ''} needs {fewest} or {stages}"
             )
     tied = stages > 1 and all(
-        _are_equal(source, [f"{prefix}{theirs}.{i}.{part}" for i in range(theirs == "proj", known[theirs])])
+        _are_equal(source, [f"{prefix}{theirs}.{i}.{part}" for i in range(1 if theirs == "proj" else 0, known[theirs])])
         for theirs, parts in _PARTS.values()
         for part in parts
     )

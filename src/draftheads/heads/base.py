@@ -78,7 +78,8 @@ class HeadConfig:
 
     def options(self) -> dict[str, Any]:
         """All options by name, as they are saved."""
-        return dict(option for option in asdict(self).items() if option not in self.optional_defaults().items())
+        usual = self.optional_defaults().items()
+        return dict(option for option in asdict(self).items() if option not in usual)
 
     @classmethod
     def optional_defaults(cls) -> dict[str, Any]:

@@ -294,7 +294,8 @@ class Replay:
             hidden.append(states)
             prompts.append(self._prompt_states(answer))
             advance()
-        confidence, texts = fit_confidence(seen, self.top_k), list[Tensor]()
+        confidence = fit_confidence(seen, self.top_k)
+        texts: list[Tensor] = []
         count, drafted = self._most_grown(head)
         shape = BestFirst(drafted, top_k=self.top_k, beam=self.settings.beam, temperatures=tuple(confidence))
         for start in range(0, len(answers), _ROWS_AT_ONCE):

@@ -79,8 +79,9 @@ class AcceptanceProfile:
             f"static_tokens has {len(self.static_tokens)} numbers; {len(self.paths)} paths make "
             f"{len(self.paths) + 1} trees",
         )
-        for name, growing in ((name, tokens) for name, of_name in lists.items() for tokens in of_name):
-            _check(len(growing) <= MAX_NODES, f"{name} has {len(growing)} numbers; it must have at most {MAX_NODES}")
+        for name, growing in lists.items():
+            most = max(map(len, growing), default=0)
+            _check(most <= MAX_NODES, f"{name} has {most} numbers; it must have at most {MAX_NODES}")
         _check(
             longest <= len(self.dynamic_tokens),
             f"shallower_tokens has a list of {longest} numbers; dynamic_tokens has {len(self.dynamic_tokens)}",
