@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -256,6 +257,18 @@ def test_a_request_that_is_interrupted_while_it_is_cancelled_is_not_decoded(engi
     core._interrupt(request)
     run(core, add(core, engine, [5, 6], max_new_tokens=3))
     assert request.token_ids == tokens
+    assert not core.has_work
+
+
+def test_an_error_in_the_text_of_one_request_ends_it_alone(engine: Engine) -> None:
+    core = core_of(engine)
+    bad, other = (add(core, engine, [3, 4, n], max_new_tokens=6) for n in (5, 6))
+    core.step()
+    bad._stream.push = Mock(side_effect=ValueError("no such token"))  # type: ignore[method-assign]
+    events = [pair for _ in range(9) for pair in core.step()]
+    failed = [(request, str(event)) for request, event in events if isinstance(event, Exception)]
+    assert failed == [(bad, "no such token")]
+    assert other.result().token_ids == plain_answer(engine, [3, 4, 6], max_new_tokens=6)
     assert not core.has_work
 
 

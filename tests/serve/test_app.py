@@ -271,6 +271,12 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(limited: Running):
     assert limited.chat(FIRST_KEY).status_code == 200
 
 
+def test_what_can_never_fit_into_memory_is_refused():
+    with running(tiny_engines(), kv_bytes=1 << 17) as small:
+        assert error_of(small.chat(max_tokens=1500))["code"] == "context_length_exceeded"
+        assert small.chat().status_code == 200
+
+
 def test_clients_take_turns_to_be_read():
     read: list[str] = []
     service = Service()
