@@ -20,6 +20,7 @@ from draftheads.drafters.sources import Corpus, TextSoFar
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.loading import load_target, resolve, template_of
 from draftheads.serve.load_models import load_served
+from draftheads.serve.options import ServeOptions
 from draftheads.settings import LoadSettings, Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import NoDraft
@@ -82,9 +83,12 @@ def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: P
 def test_a_corpus_is_a_source_of_drafts_wherever_it_is_given(world: Path, cost: StepCosts, tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("w1 w2 w3 w4")
     model, head, corpus = str(world / "model"), str(world / "head"), str(tmp_path / "corpus.txt")
-    served = load_served(model, [head], LoadSettings(**FP32), corpus=corpus)
-    contender = next(load_contenders({"head": resolve(head, model)}, served.target, corpus=corpus))
-    for engine in (load(world, corpus=corpus), *served.engines.values(), contender.as_loaded(True)):
+    options = ServeOptions(model, head=(head,), name="tiny", max_rows=3, corpus=corpus, load=LoadSettings(**FP32))
+    [served], engines = load_served(options)
+    assert (served.name, served.base, served.head, *engines) == ("tiny", "tiny", "head", "tiny")
+    assert engines["tiny"].max_batch_size == 3
+    contender = next(load_contenders({"head": resolve(head, model)}, engines["tiny"].model, corpus=corpus))
+    for engine in (load(world, corpus=corpus), engines["tiny"], contender.as_loaded(True)):
         assert isinstance(engine.drafter, Mixed)
         assert [type(source) for source in engine.drafter.sources] == [TextSoFar, Corpus]
 
