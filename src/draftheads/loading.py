@@ -37,10 +37,10 @@ from draftheads.models.model_config import DTYPES, device_named
 from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
 from draftheads.models.pretrained import LoadOptions, tokenizer_of
 from draftheads.runners.structure import checked
-from draftheads.settings import ROUNDED_BITS, Precision, split_variables, with_variables
+from draftheads.settings import ROUNDED_BITS, Precision
 from draftheads.speculation.shapes import UNTRAINED_HEADS, ByProfile, Drafting, TreeChoice, calibrated
 from draftheads.utils.files import user_path
-from draftheads.utils.messages import short
+from draftheads.utils.messages import short, split_variables, with_variables
 
 # what the model computes in; int8 and int4 multiply integers between fp32 numbers
 PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, **dict.fromkeys(ROUNDED_BITS, torch.float32)}

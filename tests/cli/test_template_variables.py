@@ -10,8 +10,8 @@ import pytest
 import draftheads
 from cli_world import Run
 from draftheads.errors import ChatTemplateWarning
-from draftheads.settings import with_variables
 from draftheads.train.run_folder import chat_template_text
+from draftheads.utils.messages import with_variables
 from training_world import chat_options
 
 TEMPLATE = "{% if thinks is defined and not thinks %}dead {% endif %}{{ messages[0].content }}"

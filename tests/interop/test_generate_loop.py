@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from draftheads.decode.engine import Engine
-from draftheads.interop.transformers import DraftedRows, GenerateRules, Texts
+from draftheads.interop.generate_loop import DraftedRows, GenerateRules, Texts
 from draftheads.models.model import StepMode, TargetModel
 from fake_device import DEVICE, FakeDevice
 from families import PROMPTS, TREES, tiny_head, tiny_model

@@ -10,8 +10,9 @@ from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import effort_variables, read_template, reads_variable, render, unread_variables
 from draftheads.models.chat_template import template_of as template_in_use
 from draftheads.models.pretrained import ModelTokenizer
-from draftheads.settings import TemplateSettings, split_variables, variables_of, with_variables
+from draftheads.settings import TemplateSettings
 from draftheads.train.options import TrainOptions
+from draftheads.utils.messages import split_variables, variables_of, with_variables
 from spaced_tokenizer import spaced_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -9,9 +9,10 @@ from typing import Annotated
 import tyro
 
 from draftheads.data.files import KINDS
-from draftheads.settings import FRACTION, FROM_0, FROM_1, OptionGroup, keep_variables
+from draftheads.settings import FRACTION, FROM_0, FROM_1, OptionGroup
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
+from draftheads.utils.messages import keep_variables
 
 
 def defaults(arguments: Sequence[str]) -> TrainOptions:

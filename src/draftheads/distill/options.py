@@ -9,7 +9,8 @@ import tyro
 from draftheads.data.files import KINDS
 from draftheads.errors import InvalidSettings
 from draftheads.models.chat_template import BUILT_IN
-from draftheads.settings import FROM_0, FROM_1, OptionGroup, Precision, keep_variables
+from draftheads.settings import FROM_0, FROM_1, OptionGroup, Precision
+from draftheads.utils.messages import keep_variables
 
 _PROMPTS = (
     f'Prompts: files ({KINDS}), or folders of them. "prompt", "messages" or "turns" in each line, or the fields of '

@@ -19,9 +19,8 @@ from tokenizers import pre_tokenizers
 
 from draftheads.errors import InvalidSettings, PromptTooLong
 from draftheads.models.model_names import shown_name
-from draftheads.settings import split_variables, with_variables
 from draftheads.utils.files import user_path
-from draftheads.utils.messages import Message
+from draftheads.utils.messages import Message, split_variables, with_variables
 
 _FOLDER = Path(__file__).parents[1] / "assets" / "chat_templates"
 BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))  # chatml, hermes, llama-2, vicuna

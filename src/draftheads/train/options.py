@@ -17,10 +17,10 @@ from draftheads.settings import (
     LossKind,
     OptionGroup,
     Range,
-    keep_variables,
     up_to,
 )
 from draftheads.train.recipes import RECIPES
+from draftheads.utils.messages import keep_variables
 from draftheads.utils.provenance import as_json_values
 
 _SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
