@@ -1,5 +1,6 @@
 """Heads and answers for tests of what is observed along recorded answers."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.replay import Answer, draft_along, observe
 from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Path
 from families import tiny_head
 
 K = 3
@@ -31,3 +33,15 @@ def drafted_along(head: DraftHead, model: TargetModel, answers: list[Answer], sh
     layers = head.hidden_layers
     prompts = [head.split(model.hidden_states(torch.tensor([answer.prompt_ids]), layers))[0][0] for answer in answers]
     return draft_along(head, shape, answers, hidden, prompts)
+
+
+def steps_through(truth: Sequence[Sequence[int]], tree: Collection[Path]) -> int:
+    """Steps of decoding an answer: truth[j] are the ranks of what follows token j."""
+    place = steps = 0
+    while place < len(truth) - 1:
+        depth = 0
+        while depth < len(truth[place]) and tuple(truth[place][: depth + 1]) in tree:
+            depth += 1
+        place += depth + 1
+        steps += 1
+    return steps

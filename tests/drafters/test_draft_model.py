@@ -171,18 +171,19 @@ def test_a_draft_model_of_a_smaller_vocabulary_changes_no_text(model: TargetMode
     assert ids(Engine(model, drafter).generate([[3, 4]], **options)) == ids(expected)
 
 
-@pytest.mark.parametrize("kind", ["draft model", "prompt lookup", "lookahead"])
+@pytest.mark.parametrize("kind", ["draft model", "prompt lookup", "lookahead", "head"])
 def test_a_missing_row_that_was_not_dropped_raises(kind: str, model: TargetModel) -> None:
     drafter = {
         "draft model": DraftModel(tiny_model("llama", seed=5), model),
         "prompt lookup": Mixed(None),
         "lookahead": Lookahead(),
+        "head": tiny_head("hydra++", model),
     }[kind]
     session, roots = drafter.start(), torch.tensor([3, 4, 5])
 
     def context(rows: int, count: int) -> Context:
         tokens = torch.full((rows, count), 7)
-        return Context(torch.zeros(rows, count, 1), tokens, torch.full((rows,), count), roots[:rows])
+        return Context(torch.zeros(rows, count, 32), tokens, torch.full((rows,), count), roots[:rows])
 
     session.propose(context(3, 6), ROOT_ONLY)
     with pytest.raises(ValueError, match=r"2 rows but 3 "):

@@ -26,12 +26,12 @@ def naive_matches(text: list[int], longest_ngram: int, longest: int) -> dict[int
     return matches
 
 
-def naive_copy(text: list[int], place: int, count: int) -> list[int]:
-    """The tokens from a place on, one appended to the text after the other."""
-    tokens = list(text)
-    for i in range(count):
-        tokens.append(tokens[place + i])
-    return tokens[len(text) :]
+def followed(text: list[int], place: int, count: int) -> tuple[int, ...]:
+    """The tokens from a place on, as if each copy were appended to the text."""
+    longer = list(text)
+    for number in range(count):
+        longer.append(longer[place + number])
+    return tuple(longer[len(text) :])
 
 
 @settings(max_examples=300, deadline=None)
@@ -54,7 +54,7 @@ def test_matches_and_copies_are_those_of_a_search_over_every_place(
         expected = list(naive_matches(text[:read], ngram, longest).items())
         assert list(index.matches(most, longest).items()) == expected[:most]
         for place, _ in expected[:1]:
-            assert index.following(place, 5) == naive_copy(text[:read], place, 5)
+            assert tuple(index.following(place, 5)) == followed(text[:read], place, 5)
 
 
 # --- a corpus ---
@@ -124,14 +124,6 @@ def slow_tree(text: list[int], depth: int) -> dict[tuple[int, ...], float]:
     go_on(())
     del found[()]
     return found
-
-
-def followed(text: list[int], place: int, count: int) -> tuple[int, ...]:
-    """The tokens from a place on, as if each copy were appended to the text."""
-    longer = list(text)
-    for number in range(count):
-        longer.append(longer[place + number])
-    return tuple(longer[len(text) :])
 
 
 def paths_of(tree: list[Copied]) -> dict[tuple[int, ...], float]:

@@ -261,23 +261,11 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
         ({"form": "zlab", "block_size": 1}, CheckpointCorrupt, "block_size is 1"),
         (tensors(gate_proj=None), CheckpointCorrupt, "the tensors are those of 'vanilla'"),
         (tensors(joint_proj=torch.ones(2)), UnsupportedModel, "of the kind rnn"),
-        (
-            tensors(gate_proj=torch.ones(6, 33)),
-            CheckpointCorrupt,
-            r"weight \(6, 33\) is \(6, 1\); .* it \(6, 6\)",
-        ),
+        (tensors(gate_proj=torch.ones(6, 33)), CheckpointCorrupt, r"weight \(6, 33\) is \(6, 1\); .* it \(6, 6\)"),
         (tensors("", embed_tokens=torch.ones(2, 2)), CheckpointMismatch, r"embed_tokens\.weight differs by .*\(2, 2\)"),
         (tensors("", candidate_selector=torch.ones(2, 2)), UnsupportedModel, r"do not have \(candidate_selector\)"),
-        (
-            tensors("", lm_head=torch.ones(24, 32)),
-            CheckpointMismatch,
-            r"its lm_head\.weight differs by \d+% from the",
-        ),
-        (
-            SPECULATORS | {"reduced": True, "given": {"t2d": torch.ones(24)}},
-            CheckpointCorrupt,
-            "t2d and d2t name",
-        ),
+        (tensors("", lm_head=torch.ones(24, 32)), CheckpointMismatch, r"its lm_head\.weight differs by \d+% from the"),
+        (SPECULATORS | {"reduced": True, "given": {"t2d": torch.ones(24)}}, CheckpointCorrupt, "t2d and d2t name"),
     ],
 )
 def test_other_kinds_of_heads_are_refused(

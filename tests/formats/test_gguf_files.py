@@ -29,22 +29,12 @@ from training_world import chat_model
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11, 5, 3]])
 READ = 6  # tokens before the block's first
 NOT_GATED = {"gated": False, "mask_token_id": 9}
-PUBLISHED = {  # z-lab's names
-    "fc": "fc",
-    "enc.output_norm": "hidden_norm",
-    "output_norm": "norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+# z-lab's names
+PUBLISHED = {"fc": "fc", "enc.output_norm": "hidden_norm", "output_norm": "norm", "attn_norm": "input_layernorm"}
+PUBLISHED |= {"attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm"}
+PUBLISHED |= {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
+PUBLISHED |= {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
+PUBLISHED |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 ROPE = {
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},

@@ -181,7 +181,9 @@ def test_a_model_drafts_with_the_layer_of_its_own_folder(
 ) -> None:
     name, out = str(own_folder), tmp_path / "head"
     assert main(["import", name, "--model", name, "--out", str(out)]) == 0
-    assert "an MTP layer" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "read an MTP layer; saved in" in said
+    assert f"draftheads tune --model {name} --head" in said
     saved = read_head(out)
     assert (saved.method, saved.config.num_heads, saved.profile.temperatures) == ("mtp", 3, [1.0] * 3)
     layer = saved.config.options()["layer"]

@@ -1,6 +1,5 @@
 """Every architecture: drafting says what training taught, with a history as from scratch; sizes; bad settings."""
 
-import copy
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -21,7 +20,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
-from draftheads.testing import check_head
+from draftheads.testing import _context, check_head
 from draftheads.train.options import TrainOptions
 from families import FAMILIES, VOCAB, propose, tiny_head, tiny_model
 from slow_heads import slow_attention
@@ -90,11 +89,7 @@ def random_text(head: DraftHead, rows: int, length: int, *, seed: int = 0) -> tu
 
 def whole(hidden: Tensor, tokens: Tensor, ends: Sequence[int]) -> Context:
     """Contexts of texts of which ``ends[b]`` tokens are accepted and one is the root."""
-    roots = tokens[torch.arange(len(ends)), ends]
-    width = max(ends)
-    real = torch.arange(width) < torch.tensor(ends)[:, None]  # what lies beyond means nothing
-    states = torch.where(real[:, :, None], hidden[:, :width], 7.0)
-    return Context(states, torch.where(real, tokens[:, :width], 0), torch.tensor(ends), roots)
+    return _context(hidden, tokens, [0] * len(ends), ends)
 
 
 @pytest.mark.few(18)
@@ -150,15 +145,9 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
                 new[row] = 3 + 11 * row  # a prompt
                 read[row] = 0
             waiting = waiting[2:]
-        width = max(new.values())
-        states, ids = torch.zeros(len(rows), width, hidden.shape[2]), torch.zeros(len(rows), width, dtype=torch.long)
-        states += 7.0  # what lies beyond a row's tokens means nothing
-        for place, row in enumerate(rows):
-            part = slice(read[row], read[row] + new[row])
-            states[place, : new[row]], ids[place, : new[row]] = hidden[row, part], tokens[row, part]
-            read[row] += new[row]
-        roots = torch.stack([tokens[row, read[row]] for row in rows])
-        context = Context(states, ids, torch.tensor([new[row] for row in rows]), roots)
+        starts, ends = [read[row] for row in rows], [read[row] + new[row] for row in rows]
+        read |= zip(rows, ends, strict=True)
+        context = _context(hidden[rows], tokens[rows], starts, ends)
         if WITHOUT_DRAFT[without_draft](step):
             session.observe(context)
         else:
@@ -248,45 +237,6 @@ def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.Monkey
         part = slice(start, start + 3)
         session.observe(Context(hidden[:, part], tokens[:, part], torch.tensor([3]), tokens[:, start]))
     assert numbers == [0, 3, 6, 9, 12, 0, 3, 6, 9, 12]
-
-
-def values_of(head: DraftHead) -> dict[str, Any]:
-    """Everything that a head holds, tensors by what is in them."""
-    found: dict[str, Any] = {name: tensor.clone() for name, tensor in head.state_dict(keep_vars=True).items()}
-    for prefix, module in head.named_modules():
-        for name in vars(module).keys() - {"_parameters", "_buffers", "_modules"}:
-            found[f"{prefix}:{name}"] = copy.copy(vars(module)[name])
-    return found
-
-
-@pytest.mark.few(18)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
-    """So its sessions do not see each other's rows."""
-    head = variant(name, model)
-    hidden, tokens = random_text(head, 2, 12)
-    before = values_of(head)
-    session = head.start()
-    session.observe(whole(hidden, tokens, [5, 8]))
-    for shape in (head.default_shape, BestFirst(12, top_k=4, beam=3)):
-        session.propose(Context(hidden[:, :1], tokens[:, :1], torch.tensor([1, 1]), tokens[:, 9]), shape)
-    session.keep(torch.tensor([1]))
-    after = values_of(head)
-    assert after.keys() == before.keys()
-    for key, value in before.items():
-        same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
-        assert same, key
-
-
-def test_a_missing_row_that_was_not_dropped_raises(model: TargetModel) -> None:
-    head = tiny_head("hydra++", model)
-    session, shape = head.start(), head.default_shape
-    hidden, tokens = random_text(head, 3, 9)
-    session.propose(whole(hidden, tokens, [5, 8, 2]), shape)
-    with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
-        session.propose(whole(hidden[:2], tokens[:2], [5, 8]), shape)
-    session.keep(torch.tensor([2, 0]))
-    session.propose(whole(hidden[:2], tokens[:2], [5, 8]), shape)
 
 
 # --- sizes ---

@@ -1,6 +1,7 @@
 """Medusa and Hydra against slow twins that follow each path alone; what all heads have in common."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -124,26 +125,6 @@ def test_a_low_rank_lm_head_is_the_best_of_its_rank(kind: str, rows: slice | Ten
     assert float(torch.linalg.matrix_norm(matrix - found)) == pytest.approx(missing, rel=1e-4)
 
 
-def test_own_lm_heads_do_not_share_memory_with_the_target() -> None:
-    weights = random_weights()
-    kept = weights.lm_head.clone()
-    head = fresh_head("medusa", weights, lm_head="own")
-    for parameter in head.parameters():
-        parameter.data.zero_()
-    assert torch.equal(weights.lm_head, kept)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_of_the_target_is_saved(method: str) -> None:
-    keys = set(fresh_head(method, draft_vocab_size=len(DRAFT_VOCAB)).state_dict())
-    assert keys == {
-        "draft_vocab",
-        *(f"blocks.{i}.0.linear.{part}" for i in range(K) for part in ("weight", "bias")),
-        *(f"blocks.{i}.0.residual.{part}" for i in range(K) for part in ("weight", "bias") if method == "hydra"),
-    }
-    assert "draft_vocab" not in fresh_head(method).state_dict()
-
-
 # --- draft vocabulary ---
 
 
@@ -169,12 +150,12 @@ def test_binding_again_takes_the_new_targets_rows() -> None:
     assert torch.equal(head.target_embedding, other.embedding)
 
 
-@pytest.mark.parametrize("method", HEADS)
-def test_the_targets_tensors_do_not_become_a_heads_weights(method: str) -> None:
+@pytest.mark.parametrize(("method", "options"), [*((method, {}) for method in HEADS), ("medusa", {"lm_head": "own"})])
+def test_the_targets_tensors_do_not_become_a_heads_weights(method: str, options: dict[str, Any]) -> None:
     """Or training the head would change the target: phi has an lm_head with a bias."""
     target = tiny_model("phi")
     theirs = {weight.data_ptr() for weight in target.model.parameters()}
-    head = tiny_head(method, target)  # which changes all weights of the head
+    head = tiny_head(method, target, **options)  # which changes all weights of the head
     assert not [name for name, weight in head.named_parameters() if weight.data_ptr() in theirs]
     assert tiny_model("phi").weights_fingerprint == target.weights_fingerprint
 

@@ -1,6 +1,7 @@
 """Block drafters beside the published layout, row by row, and how they are trained."""
 
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -135,38 +136,22 @@ def test_a_learner_trains_behind_some_places_and_measures_behind_all() -> None:
     assert not torch.allclose(some, every)
 
 
-class _Tokenizer:
-    bos_token_id, eos_token_id, pad_token_id, unk_token_id = 20, 21, 22, None
-    chat_template = "<turn>{{ message }}"
-    all_special_ids = ()
-
-    def __init__(self, **texts: str) -> None:
-        named = {
-            20: "<s>",
-            21: "</s>",
-            22: "<pad>",
-            23: "<turn>",
-            **{int(key[1:]): text for key, text in texts.items()},
-        }
-        token = lambda text: type("Added", (), {"content": text, "special": True})()  # noqa: E731
-        self.added_tokens_decoder = {key: token(text) for key, text in named.items()}
-
-    def __len__(self) -> int:
-        return 30
-
-
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
         ({}, 63),
-        ({"t24": "<file>", "t25": "<repo>"}, 25),
-        ({"t24": "<|MASK|>", "t25": "<repo>"}, 24),
-        ({"t24": "<file>", "t25": "<end>"}, 24),
-        ({"t70": "<mask>"}, 63),
+        ({24: "<file>", 25: "<repo>"}, 25),
+        ({24: "<|MASK|>", 25: "<repo>"}, 24),
+        ({24: "<file>", 25: "<end>"}, 24),
+        ({70: "<mask>"}, 63),
     ],
 )
-def test_the_mask_is_a_token_that_no_text_has(texts: dict[str, str], expected: int) -> None:
-    reader: Any = type("Reader", (), {"tokenizer": _Tokenizer(**texts), "chat_template": None})()
+def test_the_mask_is_a_token_that_no_text_has(texts: dict[int, str], expected: int) -> None:
+    named = {20: "<s>", 21: "</s>", 22: "<pad>", 23: "<turn>", **texts}
+    tokenizer = MagicMock(bos_token_id=20, eos_token_id=21, pad_token_id=22, unk_token_id=None)
+    tokenizer.added_tokens_decoder = {key: Mock(content=text, special=True) for key, text in named.items()}
+    tokenizer.chat_template = "<turn>{{ message }}"
+    reader = Mock(tokenizer=tokenizer, chat_template=None)
     assert unused_token(reader, 64, {25} if "<end>" in texts.values() else set()) == expected
 
 

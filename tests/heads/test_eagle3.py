@@ -9,8 +9,7 @@ from draftheads.cpu.optimise import speed_up
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
 from draftheads.models.model_layers import layer_inputs
-from draftheads.search.replay import Answer, observe
-from families import FAMILIES, RECURRENT_FAMILIES, VOCAB, tiny_head, tiny_model
+from families import FAMILIES, RECURRENT_FAMILIES, tiny_head, tiny_model
 
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
 
@@ -47,16 +46,6 @@ def test_layers_that_the_model_does_not_have_are_refused() -> None:
     head = tiny_head("eagle3", model, layers=[0, 2])
     with pytest.raises(InvalidSettings, match=r"layer 2 .* tiny-llama has 2 layers: choose among 0 … 1"):
         Engine(model, head).generate([[5, 6]], max_new_tokens=2)
-
-
-def test_observed_probabilities_are_the_targets_own() -> None:
-    model = tiny_model("llama")
-    answer = Answer((5, 6, 7), (8, 9, 10, 11, 12))
-    seen, _ = observe(tiny_head("eagle3", model), model, answer, top_k=VOCAB, temperature=1.0)
-    logits = model.model(torch.tensor([answer.prompt_ids + answer.token_ids])).logits[0]
-    for head, place in ((0, 0), (0, 3), (1, 2), (2, 1)):
-        expected = logits[3 + place + head].softmax(-1).sort().values
-        torch.testing.assert_close(seen.probs[place, head].sort().values, expected)
 
 
 def test_the_start_near_the_last_hidden_state_survives_a_number_that_is_always_zero() -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
@@ -34,7 +33,6 @@ from draftheads.drafters.mixed import MixedSession
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.interop.transformers import CustomGenerate, custom_generate
 from draftheads.models.model import TargetModel
-from draftheads.models.model_names import resolve_model
 from draftheads.runners.native_runner import NativeRunner
 from draftheads.runners.transformers_runner import TransformersRunner
 from draftheads.speculation.shapes import Sampled
@@ -614,24 +612,3 @@ def test_a_text_as_long_as_the_model_allows(world: World) -> None:
 def test_wrong_values_are_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DraftHeadsError, match=message):
         custom_generate(**options)
-
-
-# --- the real model ---
-
-
-@pytest.mark.real
-def test_the_bundled_head_saves_steps_of_the_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DRAFTHEADS_CACHE")  # in the user's own cache the model is converted already
-    folder = resolve_model("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    chats = [[{"role": "user", "content": text}] for text in ("Why is the sky blue?", "Name three fruits.")]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, return_tensors="pt", padding=True, return_dict=True
-    )
-    options = {"max_new_tokens": 16, "do_sample": False, "repetition_penalty": 1.1, "pad_token_id": 2}
-    expected = model.generate(**inputs, **options)
-    loop = draftheads.custom_generate("hydra", tree=[[0], [0, 0], [0, 0, 0], [1]])
-    output = model.generate(**inputs, **options, custom_generate=loop, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, expected)
-    assert output.num_steps < 13

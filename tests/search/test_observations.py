@@ -13,7 +13,7 @@ from draftheads.search import replay
 from draftheads.search.replay import DIVISORS, Answer, Observation, fit_confidence, observe, reached, reliability
 from draftheads.speculation.draft import Context
 from families import PROMPTS, tiny_head, tiny_model
-from observed_heads import HEADS, K
+from observed_heads import HEADS, K, head_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,18 +69,16 @@ def chances_after(model: TargetModel, answer: Answer, place: int, temperature: f
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        *((family, "hydra") for family in ("granite", "gemma2")),
-        *(("qwen3", kind) for kind in HEADS),
-    ],
+    ("family", "kind", "chunk"),
+    [("granite", "hydra", 1), ("gemma2", "hydra", 5), *(("qwen3", kind, 256) for kind in HEADS)],
 )
-def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kind: str, temperature: float):
-    top_k = 5
-    model = model_of(family)
-    method, options = HEADS[kind]
-    head = tiny_head(method, model, num_heads=K, **options)
-    misses = 0
+def test_an_observation_equals_the_head_s_logits_token_by_token(
+    family: str, kind: str, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+):
+    """However many of them are held at once."""
+    monkeypatch.setattr(replay, "_CHUNK", chunk)
+    top_k, misses, model = 5, 0, model_of(family)
+    head = head_of(kind, model)
     for answer in said(model, temperature=temperature)[:2]:
         length = len(answer.token_ids)
         seen, hidden = observe(head, model, answer, top_k=top_k, temperature=temperature)
@@ -108,19 +106,6 @@ def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kin
             assert seen.ranks[place, len(every) :].tolist() == [top_k] * (K - len(every)), "the answer has ended"
             assert not seen.probs[place, len(every) :].any()
     assert 0 < misses < 2 * K * 13, "guesses were both right and wrong"
-
-
-@pytest.mark.parametrize(("size", "temperature"), [(1, 0.7), (5, 0.0)])
-def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, size: int, temperature: float):
-    model = model_of("llama")
-    head = tiny_head("hydra", model, num_heads=K)
-    answer = said(model, temperature=temperature)[0]
-    whole, states = observe(head, model, answer, top_k=6, temperature=temperature)
-    monkeypatch.setattr(replay, "_CHUNK", size)
-    again, same = observe(head, model, answer, top_k=6, temperature=temperature)
-    assert torch.equal(states, same)
-    for name, part in vars(whole).items():
-        torch.testing.assert_close(part, getattr(again, name), atol=1e-5, rtol=1e-5)
 
 
 def test_ranks_beyond_the_draft_vocabulary_are_misses():

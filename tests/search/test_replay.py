@@ -1,6 +1,7 @@
 """Tokens per step with trees of all sizes: found on one half of recorded answers, measured on the other."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,19 @@ from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.utils.progress import NoProgress
 from families import PROMPTS, tiny_head, tiny_model, tokens_per_step
+from observed_heads import steps_through
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 K, R = 2, 3
 
 
-@dataclass
-class Case:
-    """A replay and its prompts."""
-
-    replay: Replay
-    prompts: list[list[int]]
-    folder: Path
-
-    def answers(self) -> list[Answer]:
-        one = self.replay
-        return own_answers(one.target, self.prompts, one.settings, folder=self.folder, progress=NoProgress())
+def replay_of(model: TargetModel, head: DraftHead, **settings: Any) -> Replay:
+    return Replay(model, head, ReplaySettings(**settings), progress=NoProgress())
 
 
-def case(model: TargetModel, head: DraftHead, folder: Path, prompts: list[list[int]], **settings: Any) -> Case:
-    chosen = ReplaySettings(**settings)
-    return Case(Replay(model, head, chosen, progress=NoProgress()), encoded(model, prompts, chosen), folder)
+def answered(one: Replay, folder: Path, prompts: Sequence[list[int]] = PROMPTS) -> list[Answer]:
+    ids = encoded(one.target, prompts, one.settings)
+    return own_answers(one.target, ids, one.settings, folder=folder, progress=NoProgress())
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +42,9 @@ def model() -> TargetModel:
 
 
 @pytest.fixture
-def small(model: TargetModel, tmp_path: Path) -> Case:
+def small(model: TargetModel) -> Replay:
     """For two heads and three ranks."""
-    return case(model, tiny_head("medusa", model, num_heads=K), tmp_path, PROMPTS, top_k=R, max_nodes=8)
+    return replay_of(model, tiny_head("medusa", model, num_heads=K), top_k=R, max_nodes=8)
 
 
 def seen_as(table: list[tuple[int, int]], probs: Tensor | None = None) -> Observation:
@@ -75,11 +68,7 @@ def random_answers(count: int, seed: int, *, ease: float = 1.0) -> list[Observat
 
 def steps_with(seen: Observation, tree: set[RankPath]) -> tuple[int, int]:
     """Tokens and steps of decoding an answer."""
-    rows, place, steps = seen.ranks.tolist(), 0, 0
-    while place < len(rows) - 1:
-        kept = sum(tuple(rows[place][: depth + 1]) in tree for depth in range(K))
-        place, steps = place + 1 + kept, steps + 1
-    return len(rows) - 1, steps
+    return len(seen.ranks) - 1, steps_through(seen.ranks.tolist(), tree)
 
 
 def by_count(seen: list[Observation]) -> list[RankPath]:
@@ -104,11 +93,11 @@ def crossed(seen: list[Observation], size: int) -> float:
     return tokens / steps
 
 
-def test_each_half_is_measured_with_trees_from_the_other_half(small: Case):
+def test_each_half_is_measured_with_trees_from_the_other_half(small: Replay):
     # answers of two kinds, by turns
     easy, hard = random_answers(6, seed=1), random_answers(6, seed=2, ease=-0.5)
     seen = [one for pair in zip(easy, hard, strict=True) for one in pair]
-    found = small.replay._static(seen)
+    found = small._static(seen)
     assert found["paths"] == [list(path) for path in by_count(seen)[:7]]
     sizes = range(1, 9)
     assert found["expected"] == pytest.approx([crossed(seen, size) for size in sizes])
@@ -121,10 +110,10 @@ def test_each_half_is_measured_with_trees_from_the_other_half(small: Case):
     assert found["shares"] == pytest.approx([1.0, *shares])
 
 
-def test_a_half_with_fewer_paths_gives_smaller_trees(small: Case):
+def test_a_half_with_fewer_paths_gives_smaller_trees(small: Replay):
     rich = seen_as([(a, b) for one in random_answers(4, seed=4) for a, b in one.ranks.tolist()])
     poor = seen_as([(0, 3)] * 8 + [(3, 3)])
-    found = small.replay._static([rich, poor])
+    found = small._static([rich, poor])
     assert len(found["paths"]) == 7
     # the rich half is judged with the one path of the poor one, whatever the size
     for size in range(2, 9):
@@ -133,13 +122,13 @@ def test_a_half_with_fewer_paths_gives_smaller_trees(small: Case):
         assert found["expected"][size - 1] == pytest.approx(sum(t for t, _ in pairs) / sum(s for _, s in pairs))
 
 
-def test_at_a_temperature_probabilities_count_and_the_drawn_answer_is_decoded(model: TargetModel, tmp_path: Path):
+def test_at_a_temperature_probabilities_count_and_the_drawn_answer_is_decoded(model: TargetModel):
     head = tiny_head("medusa", model, num_heads=K)
-    sampled = case(model, head, tmp_path, PROMPTS, top_k=R, max_nodes=4, temperature=0.8)
+    sampled = replay_of(model, head, top_k=R, max_nodes=4, temperature=0.8)
     # rank 2 was drawn by chance; the target itself is for rank 1
     probs = torch.tensor([[0.2, 0.5, 0.3], [0.1, 0.05, 0.05]]).expand(6, K, R)
     drawn = seen_as([(2, 0), (2, 0), (2, 0), (2, 0), (2, R), (R, R)], probs)
-    found = sampled.replay._static([drawn, drawn])
+    found = sampled._static([drawn, drawn])
     assert found["paths"] == [[1], [2], [0]]
     assert found["shares"] == pytest.approx([1.0, 0.5, 0.3, 0.2])
     assert found["expected"] == pytest.approx([1.0, 1.0, 5 / 3, 5 / 3])
@@ -156,8 +145,8 @@ def test_accuracies_are_counted_where_the_answer_goes_on():
     assert found == [pytest.approx(chances[:2, 0].mean(0).tolist()), pytest.approx(chances[0, 1].tolist())]
 
 
-def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: Case):
-    found = small.replay._static([seen_as([(0, 3), (3, 3)])] * 2)
+def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: Replay):
+    found = small._static([seen_as([(0, 3), (3, 3)])] * 2)
     assert (found["paths"], found["expected"]) == ([[0]], [1.0, 1.0])
 
 
@@ -165,19 +154,17 @@ def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: C
     ("method", "beam", "most"),
     [("medusa", 1, 1 + 2 + 4 + 8), ("hydra", 1, 1 + 2 + 2 + 2), ("hydra", 3, 1 + 2 + 4 + 6)],
 )
-def test_growing_trees_are_measured_up_to_their_largest_size(
-    model: TargetModel, tmp_path: Path, method: str, beam: int, most: int
-):
+def test_growing_trees_are_measured_up_to_their_largest_size(model: TargetModel, method: str, beam: int, most: int):
     head = tiny_head(method, model)
     options = {"top_k": 2, "beam": beam}
-    assert case(model, head, tmp_path, PROMPTS, **options, max_nodes=1000).replay._most_grown(head) == (most, most)
+    assert replay_of(model, head, **options, max_nodes=1000)._most_grown(head) == (most, most)
     spare = min(most, 12 if head.reads_path else 4)  # for trees of a lower depth
-    assert case(model, head, tmp_path, PROMPTS, **options, max_nodes=4).replay._most_grown(head) == (4, spare)
+    assert replay_of(model, head, **options, max_nodes=4)._most_grown(head) == (4, spare)
 
 
-def decoded(one: Case, shape: BestFirst) -> float:
+def decoded(one: Replay, shape: BestFirst) -> float:
     """Tokens per step of decoding the answers of a case."""
-    own, engine = one.replay.settings, Engine(one.replay.target, one.replay.head, shape=shape)
+    own, engine = one.settings, Engine(one.target, one.head, shape=shape)
     first = SamplingSettings(max_new_tokens=own.max_new_tokens, temperature=own.temperature)
     return tokens_per_step(engine.generate(PROMPTS, [replace(first, seed=seed) for seed in range(len(PROMPTS))]))
 
@@ -188,11 +175,11 @@ def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
 ):
     head = tiny_head("hydra", model)
     options = {"top_k": 5, "beam": 3, "max_nodes": 12, "max_new_tokens": 12, "temperature": temperature}
-    one = case(model, head, tmp_path, PROMPTS, **options)
-    answers = one.answers()
-    found = one.replay.run(answers)
+    one = replay_of(model, head, **options)
+    answers = answered(one, tmp_path)
+    found = one.run(answers)
     monkeypatch.setattr(replay, "_ROWS_AT_ONCE", 2)
-    parts = one.replay.run(answers)
+    parts = one.run(answers)
     assert parts["dynamic"]["expected"] == found["dynamic"]["expected"]
     assert parts["static"] == found["static"]
     shape = BestFirst(12, top_k=5, beam=3, temperatures=tuple(found["confidence"]["temperatures"]))
@@ -206,13 +193,13 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
 ):
     head = tiny_head(method, model)
     options = {"top_k": 5, "beam": 3, "max_nodes": 16, "max_new_tokens": 40}
-    one = case(model, head, tmp_path, PROMPTS, **options)
-    answers = one.answers()
+    one = replay_of(model, head, **options)
+    answers = answered(one, tmp_path)
     found = {}
     assert replay._SMALLEST_STEP == 1.005, "docs/planner.md: 0.5 %"
     for step in (0.0, 1.0 + 1e-9, 2.0):  # every level is kept; those that gain; none
         monkeypatch.setattr(replay, "_SMALLEST_STEP", step)
-        found[step] = one.replay.run(answers)
+        found[step] = one.run(answers)
     depths = [len(one["confidence"]["temperatures"]) for one in found.values()]
     assert depths[0] == 8 >= depths[1] >= 3 == depths[2]
     assert head.config.num_heads == 3
@@ -228,23 +215,22 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
     short = [Answer(answer.prompt_ids, answer.token_ids[:7]) for answer in answers]
     mixed = [*short, answers[0]]
     assert len(answers[0].token_ids) > 7
-    assert one.replay._deep_head(mixed).config.num_heads == 5, "no deeper than most answers"
-    own = case(model, tiny_head("hydra", model), tmp_path, PROMPTS, **options)
-    assert own.replay._deep_head(answers) is own.replay.head
+    assert one._deep_head(mixed).config.num_heads == 5, "no deeper than most answers"
+    own = replay_of(model, tiny_head("hydra", model), **options)
+    assert own._deep_head(answers) is own.head
 
 
 def test_answers_are_those_of_plain_decoding(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(replay, "_ANSWERS_AT_ONCE", 2)
-    one = case(model, tiny_head("medusa", model), tmp_path, [*PROMPTS, [4, 5]], num_prompts=3, max_new_tokens=9)
+    one = replay_of(model, tiny_head("medusa", model), num_prompts=3, max_new_tokens=9)
     plain = Engine(model).generate(PROMPTS, max_new_tokens=9)
     expected = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True) if len(r.token_ids) > 1]
-    assert one.answers() == expected
+    assert answered(one, tmp_path, [*PROMPTS, [4, 5]]) == expected
 
 
 def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Path):
-    head = tiny_head("medusa", model)
     with pytest.raises(DataError, match="1 prompt"):
-        case(model, head, tmp_path, PROMPTS[:1])
+        encoded(model, PROMPTS[:1], ReplaySettings())
     ended = tiny_model("llama", eos_token_id=list(range(24)))
     with pytest.raises(DataError, match=ended.model_id):
-        case(ended, tiny_head("medusa", ended), tmp_path, PROMPTS).answers()
+        answered(replay_of(ended, tiny_head("medusa", ended)), tmp_path)

@@ -77,6 +77,9 @@ def tuned(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path):
+    assert {path.name for path in tuned.iterdir()} == {"acceptance.json", "tune.json", "tune.html", ".lock"}
+    assert saved_answers(tuned)
+    assert not answers_folder(tuned).is_relative_to(tuned), "prompts are not written beside the head"
     profile = read_profile(tuned / "acceptance.json")
     record = json.loads((tuned / "tune.json").read_text())
     assert (profile.num_texts, profile.num_tokens, profile.temperature) == (6, 60, 0.0)
@@ -123,12 +126,6 @@ def test_a_broken_profile_is_replaced_by_tuning(here: Path, tmp_path: Path, prof
         draftheads.load("./model", folder, precision="fp32")
     assert main(["tune", "./model", str(folder), *tune("medusa")[3:]]) == 0
     assert find_profile(read_head(folder)).num_texts == 6
-
-
-def test_prompts_are_not_written_beside_the_head(here: Path, tuned: Path):
-    assert {path.name for path in tuned.iterdir()} == {"acceptance.json", "tune.json", "tune.html", ".lock"}
-    assert list(answers_folder(tuned).glob("*/answers-000.json"))
-    assert not answers_folder(tuned).is_relative_to(tuned)
 
 
 def test_answers_are_used_again_for_other_heads(here: Path, tuned: Path, tmp_path: Path):

@@ -1,11 +1,11 @@
-"""Standard errors are those of prompts that are drawn again; quartiles stay inside the data."""
+"""Standard errors are those of prompts that are drawn again."""
 
 import math
 
 import pytest
 import torch
 
-from draftheads.utils.estimates import Share, quartiles, ratio_with_error
+from draftheads.utils.estimates import Share, ratio_with_error
 
 
 def pairs(above: torch.Tensor, below: torch.Tensor) -> list[Share]:
@@ -44,7 +44,3 @@ def test_ratios_at_the_edge(shares: list[Share], others: list[Share] | None, rat
     assert found == ratio
     assert math.isfinite(error)
     assert error == 0.0 or ratio == 2.0
-
-
-def test_quartiles_stay_inside_the_data() -> None:
-    assert quartiles([2.0, 4.0]) == (2.5, 3.0, 3.5)

@@ -15,6 +15,7 @@ from torch import Tensor
 from draftheads.errors import CheckpointCorrupt, SpeedWarning, UnsupportedModel
 from draftheads.formats.layout import (
     CLOSE,
+    SGLANG,
     Format,
     Layout,
     Made,
@@ -369,8 +370,7 @@ FORMATS = (
         write=write_dflash,
         commands={  # vLLM 0.33, SGLang 0.5.23
             "vLLM": "VLLM(dflash)",
-            "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm DFLASH "
-            "--speculative-draft-model-path <head>",
+            "SGLang": SGLANG.format("DFLASH"),
         },
     ),
     Format(
@@ -379,8 +379,7 @@ FORMATS = (
         write=write_dspark,
         commands={  # vLLM 0.33, SGLang 0.5.23
             "vLLM": "VLLM(dspark)",
-            "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm DSPARK "
-            "--speculative-draft-model-path <head>",
+            "SGLang": SGLANG.format("DSPARK"),
         },
         keeps_vocab=True,
     ),

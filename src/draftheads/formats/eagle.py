@@ -36,6 +36,7 @@ _SPECULATORS, _PUBLISHED = "layers.0.", "midlayer."
 _EMBEDDING = "embed_tokens.weight"
 _MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
+_SGLANG = f"{SGLANG} --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 12"
 _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
 
 
@@ -269,7 +270,7 @@ FORMATS = (
         write=write_eagle3,
         commands={  # vLLM 0.33, SGLang 0.5.23, llama.cpp of November 2026, optimum-intel 2.2
             "vLLM": "VLLM(eagle3)",
-            "SGLang": SGLANG.format("EAGLE3"),
+            "SGLang": _SGLANG.format("EAGLE3"),
             "llama.cpp": "python convert_hf_to_gguf.py <head> --target-model-dir <model> --outfile draft.gguf && "
             "llama-server -m MODEL.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max <steps>",
             "OpenVINO": "pip install optimum-intel==2.2.0 diffusers==0.38.0 einops 'huggingface-hub<1.22' && "
@@ -297,7 +298,7 @@ FORMATS = (
         "eagle-sglang",
         methods=("eagle",),
         write=partial(write_eagle, with_bias=True),
-        commands={"SGLang": SGLANG.format("EAGLE")},  # 0.5.23
+        commands={"SGLang": _SGLANG.format("EAGLE")},  # 0.5.23
         keeps_vocab=True,
     ),
 )

@@ -240,8 +240,7 @@ class Format(NamedTuple):
 
 
 SGLANG = (
-    "python -m sglang.launch_server --model <model> --speculative-algorithm {} --speculative-draft-model-path <head> "
-    "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 12"
+    "python -m sglang.launch_server --model <model> --speculative-algorithm {} --speculative-draft-model-path <head>"
 )
 
 

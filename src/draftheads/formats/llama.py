@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftheads.errors import UnsupportedModel
-from draftheads.formats.layout import Format, Reasons, Source, Written, refuse, sizes_of
+from draftheads.formats.layout import SGLANG, Format, Reasons, Source, Written, refuse, sizes_of
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -116,8 +116,7 @@ FORMATS = (
         write=write_small_llama,
         commands={  # vLLM 0.33, SGLang 0.5.23, transformers 5, llama.cpp of November 2026
             "vLLM": "VLLM(draft_model)",
-            "SGLang": "python -m sglang.launch_server --model <model> --speculative-algorithm STANDALONE "
-            "--speculative-draft-model-path <head> --speculative-num-steps <steps>",
+            "SGLang": SGLANG.format("STANDALONE") + " --speculative-num-steps <steps>",
             "transformers": "model.generate(…, assistant_model=AutoModelForCausalLM.from_pretrained('<head>'))",
             "llama.cpp": "python convert_hf_to_gguf.py <head> --outfile draft.gguf && llama-server -m MODEL.gguf "
             "-md draft.gguf",

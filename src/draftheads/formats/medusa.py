@@ -77,12 +77,15 @@ def medusa_layout(source: Source, base: TargetModel) -> Layout:
 
 def medusa_names(config: MedusaConfig) -> dict[str, str]:
     """The project's name of each tensor."""
-    names = {
-        f"blocks.{i}.{j}.linear.{part}": f"{i}.{j}.linear.{part}"
-        for i, j, part in product(range(config.num_heads), range(config.num_layers), ("weight", "bias"))
-    }
+    return _names(config, "{}.{}.linear.{}", f"{{}}.{config.num_layers}.weight")
+
+
+def _names(config: MedusaConfig, block: str, lm_head: str) -> dict[str, str]:
+    """Names by patterns: of a head's number, a layer's, and a part; and of a head's number."""
+    places = product(range(config.num_heads), range(config.num_layers), ("weight", "bias"))
+    names = {"blocks.{}.{}.linear.{}".format(*place): block.format(*place) for place in places}
     if config.lm_head == "own":
-        names |= {f"lm_heads.heads.{i}.weight": f"{i}.{config.num_layers}.weight" for i in range(config.num_heads)}
+        names |= {f"lm_heads.heads.{i}.weight": lm_head.format(i) for i in range(config.num_heads)}
     return names
 
 
@@ -114,11 +117,7 @@ def vllm_layout(source: Source, base: TargetModel) -> Layout:
 
 def vllm_names(config: MedusaConfig) -> dict[str, str]:
     """The name of each tensor in vLLM."""
-    names = {
-        f"blocks.{i}.{j}.linear.{part}": f"blocks.{i}.layers.{j}.{part}"
-        for i, j, part in product(range(config.num_heads), range(config.num_layers), ("weight", "bias"))
-    }
-    names |= {f"lm_heads.heads.{i}.weight": f"lm_heads.{i}.weight" for i in range(config.num_heads)}
+    names = _names(config, "blocks.{}.layers.{}.{}", "lm_heads.{}.weight")
     return names if config.draft_vocab_size is None else {**names, "draft_vocab": "token_map"}
 
 

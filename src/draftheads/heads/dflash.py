@@ -19,9 +19,9 @@ from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import RmsNorm, SeveralLayersConfig, TransformerLayer, attend_with_path
 from draftheads.heads.base import AllAtOnceHead, Root
 from draftheads.heads.kv_cache import HeadKVCache, KeysValues
-from draftheads.heads.layers import first_texts, linear_fit, low_rank_fit
+from draftheads.heads.layers import first_texts, fusion, linear_fit, low_rank_fit
 from draftheads.heads.stateful import StatefulHead
-from draftheads.speculation.draft import Context, TargetWeights
+from draftheads.speculation.draft import Context
 
 _NEARNESS = 32.0  # of a new head: the largest logit of attention. Of these 0.88 then go to the last place at once
 _RANDOM_PART = 0.1  # of a new head's queries and keys
@@ -72,19 +72,14 @@ class DFlashHead(AllAtOnceHead, StatefulHead):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config, num_layers=config.num_layers)
         size, epsilon = config.hidden_size, config.norm_epsilon
-        self.fc = nn.Linear(max(1, len(config.layers)) * size, size, bias=False)
+        # c starts as the last of the hidden states; see :meth:`start_near`
+        self.fc = fusion(size, num_inputs=max(1, len(config.layers)), state_first=False, bias=False)
         self.hidden_norm = RmsNorm(size, epsilon)
         self.layers: Any = nn.ModuleList(TransformerLayer(config, norm_heads=True) for _ in range(config.num_layers))
         self.norm = RmsNorm(size, epsilon)
         self.block_size = config.block_size
         self.first = config.block_size - config.num_heads  # the row that makes the first prediction
         self.mask_token_id = config.mask_token_id
-
-    def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
-        """Starts c as the last of the hidden states; see :meth:`start_near`."""
-        super().initialise(weights, draft_vocab)
-        nn.init.zeros_(self.fc.weight)
-        nn.init.eye_(self.fc.weight.data[:, -self.config.hidden_size :])
 
     @torch.no_grad()
     def start_near(self, texts: Iterable[tuple[Tensor, Tensor]]) -> None:

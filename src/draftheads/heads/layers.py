@@ -77,7 +77,7 @@ def zero_linear(in_features: int, out_features: int, *, bias: bool = True) -> nn
 
 
 def fusion(size: int, *, num_inputs: int = 2, state_first: bool, bias: bool = True) -> nn.Linear:
-    """A layer (…, n·D) -> (…, D) on a state and embeddings, side by side; it starts as the state alone."""
+    """A layer (…, n·D) -> (…, D) on vectors side by side; it starts as the first of them alone, or the last."""
     layer = zero_linear(num_inputs * size, size, bias=bias)
     nn.init.eye_(layer.weight.data[:, :size] if state_first else layer.weight.data[:, -size:])
     return layer
