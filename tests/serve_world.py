@@ -122,6 +122,14 @@ def listening(service: Service) -> Iterator[tuple[str, HttpServer]]:
             assert not thread.is_alive()
 
 
+def open_with(service: Service, engines: Mapping[str, Engine], **limits: int) -> None:
+    """The engines are loaded; their names end in those of their heads."""
+    scheduler = Scheduler(engines, Limits(**{"kv_bytes": 1 << 26, **limits}))
+    scheduler.start()
+    heads = {name: name.rpartition(":")[2] for name in engines} | {NAME: "medusa", PLAIN: None}
+    service.open([ServedModel(name, NAME, heads[name]) for name in engines], scheduler)
+
+
 @contextmanager
 def running(
     engines: Mapping[str, Engine],
@@ -131,10 +139,7 @@ def running(
 ) -> Iterator[Running]:
     """Serves the engines until the block ends."""
     service = Service(limits, access)
-    scheduler = Scheduler(engines, Limits(**{"kv_bytes": 1 << 26, **scheduler_limits}))
-    scheduler.start()
-    models = [ServedModel(name, NAME, None if name.endswith("plain") else "medusa") for name in engines]
-    service.open(models, scheduler)
+    open_with(service, engines, **scheduler_limits)
     with listening(service) as (url, server):
         yield Running(url, service, server, engines)
 
@@ -152,6 +157,12 @@ def error_of(response: httpx2.Response) -> dict[str, Any]:
     assert error.keys() == {"message", "type", "param", "code"}
     assert response.headers["content-type"] == "application/json"
     return error
+
+
+def check_wrong(response: httpx2.Response, param: str | None) -> None:
+    """The request is refused, and this field is named."""
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
 
 
 def chunks_of(response: httpx2.Response) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from draftheads.bench.contenders import heads_for
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.registry import find_head
 from draftheads.errors import ModelNotFound
-from draftheads.serve.load_models import HeadExchange
+from draftheads.serve.load_models import allowed_head
 from families import TREES, tiny_profile
 
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
@@ -55,7 +55,7 @@ def test_it_is_named_with_its_base(zoo: Path, caplog: pytest.LogCaptureFixture) 
         assert "hydra was trained for model, whose layers differ by 0.9 % from those of my-model: " in said
         drafted = engine.generate(["a dog", "ice"], max_new_tokens=30)
         assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
-    assert HeadExchange(None, "my-model").find("base-1/hydra") == zoo / "hydra"  # type: ignore[arg-type]
+    assert allowed_head("base-1/hydra", "my-model") == zoo / "hydra"
 
 
 def test_by_its_method_alone_it_is_not_found(zoo: Path) -> None:

@@ -158,9 +158,7 @@ def test_several_answers_on_a_terminal_are_to_be_read(engine: Engine, run: Run, 
     assert "{" not in out
     assert "loading model" in err
     assert "answering" in err
-    for prompt, result in zip(
-        ["abba", "dead cab"], engine.generate(["abba", "dead cab"], max_new_tokens=12), strict=True
-    ):
+    for prompt, result in zip(prompts, engine.generate(prompts, max_new_tokens=12), strict=True):
         heading, _, rest = out.partition(f"{prompt} ─")
         assert rest
         assert "".join(result.text.split()) in "".join(rest.split())

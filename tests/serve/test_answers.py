@@ -83,41 +83,27 @@ def test_in_any_lane_beside_any_others(name: str, chunk: int):
 
 @pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "small-llama", "mlp-speculator", "lookahead"])
 def test_the_next_turn_of_a_conversation_reads_its_new_tokens_only(method: str):
-    """Heads with a history get the hidden states of what was read before."""
+    """Heads with a history get the hidden states of what was read before: they draft as from scratch."""
     model = some_model("llama")
     engines = engines_of(model, method)
     scheduler = scheduler_of(engines, chunk_tokens=16)
-    prompt = text(1, 30)
+    prompt, num_drafted = text(1, 30), 0
     for turn in range(4):
         before = scheduler.snapshot()
-        _, inbox = submit(scheduler, prompt, max_new_tokens=NEW_TOKENS)
+        job, inbox = submit(scheduler, prompt, max_new_tokens=NEW_TOKENS)
         other = submit(scheduler, text(turn + 90, 12), max_new_tokens=4)[1]  # a neighbour
         run_to_end(scheduler)
         assert inbox.answer == plain_answer(engines[method], prompt, max_new_tokens=NEW_TOKENS)
+        alone = engines[method].generate([prompt], max_new_tokens=NEW_TOKENS, ignore_eos=True)[0]
+        assert job.request.result().drafted == alone.drafted
+        num_drafted += sum(alone.drafted)
         assert len(other.answer) == 4
         read = scheduler.snapshot().prompt_tokens_read - before.prompt_tokens_read
         # the answer's last token is in the cache only if draft tokens beyond the end were accepted, too
         known = [0] if turn == 0 else [(len(prompt) - 6 - left_out) // 8 * 8 for left_out in (0, 1)]
         assert read in [12 + len(prompt) - count for count in known]
         prompt = [*prompt, *inbox.answer, *text(turn + 50, 6)]
-
-
-def test_a_history_from_cached_texts_drafts_as_one_from_scratch():
-    """The same numbers of steps: what heads with a history are given is the same, not only what the target computes."""
-    model = some_model("llama")
-    for method in ("eagle", "eagle3", "small-llama", "hydra++"):
-        engines = engines_of(model, method)
-        scheduler = scheduler_of(engines, chunk_tokens=11)
-        prompt = text(1, 40)
-        submit(scheduler, prompt[:33], max_new_tokens=3)
-        run_to_end(scheduler)
-        job, inbox = submit(scheduler, prompt, max_new_tokens=40)
-        run_to_end(scheduler)
-        assert scheduler.snapshot().prefix_tokens_reused == 32
-        alone = engines[method].generate([prompt], max_new_tokens=40, ignore_eos=True)[0]
-        assert inbox.answer == alone.token_ids
-        assert job.request.result().drafted == alone.drafted
-        assert sum(alone.accepted_by_depth) == sum(alone.drafted) > 0
+    assert num_drafted
 
 
 @needs_library

@@ -10,12 +10,21 @@ import pytest
 
 from draftheads.serve.fields import ApiError
 from draftheads.serve.guard import Access, HttpLimits
-from draftheads.serve.metrics import Metrics
-from draftheads.serve.scheduler import Limits, Scheduler
 from draftheads.serve.state import Service
 from draftheads.settings import Grammar
-from scheduler_world import iterate, submit
-from serve_world import NAME, PLAIN, USER, Running, chunks_of, error_of, metrics_of, running, texts_of, tiny_engines
+from serve_world import (
+    NAME,
+    PLAIN,
+    USER,
+    Running,
+    check_wrong,
+    chunks_of,
+    error_of,
+    metrics_of,
+    running,
+    texts_of,
+    tiny_engines,
+)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -42,7 +51,7 @@ def function(name: str, **others: Any) -> dict[str, Any]:
 # values of fields, all wrong; ranges of settings are one rule
 VALUES: dict[str, list[Any]] = {"model": [None, 5], "messages": [None, "hi", called("\ud800", "{}")], "top_k": [-2]}
 VALUES |= {"temperature": [True, -0.1, 10**400], "seed": [2**64, 1.5], "frequency_penalty": ["1"], "n": [129]}
-VALUES |= {"max_tokens": [0], "min_tokens": [-1, 13], "draft_nodes": [129], "max_token": [4], "stop": [["a"] * 17]}
+VALUES |= {"max_tokens": [0], "min_tokens": [-1, 13], "draft_nodes": [-1, 129], "max_token": [4], "stop": [["a"] * 17]}
 VALUES |= {"skip_special_tokens": [0], "stop_token_ids": [[-1], [3] * 129], "logprobs": [2], "top_logprobs": [2]}
 VALUES |= {"logit_bias": [[1], {str(i): 0 for i in range(1025)}], "stream_options": [{}], "tool_choice": ["required"]}
 VALUES |= {"best_of": [2], "audio": [{"voice": "a"}], "modalities": [["audio"]]}
@@ -59,6 +68,7 @@ PLACES: list[tuple[str | None, dict[str, Any]]] = [
     *(("stop[0]", {"stop": stop}) for stop in ("a" * 257, [""])),
     ("logit_bias.cat.[key]", {"logit_bias": {"cat": 1}}),
     ("logit_bias.1", {"logit_bias": {"1": 101}}),
+    ("messages", {"messages": said("cat " * 2100)}),
     ("max_tokens", {"max_completion_tokens": 3}),
     ("min_tokens", {"min_tokens": 3, **form({})}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
@@ -82,24 +92,22 @@ PLACES += [(name, {name: value}) for name, values in VALUES.items() for value in
 @pytest.mark.parametrize("case", range(len(PLACES)), ids=lambda number: str(PLACES[number][0]))
 def test_wrong_fields_are_named(server: Running, case: int):
     param, fields = PLACES[case]
-    error = error_of(response := server.chat(**fields))
-    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+    check_wrong(server.chat(**fields), param)
 
 
 @pytest.mark.parametrize(
     "prompt", [None, [], "", [[]], [1, "a"], [[1], "a", 5], 7, [-1], [10**9], "cat " * 5000, ["a"] * 129]
 )
 def test_wrong_prompts_are_named(server: Running, prompt: Any):
-    response = server.complete(prompt=prompt)
-    assert (response.status_code, error_of(response)["param"]) == (400, "prompt"), response.text
+    check_wrong(server.complete(prompt=prompt), "prompt")
 
 
 def test_the_largest_values_are_allowed(server: Running):
     largest = {"n": 1, "min_tokens": 12, "top_p": 0, "stop": ["\0" * 256] * 16, "logit_bias": {"1": 100}}
     assert server.chat(**largest).status_code == 200
     assert server.chat(max_tokens=60, **form(nested(32))).status_code == 200
-    assert error_of(server.complete(prompt=["a"] * 65, n=2))["param"] == "n"
-    assert error_of(server.complete(echo=True, logprobs=1, stream=True))["param"] == "echo"
+    check_wrong(server.complete(prompt=["a"] * 65, n=2), "n")
+    check_wrong(server.complete(echo=True, logprobs=1, stream=True), "echo")
 
 
 SEEDED = {"temperature": 1.0, "seed": 3}
@@ -335,35 +343,15 @@ def test_metrics_count_what_happened():
     assert {name: found[f"draftheads_{name}"] for name in expected} == expected
 
 
-def test_interrupted_requests_are_counted():
-    scheduler = Scheduler(tiny_engines(), Limits(kv_bytes=1 << 26, max_rows=2))
-    for clients in ("aa", "b"):  # the second row of the first client is given up
-        for client in clients:
-            submit(scheduler, [5, 6, 7], client=client)
-        iterate(scheduler)
-    assert b"\ndraftheads_interruptions_total 1.0\n" in Metrics(scheduler.snapshot, None).text()
-
-
-LONG = {"max_tokens": 1000, "logprobs": 20}
-CHAT = {"messages": [{"role": "user", "content": "a"}]}
-
-
-@pytest.mark.parametrize(
-    ("route", "fields", "product"),
-    [
-        ("chat/completions", {**CHAT, "n": 14, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20}, "280,000"),
-        ("completions", {"prompt": ["a"] * 14, **LONG}, "280,000"),
-        ("completions", {"prompt": "the cat", "n": 64, "echo": True, **LONG}, "1,283,840"),  # a text of 3 tokens
-    ],
-)
-def test_an_answer_has_a_limited_number_of_log_probabilities(server: Running, route: str, fields: Any, product: str):
-    error = error_of(response := server.post(route, **fields))
-    assert (response.status_code, error["param"]) == (400, "top_logprobs" if "chat" in route else "logprobs"), error
-    assert f" = {product} " in error["message"]
-
-
-def test_the_most_log_probabilities_are_allowed():
+def test_an_answer_has_a_limited_number_of_log_probabilities(server: Running):
     """Counted with the tokens that may be, each of which has one of its own."""
     with running(tiny_engines(), HttpLimits(logprobs=100)) as small:
         assert small.chat(logprobs=True, n=10, max_tokens=10).status_code == 200
-        assert error_of(small.chat(logprobs=True, n=10, max_tokens=11))["param"] == "top_logprobs"
+        for response, product, param in (
+            (small.chat(logprobs=True, n=10, max_tokens=11), "110", "top_logprobs"),
+            (small.chat(logprobs=True, top_logprobs=5, n=2, max_tokens=11), "110", "top_logprobs"),
+            (small.complete(n=4, echo=True, max_tokens=10, logprobs=2), "104", "logprobs"),  # a text of 3 tokens
+            (server.complete(prompt=["a"] * 14, max_tokens=1000, logprobs=20), "280,000", "logprobs"),
+        ):
+            check_wrong(response, param)
+            assert f" = {product} " in response.text

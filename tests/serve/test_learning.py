@@ -109,12 +109,15 @@ def test_only_the_admin_key_opens_it(server: ServerProcess) -> None:
         Access(("api-key",), admin_keys=("admin-key",)).client_of(scope)
 
 
+NUMBERS = {"record_gib": 0.0, "kv_gib": 0.0, "port": 70000}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         *(({"adapter": (each,)}, f"--adapter {each}: write NAME=FOLDER") for each in ("tuned", "a/b=tuned", "a=")),
         ({"adapter": ("a=x", "a=y")}, "--adapter a=y: a is x already"),
-        ({"record_gib": 0.0}, "--record-gib is 0.0"),
+        *(({name: value}, f"--{name.replace('_', '-')} is {value}") for name, value in NUMBERS.items()),
         ({"head_folder": Path("/no/such/folder")}, "--head-folder /no/such/folder is no folder"),
     ],
 )

@@ -104,13 +104,3 @@ def test_echo_with_log_probabilities_scores_the_prompt(client: openai.OpenAI, se
     only = client.completions.create(**{**TEXT, "prompt": ids, "max_tokens": 0}, echo=True, logprobs=2)
     assert only.choices[0].logprobs.token_logprobs == found.token_logprobs[:-1]
     assert only.usage.completion_tokens == 0
-
-
-def test_errors_are_the_clients_own(client: openai.OpenAI):
-    long = [{"role": "user", "content": "cat " * 2100}]
-    for kind, fields in ((openai.NotFoundError, {"model": "gpt-9"}), (openai.BadRequestError, {"messages": long})):
-        with pytest.raises(kind) as caught:
-            client.chat.completions.create(**{**CHAT, **fields})
-        assert (caught.value.param, caught.value.type) == (*fields, "invalid_request_error")
-    with pytest.raises(openai.NotFoundError):  # nothing is stored
-        client.responses.retrieve("resp_1")

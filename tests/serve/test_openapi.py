@@ -22,14 +22,6 @@ BODIES = {
 }
 
 
-def document_of(access: Access | None = None) -> dict[str, Any]:
-    service = Service(access=access)
-    try:
-        return create_app(service).openapi()
-    finally:
-        service.close()
-
-
 @pytest.fixture(scope="module")
 def served(server: Running) -> dict[str, Any]:
     content: dict[str, Any] = httpx2.get(f"{server.url}/openapi.json").json()
@@ -64,7 +56,7 @@ def test_errors_have_the_form_that_is_given(served: dict[str, Any], server: Runn
 
 
 def test_keys_are_in_it_where_they_are_needed():
-    free, with_keys = document_of(), document_of(Access(("key",)))
+    free, with_keys = (create_app(Service(access=Access(keys))).openapi() for keys in ((), ("key",)))
     for path, needs in (("/v1/models", True), ("/metrics", True), ("/health", False)):
         assert "security" not in free["paths"][path]["get"]
         assert ("security" in with_keys["paths"][path]["get"]) == needs

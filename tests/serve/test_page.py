@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.models.model import TargetModel
 from draftheads.serve.guard import Access
-from draftheads.serve.scheduler import Limits, Scheduler
-from draftheads.serve.state import ServedModel, Service
+from draftheads.serve.state import Service
 from families import TREES, tiny_head, tiny_model
 from serve_process import wait_until
-from serve_world import listening, metrics_of, running, tiny_engines
+from serve_world import NAME, PLAIN, Running, listening, metrics_of, open_with, running, tiny_engines
 
 playwright = pytest.importorskip("playwright.sync_api", reason="drives the browser: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -27,56 +26,38 @@ pytestmark = [pytest.mark.page, pytest.mark.skipif(CHROMIUM is None, reason="no 
 
 PAGE = Path(__file__).parents[2] / "src" / "draftheads" / "serve" / "page"
 HTML = ("<img src=x onerror=window.hacked=1>", "<script>window.hacked=1</script>", "&amp;", "<b>")
+HYDRA = f"{NAME}:hydra"
+KV_BYTES = 1 << 28
 MAX_TOKENS = 40  # of an answer, unless a test says otherwise
 EVENT_SECONDS = 300  # in which what a test waits for must come
 
 
-class World:
-    """A server, and the engines behind it; its model is loaded once it is open."""
-
-    def __init__(self, url: str, service: Service) -> None:
-        self.url, self.service = url, service
-        tiny = tiny_model("llama", seed=22, max_position_embeddings=8192)
-        tiny.weights.lm_head.data[: len(SPECIAL)] = 0  # text only, and no end
-        target = TargetModel(tiny.model, letters_tokenizer([*HTML, *LETTERS[len(HTML) :]]), "tiny")
-        self.engines = {
-            "tiny": Engine(target, tiny_head("medusa", target), shape=TREES["ragged"]),
-            "tiny:hydra": Engine(target, tiny_head("hydra", target), shape=TREES["chain"]),
-            "tuned": Engine(target),
-        }
-
-    def open(self) -> None:
-        scheduler = Scheduler(self.engines, Limits(kv_bytes=1 << 28))
-        scheduler.start()
-        heads = zip(self.engines, ("medusa", "hydra", None), strict=True)
-        self.service.open([ServedModel(name, "tiny", head) for name, head in heads], scheduler)
-
-    def metric(self, name: str) -> float:
-        return metrics_of(self.url)[f"draftheads_{name}"]
-
-    def offline(
-        self, *turns: str, model: str = "tuned", system: str = "", max_new_tokens: int = MAX_TOKENS
-    ) -> GenerationResult:
-        """The answer to the last of a user's turns."""
-        messages = [{"role": "system", "content": system}] if system else []
-        for turn in turns:
-            messages.append({"role": "user", "content": turn})
-            result = self.engines[model].generate([messages], max_new_tokens=max_new_tokens)[0]
-            messages.append({"role": "assistant", "content": result.text})
-        return result
+@cache
+def engines() -> dict[str, Engine]:
+    """A model of letters and HTML, with two heads and plain."""
+    tiny = tiny_model("llama", seed=22, max_position_embeddings=8192)
+    tiny.weights.lm_head.data[: len(SPECIAL)] = 0  # text only, and no end
+    target = TargetModel(tiny.model, letters_tokenizer([*HTML, *LETTERS[len(HTML) :]]), "tiny")
+    return {
+        NAME: Engine(target, tiny_head("medusa", target), shape=TREES["ragged"]),
+        HYDRA: Engine(target, tiny_head("hydra", target), shape=TREES["chain"]),
+        PLAIN: Engine(target),
+    }
 
 
-@contextmanager
-def loading_world(access: Access | None = None) -> Iterator[World]:
-    service = Service(access=access)
-    with listening(service) as (url, _):
-        yield World(url, service)
+def offline(*turns: str, model: str = PLAIN, system: str = "", max_new_tokens: int = MAX_TOKENS) -> GenerationResult:
+    """The answer to the last of a user's turns."""
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        result = engines()[model].generate([messages], max_new_tokens=max_new_tokens)[0]
+        messages.append({"role": "assistant", "content": result.text})
+    return result
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with loading_world() as world:
-        world.open()
+def world() -> Iterator[Running]:
+    with running(engines(), kv_bytes=KV_BYTES) as world:
         yield world
 
 
@@ -114,8 +95,12 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def page(world: World, visit: Callable[..., Any]) -> Any:
+def page(world: Running, visit: Callable[..., Any]) -> Any:
     return visit(world.url)
+
+
+def metric(world: Running, name: str) -> float:
+    return metrics_of(world.url)[f"draftheads_{name}"]
 
 
 def setting(page: Any, name: str, value: object) -> None:
@@ -168,10 +153,10 @@ def sent_by(page: Any) -> list[dict[str, Any]]:
     return bodies
 
 
-def test_the_answer_is_the_offline_one_with_its_draft_tokens_in_colour(world: World, page: Any):
+def test_the_answer_is_the_offline_one_with_its_draft_tokens_in_colour(page: Any):
     turn = answered(page, "dead cab")
-    result = world.offline("dead cab", model="tiny")
-    assert texts(turn) == [result.text] == [world.offline("dead cab").text]
+    result = offline("dead cab", model=NAME)
+    assert texts(turn) == [result.text] == [offline("dead cab").text]
     assert drafted(turn) == drafted_text(result)
     assert any(result.drafted), "nothing was drafted"
     found = figures(turn)
@@ -192,8 +177,8 @@ def test_text_of_the_model_is_never_run(page: Any):
     assert page.evaluate("window.hacked") is None
 
 
-@pytest.mark.parametrize(("head", "tree"), [("tiny", ""), ("tiny", "16"), ("tiny:hydra", "8"), ("tuned", None)])
-def test_head_and_tree_are_chosen(head: str, tree: str | None, world: World, page: Any):
+@pytest.mark.parametrize(("head", "tree"), [(NAME, ""), (NAME, "16"), (HYDRA, "8"), (PLAIN, None)])
+def test_head_and_tree_are_chosen(head: str, tree: str | None, page: Any):
     bodies = sent_by(page)
     page.select_option("#head", head)
     if tree is None:  # without a head there is no tree to choose
@@ -201,20 +186,20 @@ def test_head_and_tree_are_chosen(head: str, tree: str | None, world: World, pag
     else:
         page.select_option("#tree", tree)
     turn = answered(page, "dead cab")
-    assert texts(turn) == [world.offline("dead cab").text]
+    assert texts(turn) == [offline("dead cab").text]
     [body] = bodies
     assert body["model"] == head
     assert body.get("draft_nodes") == (int(tree) if tree else None)
-    assert bool(drafted(turn)) == (head != "tuned")
+    assert bool(drafted(turn)) == (head != PLAIN)
 
 
-def test_the_conversation_goes_on_and_is_kept_in_the_page_only(world: World, page: Any):
+def test_the_conversation_goes_on_and_is_kept_in_the_page_only(page: Any):
     setting(page, "system", "kilo")
     for question in ("dead cab", "hello"):
         answered(page, question)
     assert page.locator(".text").all_text_contents() == [
-        world.offline("dead cab", system="kilo").text,
-        world.offline("dead cab", "hello", system="kilo").text,
+        offline("dead cab", system="kilo").text,
+        offline("dead cab", "hello", system="kilo").text,
     ]
     assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
     page.reload()
@@ -223,34 +208,34 @@ def test_the_conversation_goes_on_and_is_kept_in_the_page_only(world: World, pag
 
 
 @pytest.mark.parametrize("way", ["key", "button"])
-def test_stop_frees_the_row_and_keeps_the_text(way: str, world: World, page: Any):
+def test_stop_frees_the_row_and_keeps_the_text(way: str, world: Running, page: Any):
     setting(page, "max-tokens", 8000)
-    cancelled = world.metric("answers_cancelled_total")
+    cancelled = metric(world, "answers_cancelled_total")
     ask(page, "dead cab")
     page.wait_for_selector(".text span", state="attached")
-    wait_until(lambda: world.metric("requests_running") == 1)
+    wait_until(lambda: metric(world, "requests_running") == 1)
     page.keyboard.press("Escape") if way == "key" else page.dispatch_event("#stop", "click")
     turn = wait_for_end(page)
-    wait_until(lambda: not world.metric("requests_running") and world.metric("answers_cancelled_total") > cancelled)
-    assert world.metric("answers_cancelled_total") == cancelled + 1
+    wait_until(lambda: not metric(world, "requests_running") and metric(world, "answers_cancelled_total") > cancelled)
+    assert metric(world, "answers_cancelled_total") == cancelled + 1
     [text] = texts(turn)
     assert text
-    assert world.offline("dead cab", max_new_tokens=int(figures(turn)["tokens"])).text.startswith(text)
+    assert offline("dead cab", max_new_tokens=int(figures(turn)["tokens"])).text.startswith(text)
     assert "Stopped." in turn.text_content()
     setting(page, "max-tokens", 4)
     page.click("text=Regenerate")
     page.wait_for_selector("text=reached the limit")
-    assert texts(wait_for_end(page)) == [world.offline("dead cab", max_new_tokens=4).text]
+    assert texts(wait_for_end(page)) == [offline("dead cab", max_new_tokens=4).text]
 
 
-def test_comparison_shows_both_answers_one_after_the_other(world: World, page: Any):
+def test_comparison_shows_both_answers_one_after_the_other(page: Any):
     order: list[tuple[str, Any]] = []
     for event in ("request", "requestfinished"):
         page.on(event, lambda request, name=event: order.append((name, json.loads(request.post_data)["draft_nodes"])))
     page.select_option("#tree", "16")
     page.check("#compare")
     turn = answered(page, "dead cab")
-    expected = world.offline("dead cab").text
+    expected = offline("dead cab").text
     assert texts(turn) == [expected, expected]
     assert [bool(drafted(answer)) for answer in turn.locator(".answer").all()] == [False, True]
     assert turn.locator("h3").all_text_contents() == ["Without drafting", "With medusa"]
@@ -260,16 +245,16 @@ def test_comparison_shows_both_answers_one_after_the_other(world: World, page: A
     )
     assert order == [("request", 0), ("requestfinished", 0), ("request", 16), ("requestfinished", 16)]
     page.uncheck("#compare")
-    assert texts(answered(page, "hello")) == [world.offline("dead cab", "hello").text]
+    assert texts(answered(page, "hello")) == [offline("dead cab", "hello").text]
 
 
-def test_comparison_of_drawn_texts_uses_one_seed(world: World, page: Any):
+def test_comparison_of_drawn_texts_uses_one_seed(page: Any):
     setting(page, "temperature", 1.5)
     page.check("#compare")
     one, other = texts(answered(page, "dead cab"))
     assert one == other
-    assert one != world.offline("dead cab").text
-    page.select_option("#head", "tuned")  # there is nothing to compare with
+    assert one != offline("dead cab").text
+    page.select_option("#head", PLAIN)  # there is nothing to compare with
     assert len(texts(answered(page, "hello"))) == 1
 
 
@@ -282,7 +267,7 @@ def test_texts_that_differ_are_reported(page: Any):
     assert words.endswith("Drafting is 2.50 times as fast: 25.0 instead of 10.0 tokens/s.")
 
 
-def test_the_keyboard_is_enough(world: World, visit: Callable[..., Any]):
+def test_the_keyboard_is_enough(world: Running, visit: Callable[..., Any]):
     page = visit(world.url, ready=False)
     page.wait_for_selector("#send:enabled")
     page.keyboard.type("dead")  # the field has the focus from the start
@@ -318,10 +303,10 @@ def test_every_control_has_a_name(page: Any):
         assert line in tree
 
 
-def test_copy_regenerate_and_clear(world: World, visit: Callable[..., Any]):
+def test_copy_regenerate_and_clear(world: Running, visit: Callable[..., Any]):
     page = visit(world.url, permissions=["clipboard-read", "clipboard-write"])
     ask(page, "dead cab")
-    expected = world.offline("dead cab").text
+    expected = offline("dead cab").text
     wait_for_end(page)
     page.click("text=Copy")
     page.wait_for_selector("text=Copied")
@@ -334,10 +319,10 @@ def test_copy_regenerate_and_clear(world: World, visit: Callable[..., Any]):
     page.click("#clear")
     assert page.locator(".turn").count() == 0
     assert page.is_visible("#welcome")
-    assert texts(answered(page, "hello")) == [world.offline("hello").text]
+    assert texts(answered(page, "hello")) == [offline("hello").text]
 
 
-def test_clear_while_the_model_answers(world: World, page: Any):
+def test_clear_while_the_model_answers(page: Any):
     setting(page, "max-tokens", 8000)
     ask(page, "dead cab")
     page.wait_for_selector(".text span", state="attached")
@@ -345,13 +330,13 @@ def test_clear_while_the_model_answers(world: World, page: Any):
     page.wait_for_selector("#send:visible")
     assert page.is_visible("#welcome")
     setting(page, "max-tokens", MAX_TOKENS)
-    assert texts(answered(page, "hello")) == [world.offline("hello").text]
+    assert texts(answered(page, "hello")) == [offline("hello").text]
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 420, 1100])
-def test_nothing_is_wider_than_the_screen(width: int, scheme: str, world: World, visit: Callable[..., Any]):
+def test_nothing_is_wider_than_the_screen(width: int, scheme: str, world: Running, visit: Callable[..., Any]):
     page = visit(world.url, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})
     page.check("#compare")
@@ -368,8 +353,7 @@ def test_nothing_is_wider_than_the_screen(width: int, scheme: str, world: World,
 
 
 def test_a_server_with_keys(visit: Callable[..., Any]):
-    with loading_world(Access(api_keys=("secret",))) as world:
-        world.open()
+    with running(engines(), access=Access(api_keys=("secret",))) as world:
         page = visit(world.url, ready=False)
         page.wait_for_selector("text=This server needs an API key")
         assert page.evaluate("document.activeElement.id") == "key"
@@ -383,7 +367,7 @@ def test_a_server_with_keys(visit: Callable[..., Any]):
             page.wait_for_selector(then)
         assert not page.is_visible("#alert")
         page.fill("#max-tokens", str(MAX_TOKENS))
-        assert texts(answered(page, "dead cab")) == [world.offline("dead cab").text]
+        assert texts(answered(page, "dead cab")) == [offline("dead cab").text]
         assert page.evaluate("[localStorage.length, sessionStorage.length]") == [0, 0]
 
 
@@ -417,17 +401,18 @@ def test_thoughts_are_above_the_answer(page: Any):
 
 
 def test_a_server_that_loads_and_then_goes(visit: Callable[..., Any]):
-    with loading_world() as world:
-        page = visit(world.url, ready=False)
+    service = Service()
+    with listening(service) as (url, _):
+        page = visit(url, ready=False)
         page.wait_for_selector("text=The server is loading its model")
         assert page.is_disabled("#send")
-        world.open()
+        open_with(service, engines(), kv_bytes=KV_BYTES)
         page.wait_for_selector("#send:enabled")
         assert not page.is_visible("#alert")
         setting(page, "max-tokens", 8000)
         ask(page, "dead cab")
         page.wait_for_selector(".text span", state="attached")
-        world.service.close()
+        service.close()
         turn = wait_for_end(page)
         assert "The server shut down" in turn.locator(".problem").text_content()
         assert turn.locator(".tools button:visible").all_text_contents() == ["Copy", "Regenerate"]
@@ -436,7 +421,7 @@ def test_a_server_that_loads_and_then_goes(visit: Callable[..., Any]):
     assert turn.locator(".tools button:visible").all_text_contents() == ["Try again"]
 
 
-def test_errors_are_sentences_that_say_what_to_do(world: World, page: Any):
+def test_errors_are_sentences_that_say_what_to_do(page: Any):
     problem = answered(page, "a" * 9000).locator(".problem").text_content()
     assert "9,001 tokens" in problem
     assert "Clear the conversation" in problem
@@ -447,7 +432,7 @@ def test_errors_are_sentences_that_say_what_to_do(world: World, page: Any):
     assert page.locator(".turn").count() == 1
     setting(page, "temperature", 0)
     page.press("#question", "Enter")
-    assert texts(wait_for_end(page)) == [world.offline("hello").text], "what failed is not part of the conversation"
+    assert texts(wait_for_end(page)) == [offline("hello").text], "what failed is not part of the conversation"
 
 
 def test_the_page_is_plain_and_needs_no_other_server():

@@ -25,18 +25,12 @@ MB = 1 << 20
 
 
 def exchange(number: int = 0, **changes: object) -> Exchange:
-    return replace(
-        Exchange(
-            "m",
-            tokenizer_fingerprint(chat_model().tokenizer),
-            prompt_ids=[1, 5, 3, 7 + number % 50],
-            answer_ids=[8, 9, 2],
-            text="w1 w2",
-            finished=True,
-            messages=[{"role": "user", "content": f"w{number % 50}"}],
-        ),
-        **changes,
+    messages, tokenizer = (
+        [{"role": "user", "content": f"w{number % 50}"}],
+        tokenizer_fingerprint(chat_model().tokenizer),
     )
+    usual = Exchange("m", tokenizer, [1, 5, 3, 7 + number % 50], [8, 9, 2], "w1 w2", finished=True, messages=messages)
+    return replace(usual, **changes)
 
 
 def record(folder: Path, *exchanges: Exchange, max_bytes: int = MB) -> Recorder:

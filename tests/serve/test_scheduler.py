@@ -15,7 +15,7 @@ from draftheads.decode.request import StreamEvent
 from draftheads.drafters.mixed import Mixed, MixedSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
 from draftheads.heads.stateful import StatefulSession
-from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
+from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits
 from families import GROWING, TREES, tiny_head, tiny_model
 from scheduler_world import (
     Clock,
@@ -98,23 +98,19 @@ def test_a_request_that_cannot_fit_is_refused_at_once():
     [
         (Lane("n"), "no model 'n'; choose among m, m:hydra, plain"),
         (Lane("m", 129), "draft_nodes is 129; it must be at most 128"),
-        (Lane("m", -1), "draft_nodes is -1; it must be at least 0"),
         (Lane("plain", 4), "draft_nodes is 4, which is for drafters that fill trees.*plain decoding does not"),
     ],
 )
 def test_impossible_lanes_are_refused(lane: Lane, message: str):
     scheduler = scheduler_of(ENGINES)
-    job = Job(request_of(ENGINES["m"], [3, 4]), lane, "someone", Inbox())
     with pytest.raises(InvalidSettings, match=message):
-        scheduler.submit(job)
+        scheduler.submit(Job(request_of(ENGINES["m"], [3, 4]), lane, "someone", Inbox()))
     check_empty(scheduler)
 
 
-def test_limits_and_engines_are_checked():
+def test_limits_are_checked():
     with pytest.raises(InvalidSettings, match="kv_bytes is 0; it must be at least 1"):
         Limits(kv_bytes=0)
-    with pytest.raises(InvalidSettings, match="at least one engine"):
-        Scheduler({}, Limits(kv_bytes=1))
 
 
 def test_the_number_of_draft_nodes_is_that_of_the_lane_rounded():

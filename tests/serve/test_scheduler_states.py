@@ -73,24 +73,21 @@ class Wanted:
     how: dict[str, Any]
 
 
-WANTED = st.builds(
-    Wanted,
-    prompt=st.sampled_from(PROMPTS),
-    lane=st.sampled_from(LANES),
-    clients=st.text("abc", min_size=1, max_size=3),
-    length=st.integers(1, 9) | st.integers(30, 60) | st.just(LONGEST),
-    seconds=st.none() | st.none() | st.none() | st.integers(1, 6),
-    how=st.sampled_from(HOW),
-)
+def some_wanted(prompts: list[list[int]], clients: Any, lengths: Any, seconds: Any) -> Any:
+    return st.builds(
+        Wanted, st.sampled_from(prompts), st.sampled_from(LANES), clients, lengths, seconds, st.sampled_from(HOW)
+    )
+
+
+LENGTHS = st.integers(1, 9) | st.integers(30, 60) | st.just(LONGEST)
+DEADLINES = st.none() | st.none() | st.none() | st.integers(1, 6)
+WANTED = some_wanted(PROMPTS, st.text("abc", min_size=1, max_size=3), LENGTHS, DEADLINES)
 # what needs a second block of memory for each row, after a while
-MUCH = st.builds(
-    Wanted,
-    prompt=st.sampled_from([SYSTEM, LONG[:90], LONG, [*LONG[:80], 3, 3]]),
-    lane=st.sampled_from(LANES),
-    clients=st.sampled_from(["aab", "abc", "bca"]),
-    length=st.integers(40, 60),
-    seconds=st.none(),
-    how=st.sampled_from(HOW),
+MUCH = some_wanted(
+    [SYSTEM, LONG[:90], LONG, [*LONG[:80], 3, 3]],
+    st.sampled_from(["aab", "abc", "bca"]),
+    st.integers(40, 60),
+    st.none(),
 )
 
 
@@ -143,14 +140,9 @@ class Schedules(RuleBasedStateMachine):
     def submit(self, wanted: Wanted) -> None:
         deadline = None if wanted.seconds is None else self.clock.now + wanted.seconds
         for client in wanted.clients:
-            how: dict[str, Any] = {
-                "client": client,
-                "deadline": deadline,
-                "max_new_tokens": wanted.length,
-                **wanted.how,
-            }
+            how = {"deadline": deadline, "max_new_tokens": wanted.length, **wanted.how}
             try:
-                job, inbox = submit(self.scheduler, wanted.prompt, wanted.lane, **how)
+                job, inbox = submit(self.scheduler, wanted.prompt, wanted.lane, client=client, **how)
             except QueueFull:
                 assert self.own_waiting(client) >= WAITING - len(self.waiting)
             except ShuttingDown:

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
+from functools import partial
 
 from draftheads.cli.show import quiet_transformers
 from draftheads.errors import DeviceLost, MissingDependency
@@ -21,7 +22,7 @@ from draftheads.utils.machine import NAMES, Environment
 try:
     from draftheads.serve.app import serve
     from draftheads.serve.guard import LOCAL_NAMES, Access, HttpLimits
-    from draftheads.serve.load_models import HeadExchange, default_kv_bytes, load_served
+    from draftheads.serve.load_models import default_kv_bytes, exchange_head, load_served
     from draftheads.serve.recorder import Recorder
     from draftheads.serve.scheduler import Limits, Scheduler
     from draftheads.serve.state import ServedModel, Service
@@ -61,8 +62,7 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
         core_limits = Limits(max_rows=options.max_rows, kv_bytes=kv_bytes)
         welcome.append(_welcome(address, target, models, core_limits, has_keys=bool(keys)))
         scheduler = Scheduler(engines, core_limits)
-        folder = None if options.head_folder is None else user_path(options.head_folder)
-        service.exchange = HeadExchange(scheduler, options.model, folder, options.corpus).exchange
+        service.exchange = partial(exchange_head, scheduler, options)
         return models, scheduler
 
     serving = serve(service, listening, load, on_ready=lambda: print(*welcome, flush=True))
@@ -84,10 +84,9 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
 
 def _welcome(address: str, target: TargetModel, models: list[ServedModel], limits: Limits, *, has_keys: bool) -> str:
     chats = template_of(target) is not None  # else the model continues texts
-    names = [
-        f"  {model.name:<24} {model.head or 'plain decoding'}{', with an adapter' if model.adapter else ''}"
-        for model in models
-    ]
+    heads = {
+        model.name: (model.head or "plain decoding") + ", with an adapter" * bool(model.adapter) for model in models
+    }
     question, route = "Why is the sky blue?", "chat/completions" if chats else "completions"
     prompt = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question}
     body = json.dumps({"model": models[0].name, **prompt})
@@ -95,7 +94,7 @@ def _welcome(address: str, target: TargetModel, models: list[ServedModel], limit
     return "\n".join(
         [
             f"serving {target.model_id} ({target.precision}, {target.device}) at {address}",
-            *names,
+            *(f"  {name:<24} {head}" for name, head in heads.items()),
             f"{counted(limits.max_rows, 'row')}, {limits.kv_bytes / 2**30:.1f} GiB for keys and values",
             f"try: curl {address}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
         ]

@@ -2,7 +2,7 @@
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Annotated
@@ -93,45 +93,37 @@ class HeadFields(Fields):
     head: Annotated[str, Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class HeadExchange:
-    """Finds heads and exchanges them."""
+def exchange_head(scheduler: Scheduler, options: ServeOptions, served: str, head: str) -> None:
+    """Loads and checks a head, and uses it for all later requests of a served model. Takes seconds."""
+    old, folder = scheduler.engines[served], allowed_head(head, options.model, options.head_folder)
+    try:
+        drafting = Drafting(head, corpus=options.corpus)
+        drafts = resolve_head(folder, options.model)
+        new = engine_on(old.model, drafts, drafting, max_batch_size=old.max_batch_size, keep_cost=False)
+    except DraftHeadsError as error:  # no path of this machine is shown to clients
+        own = old.model.model_id
+        error.args = (str(error).replace(str(folder), head).replace(own, shown_name(own)), *error.args[1:])
+        raise
 
-    scheduler: Scheduler  # whose engines are exchanged
-    model: str  # by which the base model was loaded
-    head_folder: Path | None = None  # heads in it may be used, besides those that are installed with a package
-    corpus: str | None = None  # drafts are copied from this file, too
+    def change() -> None:
+        # a new dictionary: other threads may be looking at the old one
+        scheduler.core.engines = {**scheduler.engines, served: new}
 
-    def exchange(self, served: str, head: str) -> None:
-        """Loads and checks a head, and uses it for all later requests of a served model. Takes seconds."""
-        old, folder = self.scheduler.engines[served], self.find(head)
-        try:
-            drafts = resolve_head(folder, self.model)
-            drafting = Drafting(head, corpus=self.corpus)
-            new = engine_on(old.model, drafts, drafting, max_batch_size=old.max_batch_size, keep_cost=False)
-        except DraftHeadsError as error:  # no path of this machine is shown to clients
-            own = old.model.model_id
-            error.args = (str(error).replace(str(folder), head).replace(own, shown_name(own)), *error.args[1:])
-            raise
+    scheduler.call(change).result()  # between two steps
 
-        def change() -> None:
-            # a new dictionary: other threads may be looking at the old one
-            self.scheduler.core.engines = {**self.scheduler.engines, served: new}
 
-        self.scheduler.call(change).result()  # between two steps
-
-    def find(self, head: str) -> Path:
-        """The folder of a head that is installed with a package, or lies below the folder of heads."""
-        base = base_of(self.model)
-        installed = {in_zoo.method: in_zoo.folder for in_zoo in zoo_heads() if in_zoo.base_name == base}
-        known = installed | {f"{in_zoo.base_name}/{in_zoo.method}": in_zoo.folder for in_zoo in zoo_heads()}
-        if head in known:
-            return known[head]
-        if self.head_folder is not None and _NAME.fullmatch(head):
-            root = self.head_folder.resolve()
-            folder = (root / head).resolve()  # a link may lead elsewhere
-            if folder.is_relative_to(root) and current(folder, "config.json").is_file():
-                return folder
-        where = "start the server with --head-folder" if self.head_folder is None else "it is not in --head-folder"
-        names = ", ".join(installed) or "none"
-        raise ModelNotFound(f"there is no head {head[:80]!r}: {where}; installed for this model: {names}")
+def allowed_head(head: str, model: str, head_folder: Path | None = None) -> Path:
+    """The folder of a head that is installed with a package, or lies below the folder of heads."""
+    base = base_of(model)
+    installed = {in_zoo.method: in_zoo.folder for in_zoo in zoo_heads() if in_zoo.base_name == base}
+    known = installed | {f"{in_zoo.base_name}/{in_zoo.method}": in_zoo.folder for in_zoo in zoo_heads()}
+    if head in known:
+        return known[head]
+    if head_folder is not None and _NAME.fullmatch(head):
+        root = user_path(head_folder).resolve()
+        folder = (root / head).resolve()  # a link may lead elsewhere
+        if folder.is_relative_to(root) and current(folder, "config.json").is_file():
+            return folder
+    where = "start the server with --head-folder" if head_folder is None else "it is not in --head-folder"
+    names = ", ".join(installed) or "none"
+    raise ModelNotFound(f"there is no head {head[:80]!r}: {where}; installed for this model: {names}")

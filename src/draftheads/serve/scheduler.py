@@ -16,7 +16,7 @@ from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane, Request, StreamEvent
-from draftheads.errors import DeviceLost, InvalidSettings, QueueFull, ShuttingDown, first_line
+from draftheads.errors import DeviceLost, QueueFull, ShuttingDown, first_line
 from draftheads.utils.counts import counted
 from draftheads.utils.transfer import device_works
 
@@ -94,16 +94,11 @@ class Scheduler:
     Attributes:
         lost: the reason why nothing is decoded any more, once the accelerator has failed.
         on_lost: called on the model thread when it has.
-
-    Raises:
-        InvalidSettings: no engine.
     """
 
     def __init__(
         self, engines: Mapping[str, Engine], limits: Limits, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if not engines:
-            raise InvalidSettings("a scheduler needs at least one engine")
         self.limits = limits
         self._clock = clock
         self.core = EngineCore(engines, limits, keeps_answers=True)
