@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftheads
+from draftheads.decode.engine import Engine
+from draftheads.decode.request import GenerationResult
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from families import SMALL, VOCAB, tiny_head
@@ -48,6 +50,17 @@ def write_model(folder: Path, *, profile: AcceptanceProfile | None = None) -> Pa
         head = tiny_head(method, base)
         draftheads.save_head(head, folder / method, base=base, dtype=torch.float32, profile=profile)
     return folder
+
+
+def conversation(engine: Engine, *questions: str, system: str = "", max_new_tokens: int = 12) -> list[GenerationResult]:
+    """Answers, each after all turns before it."""
+    messages = [{"role": "system", "content": system}] if system else []
+    results: list[GenerationResult] = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        results += engine.generate([messages], max_new_tokens=max_new_tokens)
+        messages.append({"role": "assistant", "content": results[-1].text})
+    return results
 
 
 def run_process(arguments: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:

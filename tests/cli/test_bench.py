@@ -83,20 +83,6 @@ def test_it_writes_a_record_tables_answers_and_a_page(here: Path, tmp_path: Path
     assert all(sum(line["step_tokens"]) == len(line["token_ids"]) - 1 for line in lines)
 
 
-def test_questions_are_chosen_by_category(here: Path, tmp_path: Path, run: Run) -> None:
-    kinds = ["maths", "chat"] * 4
-    questions = [{"turns": [prompt, "why"], "category": kind} for prompt, kind in zip(PROMPTS * 2, kinds, strict=True)]
-    (here / "eight.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    arguments = ["bench", "./model", *QUICK, "--heads", "prompt-lookup", "--trees", "best", "--prompts", "eight.jsonl"]
-    record = json.loads(run([*arguments, "--limit", "2", "--json", "-"]).out.splitlines()[-1])
-    assert [row["part"] for row in record["rows"] if row["name"] == "plain"] == [
-        "all", "maths", "chat", "turn 1", "turn 2"
-    ]  # fmt: skip
-    assert record["num_prompts"] == 4
-    record = json.loads(run([*arguments, "--category", "chat", "--json", "-"]).out.splitlines()[-1])
-    assert {row["part"] for row in record["rows"]} == {"all", "turn 1", "turn 2"}
-
-
 def test_quick_makes_small_what_is_not_given() -> None:
     small = bench.quick(BenchOptions(quick=True))
     assert (small.settings.max_new_tokens, small.settings.trees) == (64, ("defaults",))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import draftheads
-from cli_world import on_terminal, without_colours
+from cli_world import conversation, on_terminal, without_colours
 from draftheads.cli.chat import Chat
 from draftheads.cli.main import main
 from draftheads.cli.options import ChatOptions
@@ -47,14 +47,7 @@ def printed(*answers: str) -> str:
 
 
 def offline(engine: Engine, *questions: str, system: str = "") -> list[str]:
-    """Plain answers, each after all turns before it."""
-    messages = [{"role": "system", "content": system}] if system else []
-    answers = []
-    for question in questions:
-        messages.append({"role": "user", "content": question})
-        answers.append(engine.generate([messages], max_new_tokens=12)[0].text)
-        messages.append({"role": "assistant", "content": answers[-1]})
-    return answers
+    return [result.text for result in conversation(engine, *questions, system=system)]
 
 
 def test_thoughts_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

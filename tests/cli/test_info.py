@@ -59,8 +59,6 @@ def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -
     config = json.loads((folder / "config.json").read_text())
     for line in (
         "method medusa",
-        "hidden size 32",
-        f"vocab size {VOCAB}",
         "num heads 2",
         "lm head shared",
         "draft vocab size 20",
@@ -68,7 +66,6 @@ def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -
         f"size {(folder / 'model.safetensors').stat().st_size / 1e3:.1f} kB",
         "base tiny-llama",
         f"tokenizer {config['base']['fingerprints']['tokenizer']}",
-        f"embedding {config['base']['fingerprints']['embedding'][:16]}",
         f"torch {torch.__version__}",
         "measured on 4 texts, 80 tokens at temperature 0",
         "tokens/step, 4 nodes static 1.30, growing 1.36",

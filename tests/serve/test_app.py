@@ -89,9 +89,8 @@ PLACES: list[tuple[str | None, dict[str, Any]]] = [
 PLACES += [(name, {name: value}) for name, values in VALUES.items() for value in values]
 
 
-@pytest.mark.parametrize("case", range(len(PLACES)), ids=lambda number: str(PLACES[number][0]))
-def test_wrong_fields_are_named(server: Running, case: int):
-    param, fields = PLACES[case]
+@pytest.mark.parametrize(("param", "fields"), PLACES)
+def test_wrong_fields_are_named(server: Running, param: str | None, fields: dict[str, Any]):
     check_wrong(server.chat(**fields), param)
 
 

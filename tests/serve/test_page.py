@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cli_world import LETTERS, SPECIAL, letters_tokenizer
+from cli_world import LETTERS, SPECIAL, conversation, letters_tokenizer
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.models.model import TargetModel
@@ -47,12 +47,7 @@ def engines() -> dict[str, Engine]:
 
 def offline(*turns: str, model: str = PLAIN, system: str = "", max_new_tokens: int = MAX_TOKENS) -> GenerationResult:
     """The answer to the last of a user's turns."""
-    messages = [{"role": "system", "content": system}] if system else []
-    for turn in turns:
-        messages.append({"role": "user", "content": turn})
-        result = engines()[model].generate([messages], max_new_tokens=max_new_tokens)[0]
-        messages.append({"role": "assistant", "content": result.text})
-    return result
+    return conversation(engines()[model], *turns, system=system, max_new_tokens=max_new_tokens)[-1]
 
 
 @pytest.fixture(scope="module")

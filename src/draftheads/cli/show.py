@@ -20,7 +20,7 @@ from draftheads.errors import MissingDependency
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, user_path, write_atomic
 
-if TYPE_CHECKING:  # `doctor` writes JSON, too, and must not wait for models
+if TYPE_CHECKING:  # commands of other packages write JSON, too, and need not wait for models
     from draftheads.decode.request import GenerationResult, Request, StreamEvent
 
 DRAFTED = "bold green"
