@@ -24,7 +24,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def served(server: Running) -> dict[str, Any]:
-    content: dict[str, Any] = httpx2.get(f"{server.url}/openapi.json").json()
+    content: dict[str, Any] = httpx2.get(f"{server.url}/openapi.json", timeout=600).json()
     return content
 
 
