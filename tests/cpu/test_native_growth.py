@@ -8,7 +8,7 @@ import torch
 from draftheads.cpu.drafts import best_tree
 from draftheads.cpu.kernels import pack
 from draftheads.heads.base import DraftHead
-from draftheads.speculation.candidates import Candidates, _best_tree
+from draftheads.speculation.candidates import _best_tree
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst, Shape
 from families import needs_library, tiny_head, tiny_model
@@ -122,6 +122,5 @@ def test_the_best_candidates_become_a_tree(count: int) -> None:
         priority[:, node] = priority.gather(1, parents[:, node : node + 1])[:, 0] - step
     found = best_tree(priority, parents, count)
     assert found is not None
-    candidates = Candidates(parents, parents, priority)
-    for part, expected in zip(found, _best_tree(candidates, count, count - 1), strict=True):
+    for part, expected in zip(found, _best_tree(priority, parents, count, count - 1), strict=True):
         assert torch.equal(part, expected)
