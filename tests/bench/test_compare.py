@@ -21,10 +21,9 @@ from draftheads.bench.quality import Item, Measure, Outcome
 from draftheads.bench.rounds import Bench
 from draftheads.bench.settings import BenchSettings, Point, Variant
 from draftheads.bench.table import ALL, Row
-from draftheads.bench.timing import PLAIN, STOCK, Answers, StepClock, Way, together
+from draftheads.bench.timing import PLAIN, STOCK, Answers, Way, together
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.data.records import Record
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.mixed import Mixed
@@ -88,7 +87,7 @@ def named(rows: Sequence[Row], part: str = ALL) -> dict[str, Row]:
     return {row.name: row for row in rows if row.part == part}
 
 
-# --- a drafter whose acceptance is known, and a clock on which a step takes as long as a test says ---
+# --- a drafter whose acceptance is known ---
 
 ACCEPTED = (0, 2, 1)  # draft tokens of a chain of two that are right, step by step
 
@@ -127,49 +126,23 @@ class ScriptedSession(DraftSession):
         self.text = self.text if len(rows) else []
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a prompt takes 4 s; a step 2 s to verify, 0.5 s for the rest, and 1 s to draft where it drafts."""
-    now = [1.0]
-    monkeypatch.setattr(StepClock, "now", property(lambda _: now[0]))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    on_phase, join = StepClock.on_phase, Batch.join
-    propose = ScriptedSession.propose
-
-    def later(self: StepClock, part: str) -> None:
-        now[0] += {"verify": 2.0, "rest": 0.5}.get(part, 0.0)
-        on_phase(self, part)
-
-    def reading(self: Batch, *arguments: Any) -> Any:
-        now[0] += 4.0
-        return join(self, *arguments)
-
-    def drafting(self: ScriptedSession, context: Context, shape: Shape) -> Draft:
-        now[0] += 1.0
-        return propose(self, context, shape)
-
-    monkeypatch.setattr(StepClock, "on_phase", later)
-    monkeypatch.setattr(Batch, "join", reading)
-    monkeypatch.setattr(ScriptedSession, "propose", drafting)
+def scripted_bench(model: TargetModel, folder: Path, *, num_tokens: int) -> Bench:
+    answers = Engine(model).generate(PROMPTS, max_new_tokens=num_tokens, ignore_eos=True)
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    settings = replace(SETTINGS, max_new_tokens=num_tokens, ignore_eos=True)
+    return bench(model, folder, [Contender("scripted", Scripted(texts), "1")], settings)
 
 
-@pytest.mark.usefixtures("clock")
-def test_all_numbers_of_a_drafter_whose_acceptance_and_times_are_known(model: TargetModel, tmp_path: Path):
-    texts = [
-        [*prompt, *result.token_ids]
-        for prompt, result in zip(
-            PROMPTS, Engine(model).generate(PROMPTS, max_new_tokens=10, ignore_eos=True), strict=True
-        )
-    ]
-    settings = replace(SETTINGS, ignore_eos=True)
-    one = bench(model, tmp_path, [Contender("scripted", Scripted(texts), "1")], settings)
+def test_all_numbers_of_a_drafter_whose_acceptance_and_times_are_known(model: TargetModel, tmp_path: Path, clock: Any):
+    clock.slow(ScriptedSession, "propose")
+    one = scripted_bench(model, tmp_path, num_tokens=10)
     rows = named(one.run())
     plain, scripted = rows[PLAIN], rows["scripted"]
-    # an answer of 10 tokens: plain decoding takes 4 + 9 · 2.5 s; scripted 1 + 3 + 2 + 1 + (2 of) 3 tokens in 5 steps
-    assert plain.tokens_per_second == pytest.approx(10 / 26.5)
-    assert scripted.tokens_per_second == pytest.approx(10 / (4 + 5 * 3.5))
-    assert scripted.speedup == pytest.approx(26.5 / 21.5)
-    assert scripted.speedup_interval == pytest.approx((26.5 / 21.5, 26.5 / 21.5))
+    # an answer of 10 tokens: plain decoding takes 1 + 9 · 2.5 s; scripted 1 + 3 + 2 + 1 + (2 of) 3 tokens in 5 steps
+    assert plain.tokens_per_second == pytest.approx(10 / 23.5)
+    assert scripted.tokens_per_second == pytest.approx(10 / (1 + 5 * 3.5))
+    assert scripted.speedup == pytest.approx(23.5 / 18.5)
+    assert scripted.speedup_interval == pytest.approx((23.5 / 18.5, 23.5 / 18.5))
     assert scripted.decode_speedup == pytest.approx(22.5 / 17.5)
     assert scripted.tokens_per_step == pytest.approx(9 / 5)
     assert scripted.accepted_per_step == pytest.approx(4 / 5)
@@ -178,8 +151,8 @@ def test_all_numbers_of_a_drafter_whose_acceptance_and_times_are_known(model: Ta
     assert scripted.acceptance_by_depth == pytest.approx([3 / 5, 2 / 5])
     assert tuple(scripted.parts.values()) == (1e3, 2e3, 5e2)
     assert scripted.number("step_milliseconds") == 35e2
-    assert plain.number("first_token_milliseconds") == scripted.number("first_token_milliseconds") == 4e3
-    assert scripted.number("p50_seconds") == pytest.approx(21.5)
+    assert plain.number("first_token_milliseconds") == scripted.number("first_token_milliseconds") == 1e3
+    assert scripted.number("p50_seconds") == pytest.approx(18.5)
     assert plain.number("token_milliseconds") == pytest.approx(2500)
     assert scripted.number("token_milliseconds") == pytest.approx(17.5e3 / 9)
     assert (plain.speedup, plain.decode_speedup, plain.overhead, plain.tokens_per_step) == (1, 1, 1, 1)
@@ -432,12 +405,12 @@ def test_typical_acceptance_is_never_without_quality(world: Path, tmp_path: Path
         trees=("chain",), temperatures=(0.7,), acceptance=("typical",), max_new_tokens=8, num_calibration_prompts=2
     )
     options: dict[str, Any] = {"settings": settings, "progress": False, "precision": "fp32"}
-    rows = draftheads.compare_heads(str(world / "model"), [str(world / "hydra")], TEXTS, **options).rows
+    original, head = str(world / "model"), str(world / "hydra")
+    rows = draftheads.compare_heads(original, [head], TEXTS, **options).rows
     assert all(row.quality.keys() == {"agreement", "common prefix", "perplexity"} for row in rows)
     loaded = Mock(side_effect=compare.load_target)
     monkeypatch.setattr(compare, "load_target", loaded)
-    original = str(world / "model")
-    draftheads.compare_heads(original, [str(world / "hydra")], TEXTS, original_model=original, **options)
+    draftheads.compare_heads(original, [head], TEXTS, original_model=original, **options)
     assert loaded.call_count == 2, "perplexity is under the original model"
 
 
@@ -500,14 +473,13 @@ def found_trees(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return names
 
 
-ASKED = ["a dog", "hello", "fog and ice"]
 QUICK = BenchSettings(trees=("best",), num_nodes=(4,), max_new_tokens=6, num_calibration_prompts=2)
 
 
 def test_the_function_returns_rows_and_uses_trees_that_were_saved(found_trees: list[str], tmp_path: Path):
     def rows(head: Any = "./hydra", model: Any = "./model", **options: Any) -> list[Row]:
         return draftheads.compare_heads(
-            model, [head, "lookahead"], ASKED, settings=QUICK, precision="fp32", **options
+            model, [head, "lookahead"], TEXTS, settings=QUICK, precision="fp32", **options
         ).rows
 
     assert [row.name for row in rows()] == [PLAIN, "hydra", "lookahead"]
@@ -533,7 +505,7 @@ def test_the_function_returns_rows_and_uses_trees_that_were_saved(found_trees: l
 
 
 def test_the_record_has_every_number(found_trees: list[str]):
-    comparison = draftheads.compare_heads("./model", ["./hydra"], ASKED, settings=QUICK, transformers=True)
+    comparison = draftheads.compare_heads("./model", ["./hydra"], TEXTS, settings=QUICK, transformers=True)
     record = json.loads(json.dumps(comparison.record))
     assert [row["name"] for row in record["rows"]] == [PLAIN, STOCK, "hydra"]
     assert BenchSettings(**record["settings"]) == QUICK, "settings are read back"
@@ -576,16 +548,15 @@ def test_at_least_three_prompts_are_needed():
 
 
 def test_the_example_marks_accepted_draft_tokens(model: TargetModel, tmp_path: Path):
-    settings = replace(SETTINGS, max_new_tokens=8, ignore_eos=True)
-    answers = [result.token_ids for result in Engine(model).generate(PROMPTS, max_new_tokens=8, ignore_eos=True)]
-    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    one = bench(model, tmp_path, [Contender("scripted", Scripted(texts), "1")], settings)
+    one = scripted_bench(model, tmp_path, num_tokens=8)
     one.run()
     assert one.example is not None
     (line,) = [line for line in one.lines if (line["way"], line["question_id"]) == ("scripted", "1")]
     assert line["step_tokens"] == (1, 3, 2, 1), "after the token that reading the prompt gives"
     drafted = [False, False, *(True, True, False), *(True, False), False]
-    assert one.example["pieces"] == [[f"<{token}>", mark] for token, mark in zip(answers[0], drafted, strict=True)]
+    assert one.example["pieces"] == [
+        [f"<{token}>", mark] for token, mark in zip(line["token_ids"], drafted, strict=True)
+    ]
 
 
 def test_a_batch_that_cannot_be_filled_is_told_and_points_are_counted(model: TargetModel, tmp_path: Path):

@@ -19,7 +19,6 @@ from draftheads.bench.timing import (
     stock_way,
     take_turns,
 )
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_costs import STEP_TOKENS, StepTimer
 from draftheads.drafters.lookahead import Lookahead, LookaheadSession
@@ -230,59 +229,18 @@ def test_each_prompt_has_a_seed_of_its_own():
 # --- parts of a step ---
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that a test sets: verifying takes 2, the rest 0.5, reading a prompt 100."""
-    now = [0.0]
-    monkeypatch.setattr(timing.StepClock, "now", property(lambda _: now[0]))
-    on_phase, join = StepClock.on_phase, Batch.join
-
-    def later(self: StepClock, part: str) -> None:
-        now[0] += {"verify": 2.0, "rest": 0.5}.get(part, 0.0)
-        on_phase(self, part)
-
-    def reading(self: Batch, *arguments: Any) -> Any:
-        now[0] += 100.0
-        return join(self, *arguments)
-
-    monkeypatch.setattr(StepClock, "on_phase", later)
-    monkeypatch.setattr(Batch, "join", reading)
-    return now
-
-
-def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
-    model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
-):
-    head = tiny_head("medusa", model)
-    propose = HeadSession.propose
-
-    def drafting(self: Any, *arguments: Any) -> Any:
-        clock[0] += 1.0
-        return propose(self, *arguments)
-
-    monkeypatch.setattr(HeadSession, "propose", drafting)
-    (found,) = engine_way(Engine(model, head))(PROMPTS[:1], 10)
+@pytest.mark.parametrize(("session", "part"), [(HeadSession, "propose"), (LookaheadSession, "on_verify")])
+def test_parts_are_of_all_steps_but_the_first_after_a_prompt(model: TargetModel, clock: Any, session: Any, part: str):
+    """Learning from a step counts as drafting."""
+    clock.slow(session, part)
+    drafter = tiny_head("medusa", model) if session is HeadSession else Lookahead()
+    (found,) = engine_way(Engine(model, drafter))(PROMPTS[:1], 10)
     steps = found.num_steps[0] - 1
     assert 2 <= steps <= 8
     assert found.num_timed_steps == steps
-    assert found.draft_milliseconds == 1e3 * steps
-    assert found.verify_milliseconds == 2e3 * steps
-    assert found.rest_milliseconds == 0.5e3 * steps
-    assert found.seconds == 100.0 + 3.5 * (steps + 1)
-
-
-def test_learning_from_a_step_counts_as_drafting(
-    model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
-):
-    watch = LookaheadSession.on_verify
-
-    def learning(self: Any, draft: Any, best: Any) -> None:
-        clock[0] += 1.0
-        watch(self, draft, best)
-
-    monkeypatch.setattr(LookaheadSession, "on_verify", learning)
-    (found,) = engine_way(Engine(model, Lookahead()))(PROMPTS[:1], 10)
-    assert found.draft_milliseconds == 1e3 * found.num_timed_steps > 1e3
+    parts = found.draft_milliseconds, found.verify_milliseconds, found.rest_milliseconds
+    assert parts == (1e3 * steps, 2e3 * steps, 0.5e3 * steps)
+    assert found.seconds == 1.0 + 3.5 * (steps + 1)
 
 
 def test_an_answer_without_a_step_has_no_parts(model: TargetModel):
