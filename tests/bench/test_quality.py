@@ -22,24 +22,17 @@ def scores(measure: Measure, *items: Item) -> list[Scores]:
 
 
 def test_agreement_by_tokens():
-    plain = [item("a", "", "", answer_ids=((1, 2, 3), (4, 5))), item("b", "", answer_ids=((1, 2),))]
-    ours = [
-        item("a", "", "", answer_ids=((1, 2, 3), (4, 6))),
-        item("b", "", answer_ids=((1, 2),)),
-        item("c", "", answer_ids=((1,),)),
-    ]
-    same, prefix = scores(Agreement(plain), *ours)
-    assert same.values == {"a": 0, "b": 100}
-    assert prefix.values == {"a": 4, "b": 2}
-    assert same.problems == prefix.problems == {"c": "plain decoding has no answer"}
+    """The common prefix ends with the first turn that differs."""
 
+    def items(**answers: tuple[tuple[int, ...], ...]) -> list[Item]:
+        return [item(name, *("" for _ in ids), answer_ids=ids) for name, ids in answers.items()]
 
-def test_the_common_prefix_ends_with_the_first_turn_that_differs():
-    plain = [item("a", "", "", answer_ids=((1, 2, 3), (4, 5))), item("b", "", answer_ids=((1, 2, 3),))]
-    ours = [item("a", "", "", answer_ids=((1, 9, 3), (4, 5))), item("b", "", answer_ids=((1, 2),))]
+    plain = items(a=((1, 2, 3), (4, 5)), b=((1, 2),), c=((1, 2, 3), (4, 5)), d=((1, 2, 3),))
+    ours = items(a=((1, 2, 3), (4, 6)), b=((1, 2),), c=((1, 9, 3), (4, 5)), d=((1, 2),), e=((1,),))
     same, prefix = scores(Agreement(plain), *ours)
-    assert same.values == {"a": 0, "b": 0}
-    assert prefix.values == {"a": 1, "b": 2}
+    assert same.values == {"a": 0, "b": 100, "c": 0, "d": 0}
+    assert prefix.values == {"a": 4, "b": 2, "c": 1, "d": 2}
+    assert same.problems == prefix.problems == {"e": "plain decoding has no answer"}
 
 
 def test_agreement_by_characters_and_without_all_turns():

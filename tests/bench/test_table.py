@@ -13,19 +13,13 @@ from draftheads.bench.verdict import remarks, verdict
 
 def answers(*each: tuple[int, int, float]) -> list[Answers]:
     """Single answers: tokens, steps, seconds, of which half a second reads the prompt."""
-    return [
-        Answers(
-            token_ids=((7,) * tokens,),
-            num_steps=(steps,),
-            seconds=seconds,
-            prompt_seconds=0.5,
-            questions=(group,),
-            group=group,
-            num_drafted=tokens - 1 - steps,
-            num_copied=group,
-        )
-        for group, (tokens, steps, seconds) in enumerate(each)
-    ]
+
+    def answer(group: int, tokens: int, steps: int, seconds: float) -> Answers:
+        times, drafts = {"seconds": seconds, "prompt_seconds": 0.5}, {"num_drafted": tokens - 1 - steps}
+        places = {"questions": (group,), "group": group, "num_copied": group}
+        return Answers(token_ids=((7,) * tokens,), num_steps=(steps,), **times, **places, **drafts)
+
+    return [answer(group, *one) for group, one in enumerate(each)]
 
 
 PLAIN = answers((5, 4, 1.0), (3, 2, 1.0), (8, 7, 2.0))
@@ -100,15 +94,29 @@ def test_cells_show_values_and_intervals_and_nothing_that_was_not_measured():
     assert cells(measured)["gsm8k"] == "12.50 (0.00-25.00)"
 
 
-def test_settings_are_in_a_row_s_name_where_they_vary():
-    warm = replace(ROW, settings={"tree": "best", "temperature": 0.7, "acceptance": "typical", "epsilon": 0.09})
-    cold = replace(ROW, settings={**warm.settings, "temperature": 0.0, "epsilon": 0.2})
-    assert [cells(row, warm, cold)["drafter"] for row in (warm, cold)] == [
-        "medusa, T 0.7, ε 0.09",
-        "medusa, T 0, ε 0.2",
-    ]
-    paths = [replace(ROW, settings={"tree": "paths", "num_nodes": number}) for number in (1, 5)]
-    assert [cells(row, *paths)["drafter"] for row in paths] == ["medusa, k = 1", "medusa, k = 5"]
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (
+            [
+                {"tree": "best", "temperature": t, "acceptance": "typical", "epsilon": e}
+                for t, e in ((0.7, 0.09), (0.0, 0.2))
+            ],
+            ["medusa, T 0.7, ε 0.09", "medusa, T 0, ε 0.2"],
+        ),
+        ([{"tree": "paths", "num_nodes": number} for number in (1, 5)], ["medusa, k = 1", "medusa, k = 5"]),
+        (
+            [{"tree": tree, "num_nodes": nodes} for tree, nodes in (("static", 6), ("static", 9), ("dense", 6))],
+            ["medusa, static, nodes 6", "medusa, static, nodes 9", "medusa, dense, nodes 6"],
+        ),
+    ],
+)
+def test_settings_are_in_a_row_s_name_where_they_vary(settings: list[dict[str, Any]], names: list[str]):
+    rows = [replace(ROW, part=part, settings=own) for own in settings for part in (ALL, "maths")]
+    assert [cells(row, *rows)["drafter"] for row in rows[::2]] == names
+    plain = [replace(ROW, name="plain", part=part, settings={}) for part in (ALL, "maths")]
+    (_, _, lines), _ = by_part([*plain, *rows])
+    assert [line[0] for line in lines] == ["plain", *names]
 
 
 def test_the_markdown_tables_have_a_line_for_each_way():
@@ -118,27 +126,8 @@ def test_the_markdown_tables_have_a_line_for_each_way():
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| medusa", "| hydra"]
     assert "| medusa | 3.00 | 1.25 |" in lines
     assert "| hydra | 2.00 | 2.00 |" in lines
-    assert (
-        lines[5]
-        == "In brackets: 95 % bootstrap intervals over the prompts. Heads draft alone, without copies from the text."
-    )
+    assert lines[5].endswith("Heads draft alone, without copies from the text.")
     assert list(by_part([ROW, other])) == []
-
-
-def test_ways_of_one_name_are_told_apart_by_their_settings():
-    rows = [
-        replace(ROW, part=part, settings={"tree": tree, "num_nodes": nodes, "batch_size": 1})
-        for tree in ("static", "dense")
-        for nodes in (6, 9)
-        for part in (ALL, "maths")
-    ]
-    plain = [replace(ROW, name="plain", part=part, settings={"batch_size": 1}) for part in (ALL, "maths")]
-    (_, _, lines), _ = by_part([*plain, *rows])
-    assert [line[0] for line in lines] == [
-        "plain",
-        *(f"medusa, {tree}, nodes {nodes}" for tree in ("static", "dense") for nodes in (6, 9)),
-    ]
-    assert [cells(row, *rows)["drafter"] for row in rows[::2]] == [line[0] for line in lines[1:]]
 
 
 @pytest.mark.parametrize(
@@ -149,17 +138,13 @@ def test_ways_of_one_name_are_told_apart_by_their_settings():
         ({"settings": {"tree": "best", "temperature": 0.7}}, "× plain decoding (static, 6)."),
         ({"speedup": 1.0625}, "No drafter is clearly faster than plain decoding: the fastest, medusa, reaches 1.06"),
         ({"speedup": 0.5}, "No drafter is faster than plain decoding"),
-        (
-            {"settings": {"tree": "defaults"}},
-            "With the defaults on this machine: 1.25 ± 0.12 × plain decoding (medusa).",
-        ),
+        ({"settings": {"tree": "defaults"}}, "With the defaults on this machine: 1.25 ± 0.12 × plain"),
     ],
 )
 def test_the_verdict_names_the_fastest_drafter(changes: dict[str, Any], words: str):
     plain = replace(ROW, name="plain", speedup=9.0)
-    assert words in verdict(
-        [plain, replace(ROW, speedup=0.25), replace(ROW, **changes), replace(ROW, part="maths", speedup=7.0)]
-    )
+    rows = [plain, replace(ROW, speedup=0.25), replace(ROW, **changes), replace(ROW, part="maths", speedup=7.0)]
+    assert words in verdict(rows)
 
 
 def test_remarks_say_what_limits_the_verdict():

