@@ -4,8 +4,9 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import Mock
 
 import pytest
@@ -30,14 +31,10 @@ from draftheads.drafters.mixed import Mixed
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Context, Draft
-from draftheads.speculation.drafter import Drafter, DraftSession
-from draftheads.speculation.shapes import Shape
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import NoProgress
-from draftheads.utils.transfer import to_device
 from fake_progress import FakeProgress
-from families import tiny_head, tiny_model
+from families import PlantedDrafter, tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3 + row, 4, 5 + row % 7, 6] for row in range(6)]
@@ -89,52 +86,33 @@ def named(rows: Sequence[Row], part: str = ALL) -> dict[str, Row]:
 
 # --- a drafter whose acceptance is known ---
 
-ACCEPTED = (0, 2, 1)  # draft tokens of a chain of two that are right, step by step
 
-
-class Scripted(Drafter):
+class Scripted(PlantedDrafter):
     """Drafts chains of two tokens along the model's own texts, of which 0, 2, 1, 0, 2, 1 … are right."""
 
-    needs_history = True
-    fills_shapes = False
-    default_shape, max_depth = Tree.chain(2), 2
+    fills_shapes, max_depth = False, 2
 
-    def __init__(self, texts: Sequence[list[int]]) -> None:
-        self.texts = texts
+    def start(self) -> Self:
+        self.rights = cycle((0, 2, 1))
+        return super().start()
 
-    def start(self) -> "ScriptedSession":
-        return ScriptedSession(self)
+    def _any_node(self, nodes: int) -> int:
+        return next(self.rights)
 
-
-class ScriptedSession(DraftSession):
-    def __init__(self, drafter: Scripted) -> None:
-        self.drafter, self.step = drafter, 0
-        self.text: list[int] = []
-
-    def propose(self, context: Context, shape: Shape) -> Draft:
-        [ids] = context.ids
-        self.text += ids[1 if self.text else 0 :]
-        whole = next(text for text in self.drafter.texts if text[: len(self.text)] == self.text)
-        right = ACCEPTED[self.step % 3]
-        self.step += 1
-        following = [*whole[len(self.text) :], 0, 0][:2]
-        wrong = [6 if token == 5 else 5 for token in following]
-        chain = [self.text[-1], *following[:right], *wrong[right:]]
-        return Draft.on_tree(Tree.chain(2), to_device([chain], context.root_ids.device))
-
-    def keep(self, rows: Tensor) -> None:
-        self.text = self.text if len(rows) else []
+    def _plant(self, token_ids: Tensor, path: list[int], row: int) -> None:
+        for node, token in zip((1, 2), [*self._coming(self.texts[row]), 0, 0], strict=False):
+            token_ids[node] = token if node in path else 6 if token == 5 else 5
 
 
 def scripted_bench(model: TargetModel, folder: Path, *, num_tokens: int) -> Bench:
     answers = Engine(model).generate(PROMPTS, max_new_tokens=num_tokens, ignore_eos=True)
-    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    known = {tuple(prompt): answer.token_ids for prompt, answer in zip(PROMPTS, answers, strict=True)}
     settings = replace(SETTINGS, max_new_tokens=num_tokens, ignore_eos=True)
-    return bench(model, folder, [Contender("scripted", Scripted(texts), "1")], settings)
+    return bench(model, folder, [Contender("scripted", Scripted(Tree.chain(2), known), "1")], settings)
 
 
 def test_all_numbers_of_a_drafter_whose_acceptance_and_times_are_known(model: TargetModel, tmp_path: Path, clock: Any):
-    clock.slow(ScriptedSession, "propose")
+    clock.slow(Scripted, "propose")
     one = scripted_bench(model, tmp_path, num_tokens=10)
     rows = named(one.run())
     plain, scripted = rows[PLAIN], rows["scripted"]
