@@ -11,19 +11,14 @@ from draftheads.distill.run import Outcome, distill, manifest_path
 from draftheads.models.model import TargetModel
 from draftheads.speculation.drafter import Drafter
 from fake_progress import FakeProgress
+from training_world import chat
 
 # prompts of one word, two turns, a system's word, and other people's answers, which do not count
 RECORDS: list[dict[str, Any]] = [
     *({"prompt": f"w{i}"} for i in range(12)),
     {"turns": ["w1 w2", "w3", "w4 w5"]},
     {"messages": [{"role": "system", "content": "w40"}, {"role": "user", "content": "w1"}]},
-    {
-        "messages": [
-            {"role": "user", "content": "w7"},
-            {"role": "assistant", "content": "never"},
-            {"role": "user", "content": "w8 w9"},
-        ]
-    },
+    {"messages": chat("w7", "never", "w8 w9")["messages"]},
     *({"prompt": f"w{i} w{i + 1}"} for i in range(20, 30)),
 ]
 
@@ -37,14 +32,8 @@ def options(folder: Path, **changes: Any) -> DistillOptions:
     """Of a small run on FOLDER/prompts.jsonl, which is written unless prompts are given."""
     if "prompts" not in changes and not (folder / "prompts.jsonl").exists():
         write_prompts(folder / "prompts.jsonl")
-    values: dict[str, Any] = {
-        "out": folder / "out.jsonl",
-        "prompts": (folder / "prompts.jsonl",),
-        "max_new_tokens": 12,
-        "batch_size": 4,
-        "temperature": (0.0, 1.0),
-    }
-    return DistillOptions(**{**values, **changes})
+    files = {"out": folder / "out.jsonl", "prompts": (folder / "prompts.jsonl",)}
+    return DistillOptions(**{**files, "max_new_tokens": 12, "batch_size": 4, "temperature": (0.0, 1.0), **changes})
 
 
 def run(

@@ -17,24 +17,12 @@ from draftheads.train.new_head import layers_read, new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.tuned_model import Adapter, TunedModel
 from draftheads.utils.progress import NoProgress
-from training_world import chat_model
+from training_world import chat_model, train_options
 
 
 def joint_options(out: Path, data: Path, **changes: Any) -> TrainOptions:
     """Of a small run."""
-    values: dict[str, Any] = {
-        "model": "tiny-chat",
-        "method": "medusa",
-        "num_heads": 3,
-        "draft_vocab_size": 48,
-        "epochs": 2,
-        "batch_tokens": 128,
-        "learning_rate": 0.005,
-        "held_out": 0.2,
-        "save_steps": 1000,
-        "joint": "text",
-    }
-    return TrainOptions.of(out=out, data=(data,), **{**values, **changes})
+    return train_options(out, None, **{"data": (data,), "learning_rate": 0.005, "joint": "text", **changes})
 
 
 def train_jointly_for(target: TargetModel, options: TrainOptions, progress: Any = None) -> Any:

@@ -13,10 +13,10 @@ from draftheads.reports.page import Plot, Point
 METRICS: dict[str, Any] = {
     "method": "hydra",
     "model_id": "a <b> & c",
+    "num_steps": 9015,
     "num_training_texts": 7070,
     "num_held_out_texts": 200,
     "num_held_out_tokens": 25_000,
-    "num_steps": 9015,
     "training_seconds": 61.4,
     "tokens_per_second": 3210.0,
     "losses": [2.5, 3.25],
@@ -44,6 +44,12 @@ VALIDATION = [
     for step in (0, 30)
 ]
 
+
+def tuned_batch(size: int, kind: str, num_nodes: int, speed: float, plain: float) -> dict[str, Any]:
+    speeds = {"tokens_per_second": speed, "plain_tokens_per_second": plain, "speedup": speed / plain}
+    return {"batch_size": size, "kind": kind, "num_nodes": num_nodes, **speeds}
+
+
 TUNE: dict[str, Any] = {
     "format_version": 2,
     "method": "hydra",
@@ -59,32 +65,11 @@ TUNE: dict[str, Any] = {
         "before": [[0.25, 0.125, 300.0], [0.75, 0.5, 100.0], [0.9, 0.0, 0.0]],
         "after": [[0.25, 0.25, 300.0], [0.75, 0.625, 100.0]],
     },
-    "static": {
-        "paths": [[0], [0, 0]],
-        "shares": [1.0, 0.5, 0.25],
-        "expected": [1.0, 1.5, 1.75],
-        "error": [0.0, 0.125, 0.25],
-    },
+    "static": {"paths": [[0], [0, 0]], "expected": [1.0, 1.5, 1.75], "error": [0.0, 0.125, 0.25]},
     "dynamic": {"expected": [1.0, 1.5, 1.875], "error": [0.0, 0.125, 0.5]},
     "rates": [{"batch_size": 1, "kind": "dynamic", "num_nodes": [2, 3], "tokens_per_second": [70.0, 80.0]}],
-    "batches": [  # the largest first: pages sort them
-        {
-            "batch_size": 8,
-            "kind": "none",
-            "num_nodes": 1,
-            "tokens_per_second": 1234.5,
-            "plain_tokens_per_second": 1234.5,
-            "speedup": 1.0,
-        },
-        {
-            "batch_size": 1,
-            "kind": "dynamic",
-            "num_nodes": 3,
-            "tokens_per_second": 80.0,
-            "plain_tokens_per_second": 50.0,
-            "speedup": 1.6,
-        },
-    ],
+    # the largest first: pages sort them
+    "batches": [tuned_batch(8, "none", 1, 1234.5, 1234.5), tuned_batch(1, "dynamic", 3, 80.0, 50.0)],
     "provenance": {"command": "draftheads tune", "torch": "2.13.0"},
 }
 
@@ -95,37 +80,20 @@ GROWING = {**POINT, "tree": "growing", "num_nodes": 24, "acceptance": "exact", "
 
 def bench_row(name: str, *, speedup: float, settings: Mapping[str, Any] = GROWING, **changes: Any) -> Row:
     """A drafter with 12.3 million parameters and 2.5 tokens per step; plain decoding makes 40 tokens per second."""
-    numbers: dict[str, Any] = {
-        "num_answers": 6,
-        "num_parameters": 12_300_000,
-        "tree": "growing, 24",
-        "tokens_per_step": 2.5,
-        "tokens_per_step_interval": [2.25, 2.75],
-        "tokens_per_second": 40 * speedup,
-        "speedup": speedup,
-        "speedup_interval": [speedup - 0.25, speedup + 0.25],
-        "speedup_error": 0.125,
-        "numbers": {
-            "draft_milliseconds": 3.0,
-            "verify_milliseconds": 27.0,
-            "rest_milliseconds": 1.0,
-            "step_milliseconds": 31.0,
-            "first_token_milliseconds": 50.0,
-            **{f"p{share}_seconds": seconds for share, seconds in ((50, 1.5), (90, 2.0), (99, 2.5))},
-        },
-        "acceptance_by_depth": [0.75, 0.5],
-        "steps_by_tokens": [1, 2, 5],
-    }
+    milliseconds = {"draft": 3.0, "verify": 27.0, "rest": 1.0, "step": 31.0, "first_token": 50.0}
+    times = {f"{part}_milliseconds": value for part, value in milliseconds.items()}
+    times |= {"p50_seconds": 1.5, "p90_seconds": 2.0, "p99_seconds": 2.5}
+    numbers: dict[str, Any] = {"num_answers": 6, "num_parameters": 12_300_000, "tree": "growing, 24", "numbers": times}
+    numbers |= {"tokens_per_step": 2.5, "tokens_per_step_interval": [2.25, 2.75]}
+    numbers |= {"acceptance_by_depth": [0.75, 0.5], "steps_by_tokens": [1, 2, 5], "tokens_per_second": 40 * speedup}
+    numbers |= {"speedup": speedup, "speedup_interval": [speedup - 0.25, speedup + 0.25], "speedup_error": 0.125}
     return Row(name=name, settings=settings, **{**numbers, **changes})
 
 
 def plain_row(*, settings: Mapping[str, Any] = POINT, **changes: Any) -> Row:
     """Plain decoding, without numbers of a drafter."""
-    return Row(
-        name="plain",
-        settings=settings,
-        **{"tokens_per_step": 1.0, "tokens_per_second": 40.0, "speedup": 1.0, **changes},
-    )
+    numbers: dict[str, Any] = {"tokens_per_step": 1.0, "tokens_per_second": 40.0, "speedup": 1.0, **changes}
+    return Row(name="plain", settings=settings, **numbers)
 
 
 def bench_record(*rows: Row, **changes: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
 from draftheads import loading
@@ -26,7 +25,7 @@ from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import NoDraft
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
-from families import HAS_RECURRENT, SMALL, by_hand, tiny_head, tiny_model, tiny_profile
+from families import HAS_RECURRENT, by_hand, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
@@ -38,8 +37,7 @@ OTHER = tiny_profile(Tree.from_paths([(0,), (1,)]), temperatures=[0.5, 0.75, 1.0
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a model and a head for it."""
     place = tmp_path_factory.mktemp("profiles")
-    torch.manual_seed(3)
-    LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": len(VOCAB)})).save_pretrained(place / "model")
+    tiny_model("llama", seed=3, vocab_size=len(VOCAB)).model.save_pretrained(place / "model")
     chat_tokenizer().save_pretrained(str(place / "model"))
     base = load_target(place / "model", **FP32)
     save_head(tiny_head("medusa", base), place / "head", base=base, dtype=torch.float32, profile=OWN)
@@ -122,10 +120,9 @@ def test_steps_of_recurrent_models_are_not_captured(family: str, monkeypatch: py
     with pytest.raises(InvalidSettings, match=expected):
         load_target(model.model, tokenizer=model.tokenizer, cuda_graphs=True)
     assert load_target(model.model, tokenizer=model.tokenizer).is_recurrent
+    options = {"tokenizer": model.tokenizer, "draft_model": model.model, "cuda_graphs": True, "tree": 4}
     with pytest.raises(InvalidSettings, match=expected):
-        draftheads.load(
-            tiny_model("llama").model, tokenizer=model.tokenizer, draft_model=model.model, cuda_graphs=True, tree=4
-        )
+        draftheads.load(tiny_model("llama").model, **options)
 
 
 @pytest.mark.usefixtures("cost")
@@ -160,9 +157,6 @@ def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatc
         assert (engine.profile, engine.costs) == (None, None)
         assert engine.batch().shape == shape
         assert engine.batch().plan is None
-
-
-def test_plain_drafts_nothing(world: Path) -> None:
     engine = load(world, tree="plain")
     assert (type(engine.drafter), engine.profile, engine.costs) == (NoDraft, None, None)
 

@@ -1,6 +1,7 @@
 """What a model can be loaded from: a loaded model, an adapter, 4 bits, code of its own; and what is refused."""
 
 import json
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BitsAndBytesConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     dynamic_module_utils,
 )
@@ -47,7 +47,7 @@ from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from draftheads.train.options import MergeOptions
 from draftheads.train.tuned_model import merge
-from families import ALL_FAMILIES, HAS_RECURRENT, SMALL, tiny_head, tiny_profile
+from families import ALL_FAMILIES, HAS_RECURRENT, SMALL, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
@@ -68,19 +68,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cheap_nodes: None) -> None:
+    """The user's is empty, and nothing is measured."""
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture(autouse=True)
-def _costs(cheap_nodes: None) -> None:
-    """Nothing is measured."""
-
-
 def write_model(folder: Path, **changes: Any) -> None:
-    torch.manual_seed(3)
-    sizes = {**SMALL, "vocab_size": len(VOCAB), "num_attention_heads": 4, "hidden_size": 64, **changes}
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    sizes = {"vocab_size": len(VOCAB), "hidden_size": 64, **changes}
+    tiny_model("llama", seed=3, **sizes).model.save_pretrained(folder)
     chat_tokenizer().save_pretrained(str(folder))
 
 
@@ -205,19 +200,14 @@ def test_a_loaded_model_that_does_not_fit_is_refused(world: Path, case: str) -> 
         draftheads.load(change(hf_model(world)), **{"tokenizer": chat_tokenizer(), **options})
 
 
-def test_a_loaded_model_on_another_device_is_refused(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "device_named", torch.device)
-    with pytest.raises(
-        InvalidSettings, match=r"device is cuda:1 and the loaded model is on cpu: .*model.to\('cuda:1'\)"
-    ):
-        draftheads.load(hf_model(world), tokenizer=chat_tokenizer(), device="cuda:1")
-
-
-def test_a_model_spread_over_devices_is_refused(world: Path) -> None:
+def test_a_loaded_model_on_other_devices_is_refused(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf_model(world)
     model.model.layers[1].to("meta")
     with pytest.raises(UnsupportedModel, match="has weights on cpu, meta; drafts are verified on one device"):
         draftheads.load(model, tokenizer=chat_tokenizer())
+    monkeypatch.setattr(loading, "device_named", torch.device)
+    with pytest.raises(InvalidSettings, match=r"device is cuda:1 and the loaded model is on cpu: .*model.to\('cuda:1"):
+        draftheads.load(hf_model(world), tokenizer=chat_tokenizer(), device="cuda:1")
 
 
 # --- what is passed to transformers ---
@@ -256,36 +246,27 @@ def test_options_of_transformers(world: Path) -> None:
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"four_bit": True, "quantization_config": BitsAndBytesConfig()},
-        "four_bit is True and quantization_config is a Bi",
-    ),
-    ({"four_bit": True, "precision": "int8"}, "precision int8 and four_bit=True: give one of them"),
+    ({"four_bit": True, "quantization_config": BitsAndBytesConfig()}, "four_bit is True and quantization_config is a"),
     ({"four_bit": True, "precision": "int4"}, "precision int4 and four_bit=True: give one of them"),
     ({"quantization_config": 3}, "quantization_config is 3; give one of transformers"),
     ({"device": "cpu", "device_map": "auto"}, "device is 'cpu' and device_map is 'auto': give one of them"),
     ({"device_map": "nowhere"}, "device is 'nowhere'; give cpu, cuda"),
     ({"attn_implementation": "flash_attention_2"}, "attn_implementation is 'flash_attention_2'; .*sdpa and eager"),
-    ({"device": "foo"}, "device is 'foo'; give cpu, cuda"),
     ({"device": True}, "device is True; give cpu"),
     ({"device": "meta"}, "device is 'meta', which holds no weights"),
     ({"device": "cuda"}, r"device is 'cuda', and PyTorch .* finds no CUDA devices: leave device out"),
     ({"precision": "fp8"}, "precision is 'fp8'; choose among auto, fp32"),
-    ({"precision": ["fp32"]}, r"precision is \['fp32'\]; choose among"),
     ({"batch_invariant": True}, "with the native library plain and drafted texts are equal to the bit"),
     ({"copy": "yes"}, "copy is 'yes'; it must be True or False"),
     ({"fast": None}, "fast is None; it must be True or False"),
     ({"trust_remote_code": "no"}, "trust_remote_code is 'no'; it must be"),
     ({"max_batch_size": "4"}, "max_batch_size is '4'; it must be an integer of at least 1"),
-    ({"max_batch_size": True}, "max_batch_size is True; it must be an integer"),
     ({"max_batch_size": 0}, "max_batch_size is 0; it must be at least 1"),
     ({"head": 3}, "head is 3; give a name, a path or None"),
     ({"head": ""}, "head is ''; give a name"),
     ({"draft_model": 3}, "draft_model is 3; give smollm2-135m, a folder"),
     ({"head": "medusa", "tree": 3.5}, "tree is 3.5; give a Tree"),
     ({"head": "medusa", "tree": [0, 1]}, r"tree is \[0, 1\]; give a Tree"),
-    ({"head": "medusa", "tree": "[["}, "a tree must be a JSON list of rank paths"),
-    ({"head": "medusa", "tree": [[0, 0]]}, r"path \[0, 0\] has no parent"),
 ]
 
 
@@ -372,10 +353,7 @@ KINDS: dict[str, tuple[peft.PeftConfig, bool]] = {
     "LoRA, and a trained embedding": (lora(modules_to_save=["embed_tokens"]), True),
     "LoRA of the embedding": (lora(target_modules=["embed_tokens", "q_proj"]), True),
     "DoRA": (lora(use_dora=True), False),
-    "IA3": (
-        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type=CAUSAL),
-        False,
-    ),
+    "IA3": (peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]), False),
 }
 
 
@@ -384,12 +362,11 @@ def test_adapters_that_peft_can_merge(tmp_path: Path, kind: str) -> None:
     config, tied = KINDS[kind]
     write_model(tmp_path / "model", tie_word_embeddings=tied)
     expected = write_adapter(tmp_path / "adapter", tmp_path / "model", config)
-    target = load_target(tmp_path / "adapter", **FP32)
-    torch.testing.assert_close(target.logits(target.hidden_states(TEXT)), expected, rtol=1e-3, atol=1e-3)
     merge(MergeOptions(adapter=tmp_path / "adapter", out=tmp_path / "merged"))
     assert not (tmp_path / "merged" / "head").exists()
-    merged = load_target(tmp_path / "merged", **FP32)
-    torch.testing.assert_close(merged.logits(merged.hidden_states(TEXT)), expected, rtol=1e-3, atol=1e-3)
+    for place in ("adapter", "merged"):
+        target = load_target(tmp_path / place, **FP32)
+        torch.testing.assert_close(target.logits(target.hidden_states(TEXT)), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_an_adapter_with_more_tokens_than_its_base(tmp_path: Path) -> None:
@@ -405,29 +382,20 @@ def test_an_adapter_with_more_tokens_than_its_base(tmp_path: Path) -> None:
 
 
 def test_adapters_that_cannot_be_loaded(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = peft.PromptTuningConfig(task_type=CAUSAL, num_virtual_tokens=4)
-    write_adapter(tmp_path / "prompt", world / "model", prompt)
-    with pytest.raises(UnsupportedModel, match="an adapter of kind PROMPT_TUNING cannot be merged"):
-        draftheads.load(tmp_path / "prompt", **FP32)
     for options in ({"four_bit": True}, {"device_map": "auto", "device": None}):
-        with pytest.raises(
-            InvalidSettings, match=r"lora is an adapter.* for whole models: .*draftheads merge --adapter"
-        ):
+        with pytest.raises(InvalidSettings, match=r"lora is an adapter.* for whole models: .*draftheads merge --adapt"):
             draftheads.load(world / "lora", **{**FP32, **options})
+    shutil.copytree(world / "lora", tmp_path / "other")
     config = json.loads((world / "lora" / "adapter_config.json").read_text())
-    changes: list[tuple[dict[str, Any], type[DraftHeadsError], str]] = [
+    for change, error, message in (
+        ({"peft_type": "PROMPT_TUNING"}, UnsupportedModel, "an adapter of kind PROMPT_TUNING cannot be merged"),
         ({"task_type": "SEQ_CLS"}, UnsupportedModel, "adapter for SEQ_CLS; it must be for CAUSAL_LM"),
-        (
-            {"base_model_name_or_path": str(tmp_path / "gone")},
-            ModelNotFound,
-            r"prompt is an adapter for .*gone, which cannot be loaded: .*merge --model B",
-        ),
+        ({"base_model_name_or_path": str(tmp_path / "gone")}, ModelNotFound, "other is an adapter for .*gone, which"),
         ({"base_model_name_or_path": None}, CheckpointCorrupt, "base_model_name_or_path is None; it must be the name"),
-    ]
-    for change, error, message in changes:
-        (tmp_path / "prompt" / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    ):
+        (tmp_path / "other" / "adapter_config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(error, match=message):
-            draftheads.load(tmp_path / "prompt", **FP32)
+            draftheads.load(tmp_path / "other", **FP32)
     with pytest.raises(ModelNotFound, match=r"model is a model; give the folder of a PEFT adapter"):
         merge(MergeOptions(adapter=world / "model", out=tmp_path / "out"))
     monkeypatch.setitem(sys.modules, "peft", None)

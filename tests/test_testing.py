@@ -1,5 +1,6 @@
 """``draftheads.testing``: a head of another package passes the check, and one that is wrong in some way does not."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,39 +35,14 @@ class MineLlamaConfig(SmallLlamaConfig):
     method: ClassVar[str] = "mine"
 
 
-class WrongParents(HydraHead):
-    """Children go on from other nodes than their parents."""
+def wrong(name: str, change: Callable[..., Any]) -> type[DraftHead]:
+    """Hydra with one method that is wrong: ``change`` gets the right one, bound."""
 
-    def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
-        return super().descend(state, depth, parents.flip(1), token_ids)
+    def method(self: HydraHead, *arguments: Any) -> Any:
+        return change(getattr(super(own, self), name), *arguments)
 
-
-class WrongTokens(HydraHead):
-    """The children's tokens are those beside them."""
-
-    def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
-        return super().descend(state, depth, parents, token_ids.roll(1, 1))
-
-
-class Later(HydraHead):
-    """Training shows the hidden state of the next token."""
-
-    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        return super().forward(hidden.roll(-1, 1), token_ids)
-
-
-class LaterToken(HydraHead):
-    """Training shows one token too many."""
-
-    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        return super().forward(hidden, token_ids.roll(-1, 1))
-
-
-class Swapped(HydraHead):
-    """Training returns rows before heads."""
-
-    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        return super().forward(hidden, token_ids).transpose(0, 1)
+    own = type("Wrong", (HydraHead,), {name: method})
+    return own
 
 
 class Idle(HydraHead):
@@ -118,14 +94,6 @@ class Steps(SmallLlamaHead):
         return ForgetsSteps(self)
 
 
-class SecondRow(HydraHead):
-    """Right in the first row of a batch only."""
-
-    def predict(self, state: Any, depth: int) -> Tensor:
-        logits = super().predict(state, depth)
-        return torch.cat([logits[:1], logits[1:].roll(1, -1)])
-
-
 class OtherRoot(HeadSession):
     def propose(self, context: Context, shape: Shape) -> Draft:
         draft = super().propose(context, shape)
@@ -140,56 +108,58 @@ class Roots(HydraHead):
         return OtherRoot(self)
 
 
-class WrongLayers(HydraHead):
-    """What it names as its layers computes something else."""
-
-    def layers_of_depths(self) -> Any:
-        return [[(linear, linear) for linear, _ in layers] for layers in super().layers_of_depths()]
-
-
-class Halved(HydraHead):
-    """A right one, which does not compute what its parent class does."""
-
-    def logits(self, features: Tensor, head_index: int) -> Tensor:
-        return 0.5 * super().logits(features, head_index)
-
-
-class Shared(HydraHead):
-    """It changes the model's own text: what it drafts is written over."""
-
-    def begin(self, root: Root, depth: int) -> Any:
-        root.token_ids.add_(1).remainder_(24)
-        return super().begin(root, depth)
-
-
 def check(monkeypatch: pytest.MonkeyPatch, head: type[DraftHead]) -> None:
     monkeypatch.setattr(heads, "HEADS", dict(heads.HEADS))
     draftheads.register(MineLlamaConfig if issubclass(head, SmallLlamaHead) else MineConfig, head)
     check_head("mine")
 
 
-@pytest.mark.parametrize("head", [HydraHead, SmallLlamaHead, Halved])
+HALVED = wrong("logits", lambda logits, features, i: 0.5 * logits(features, i))  # a right one, with logits of its own
+
+
+@pytest.mark.parametrize("head", [HydraHead, SmallLlamaHead, HALVED])
 def test_a_right_head_passes(monkeypatch: pytest.MonkeyPatch, head: type[DraftHead]) -> None:
     check(monkeypatch, type("Mine", (head,), {}))
+
+
+def first_row_only(predict: Any, state: Any, depth: int) -> Tensor:
+    logits = predict(state, depth)
+    return torch.cat([logits[:1], logits[1:].roll(1, -1)])
+
+
+def writing_over(begin: Any, root: Root, depth: int) -> Any:
+    """Over the model's own text."""
+    root.token_ids.add_(1).remainder_(24)
+    return begin(root, depth)
+
+
+OTHER_LOGITS = "predict gives other logits"
+WRONG: list[tuple[str, Callable[..., Any], str]] = [
+    # children go on from other nodes than their parents, or have the tokens beside theirs
+    ("descend", lambda own, *args: own(*args[:2], args[2].flip(1), args[3]), f"node 0 at depth 2: {OTHER_LOGITS}"),
+    ("descend", lambda own, *args: own(*args[:3], args[3].roll(1, 1)), f"node 0 at depth 1: {OTHER_LOGITS}"),
+    # training shows the hidden state of the next token, one token too many, or rows before heads
+    ("forward", lambda own, hidden, ids: own(hidden.roll(-1, 1), ids), "head 0 at t reads a later state than h_t"),
+    ("forward", lambda own, hidden, ids: own(hidden, ids.roll(-1, 1)), "than h_t, or token than x_(t+1)"),
+    ("forward", lambda own, *args: own(*args).transpose(0, 1), "forward returns (2, 3, 30, 32), not (K, B, T, F)"),
+    ("predict", first_row_only, f"node 0 at depth 0: {OTHER_LOGITS}"),
+    ("begin", writing_over, OTHER_LOGITS),
+]
+# what it names as its layers computes something else
+WRONG_LAYERS = wrong("layers_of_depths", lambda own: [[(one, one) for one, _ in layers] for layers in own()])
 
 
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (WrongParents, "node 0 at depth 2: predict gives other logits"),
-        (WrongTokens, "node 0 at depth 1: predict gives other logits"),
-        (Later, "head 0 at t reads a later state than h_t"),
-        (LaterToken, "head 0 at t reads a later state than h_t, or token than x_(t+1)"),
-        (Swapped, "forward returns (2, 3, 30, 32), not (K, B, T, F) = (3, 2, 30, '…')"),
+        *((wrong(name, change), message) for name, change, message in WRONG),
         (Idle, "training does not reach extra.weight, extra.bias"),
         (Blind, "predict(1) returns (2, 2, 24), not (2, 1, 24)"),
-        (SecondRow, "node 0 at depth 0: predict gives other logits"),
         (Unsaved, "a head of the saved options and weights gives other logits"),
         (Rows, "step 6: a session that has read the text in steps drafts otherwise"),
         (Steps, "step 4: a session that has read the text in steps drafts otherwise"),
-        (Shared, "predict gives other logits"),
         (Roots, "is not that of plain decoding"),
-        pytest.param(WrongLayers, "after speed_up() (", marks=needs_library),
+        pytest.param(WRONG_LAYERS, "after speed_up() (", marks=needs_library),
     ],
 )
 def test_a_wrong_head_is_told_what_is_wrong(

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from draftheads.data.batches import split_held_out
 from draftheads.data.features import FeatureStore, build_shards, claim
 from draftheads.data.texts import EncodedChat
+from draftheads.decode.engine import Engine
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import Learner
 from draftheads.train.new_head import new_head
@@ -24,6 +25,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.report import Measurement, measure
 from draftheads.train.training import Run
 from draftheads.utils.progress import NoProgress
+from families import tiny_model
 
 EOS = 2
 VOCAB = ["<unk>", "<s>", "<e>", "\n", "user", "assistant", "system", *(f"w{i}" for i in range(57))]
@@ -45,20 +47,8 @@ def chat_tokenizer(template: str = TEMPLATE) -> Any:
 
 def chat_model(*, seed: int = 0, **changes: Any) -> TargetModel:
     """A random two-layer Llama of hidden size 32 with that tokenizer."""
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(VOCAB),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "bos_token_id": 1,
-        "eos_token_id": EOS,
-        "initializer_range": 0.4,
-    }
-    config = LlamaConfig(**{**sizes, **changes})
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    sizes = {"vocab_size": len(VOCAB), "max_position_embeddings": 2048, "pad_token_id": None}
+    model = tiny_model("llama", seed=seed, **{**sizes, **changes}).model
     return TargetModel(model, chat_tokenizer(), "tiny-chat")
 
 
@@ -81,21 +71,12 @@ def counting_chats(number: int) -> list[dict[str, Any]]:
 def distilled_chats(target: TargetModel) -> list[dict[str, Any]]:
     """The model's own greedy answers to every question of one word, cut off after 12 tokens."""
     questions = [f"w{i}" for i in range(57)]
-    prompts = [
-        target.tokenizer.apply_chat_template(chat(question)["messages"], add_generation_prompt=True, tokenize=False)
-        for question in questions
-    ]
-    texts = torch.tensor(target.tokenizer(prompts, add_special_tokens=False)["input_ids"])
-    start = texts.shape[1]
-    for _ in range(12):
-        next_ids = target.logits(target.hidden_states(texts)[:, -1]).argmax(-1)
-        texts = torch.cat([texts, next_ids[:, None]], 1)
-    chats = []
-    for question, answer in zip(questions, texts[:, start:].tolist(), strict=True):
-        finished = EOS in answer
-        words = answer[: answer.index(EOS)] if finished else answer
-        chats.append(chat(question, " ".join(VOCAB[token] for token in words), finished=finished))
-    return chats
+    answers = Engine(target, max_batch_size=57).generate(
+        [chat(question)["messages"] for question in questions], max_new_tokens=12
+    )
+    said = [answer.token_ids for answer in answers]
+    words = [" ".join(VOCAB[token] for token in ids if token != EOS) for ids in said]
+    return [chat(*pair, finished=EOS in ids) for *pair, ids in zip(questions, words, said, strict=True)]
 
 
 def write_chats(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -107,18 +88,9 @@ def write_chats(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def train_options(out: Path, features: Path | None, **changes: Any) -> TrainOptions:
     """Of a small run on finished features, or on ``data``."""
-    values: dict[str, Any] = {
-        "method": "medusa",
-        "model": "tiny-chat",
-        "num_heads": 3,
-        "draft_vocab_size": 48,
-        "epochs": 2,
-        "batch_tokens": 128,
-        "learning_rate": 0.02,
-        "held_out": 0.2,
-        "save_steps": 1000,
-    }
-    return TrainOptions.of(out=out, features=features, **{**values, **changes})
+    heads = {"method": "medusa", "model": "tiny-chat", "num_heads": 3, "draft_vocab_size": 48}
+    steps = {"epochs": 2, "batch_tokens": 128, "learning_rate": 0.02, "held_out": 0.2, "save_steps": 1000}
+    return TrainOptions.of(out=out, features=features, **{**heads, **steps, **changes})
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:

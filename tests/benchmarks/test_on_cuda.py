@@ -15,17 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import on_cuda
 
+import families
 from draftheads.runners import transformers_runner
 from fake_cuda import FakeCuda, Tape
 
 FOLDER = Path(on_cuda.__file__).parent
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+TINY = {name: size for name, size in families.SMALL.items() if name.startswith(("hidden", "intermediate", "num"))}
 SMALL = on_cuda.Options(
     model=on_cuda.RANDOM,
     device="cpu",
@@ -60,21 +55,6 @@ def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]):
     assert "no CUDA device" in capsys.readouterr().out
 
 
-def test_captured_texts_are_compared_with_ordinary_and_plain_ones(stand_in: FakeCuda):
-    none, *heads = list(on_cuda.check(SMALL, on_cuda.Clock(1.0)))
-    assert none == {"drafter": "none", "captured = plain": True, "graphs": none["graphs"]}
-    texts, logits = heads[:4], heads[4:]
-    assert [(row["drafter"], row["tree"]) for row in texts] == [
-        (method, tree) for method in SMALL.heads for tree in ("static", "growing")
-    ]
-    assert all(row["captured = plain"] and row["ordinary = plain"] for row in texts)
-    assert min(row["graphs"] for row in [none, *texts]) > 0
-    assert max(row["tokens/step"] for row in texts) > 1.2, "some paths are accepted"
-    assert [row["nodes"] for row in logits] == [1, 3]
-    assert 0 <= max(row["largest difference"] for row in logits) < 1e-4
-    assert sum(tape.num_replays for tape in stand_in.tapes) > 100
-
-
 def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Graphs that compute nothing, as those of another device."""
     monkeypatch.setattr(Tape, "replay", lambda _: None)
@@ -85,7 +65,8 @@ def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert set(row["captured differs"]) == {"row", "token", "logits"}
 
 
-def test_all_parts_write_their_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_all_parts_write_their_results(tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: FakeCuda):
+    """Captured texts are those of ordinary steps and of plain decoding."""
     file = tmp_path / "cuda.jsonl"
     assert on_cuda.main(replace(SMALL, json=file)) == 0
     found = lines(file)
@@ -100,6 +81,17 @@ def test_all_parts_write_their_results(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(line["captured, ms"] > 0 for line in found if line["part"] == "verification")
     assert all(line["static, 8 rows, ms"] > 0 for line in found if line["part"] == "drafting")
     assert found[-1] == {"part": "end", "right": True, "left_out": []}
+    none, *heads = [line for line in found if line["part"] == "check"]
+    assert (none["drafter"], none["captured = plain"]) == ("none", True)
+    texts, logits = heads[:4], heads[4:]
+    trees = [(method, tree) for method in SMALL.heads for tree in ("static", "growing")]
+    assert [(row["drafter"], row["tree"]) for row in texts] == trees
+    assert all(row["captured = plain"] and row["ordinary = plain"] for row in texts)
+    assert min(row["graphs"] for row in [none, *texts]) > 0
+    assert max(row["tokens/step"] for row in texts) > 1.2, "some paths are accepted"
+    assert [row["nodes"] for row in logits] == [1, 3]
+    assert 0 <= max(row["largest difference"] for row in logits) < 1e-4
+    assert sum(tape.num_replays for tape in stand_in.tapes) > 100
 
 
 def test_a_run_that_is_cut_off_leaves_its_results_and_a_part_that_fails_does_not_stop_the_others(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from draftheads.checkpoints.checkpoint import save_head
-from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from families import tiny_head
 from structured_world import json_model
 from training_world import chat_model, counting_chats, write_chats
@@ -23,11 +22,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, an untrained head for it, chats and prompts."""
     folder = tmp_path_factory.mktemp("examples")
     target = chat_model()
+    target.tokenizer.pad_token = target.tokenizer.eos_token  # generate of transformers needs one
     target.model.save_pretrained(folder / "model")
     target.tokenizer.save_pretrained(folder / "model")
-    head = MedusaHead(MedusaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_heads=3))
-    head.initialise(target.weights)
-    save_head(head, folder / "head", base=target)
+    save_head(tiny_head("hydra", target), folder / "head", base=target)
     write_chats(folder / "chats.jsonl", counting_chats(40))
     (folder / "prompts.txt").write_text("w1\nw2 w3\nw4\nw5 w6\n")
     return folder
@@ -51,6 +49,7 @@ def run(world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 RUNS = {  # options, and what is printed so often
     "generate.py": ("--head head --max-new-tokens 12", "tokens per step, ", 2),
     "custom_tree.py": ("--head head --max-new-tokens 12", "the same text as plain decoding", 2),
+    "transformers_generate.py": ("--head head --max-new-tokens 12", "the same text as generate: True", 1),
     "train_head.py": ("--data chats.jsonl --out trained --epochs 1", "accuracy of the first head", 1),
     "tune_head.py": ("--head head --prompts prompts.txt --out tuned", "16 nodes: ", 1),
     "compare_heads.py": (
@@ -59,6 +58,7 @@ RUNS = {  # options, and what is printed so often
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("cheap_nodes")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_script_runs(name: str, run: Script):
     options, words, times = RUNS[name]

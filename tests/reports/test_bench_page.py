@@ -35,6 +35,10 @@ def test_the_verdict_names_the_fastest_drafter_and_counts_equal_answers():
     )
     assert page.note == "Every way answers 6 prompts in turn, with at most 128 tokens."
     assert [value for value, _ in page.numbers] == ["1.75", "2.50", "70.0", "6"]
+    (_, settings), (_, provenance) = page.facts
+    assert dict(settings)["prompts"] == "6 of some/questions.jsonl"
+    assert dict(settings)["num_nodes"] == [24]
+    assert dict(provenance)["command"] == "draftheads bench <tiny>"
 
 
 def test_a_record_of_plain_decoding_alone_has_a_page():
@@ -52,13 +56,6 @@ def test_each_way_has_a_row_with_its_intervals_fastest_first():
     assert medusa["tokens/step"] == "2.50 (2.25-2.75)"
     assert plain["tokens/s"] == "40.0"
     assert hydra["draft ms"] == "3.0"
-
-
-def test_prompts_and_how_it_was_made_are_folded():
-    (_, settings), (_, provenance) = bench_page(BENCH).facts
-    assert dict(settings)["prompts"] == "6 of some/questions.jsonl"
-    assert dict(settings)["num_nodes"] == [24]
-    assert dict(provenance)["command"] == "draftheads bench <tiny>"
 
 
 def test_an_answer_has_its_draft_tokens_in_colour():
@@ -134,26 +131,21 @@ def test_batch_sizes_have_curves_of_speed_and_latency():
     }
     assert curves["median answer, s"] == {"hydra": [(1, 0.5), (4, 2.0)]}
     assert plots(page)["batch_size"].caption.endswith("Shown: the fastest row of each drafter.")
-    nodes = curves_of(plots(page)["num_nodes"])["× plain decoding"]
-    assert nodes == {
-        "hydra": [
-            (8, pytest.approx(1.58), pytest.approx([1.33, 1.83])),
-            (24, pytest.approx(1.74), pytest.approx([1.49, 1.99])),
-        ]
-    }
-    assert plots(page)["num_nodes"].caption.endswith("Measured at batch size 1 and temperature\N{NO-BREAK SPACE}0.")
+    low, high = curves_of(plots(page)["num_nodes"])["× plain decoding"]["hydra"]
+    assert low == (8, pytest.approx(1.58), pytest.approx([1.33, 1.83]))
+    assert high == (24, pytest.approx(1.74), pytest.approx([1.49, 1.99]))
+    where = "Measured at batch size 1 and temperature\N{NO-BREAK SPACE}0."
+    assert plots(page)["num_nodes"].caption.endswith(where)
     assert bars_of(page, "speed") == {"hydra": [("all", pytest.approx(1.74))]}
-    assert plots(page)["speed"].caption.endswith(
-        "Shown: the fastest row of each drafter. Measured at batch size 1 and temperature\N{NO-BREAK SPACE}0."
-    )
+    assert plots(page)["speed"].caption.endswith(f"Shown: the fastest row of each drafter. {where}")
 
 
 def test_thresholds_have_curves_of_tokens_and_quality():
     rows = [bench_row("hydra", speedup=1.0), plain_row()]
     for epsilon, tokens in ((0.25, 2.0), (0.125, 3.0)):
         settings = {**GROWING, "temperature": 0.5, "acceptance": "typical", "epsilon": epsilon}
-        row = bench_row("hydra", speedup=1.5, settings=settings, tokens_per_step=tokens, quality={"rouge": epsilon})
-        rows.append(row)
+        more: dict[str, Any] = {"tokens_per_step": tokens, "quality": {"rouge": epsilon}}
+        rows.append(bench_row("hydra", speedup=1.5, settings=settings, **more))
     assert curves_of(plots(page_of(*rows))["epsilon"]) == {
         "tokens/step": {"hydra": [(0.125, 3.0, [2.25, 2.75]), (0.25, 2.0, [2.25, 2.75])]},
         "rouge": {"hydra": [(0.125, 0.125), (0.25, 0.25)]},

@@ -71,27 +71,12 @@ def test_words_of_a_page_are_text_and_not_html():
 
 # --- plots ---
 
-CURVES = Plot(
-    "curves",
-    "Title",
-    "x",
-    "Caption.",
-    {
-        "speed": {
-            "a": [Point(1, 2.0, (1.0, 3.0)), Point(4, 8.0)],
-            "b": [Point(2, 3.0, None, (1.5, 2.5))],
-        },
-        "s": {"a": [Point(1, 7)]},
-    },
-    guide=[(1, 1), (4, 1)],
-    styles={"a": Style(5, is_dashed=True)},
-    log=True,
-)
-GROUPS = replace(
-    BARS,
-    panels={"": {"a": [Point("chat", 1.5, (1.25, 1.75))], "b": [Point("chat", 0.5), Point("code", 2.0, (1.5, 2.5))]}},
-    styles={"a": Style(5, is_dashed=True)},
-)
+SPEED = {"a": [Point(1, 2.0, (1.0, 3.0)), Point(4, 8.0)], "b": [Point(2, 3.0, None, (1.5, 2.5))]}
+PANELS = {"speed": SPEED, "s": {"a": [Point(1, 7)]}}
+DASHED: dict[str, Any] = {"styles": {"a": Style(5, is_dashed=True)}}
+CURVES = Plot("curves", "Title", "x", "Caption.", PANELS, guide=[(1, 1), (4, 1)], log=True, **DASHED)
+BY_GROUP = {"a": [Point("chat", 1.5, (1.25, 1.75))], "b": [Point("chat", 0.5), Point("code", 2.0, (1.5, 2.5))]}
+GROUPS = replace(BARS, panels={"": BY_GROUP}, **DASHED)
 
 
 def drawn(plot: Plot) -> Any:
