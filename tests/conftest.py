@@ -45,31 +45,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_clock() -> Iterator[None]:
-    """How much is drafted does not depend on how busy the machine is, except where that is tested."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftheads.decode.planner.CostCorrection", lambda: None)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is measured in tests goes to no user's cache, unless a test says where."""
+def _idle_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests do not depend on how busy the machine is, and what they measure goes to no user's cache."""
     folder, own = tmp_path_factory.mktemp("costs"), cost.cache_folder
 
     def place() -> Path:
         return own() if "DRAFTHEADS_CACHE" in os.environ else folder
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draftheads.decode.planner.CostCorrection", lambda: None)
         patch.setattr(cost, "cache_folder", place)
         patch.setattr(registry, "cache_folder", place)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _idle_machine() -> Iterator[None]:
-    """Tests do not depend on what else the machine does: no other program runs, and steps take as long as before."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OtherPrograms, "busy_cores", lambda _, **__: 0.0)
         patch.setattr(cost, "_still_right", lambda *_: True)
         patch.setattr(cost.logger, "disabled", True)  # where nothing is measured yet differs from run to run

@@ -27,23 +27,15 @@ needs_library = pytest.mark.skipif(
 
 # few enough tokens that untrained heads are right now and then, so that paths of all lengths are accepted
 VOCAB = 24
+# the range is far above the usual 0.02, so that logits are well apart and greedy text is not one token for ever
+COMMON = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.4}
 SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-    # far above the usual 0.02, so that logits are well apart and greedy text is not one token for ever
-    "initializer_range": 0.4,
-}
-GPT2 = {name: SMALL[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "initializer_range")}
-GPT2 |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    **COMMON,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT2 = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ALTERNATING: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -67,30 +59,24 @@ DEEPSEEK = {**GROUPED_MOE, **LATENT, "q_lora_rank": 16}
 NOTHING: dict[str, Any] = {}
 HEADS_OF_8 = {"head_dim": 8}
 PARTIAL_GPT = {**GPT2, "n_ctx": 256, "rotary_dim": 4}
+LINEAR_LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
 LINEAR: dict[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8),
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, **LINEAR_LAYERS,
+}  # fmt: skip
 MAMBA2 = {
     **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state"), 8),
-    "mamba_n_groups": 2,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-}
+    "mamba_n_groups": 2, "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+SHARED_EXPERT = {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 16}
 # earlier versions of transformers have no functions that can be followed in trees
 HAS_RECURRENT = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**SMALL, **LINEAR},
     "granitemoehybrid": {
-        **SMALL,
-        **MAMBA2,
-        **LOCAL_MOE,
-        "layer_types": ["mamba", "attention"],
-        "shared_intermediate_size": 16,
+        **SMALL, **MAMBA2, **LOCAL_MOE, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 16,
     },
-}
+}  # fmt: skip
 FURTHER_RECURRENT: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8, "lm_head_multiplier": 0.5},
@@ -101,10 +87,7 @@ FURTHER_RECURRENT: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("num_experts", "mamba_d_state", "mamba_dt_rank"), 4),
     },
     "kimi_linear": {
-        **MOE,
-        **LATENT,
-        "num_experts": 4,
-        "layer_types": ["linear_attention", "full_attention"],
+        **MOE, **LATENT, **LINEAR_LAYERS, "num_experts": 4,
         "linear_attn_config": {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4},
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -112,28 +95,21 @@ FURTHER_RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 16},
     "nemotron_h": {
-        **GROUPED_MOE,
-        "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+        **GROUPED_MOE, "layers_block_type": ["mamba", "attention", "moe", "mlp"],
         **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "head_dim"), 8),
-        "n_groups": 2,
-        "chunk_size": 16,
-        "moe_shared_expert_intermediate_size": 16,
+        "n_groups": 2, "chunk_size": 16, "moe_shared_expert_intermediate_size": 16,
     },
     "olmo_hybrid": LINEAR,
-    "qwen3_5_moe_text": {**LINEAR, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
-    "qwen3_next": {**LINEAR, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_5_moe_text": {**LINEAR, **SHARED_EXPERT},
+    "qwen3_next": {**LINEAR, **SHARED_EXPERT},
     "zamba2": {
-        "num_key_value_heads": 4,
-        "n_mamba_heads": 4,
-        "mamba_d_state": 8,
-        "mamba_ngroups": 1,
-        "chunk_size": 16,
-        "layers_block_type": ["mamba", "hybrid"],
-        "hybrid_layer_ids": [1],
+        "num_key_value_heads": 4, "n_mamba_heads": 4, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 16,
+        "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1],
     },
-}
+}  # fmt: skip
 if not HAS_RECURRENT:
     RECURRENT_FAMILIES, FURTHER_RECURRENT = {}, {}
+LAYER_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "head_dim": 8}
 # options beyond SMALL of families that make test-thorough compares with transformers
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("apertus", "arcee", "biogpt", "cohere", "diffllama", "ernie4_5_moe", "nemotron"), NOTHING),
@@ -144,36 +120,18 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
     **dict.fromkeys(("codegen", "gptj"), PARTIAL_GPT),
     "dbrx": {
-        "d_model": 32,
-        "n_heads": 4,
-        "n_layers": 2,
-        "max_seq_len": 256,
+        "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {**GROUPED_MOE, "n_shared_experts": 1},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ALTERNATING["layer_types"] * 2,
-        "sliding_window": 8,
-        "num_kv_shared_layers": 2,
-        "head_dim": 8,
-        "intermediate_size": [48, 48, 32, 48],
-        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-        "laurel_rank": 8,
-        "altup_num_inputs": 2,
+        "num_hidden_layers": 4, "layer_types": ALTERNATING["layer_types"] * 2, "sliding_window": 8,
+        "num_kv_shared_layers": 2, "intermediate_size": [48, 48, 32, 48], **LAYER_INPUTS,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0], "laurel_rank": 8, "altup_num_inputs": 2,
     },
-    "gemma4_text": {
-        **ALTERNATING,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-        "final_logit_softcapping": 5.0,
-    },
+    "gemma4_text": {**ALTERNATING, **LAYER_INPUTS, "global_head_dim": 16, "final_logit_softcapping": 5.0},
     "glm4_moe": {**GROUPED_MOE, "head_dim": 8},
     "gpt_bigcode": GPT2,
     "gpt_oss": {**ALTERNATING, **LOCAL_MOE, "head_dim": 8},
@@ -181,10 +139,10 @@ FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "jetmoe": {"num_local_experts": 4, "kv_channels": 8},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen2_moe": SHARED_EXPERT,
     "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 8},
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
-}
+}  # fmt: skip
 FURTHER_FAMILIES |= FURTHER_RECURRENT
 ALL_FAMILIES = {
     **FAMILIES,
@@ -259,16 +217,11 @@ def tiny_profile(tree: Tree, num_heads: int = 3, **changes: Any) -> AcceptancePr
     """A profile whose static tree of that many nodes is the given one."""
     paths = [list(path) for path in tree.paths[1:]]
     values: dict[str, Any] = {
-        "temperature": 0.0,
-        "num_texts": 4,
-        "num_tokens": 80,
-        "temperatures": [1.0] * num_heads,
-        "paths": paths,
+        "temperature": 0.0, "num_texts": 4, "num_tokens": 80, "top_k": 6, "beam": 4,
+        "temperatures": [1.0] * num_heads, "paths": paths,
         "static_tokens": [round(1.0 + 0.5 * n / (n + 2), 4) for n in range(len(paths) + 1)],
         "dynamic_tokens": [round(1.0 + 0.6 * n / (n + 2), 4) for n in range(24)],
-        "top_k": 6,
-        "beam": 4,
-    }
+    }  # fmt: skip
     return AcceptanceProfile(**{**values, **changes})
 
 

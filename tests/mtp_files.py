@@ -101,6 +101,12 @@ def _mlp(prefix: str, size: int) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}{part}_proj.weight": shape for part, shape in shapes.items()}
 
 
+def attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """What each head (H, d) of a query finds at C places, whose keys and values are (C, H, …)."""
+    scores = torch.einsum("hd,chd->hc", query, keys) / query.shape[1] ** 0.5
+    return torch.einsum("hc,chd->hd", scores.softmax(1), values)
+
+
 class SlowMtp:
     """An MTP layer that computes one token after the other."""
 
@@ -158,14 +164,10 @@ class SlowMtp:
 
         asked = heads("q", last)
         queries = own("q", asked[::2] if gated else asked, last)
-        keys = [own("k", heads("k", at), at) for at in range(len(normed))]
-        values = [heads("v", at) for at in range(len(normed))]
-        found = []
-        for head, query in enumerate(queries):
-            group = head // (HEADS // GROUPS)
-            scores = torch.stack([query @ key[group] for key in keys]) / SIZE**0.5
-            found.append(scores.softmax(0) @ torch.stack([value[group] for value in values]))
-        attended = torch.stack(found)
+        keys = torch.stack([own("k", heads("k", at), at) for at in range(len(normed))])
+        values = torch.stack([heads("v", at) for at in range(len(normed))])
+        groups = [head // (HEADS // GROUPS) for head in range(HEADS)]
+        attended = attention(queries, keys[:, groups], values[:, groups])
         attended = attended * asked[1::2].sigmoid() if gated else attended
         return self._linear("self_attn.o_proj", attended.flatten())
 
@@ -185,9 +187,7 @@ class SlowMtp:
             common = turned(latent[None, LATENT:], at, BASE, halves=False).expand(HEADS, -1)
             keys.append(torch.cat([spread[:, :NOPE], common], 1))
             values.append(spread[:, NOPE:])
-        scores = torch.einsum("hd,chd->hc", query, torch.stack(keys)) / (NOPE + ROPE) ** 0.5
-        attended = torch.einsum("hc,chd->hd", scores.softmax(1), torch.stack(values))
-        return self._linear("self_attn.o_proj", attended.flatten())
+        return self._linear("self_attn.o_proj", attention(query, torch.stack(keys), torch.stack(values)).flatten())
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         if f"{self.kind.layer}mlp.gate.weight" not in self.tensors:

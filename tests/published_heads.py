@@ -26,17 +26,10 @@ Tensors = dict[str, Tensor]
 HEADS = 3
 DRAFTED = torch.tensor([4, 9, 2, 20, 21, 23, 7, 10, 12, 13])  # draft tokens, in no order
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "vocab_size": 24,
-    "hidden_act": "silu",
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
+    "vocab_size": 24, "hidden_act": "silu",
+}  # fmt: skip
 
 
 @dataclass
@@ -170,13 +163,8 @@ def hydra(target: TargetModel, *, grounded: bool = True, prefix: bool = False, l
             found.append(F.linear(x, tensors[f"{head}.weight"], tensors[f"{head}.bias"]))
         return found
 
-    about = {
-        "hydra_num_heads": HEADS,
-        "hydra_num_layers": layers,
-        "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
-        "grounded_heads": grounded,
-        "hidden_state_offset": 0,
-    }
+    about = {"hydra_num_heads": HEADS, "hydra_num_layers": layers, "hydra_head_arch": "prefix-mlp" if prefix else "mlp"}
+    about |= {"grounded_heads": grounded, "hidden_state_offset": 0}
     method = "hydra++" if prefix else "hydra" if grounded else "medusa"
     return Published(method, tensors, about, logits, "hydra_lm_head.pt", "hydra")
 
@@ -202,11 +190,8 @@ def accelerator(
             tensors[name] = tensors[first] if is_tied else tensor
     every = dict(tensors)
     if tied and not all_stages:
-        tensors = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if ".0." in name or name == "proj.1.weight" or (distinct and name.startswith("head."))
-        }
+        kept = [name for name in tensors if ".0." in name or (distinct and name.startswith("head."))]
+        tensors = {name: tensors[name] for name in (*kept, "proj.1.weight")}
 
     def logits(hidden: Tensor, ids: Tensor) -> list[Tensor]:
         keep = 0.5 ** (0.5 / HEADS)
@@ -222,17 +207,9 @@ def accelerator(
             found.append(F.linear(state, every[f"head.{i}.weight"]))
         return found
 
-    about = {
-        "model_type": "mlp_speculator",
-        "emb_dim": size,
-        "inner_dim": inner,
-        "vocab_size": vocab,
-        "n_predict": HEADS,
-        "n_candidates": 5,
-        "top_k_tokens_per_head": [5, 4, 3],
-        "tie_weights": tied,
-        "scale_input": scaled,
-    }
+    about = {"model_type": "mlp_speculator", "emb_dim": size, "inner_dim": inner, "vocab_size": vocab}
+    about |= {"n_predict": HEADS, "n_candidates": 5, "top_k_tokens_per_head": [5, 4, 3]}
+    about |= {"tie_weights": tied, "scale_input": scaled}
     stored = {f"speculator.{name}": tensor.clone() for name, tensor in tensors.items()}
     return Published("mlp-speculator", stored, about, logits, back="mlp-speculator")
 
@@ -338,13 +315,12 @@ class Eagle3(nn.Module):
         self.midlayer = nn.Module()
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             setattr(self.midlayer, name, LlamaRMSNorm(size, epsilon))
-        self.midlayer.self_attn = LlamaAttention(config, 0)
-        rows_of_output = self.midlayer.self_attn.o_proj.in_features
+        self.midlayer.self_attn = attention = LlamaAttention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
-            rows = getattr(self.midlayer.self_attn, name).out_features
-            setattr(self.midlayer.self_attn, name, nn.Linear(2 * size, rows, bias=config.attention_bias))
-        if config.attention_bias:  # of Qwen2's kind: none behind the attention
-            self.midlayer.self_attn.o_proj = nn.Linear(rows_of_output, size, bias=False)
+            rows = getattr(attention, name).out_features
+            setattr(attention, name, nn.Linear(2 * size, rows, bias=config.attention_bias))
+        # of Qwen2's kind: no bias behind the attention
+        attention.o_proj = nn.Linear(attention.o_proj.in_features, size, bias=False)
         self.midlayer.mlp = LlamaMLP(config)
         read = given["target_hidden_size"]
         self.fc = nn.Linear(3 * read, size, bias=False)

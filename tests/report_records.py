@@ -11,14 +11,9 @@ from draftheads.bench.table import Row
 from draftheads.reports.page import Plot, Point
 
 METRICS: dict[str, Any] = {
-    "method": "hydra",
-    "model_id": "a <b> & c",
-    "num_steps": 9015,
-    "num_training_texts": 7070,
-    "num_held_out_texts": 200,
-    "num_held_out_tokens": 25_000,
-    "training_seconds": 61.4,
-    "tokens_per_second": 3210.0,
+    "method": "hydra", "model_id": "a <b> & c", "num_steps": 9015,
+    "num_training_texts": 7070, "num_held_out_texts": 200, "num_held_out_tokens": 25_000,
+    "training_seconds": 61.4, "tokens_per_second": 3210.0,
     "losses": [2.5, 3.25],
     "accuracy_by_rank": [[0.5, 0.6, 0.7], [0.25, 0.3, 0.4]],
     "top1": [0.5, 0.25],
@@ -30,7 +25,7 @@ METRICS: dict[str, Any] = {
     "options": {"learning_rate": 0.0005, "data": ["chats.jsonl"]},
     "changed_options": ["data"],
     "provenance": {"command": "draftheads train", "torch": "2.13.0"},
-}
+}  # fmt: skip
 MOVEMENT = {"num_tokens": 4321, "original_perplexity": 3.5, "tuned_perplexity": 3.75, "kl": 0.0125, "agreement": 0.975}
 LOG = [{"step": step, "loss": 5.0, "head_losses": [5 - step / 10, 6 - step / 10]} for step in (10, 20, 30)]
 VALIDATION = [

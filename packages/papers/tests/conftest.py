@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cli_world import write_model
-from conftest import _idle_machine, cheap_nodes, cost_cache, no_clock, one_thread  # noqa: F401
+from conftest import _idle_machine, cheap_nodes, one_thread  # noqa: F401
 from draftheads.cli.main import COMMANDS, main
 from draftheads_papers import REPRODUCE
 from families import TREES, tiny_profile
