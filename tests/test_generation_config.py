@@ -179,9 +179,7 @@ def test_what_a_request_gives_wins(more: dict[str, Any]) -> None:
     assert ours(engine) == kept
     [request] = engine.requests([PROMPTS[0]], max_new_tokens=7)
     assert (request.settings.repetition_penalty, request.settings.min_new_tokens) == (1.7, 7)
-
-
-def test_a_bias_of_a_request_wins_over_the_models() -> None:
+    # a bias, too
     engine = Engine(with_config("llama", suppress_tokens=list(range(3, VOCAB))))
     assert {token for text in ours(engine) for token in text} <= {0, 1, 2}
     [text, *_] = ours(engine, logit_bias={9: 90.0})
@@ -205,17 +203,12 @@ def test_sampled_texts_keep_the_rules(acceptance: Any) -> None:
         assert drafted == ours(Engine(model), **how)
 
 
-def test_interrupted_rows_and_few_rows() -> None:
-    model = with_config("llama", **RULED)
-    expected = [theirs(model, prompt) for prompt in PROMPTS]
-    for rows in (1, 2):
-        assert ours(Engine(model, tiny_head("eagle", model), shape=BestFirst(8), max_batch_size=rows)) == expected
-
-
 @pytest.mark.parametrize("fast", [False, True])
-def test_loaded_models_with_their_faster_modules(fast: bool) -> None:
+def test_loaded_models_with_their_faster_modules_and_few_rows(fast: bool) -> None:
     model = with_config("llama", **RULED, suppress_tokens=[5, 11], min_new_tokens=18)
     expected = [theirs(model, prompt) for prompt in PROMPTS]
+    eagle = Engine(model, tiny_head("eagle", model), shape=BestFirst(8), max_batch_size=1 + fast)
+    assert ours(eagle) == expected
     for drafter in (None, "lookahead"):
         engine = load(model.model, drafter, tokenizer=IntegerTokenizer(), fast=fast)
         assert ours(engine) == expected

@@ -106,11 +106,6 @@ EDGES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in EDGES.items() for value in values])
-def test_the_edges_of_what_is_allowed(name: str, value: Any):
-    assert getattr(SamplingSettings(**{name: value}), name) == value
-
-
 @pytest.mark.parametrize(
     ("name", "given", "expected"),
     [
@@ -132,9 +127,10 @@ def test_the_edges_of_what_is_allowed(name: str, value: Any):
         ("grammar", {"type": "object"}, Grammar("json_schema", '{"type": "object"}')),
         ("logit_bias", {9: -1, np.int64(7): np.float32(0.5)}, ((7, 0.5), (9, -1.0))),
         ("logit_bias", None, ()),
+        *((name, value, value) for name, values in EDGES.items() for value in values),
     ],
 )
-def test_what_is_converted(name: str, given: Any, expected: Any):
+def test_what_is_converted_and_the_edges_of_what_is_allowed(name: str, given: Any, expected: Any):
     settings = SamplingSettings(**{name: given})
     found = getattr(settings, name)
     assert found == expected

@@ -118,13 +118,10 @@ def test_all_numbers_of_a_drafter_whose_acceptance_and_times_are_known(model: Ta
     plain, scripted = rows[PLAIN], rows["scripted"]
     # an answer of 10 tokens: plain decoding takes 1 + 9 · 2.5 s; scripted 1 + 3 + 2 + 1 + (2 of) 3 tokens in 5 steps
     assert plain.tokens_per_second == pytest.approx(10 / 23.5)
-    assert scripted.tokens_per_second == pytest.approx(10 / (1 + 5 * 3.5))
-    assert scripted.speedup == pytest.approx(23.5 / 18.5)
+    speeds = {"tokens_per_second": 10 / (1 + 5 * 3.5), "speedup": 23.5 / 18.5, "decode_speedup": 22.5 / 17.5}
+    steps = {"tokens_per_step": 9 / 5, "accepted_per_step": 4 / 5, "overhead": 3.5 / 2.5}  # rate / overhead = speed-up
+    assert {name: getattr(scripted, name) for name in (*speeds, *steps)} == pytest.approx({**speeds, **steps})
     assert scripted.speedup_interval == pytest.approx((23.5 / 18.5, 23.5 / 18.5))
-    assert scripted.decode_speedup == pytest.approx(22.5 / 17.5)
-    assert scripted.tokens_per_step == pytest.approx(9 / 5)
-    assert scripted.accepted_per_step == pytest.approx(4 / 5)
-    assert scripted.overhead == pytest.approx(3.5 / 2.5), "acceleration rate / overhead = speed-up"
     assert scripted.steps_by_tokens == [2 * 6, 2 * 6, 1 * 6], "the last answer token ends the last step early"
     assert scripted.acceptance_by_depth == pytest.approx([3 / 5, 2 / 5])
     assert tuple(scripted.parts.values()) == (1e3, 2e3, 5e2)

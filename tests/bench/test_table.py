@@ -156,13 +156,10 @@ def test_remarks_say_what_limits_the_verdict():
     assert "Acceptance typical changes the distribution of texts: measure it: `--quality`." in sentences
 
 
-def test_texts_are_compared_where_they_are_not_drawn():
+def test_texts_are_compared_where_they_are_not_drawn_and_a_mean_over_some_questions_says_of_how_many():
     assert cells(replace(ROW, num_different=2))["same text"] == "4 of 6"
     assert "same text" not in cells(replace(ROW, settings={"temperature": 0.7}))
     assert "same text" not in cells(replace(ROW, name="plain"))
-
-
-def test_a_mean_over_some_questions_says_of_how_many():
     row = replace(ROW, quality={"judge": 7.0, "rouge": 5.0}, quality_counts={"judge": 2})
     assert (cells(row)["judge"], cells(row)["rouge"]) == ("7.00, of 2", "5.00")
 

@@ -133,7 +133,7 @@ class Machine:
         return num_groups, num_tokens
 
 
-@pytest.mark.parametrize("slowness", [1.0, 3.0, 5.0])
+@pytest.mark.parametrize("slowness", [1.0, 5.0])
 def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float, monkeypatch: pytest.MonkeyPatch):
     ways = [(0.1, 0.075), (0.1, 0.04), (0.1, 0.025), (0.1, 0.03)]
     machine = Machine(monkeypatch, *((reading * slowness, per_token * slowness) for reading, per_token in ways))
@@ -203,6 +203,7 @@ def test_transformers_way_tells_reading_prompts_from_decoding(monkeypatch: pytes
 
 
 def test_transformers_way_draws_at_a_temperature_by_the_prompt_s_seed():
+    assert timing._seed_of([1, 2]) == timing._seed_of((1, 2)) != timing._seed_of([1, 3])
     stock = tiny_model("llama")
 
     def texts(temperature: float) -> tuple[tuple[int, ...], ...]:
@@ -210,10 +211,6 @@ def test_transformers_way_draws_at_a_temperature_by_the_prompt_s_seed():
 
     assert texts(1.0) == texts(1.0) != texts(0.0)
     assert texts(1e-3) == texts(0.0), "it is this temperature"
-
-
-def test_each_prompt_has_a_seed_of_its_own():
-    assert timing._seed_of([1, 2]) == timing._seed_of((1, 2)) != timing._seed_of([1, 3])
 
 
 # --- parts of a step ---
