@@ -71,10 +71,18 @@ def plain_answer(engine: Engine, prompt: Sequence[int], **settings: Any) -> tupl
     return Engine(engine.model, max_batch_size=1).generate([prompt], **settings)[0].token_ids
 
 
-def join(batch: Batch, requests: Sequence[Request]) -> list[StreamEvent]:
+def assert_plain(engine: Engine, *requests: Request, **settings: Any) -> None:
+    """Their answers are those of the offline engine without drafts."""
+    for request in requests:
+        expected = plain_answer(engine, request.prompt_ids, max_new_tokens=request.most_new_tokens, **settings)
+        assert request.result().token_ids == expected
+
+
+def join(batch: Batch, requests: Sequence[Request]) -> None:
     """New rows, whose prompts are read side by side."""
-    texts, most = [request.ids_to_read for request in requests], [request.most_tokens for request in requests]
-    return batch.join(requests, *batch.runner.prefill(texts, most))
+    for request in requests:
+        request.read_ids, request.row = request.ids_to_read, batch.runner.open(request.most_tokens)
+    batch.join(batch.read({request: len(request.read_ids) for request in requests}))
 
 
 def scheduler_of(engines: dict[str, Engine], *, clock: Any = None, **limits: Any) -> Scheduler:

@@ -175,7 +175,7 @@ def test_copies_are_judged_by_what_the_request_accepts_of_copies() -> None:
             cut = plan.cut(draft)
             plan.note(cut, [accepted], [accepted], [True], (0.1, 20.0))
         assert cut.num_nodes == nodes
-    assert plan.ratios[0, 0] == pytest.approx(1.0), "copies say nothing of the head"
+    assert plan.ratios[0][0] == pytest.approx(1.0), "copies say nothing of the head"
 
 
 def test_copies_may_use_what_is_almost_free_where_nothing_is_cut() -> None:

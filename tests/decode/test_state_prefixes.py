@@ -13,7 +13,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.runners import bytes_of_states, num_slots, runner_for
 from draftheads.speculation.tree import Tree
 from families import HAS_RECURRENT, TREES, tiny_head, tiny_model
-from scheduler_world import plain_answer, request_of
+from scheduler_world import assert_plain, request_of
 
 pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="transformers has no functions that trees can follow")
 SYSTEM = [3 + n * n % 17 for n in range(60)]  # shares 56 tokens in whole blocks
@@ -49,11 +49,6 @@ def finish(core: EngineCore) -> None:
             assert core.kv_bytes + core.prefixes.num_bytes <= limit
 
 
-def check(engine: Engine, *requests: Request) -> None:
-    for request in requests:
-        assert request.result().token_ids == plain_answer(engine, request.prompt_ids)
-
-
 @pytest.mark.parametrize("chunk_tokens", [4096, 48])
 def test_the_same_prompt_is_read_from_its_last_block_on_with_the_same_bits(engine: Engine, chunk_tokens: int) -> None:
     cores = [core_of(engine, chunk_tokens=chunk_tokens) for _ in range(2)]
@@ -61,7 +56,7 @@ def test_the_same_prompt_is_read_from_its_last_block_on_with_the_same_bits(engin
     [alone] = run(cores[1], engine, LONG, logprobs=0)
     assert (cores[0].tokens_read, cores[1].tokens_read) == (104, 100)
     assert (first.num_cached, again.num_cached, alone.num_cached) == (0, 96, 0)
-    check(engine, first, again, alone)
+    assert_plain(engine, first, again, alone)
     assert again.result().logprobs == first.result().logprobs == alone.result().logprobs, "the bits differ"
     assert (cores[0].prefixes.hits, cores[0].prefixes.tokens_reused) == (1, 96)
 
@@ -71,7 +66,7 @@ def test_a_common_beginning_is_kept_by_the_second_prompt_that_has_it(engine: Eng
     found = [run(core, engine, [*SYSTEM, *[5 + n] * 5])[0] for n in range(4)]
     assert [request.num_cached for request in found] == [0, 0, 56, 56]
     assert core.tokens_read == 2 * 65 + 2 * 9
-    check(engine, *found)
+    assert_plain(engine, *found)
 
 
 def test_a_common_beginning_of_prompts_that_come_together_is_read_once(engine: Engine) -> None:
@@ -80,7 +75,7 @@ def test_a_common_beginning_of_prompts_that_come_together_is_read_once(engine: E
     found = run(core, engine, *([*SYSTEM, *[5 + n] * (12 + n)] for n in range(5)), LONG)
     assert [request.num_cached for request in found] == [0, 56, 56, 56, 56, 0]
     assert core.tokens_read == 72 + sum(range(17, 21)) + 100
-    check(engine, *found)
+    assert_plain(engine, *found)
 
 
 @pytest.mark.parametrize("nodes", [0, None])
@@ -90,7 +85,7 @@ def test_the_next_turn_of_a_conversation_reads_its_new_tokens_only(engine: Engin
     for turn in range(4):
         before = core.tokens_read
         request, _ = run(core, engine, prompt, [5 + turn] * 12, lane=Lane("", nodes))
-        check(engine, request)
+        assert_plain(engine, request)
         read = core.tokens_read - before - 12
         # accepted tokens beyond the end of an answer are in its states: then they are those of its prompt
         whole, blocks = len(prompt) - 7, (len(prompt) - 19) // 8 * 8
@@ -108,7 +103,7 @@ def test_states_beyond_the_end_of_an_answer_are_not_kept(engine: Engine, length:
     drafting = Engine(model, DraftModel(model, model), shape=Tree.chain(3))
     core = core_of(drafting)
     [request] = run(core, drafting, LONG, max_new_tokens=length)
-    assert request.result().token_ids == plain_answer(engine, LONG, max_new_tokens=length)
+    assert_plain(engine, request)
     kept = [text for text, _ in core.prefixes._texts.values()]
     assert [len(text.token_ids) for text in kept] == ([96] if length == 11 else [96, 112])
     for text in kept:
@@ -129,7 +124,7 @@ def test_an_interrupted_request_reads_its_answer_again_and_not_its_prompt(engine
     finish(core)
     assert core.tokens_read == 100 + count - 96
     assert request.num_cached == 0
-    check(engine, request)
+    assert_plain(engine, request)
     # while a prompt is read, nothing but whole chunks is kept
     core = core_of(engine, chunk_tokens=20)
     core.add(request := request_of(engine, LONG))
@@ -137,7 +132,7 @@ def test_an_interrupted_request_reads_its_answer_again_and_not_its_prompt(engine
     core._interrupt(request)
     finish(core)
     assert core.tokens_read == 20 + 100
-    check(engine, request)
+    assert_plain(engine, request)
 
 
 def test_the_memory_of_states_counts_and_leaves_with_the_keys_and_values(engine: Engine) -> None:
@@ -160,7 +155,7 @@ def test_texts_leave_where_memory_is_short(engine: Engine) -> None:
     for prompt in [LONG, *others, LONG]:
         [request] = run(core, engine, prompt)
         assert request.num_cached == 0
-        check(engine, request)
+        assert_plain(engine, request)
     assert 0 < len(core.prefixes) < 5
 
 

@@ -24,6 +24,8 @@ from draftheads.speculation.sampling import RowSettings, SeenTokens, has_penalty
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
 
+BatchEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a finish reason or an exception
+
 
 class TokenChoice(NamedTuple):
     """How the next tokens of some rows are chosen."""
@@ -111,38 +113,26 @@ class Batch:
         return ReadText(request.read_ids[: row.length], *parts)
 
     @torch.inference_mode()
-    def join_read(self, ended: Mapping[Request, Tensor]) -> list[StreamEvent]:
-        """Prompts that :meth:`read` has read whole become rows."""
-        logits = self.runner.model.logits(torch.stack(list(ended.values())))
-        rows, hidden = zip(*((request.begun_row, torch.cat(request.hidden)) for request in ended), strict=True)
-        for request in ended:
-            request.end_reading()
-        return self.join(list(ended), rows, logits, hidden)
-
-    @torch.inference_mode()
-    def join(
-        self, requests: Sequence[Request], rows: Sequence[Row], logits: Tensor, hidden: Sequence[Tensor]
-    ) -> list[StreamEvent]:
-        """New rows, whose texts the runner has read. Each gets its first token.
+    def join(self, ended: Mapping[Request, Tensor]) -> list[BatchEvent]:
+        """Prompts that :meth:`read` has read whole become rows, and each gets its first token.
 
         A request that has tokens was interrupted: it goes on with the last of them, without an event.
-
-        Args:
-            requests: b new ones.
-            rows: theirs.
-            logits: (b, V) after the last token that was read.
-            hidden: of each, (T, D or n·D).
         """
-        texts = [request.ids_to_read for request in requests]
+        requests, logits = list(ended), self.runner.model.logits(torch.stack(list(ended.values())))
+        parts = ((request.read_ids, request.begun_row, torch.cat(request.hidden)) for request in requests)
+        texts, rows, hidden = zip(*parts, strict=True)
+        for request in requests:
+            request.end_reading()
         last = Draft.on_tree(ROOT_ONLY, torch.zeros_like(logits[:, :1], dtype=torch.long))
         found = self._accepted(last, logits[:, None], [[0]] * len(requests), requests, self._choice_of(requests))
         roots: list[int] = found.next_ids.tolist()
         new_ids = [request.token_ids[-1:] or [root] for request, root in zip(requests, roots, strict=True)]
         logprobs = _logprobs_of(requests, logits[:, None], found.path, new_ids)
-        events: list[StreamEvent] = []
-        for request, ids, scores in zip(requests, new_ids, logprobs, strict=True):
-            if not request.token_ids:
-                self._append(events, request, ids, num_drafted=0, **scores)
+        events = [
+            self._append(request, ids, num_drafted=0, **scores)
+            for request, ids, scores in zip(requests, new_ids, logprobs, strict=True)
+            if not request.token_ids
+        ]
         self.begin(rows, texts, hidden, [ids[0] for ids in new_ids])
         self.requests += requests
         self._hidden += [[states] if self.on_leave is not None else [] for states in hidden]
@@ -152,7 +142,7 @@ class Batch:
         return events
 
     @torch.inference_mode()
-    def step(self) -> list[StreamEvent]:
+    def step(self) -> list[BatchEvent]:
         """Draft, verify, accept, commit: at least one new token for every row."""
         found = self.verify(takes_best=self._takes_best())
         draft = found.draft
@@ -168,12 +158,12 @@ class Batch:
             assert self._context is not None
             for parts, states, ids in zip(self._hidden, self._context.hidden, new_ids, strict=True):
                 parts.append(states[: len(ids)].clone())
-        events: list[StreamEvent] = []
+        events = []
         rows = zip(self.requests, new_ids, copied, by_depth, logprobs, strict=True)
         for request, ids, num_copied, drafted, scores in rows:
             request.num_steps += 1
             counts = {"num_drafted": len(ids) - 1, "num_copied": num_copied}
-            self._append(events, request, ids, **counts, drafted_by_depth=drafted, **scores)
+            events.append(self._append(request, ids, **counts, drafted_by_depth=drafted, **scores))
         self._note_seen()
         self.note(found, list(map(len, new_ids)), copied, self._are_free)
         self._drop_ended()
@@ -182,12 +172,11 @@ class Batch:
 
     def _takes_best(self) -> bool:
         """Whether the model finds the most likely tokens, and all rows take them whatever their probability."""
-        if not self.runner.model.finds_most_likely:
-            return False
-        rows, seen, rules = self._choice
+        rows, _, rules = self._choice
         assert rows is not None, "a step needs rows"
-        others = rows.any_sampled, rows.any_penalty, rows.any_typical, rules is not None, seen is not None
-        return not any(others) and all(request.settings.logprobs is None for request in self.requests)
+        others = rows.any_sampled or rows.any_penalty or rows.any_typical or rules is not None
+        asked = (request.settings.logprobs for request in self.requests)
+        return self.runner.model.finds_most_likely and not others and all(number is None for number in asked)
 
     def _accepted(
         self, draft: Draft, scores: Tensor, places: Places, requests: Sequence[Request], choice: TokenChoice
@@ -302,12 +291,13 @@ class Batch:
         """These requests leave unfinished, between two steps; others than the rows' are ignored."""
         self._keep([row for row, request in enumerate(self.requests) if request not in requests])
 
-    def _append(self, events: list[StreamEvent], request: Request, token_ids: Sequence[int], **what: Any) -> None:
+    def _append(self, request: Request, token_ids: Sequence[int], **what: Any) -> BatchEvent:
         """:meth:`Request.append` gives an event; an error in the text, grammar or stop rules ends this row alone."""
         try:
-            events.append(request.append(token_ids, **what))
+            return request, request.append(token_ids, **what)
         except Exception as error:  # noqa: BLE001 - the core hands it on
             request.failure = error
+            return request, error
 
     def _drop_ended(self) -> bool:
         """Finished and failed rows leave; whether there were any."""
@@ -351,7 +341,9 @@ class Batch:
         if rows.any_penalty:
             texts = [(request.prompt_ids, request.token_ids) for request in requests]
             seen = SeenTokens.of(texts, vocab_size=vocab_size, device=device)
-        return TokenChoice(rows, seen, BatchRules.of(requests, vocab_size=vocab_size, device=device))
+        is_ruled = any(map(has_rules, requests))
+        rules = BatchRules(requests, vocab_size=vocab_size, device=device) if is_ruled else None
+        return TokenChoice(rows, seen, rules)
 
     def _uniforms(self, requests: Sequence[Request], count: int) -> Tensor:
         """(B, count) float64."""

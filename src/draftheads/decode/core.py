@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from draftheads.decode.batch import Batch
+from draftheads.decode.batch import Batch, BatchEvent
 from draftheads.decode.prefix_cache import BLOCK_TOKENS, PrefixCache, ReadText, block_digests
-from draftheads.decode.request import Lane, Request, StreamEvent
+from draftheads.decode.request import Lane, Request
 from draftheads.decode.waiting import WaitingLine
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
 from draftheads.runners import bytes_of_states, num_slots
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from draftheads.decode.engine import Engine
 
 Place = tuple["Engine", Lane]  # what the requests of a batch have in common
-CoreEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a finish reason or an exception
 _PREFIX_BYTES = 1 << 30  # of texts that were read, where memory has no limit
 _MOST_OVERTAKEN = 64  # times that a request is overtaken before memory is kept free for it
 _CANDIDATES = 64  # waiting requests that are looked at for a free row
@@ -127,7 +126,7 @@ class EngineCore:
 
     # --- the thread that decodes ---
 
-    def step(self) -> list[CoreEvent]:
+    def step(self) -> list[BatchEvent]:
         """Admits waiting requests, reads a chunk of prompts and steps every batch once."""
         self._drop_cancelled()
         self._interrupt_what_does_not_fit()
@@ -135,7 +134,7 @@ class EngineCore:
         for place, batch in list(self.batches.items()):
             if batch.requests:
                 with place[0].model.computing():
-                    events += self._advance(place, list(batch.requests), batch.step)
+                    events += self._advance(place, batch.step)
                 self.steps += 1
         self._drop_empty_batches()
         return events
@@ -174,15 +173,15 @@ class EngineCore:
 
     # --- admission ---
 
-    def _admit(self) -> list[CoreEvent]:
+    def _admit(self) -> list[BatchEvent]:
         """Waiting requests join, as long as there are rows and memory; one that fits overtakes one that does not."""
-        events: list[CoreEvent] = []
+        events: list[BatchEvent] = []
         while len(self.waiting) and self._admit_one(events):
             pass
         self._drop_empty_batches()
         return events
 
-    def _admit_one(self, events: list[CoreEvent]) -> bool:
+    def _admit_one(self, events: list[BatchEvent]) -> bool:
         """Whether a request joined. The events are of those that no engine can take any more."""
         rows = Counter(request.client for request in self.running)
         is_full = rows.total() >= self.limits.max_rows
@@ -211,7 +210,7 @@ class EngineCore:
             return True
         return False
 
-    def _find_place(self, request: Request, events: list[CoreEvent]) -> bool:
+    def _find_place(self, request: Request, events: list[BatchEvent]) -> bool:
         """Sets its place, if it has one. A request that its engine cannot take ends: this may be another one by now."""
         try:
             request.place = self.check(request, request.lane), request.lane
@@ -315,10 +314,10 @@ class EngineCore:
 
     # --- passes of the model ---
 
-    def _read(self) -> list[CoreEvent]:
+    def _read(self) -> list[BatchEvent]:
         """Reads at most a chunk of tokens, of one prompt or several; those that are read whole get their rows."""
         left = self.limits.chunk_tokens
-        events: list[CoreEvent] = []
+        events: list[BatchEvent] = []
         while left > 0 and (chunks := self._next_chunks(left)):
             for place in list(self.batches):
                 if counts := {request: count for request, count in chunks.items() if request.place == place}:
@@ -371,7 +370,7 @@ class EngineCore:
             stops.append(BLOCK_TOKENS * len(ids))
         return min((stop for stop in stops if stop > max(num_read, _WORTH_WAITING * BLOCK_TOKENS)), default=0)
 
-    def _read_chunks(self, place: Place, counts: Mapping[Request, int]) -> list[CoreEvent]:
+    def _read_chunks(self, place: Place, counts: Mapping[Request, int]) -> list[BatchEvent]:
         """Reads the next tokens of some prompts. If that fails, each is read alone; one fails without the others."""
         batch, model = self.batches[place], place[0].model
         try:
@@ -393,8 +392,7 @@ class EngineCore:
                 self._keep(request, batch.read_part(request))
         if not ended:
             return []
-        new = [request for request in ended if not request.token_ids]
-        events = self._advance(place, new, partial(batch.join_read, ended))
+        events = self._advance(place, partial(batch.join, ended))
         self.reading = [request for request in self.reading if request not in ended]
         return events
 
@@ -413,16 +411,13 @@ class EngineCore:
         """A text, or what was read of it, is kept among the prefixes."""
         self.prefixes.add(self._digests(request, text.token_ids), text)
 
-    def _advance(self, place: Place, requests: list[Request], work: Callable[[], list[StreamEvent]]) -> list[CoreEvent]:
+    def _advance(self, place: Place, work: Callable[[], list[BatchEvent]]) -> list[BatchEvent]:
         """The events of new rows or of a step. If it fails, all requests of the batch fail."""
         try:
-            made = work()
+            return work()
         except Exception as error:  # noqa: BLE001 - it is the end of these requests
             failed = [*self.batches.pop(place).requests, *(each for each in self.reading if each.place == place)]
             self.reading = [request for request in self.reading if request.place != place]
             for request in failed:
                 request.end_reading()
             return [(request, error) for request in dict.fromkeys(failed)]
-        going = [request for request in requests if request.failure is None]
-        events: list[CoreEvent] = list(zip(going, made, strict=True))
-        return events + [(request, request.failure) for request in requests if request.failure is not None]

@@ -234,21 +234,20 @@ class Plan:
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        # (B, 2): of each row's own draft tokens and of those that only copies brought; older ones have less weight
-        self._accepted: Floats = np.zeros((0, 2))
-        self._due: Floats = np.zeros((0, 2))  # how many of them were expected
+        # of each row's own draft tokens and of those that only copies brought: how many were accepted, and how many
+        # were expected; older ones have less weight. No arrays: with few rows numbers are faster
+        self._records: list[list[tuple[float, float]]] = []
         self._follows = False
         self._rate = 0.0  # tokens per millisecond
         self._shape: Shape = ROOT_ONLY
         self._levels = 0  # of draft tokens of the head
         self._gain = 0.0  # expected accepted draft tokens per row by the profile
-        self._expected: Floats = np.zeros((0, 2))  # of each row, its own and copied draft tokens
+        self._expected: Sequence[Sequence[float]] = ()  # of each row, its own and copied draft tokens
 
     @property
-    def ratios(self) -> Floats:
+    def ratios(self) -> list[list[float]]:
         """(B, 2): accepted draft tokens for each expected one, of a row's own and of copied ones."""
-        ratios: Floats = (_PRIOR + self._accepted) / (_PRIOR + self._due)
-        return ratios
+        return [[(_PRIOR + accepted) / (_PRIOR + expected) for accepted, expected in row] for row in self._records]
 
     def shape(self, rows: int, *, may_follow: bool = True, cuts: bool = True) -> tuple[Shape, int]:
         """What is drafted for so many rows in the next step, and how many nodes the trees may have, copies included.
@@ -260,10 +259,10 @@ class Plan:
             may_follow: false where a row's text depends on what is drafted.
             cuts: whether :meth:`cut` takes nodes away. Where it does not, copies may only use what is almost free.
         """
-        if new := rows - len(self._due):
-            self._accepted, self._due = (np.pad(part, ((0, new), (0, 0))) for part in (self._accepted, self._due))
+        self._records += [[(0.0, 0.0), (0.0, 0.0)] for _ in range(rows - len(self._records))]
         planner, self._follows = self.planner, may_follow
-        way, nodes, self._rate = planner.choose(rows, float(self.ratios[:, 0].mean()), follows=may_follow)
+        ratio = sum(own for own, _ in self.ratios) / rows
+        way, nodes, self._rate = planner.choose(rows, ratio, follows=may_follow)
         self._gain = 0.0 if way is None else float(way.gains[nodes - 1])
         self._levels = 0 if way is None else way.levels[nodes - 1]
         self._shape = ROOT_ONLY if way is None else planner.shape(way, nodes, rows, self._rate)
@@ -279,19 +278,19 @@ class Plan:
         Only on a CPU, for drafts with probabilities: elsewhere the host would wait for them.
         """
         batch = len(draft.token_ids)
-        self._expected = np.array([[self._gain, 0.0]] * batch)
+        self._expected = [(self._gain, 0.0)] * batch
         if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
             return draft
         likely = draft.path_log_probs.double().exp().numpy()  # (B, N)
         likely[:, 0] = 0.0  # the root is no draft token
         copied = np.zeros_like(likely) if draft.copied is None else likely * draft.copied.numpy()
         head = likely - copied
-        own, of_copies = self.ratios.T
+        own, of_copies = np.array(self.ratios).T
         gains = own[:, None] * head + of_copies[:, None] * copied
         passes, _ = self.planner.costs_now(batch, follows=self._follows)
         worth = gains.sum(0).cumsum() - self._rate * passes[: draft.num_nodes]
         count = int(worth.argmax()) + 1
-        self._expected = np.array([part[:, :count].sum(1) for part in (head, copied)]).T
+        self._expected = list(zip(*(part[:, :count].sum(1).tolist() for part in (head, copied)), strict=True))
         return draft.first(count)
 
     def note(
@@ -311,10 +310,9 @@ class Plan:
             are_free: whether the row takes the most likely token whatever it is, as in the profile.
             milliseconds: of drafting, and of all else.
         """
-        memory = np.where(self._expected > 0.0, _MEMORY, _FORGETTING)
-        counts = [(accepted - copied, copied) for accepted, copied in zip(num_accepted, num_copied, strict=True)]
-        self._accepted, self._due = memory * self._accepted + counts, memory * self._due + self._expected
-        for accepted, copied, is_free in zip(num_accepted, num_copied, are_free, strict=True):
+        rows = zip(self._records, self._expected, num_accepted, num_copied, are_free, strict=True)
+        for record, due, accepted, copied, is_free in rows:
+            record[:] = map(_noted, record, (accepted - copied, copied), due)
             # copies that are accepted are in the place of the head's nodes, of which the profile speaks
             if is_free and self._gain and not copied and self.planner.check is not None:
                 # of a tree that was cut
@@ -329,7 +327,12 @@ class Plan:
 
     def keep(self, rows: Sequence[int]) -> None:
         """The other rows leave."""
-        self._accepted, self._due = self._accepted[list(rows)], self._due[list(rows)]
+        self._records = [self._records[row] for row in rows]
+
+
+def _noted(record: tuple[float, float], accepted: float, expected: float) -> tuple[float, float]:
+    memory = _MEMORY if expected > 0.0 else _FORGETTING
+    return memory * record[0] + accepted, memory * record[1] + expected
 
 
 def ways_of(profile: AcceptanceProfile) -> list[Way]:

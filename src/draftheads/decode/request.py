@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property, partial
 from html import escape
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -173,7 +173,6 @@ class Request:
         self.num_copied = 0
         self.drafted: list[bool] = []  # for each token
         self.drafted_by_depth: list[int] = []  # draft tokens of all steps at depth 1, 2, …
-        self.accepted_by_depth: list[int] = []  # the same of accepted ones
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
         self.finish_reason: FinishReason | None = None
@@ -206,6 +205,12 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def accepted_by_depth(self) -> list[int]:
+        """Accepted draft tokens of all steps at depth 1, 2, …: a run of them is a step's."""
+        runs = [len(list(run)) for is_drafted, run in groupby(self.drafted) if is_drafted]
+        return [sum(length >= depth for length in runs) for depth in range(1, len(self.drafted_by_depth) + 1)]
 
     @property
     def ids_to_read(self) -> list[int]:
@@ -298,7 +303,7 @@ class Request:
         self.drafted += [place < kept_drafted for place in range(len(kept))]
         self.logprobs += logprobs[: len(kept)]
         self.top_logprobs += top_logprobs[: len(kept)]
-        self._count_depths(drafted_by_depth, kept_drafted)
+        self.drafted_by_depth = list(map(sum, zip_longest(self.drafted_by_depth, drafted_by_depth, fillvalue=0)))
         return StreamEvent(
             index=self.index,
             text=text,
@@ -334,14 +339,6 @@ class Request:
             "logprobs": None if asked is None else tuple(logprobs),
             "top_logprobs": tuple(top_logprobs) if asked else None,
         }
-
-    def _count_depths(self, drafted: Sequence[int], num_accepted: int) -> None:
-        new_depths = [0] * (len(drafted) - len(self.drafted_by_depth))
-        self.drafted_by_depth += new_depths
-        self.accepted_by_depth += new_depths
-        for place, count in enumerate(drafted):
-            self.drafted_by_depth[place] += count
-            self.accepted_by_depth[place] += place < num_accepted
 
 
 def _coloured(text: str, *, drafted: bool) -> str:

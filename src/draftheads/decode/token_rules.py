@@ -5,7 +5,7 @@ B rows, W or N places in each, V vocabulary, V' draft vocabulary.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ class BatchRules:
 
     def __init__(self, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> None:
         self._requests = requests
-        self._states = [request.grammar_state for request in requests]
-        self._ruled_rows = [row for row, state in enumerate(self._states) if state is not None]
+        states = enumerate(request.grammar_state for request in requests)
+        self._states = {row: state for row, state in states if state is not None}
         self._num_words = -(-vocab_size // 32)
         self._bias: Tensor | None = None  # (B, V) float32
         if any(request.bias for request in requests):
@@ -46,37 +46,24 @@ class BatchRules:
                 ends[row, [token for token in request.stop_ids if token < vocab_size]] = True
             self._ends = to_device(ends, device)
 
-    @classmethod
-    def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> Self | None:
-        """The rules of these requests; None if none has any."""
-        if any(map(has_rules, requests)):
-            return cls(requests, vocab_size=vocab_size, device=device)
-        return None
-
     @property
     def concern_drafts(self) -> bool:
         """Whether drafters apply them, too: grammars, and biases of requests. The others concern few drafts."""
-        return bool(self._ruled_rows) or any(request.settings.logit_bias for request in self._requests)
-
-    def roots(self) -> Places:
-        """(B, 1) the places of the roots."""
-        return [[0] for _ in self._states]
+        return bool(self._states) or any(request.settings.logit_bias for request in self._requests)
 
     def below(self, places: Places, parents: Tensor, token_ids: Tensor) -> Places:
         """The places (B, W') of children, from the indices (B, W') of their parents' places and their tokens."""
-        below: Places = [[0] * token_ids.shape[1] for _ in self._states]
-        if not self._ruled_rows:
+        below: Places = [[0] * token_ids.shape[1] for _ in self._requests]
+        if not self._states:
             return below
         packed = torch.stack([parents, token_ids], 2).tolist()
-        for row, state in enumerate(self._states):
-            if state is not None:
-                below[row] = [state.place_below(places[row][parent], token) for parent, token in packed[row]]
+        for row, state in self._states.items():
+            below[row] = [state.place_below(places[row][parent], token) for parent, token in packed[row]]
         return below
 
     def num_allowed(self, row: int, token_ids: Sequence[int]) -> int:
         """How many tokens of a chain below the root are allowed."""
-        state = self._states[row]
-        return len(token_ids) if state is None else state.num_allowed(token_ids)
+        return self._states[row].num_allowed(token_ids) if row in self._states else len(token_ids)
 
     def drafted(self, logits: Tensor, places: Places, target_ids: Tensor | None = None) -> Tensor:
         """Logits of a drafter at places, (B, W or 1, V') -> (B, W, V'). Nothing follows the end of a grammar.
@@ -134,17 +121,16 @@ class BatchRules:
 
     def pruned(self, draft: Draft) -> tuple[Draft, Places]:
         """The draft without forbidden tokens and what is below them, and the places of its nodes."""
-        places: Places = [[0] * draft.num_nodes for _ in self._states]
-        if not self._ruled_rows:
+        places: Places = [[0] * draft.num_nodes for _ in self._requests]
+        if not self._states:
             return draft, places
         parts = (draft.parents, draft.depths, draft.token_ids)
         packed = torch.stack([part.expand_as(draft.token_ids) for part in parts], 2).tolist()
-        kept = [list(range(draft.num_nodes)) for _ in self._states]
-        for row, state in enumerate(self._states):
-            if state is not None:
-                for node, (parent, depth, token) in enumerate(packed[row][1:], 1):
-                    places[row][node] = state.place_below(places[row][parent], token) if depth else FORBIDDEN
-                kept[row] = [node for node, place in enumerate(places[row]) if place != FORBIDDEN]
+        kept = [list(range(draft.num_nodes)) for _ in self._requests]
+        for row, state in self._states.items():
+            for node, (parent, depth, token) in enumerate(packed[row][1:], 1):
+                places[row][node] = state.place_below(places[row][parent], token) if depth else FORBIDDEN
+            kept[row] = [node for node, place in enumerate(places[row]) if place != FORBIDDEN]
         if draft.reads_all_nodes or all(len(nodes) == draft.num_nodes for nodes in kept):
             return draft, places
         width = max(map(len, kept))
@@ -159,29 +145,22 @@ class BatchRules:
         if self._bias is not None:
             bias = self._bias[:, : logits.shape[-1]] if target_ids is None else self._bias[:, target_ids]
             logits = logits + bias[:, None]  # in fp32, as in transformers
-        rows = self._ruled_rows
-        if not rows:
+        if not self._states:
             return logits.expand(-1, len(places[0]), -1)
-        words = np.full((len(rows), len(places[0]), self._num_words), beyond, np.int32)
-        for i, row in enumerate(rows):
-            state = self._states[row]
-            assert state is not None
+        words = np.full((len(self._states), len(places[0]), self._num_words), beyond, np.int32)
+        for i, (row, state) in enumerate(self._states.items()):
             for j, place in enumerate(places[row]):
                 if place >= 0:
                     words[i, j] = state.masks[place]
-        allowed = _bits(to_device(words, logits.device))
+        # the lowest bit of a word first
+        allowed = _eights(logits.device)[to_device(words, logits.device).view(torch.uint8).long()].view(torch.bool)
         allowed = allowed[..., : logits.shape[-1]] if target_ids is None else allowed[..., target_ids]
-        if len(rows) == len(places):
+        if len(self._states) == len(places):
             return torch.where(allowed, logits, -torch.inf)
-        at = to_device(rows, logits.device)
+        at = to_device(list(self._states), logits.device)
         logits = logits.repeat(1, len(places[0]) // logits.shape[1], 1)
         logits[at] = torch.where(allowed, logits[at], -torch.inf)
         return logits
-
-
-def _bits(words: Tensor) -> Tensor:
-    """(…, n) int32 -> (…, 32 n) bool, the lowest bit first."""
-    return _eights(words.device)[words.view(torch.uint8).long()].view(torch.bool)
 
 
 def has_rules(request: Request) -> bool:

@@ -260,9 +260,7 @@ def sibling_chances(target: Tensor, drafter: Tensor, token_ids: Tensor, present:
         chances.append(torch.where(there & (drawn > 0), (likely / drawn).clamp(max=1.0), 0.0))
         p = torch.where(there[:, None], _normed((p - q).clamp_min(0.0), p), p)
         q = torch.where(there[:, None], _normed(q.scatter(1, x[:, None], 0.0), q), q)
-    if not chances:
-        return target.new_zeros(len(target), 0), target
-    return torch.stack(chances, 1), p
+    return torch.stack(chances, 1) if chances else target.new_zeros(len(target), 0), p
 
 
 def block_chances(target: Tensor, drafter: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,24 +278,16 @@ def block_chances(target: Tensor, drafter: Tensor, token_ids: Tensor) -> tuple[T
     Returns:
         h (B, L), and the distribution (B, L + 1, V) of the next token if 0 … L draft tokens are kept.
     """
-    length = token_ids.shape[1]
     weight = target.new_ones(len(target))
     chances, left = [], []
-    for i in range(length + 1):
-        if i == length:
-            left.append(target[:, i])
-            if length:
-                chances.append(weight)
-            break
+    for i, x in enumerate(token_ids[..., None].unbind(1)):
         rest = (weight[:, None] * target[:, i] - drafter[:, i]).clamp_min(0.0)  # (B, V)
         mass = rest.sum(1)
         left.append(_normed(rest, target[:, i]))
-        if i:
-            chances.append(torch.where(mass > 0, mass / (mass + 1.0 - weight), 0.0))
-        x = token_ids[:, i, None]
+        chances.append(torch.where(mass > 0, mass / (mass + 1.0 - weight), 0.0))
         likely, drawn = target[:, i].gather(1, x)[:, 0], drafter[:, i].gather(1, x)[:, 0]
         weight = (weight * torch.where(drawn > 0, likely / drawn, 0.0)).clamp(max=1.0)
-    return torch.stack(chances, 1) if chances else target.new_zeros(len(target), 0), torch.stack(left, 1)
+    return torch.stack([*chances, weight], 1)[:, 1:], torch.stack([*left, target[:, -1]], 1)  # without h_0
 
 
 def _normed(mass: Tensor, otherwise: Tensor) -> Tensor:

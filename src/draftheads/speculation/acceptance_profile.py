@@ -29,6 +29,7 @@ DEFAULT_NODES = 10  # of the tree that a head drafts on where nothing else decid
 Kind = Literal["static", "dynamic"]  # the same tree in every step, or a tree that grows for each row and step
 KINDS: tuple[Kind, ...] = ("static", "dynamic")
 _DIGITS = 4
+_tree = lru_cache(maxsize=512)(Tree.from_paths)  # few trees are asked for again and again
 _ASSUMED = 0.5  # share of draft tokens that are accepted, per depth, where nothing was measured
 
 
@@ -232,8 +233,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return {name: _rounded(item) for name, item in value.items()} if isinstance(value, dict) else value
-
-
-@lru_cache(maxsize=512)
-def _tree(paths: tuple[tuple[int, ...], ...]) -> Tree:
-    return Tree.from_paths(paths)

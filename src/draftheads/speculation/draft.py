@@ -151,9 +151,6 @@ AFTER_END = -2  # the place after the token that ends an answer
 class TokenRules(Protocol):
     """The tokens that rows with a grammar allow at each place below their roots, and logit biases."""
 
-    def roots(self) -> Places:
-        """(B, 1) the places of the roots."""
-
     def below(self, places: Places, parents: Tensor, token_ids: Tensor) -> Places:
         """The places (B, W') of children, from the indices (B, W') of their parents' places and their tokens."""
 
@@ -223,13 +220,9 @@ class Context:
     def keep(self, rows: Sequence[int]) -> Self:
         """The same context for the rows whose indices are given, in that order."""
         index = to_device(rows, self.root_ids.device, torch.long)
-        return type(self)(
-            self.hidden[index],
-            self.token_ids[index],
-            self.num_accepted[index],
-            self.root_ids[index],
-            known_ids=None if self.known_ids is None else [self.known_ids[row] for row in rows],
-        )
+        known_ids = None if self.known_ids is None else [self.known_ids[row] for row in rows]
+        parts = self.hidden, self.token_ids, self.num_accepted, self.root_ids
+        return type(self)(*(part[index] for part in parts), known_ids=known_ids)
 
     def beside(self, new: Self) -> Self:
         """These rows, then the new ones; the shorter of the two is padded."""

@@ -135,7 +135,8 @@ def fill(
     """
     if (rules := context.rules) is not None:
         head, unmasked, expand = _MaskedPredictor(head, rules), begin, None
-        begin = lambda depth: _MaskedState(unmasked(depth), rules.roots())  # noqa: E731
+        roots = [[0]] * len(context.root_ids)
+        begin = lambda depth: _MaskedState(unmasked(depth), roots)  # noqa: E731
     if isinstance(shape, Tree):
         return _fill_static(head, shape, context, begin)
     if isinstance(shape, Sampled):

@@ -36,10 +36,9 @@ class RowSettings:
     epsilon: Tensor  # (B,) float64
     delta: Tensor  # (B,) float64
     typical: Tensor  # (B,) bool
-    takes_best: Tensor  # (B,) bool: the next token is the most likely one, as in greedy and typical rows
     rejection: Tensor  # (B,) bool
     block: Tensor  # (B,) bool
-    drawn: Tensor  # (S,) int64: the other rows, whose next token is drawn
+    drawn: Tensor  # (S,) int64: the rows whose next token is drawn; that of greedy and typical rows is the likeliest
     any_sampled: bool  # these are known on the host, so that nothing is computed in vain
     any_penalty: bool  # of the three
     any_count_penalty: bool  # frequency or presence
@@ -68,7 +67,6 @@ class RowSettings:
             epsilon=column([s.typical_epsilon for s in settings], torch.float64),
             delta=column([s.typical_delta or s.typical_epsilon**0.5 for s in settings], torch.float64),
             typical=column([rule == "typical" for rule in rules], torch.bool),
-            takes_best=column(takes_best, torch.bool),
             rejection=column([rule == "rejection" for rule in rules], torch.bool),
             block=column([rule == "block" for rule in rules], torch.bool),
             drawn=column([row for row, best in enumerate(takes_best) if not best], torch.int64),
