@@ -1,13 +1,14 @@
 """Log-probabilities in results: those of the model, with any drafter, computed only for rows that ask for them."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from draftheads.decode import batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import GenerationResult, StreamEvent
+from draftheads.decode.request import GenerationResult
 from draftheads.drafters.mixed import Mixed
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
@@ -127,9 +128,8 @@ def test_an_answer_that_stops_inside_a_run_has_one_for_each_of_its_tokens():
     for more in ({"stop": f"<{ids[6]}><{ids[7]}>"}, {"stop_token_ids": [ids[9]]}, {"max_new_tokens": 5}):
         for seed in range(3):
             drafter = PlantedRandomTrees(answers, max_nodes=20, seed=seed)
-            events: list[StreamEvent] = []
             request = Engine(model, drafter).requests(FIVE[:1], **{**ON, "logprobs": 1, **more})[0]
-            events += Engine(model, drafter).run([request])
+            events = list(Engine(model, drafter).run([request]))
             result = request.result()
             assert len(result.token_ids) < 20
             assert result.logprobs == pytest.approx((plain[0].logprobs or ())[: len(result.token_ids)], abs=1e-4)
@@ -141,18 +141,13 @@ def test_an_answer_that_stops_inside_a_run_has_one_for_each_of_its_tokens():
 
 def test_nothing_is_computed_if_nobody_asks(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model("llama")
-    rows: list[int] = []
-    own = batch.token_logprobs
-
-    def counted(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Any:
-        rows.append(len(logits))
-        return own(logits, token_ids, num_top)
-
+    counted = Mock(wraps=batch.token_logprobs)
     monkeypatch.setattr(batch, "token_logprobs", counted)
     engine = Engine(model, tiny_head("hydra", model))
     assert {event.logprobs for event in engine.stream(FIVE[0], **ON)} == {None}
-    assert rows == []
+    assert not counted.called
     result = engine.generate(FIVE[:3], [SamplingSettings(**ON, logprobs=k) for k in (None, 3, None)])[1]
+    rows = [len(call.args[0]) for call in counted.call_args_list]
     assert rows == [1] * (result.num_steps + 1), "one row asked, once in each of its steps"
 
 

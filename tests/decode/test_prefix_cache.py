@@ -42,18 +42,6 @@ def numbers(count: int, *rest: int) -> list[int]:
     return [*range(1, count + 1), *rest]
 
 
-def test_the_longest_common_beginning_is_found_in_whole_blocks():
-    cache = PrefixCache(1 << 20)
-    add(cache, "a", numbers(28, 50, 51))
-    add(cache, "a", numbers(12, 60, 61, 62, 63))
-    assert found(cache, "a", numbers(28, 99)) == numbers(24)
-    assert found(cache, "a", numbers(12, 60, 61, 62, 63, 9)) == numbers(12, 60, 61, 62, 63)
-    assert found(cache, "a", numbers(13, 60, 61)) == numbers(8)
-    assert found(cache, "b", numbers(28, 99)) == []
-    assert found(cache, "a", numbers(BLOCK_TOKENS - 1, 99, 98)) == []
-    assert (cache.hits, cache.tokens_reused) == (3, 24 + 16 + 8)
-
-
 def test_those_used_longest_ago_leave_first():
     cache = PrefixCache(30 * TOKEN)
     for start in (100, 200, 300):

@@ -44,22 +44,13 @@ def copied_rows(draw: st.DrawFn, most: int, *, equal: bool) -> Row:
 
 def copies_of(trees: list[Row], most: int) -> Candidates:
     """Rows of copies, filled up with tokens of probability 0."""
-    paths = [list(tree) for tree in trees]
-    missing = [1 + most - len(row) for row in paths]
-    return Candidates(
-        token_ids=torch.tensor(
-            [
-                [*(path[-1] if path else ROOT for path in row), *[0] * more]
-                for row, more in zip(paths, missing, strict=True)
-            ]
-        ),
-        parents=torch.tensor(
-            [[*(row.index(path[:-1]) for path in row), *[0] * more] for row, more in zip(paths, missing, strict=True)]
-        ),
-        path_log_probs=torch.tensor(
-            [[*tree.values(), *[-math.inf] * more] for tree, more in zip(trees, missing, strict=True)]
-        ),
-    )
+    token_ids, parents, log_probs = [], [], []
+    for tree in trees:
+        paths, filling = list(tree), [0] * (1 + most - len(tree))
+        token_ids.append([*(path[-1] if path else ROOT for path in paths), *filling])
+        parents.append([*(paths.index(path[:-1]) for path in paths), *filling])
+        log_probs.append([*tree.values(), *[-math.inf] * len(filling)])
+    return Candidates(*map(torch.tensor, (token_ids, parents, log_probs)))
 
 
 def draft_of(trees: list[Row]) -> Draft:
@@ -132,11 +123,8 @@ def test_ancestors_by_squaring(data: st.DataObject) -> None:
     draft = draft_of([tree, tree])
     for depth in (draft.max_depth, 11):  # a depth that is too large is no harm
         assert torch.equal(ancestors_of(draft.parents, depth), draft.ancestors)
-
-
-def test_ancestors_of_a_long_chain() -> None:
-    parents = torch.arange(300).sub(1).clamp_min(0)[None]
-    assert torch.equal(ancestors_of(parents, 299)[0], torch.ones(300, 300, dtype=torch.bool).tril())
+    chain = torch.arange(300).sub(1).clamp_min(0)[None]
+    assert torch.equal(ancestors_of(chain, 299)[0], torch.ones(300, 300, dtype=torch.bool).tril())
 
 
 def test_of_equals_the_parent_stands_before_its_child() -> None:

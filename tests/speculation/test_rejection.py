@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import draft_paths
 from distribution import ODDS, SAMPLED, chi_square, joint_distribution, p_value, sampled_answers
+from draft_paths import PathTable, node_numbers, number_of
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import InvalidTree
@@ -174,61 +174,30 @@ def test_siblings_that_are_not_there_are_not_tried() -> None:
 # --- the rules at work ---
 
 
-def number(path: Path) -> int:
-    """Of a path: its digits to the base V behind a one."""
-    found = 1
-    for token in path:
-        found = found * V + token
-    return found
-
-
 def table_of(laws: dict[Path, Tensor]) -> Tensor:
     """Log-probabilities (paths, V) by number."""
     table = torch.zeros(2 * V**3, V, dtype=torch.float64)
     for path, law in laws.items():
-        table[number(path)] = law.log()
+        table[number_of(path, V)] = law.log()
     return table
 
 
-class Laws:
-    """A drafter over V tokens whose laws are known; it reads the path."""
-
-    reads_path = True
-
-    def __init__(self, laws: dict[Path, Tensor]) -> None:
-        self.table = table_of(laws)
-
-    def begin(self, context: Context, depth: int) -> Tensor:
-        return torch.ones(len(context.root_ids), 1, dtype=torch.long)
-
-    def predict(self, state: Tensor, depth: int) -> Tensor:
-        return self.table[state]
-
-    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
-        return state.gather(1, parents) * V + token_ids
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
-
-
-def sample(laws: "Laws", shape: Shape, context: Context) -> Draft:
-    return fill(laws, shape, context, begin=partial(laws.begin, context), max_depth=3)
+def sample(laws: dict[Path, Tensor], shape: Shape, context: Context) -> Draft:
+    """By a drafter over V tokens whose laws are known."""
+    start = torch.ones(len(context.root_ids), 1, dtype=torch.long)
+    return fill(PathTable(table_of(laws)), shape, context, begin=lambda _: start, max_depth=3)
 
 
 COUNT = 2500
 
 
-def many(settings: SamplingSettings, seed: int) -> tuple[Context, Callable[[int], Tensor], RowSettings]:
+def many(settings: SamplingSettings, seed: int) -> Context:
     """A context of many equal rows with their random numbers."""
     chance = torch.Generator().manual_seed(seed)
     rows = RowSettings.of([settings] * COUNT, vocab_size=V, device=torch.device("cpu"))
-
-    def draws(count: int) -> Tensor:
-        return torch.rand(COUNT, count, generator=chance, dtype=torch.float64)
-
+    draws = partial(torch.rand, COUNT, generator=chance, dtype=torch.float64)
     one = torch.zeros(COUNT, 1, dtype=torch.long)
-    context = Context(torch.zeros(COUNT, 1, 1), one, one[:, 0] + 1, one[:, 0], rows, draws)
-    return context, draws, rows
+    return Context(torch.zeros(COUNT, 1, 1), one, one[:, 0] + 1, one[:, 0], rows, draws)
 
 
 def paths_of(draft: Draft) -> list[list[Path]]:
@@ -239,9 +208,9 @@ def paths_of(draft: Draft) -> list[list[Path]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_emits_by_the_targets_law(shape: str, rule: Any) -> None:
     target, drafter = random_laws(3), random_laws(4)
-    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=7)
-    draft = sample(Laws(drafter), SHAPES[shape], context)
-    verdict = judged(draft, target_logits(target, draft), rows, draws)
+    context = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=7)
+    draft = sample(drafter, SHAPES[shape], context)
+    verdict = judged(draft, target, context)
     emitted: Counter[Path] = Counter()
     for row, paths in enumerate(paths_of(draft)):
         count = int(verdict.num_accepted[row])
@@ -275,14 +244,11 @@ def obeys(counts: Counter[int], law: Tensor) -> bool:
     return chi_square(cells) > ODDS
 
 
-def target_logits(target: dict[Path, Tensor], draft: Draft) -> Tensor:
-    """(B, N, V) at the nodes of a draft."""
-    return table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
-
-
-def judged(draft: Draft, logits: Tensor, rows: RowSettings, draws: Callable[[int], Tensor]) -> AcceptResult:
+def judged(draft: Draft, target: dict[Path, Tensor], context: Context) -> AcceptResult:
+    logits, draws = table_of(target)[node_numbers(draft, V)], context.draws
     uniforms = draws(draft.max_depth + 1)
-    return accept(draft, logits, rows, uniforms, None, rejection_uniforms=draws(num_rejection_uniforms(draft)))
+    more = draws(num_rejection_uniforms(draft))
+    return accept(draft, logits, context.rows, uniforms, None, rejection_uniforms=more)
 
 
 def first_tokens(draft: Draft, verdict: AcceptResult) -> Counter[int]:
@@ -291,13 +257,11 @@ def first_tokens(draft: Draft, verdict: AcceptResult) -> Counter[int]:
     return Counter(torch.where(verdict.num_accepted > 1, drafted, verdict.next_ids).tolist())
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drawn_tokens_have_the_drafters_distribution(shape: str, rule: Any) -> None:
+def test_drawn_tokens_have_the_drafters_distribution(shape: str) -> None:
     """Drawn as often as the drafter says, siblings never twice, each with its probability given those before."""
     drafter = random_laws(4)
-    context, _, _ = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=1)
-    draft = sample(Laws(drafter), SHAPES[shape], context)
+    draft = sample(drafter, SHAPES[shape], many(SamplingSettings(temperature=1.0, acceptance="rejection"), seed=1))
     assert draft.sampled
     paths = paths_of(draft)
     law = drafter[()]
@@ -318,13 +282,12 @@ def test_drawn_tokens_have_the_drafters_distribution(shape: str, rule: Any) -> N
 
 def test_a_drafter_without_further_tokens_leaves_children_out() -> None:
     laws = {path: torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64) for path in random_laws(0)}
-    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="rejection"), seed=1)
-    draft = sample(Laws(laws), Sampled(Tree.cartesian([2])), context)
+    context = many(SamplingSettings(temperature=1.0, acceptance="rejection"), seed=1)
+    draft = sample(laws, Sampled(Tree.cartesian([2])), context)
     assert (draft.log_probs[:, 1] == 0).all()
     assert (draft.log_probs[:, 2] == -torch.inf).all()
-    target = random_laws(3)[()]
-    verdict = judged(draft, target.log().expand(COUNT, 3, V), rows, draws)
-    assert obeys(first_tokens(draft, verdict), target)
+    target = random_laws(3)
+    assert obeys(first_tokens(draft, judged(draft, target, context)), target[()])
 
 
 @pytest.mark.parametrize(("paths", "named"), [([(0,), (0, 1)], "below [0]"), ([(0,), (2,)], "[0, 2]")])
@@ -336,7 +299,7 @@ def test_ranks_of_drawn_children_have_no_gaps(paths: list[Path], named: str) -> 
 
 def test_to_draw_tokens_random_numbers_are_needed() -> None:
     with pytest.raises(ValueError, match="draws"):
-        sample(Laws(random_laws(0)), SHAPES["one"], Context(*[torch.zeros(1, 1)] * 3, torch.zeros(1).long()))
+        sample(random_laws(0), SHAPES["one"], Context(*[torch.zeros(1, 1)] * 3, torch.zeros(1).long()))
 
 
 # --- whole answers ---
@@ -420,9 +383,9 @@ def test_a_drafter_of_fewer_tokens_draws_among_those(model: TargetModel, options
 def test_a_tree_cut_to_siblings_is_no_chain() -> None:
     """The deepest node is gone, the tree says it could still be there."""
     target, drafter = random_laws(3), random_laws(4)
-    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="block"), seed=7)
-    draft = sample(Laws(drafter), Sampled(Tree.from_paths([(0,), (1,), (0, 0)])), context).first(3)
+    context = many(SamplingSettings(temperature=1.0, acceptance="block"), seed=7)
+    draft = sample(drafter, Sampled(Tree.from_paths([(0,), (1,), (0, 0)])), context).first(3)
     assert draft.num_nodes == draft.max_depth + 1 == 3
-    verdict = judged(draft, target_logits(target, draft), rows, draws)
+    verdict = judged(draft, target, context)
     assert int(verdict.num_accepted.max()) == 2
     assert obeys(first_tokens(draft, verdict), target[()])

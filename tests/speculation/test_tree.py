@@ -47,14 +47,13 @@ def test_parents_depths_masks_tensors_and_json_say_what_the_paths_say(tree: Tree
     assert (tree.max_depth, tree.num_nodes) == (max(tree.depths), len(tree.paths))
     assert tree.ancestor_mask.dtype == torch.bool
     assert tree.ancestor_mask.tolist() == [[path[: len(other)] == other for other in tree.paths] for path in tree.paths]
-    tensors = tree_tensors(tree, torch.device("cpu"))
-    assert tensors.parents.tolist() == [[max(parent, 0) for parent in tree.parents]]
-    assert tensors.depths.tolist() == [list(tree.depths)]
-    assert tensors.ranks.tolist() == list(tree.ranks)
-    assert torch.equal(tensors.ancestors[0], tree.ancestor_mask)
+    parents, depths, ancestors = tree_tensors(tree, torch.device("cpu"))
+    assert parents.tolist() == [[max(parent, 0) for parent in tree.parents]]
+    assert depths.tolist() == [list(tree.depths)]
+    assert torch.equal(ancestors[0], tree.ancestor_mask)
     draft = Draft.on_tree(tree, torch.zeros(2, tree.num_nodes, dtype=torch.long))
     assert (draft.num_nodes, draft.max_depth, draft.sampled) == (tree.num_nodes, tree.max_depth, False)
-    assert draft.parents is tensors.parents, "the tensors of a tree are made once"
+    assert draft.parents is parents, "the tensors of a tree are made once"
 
 
 @settings(deadline=None)

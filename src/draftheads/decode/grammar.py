@@ -8,6 +8,8 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate, takewhile
+from operator import eq
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,18 +92,12 @@ class GrammarState:
 
     def num_allowed(self, token_ids: Iterable[int]) -> int:
         """How many of these tokens may follow one after the other below place 0."""
-        place = count = 0
-        for token in token_ids:
-            place = self.place_below(place, token)
-            if place == FORBIDDEN:
-                break
-            count += 1
-        return count
+        places = accumulate(token_ids, self.place_below, initial=0)
+        return sum(1 for _ in takewhile(lambda place: place != FORBIDDEN, places)) - 1  # without the root's place
 
     def _new_place(self, path: tuple[int, ...]) -> int:
         """``FORBIDDEN`` where a limit is exceeded: if the answer gets there, its next step fails."""
-        common = next((i for i, pair in enumerate(zip(path, self._at, strict=False)) if pair[0] != pair[1]), None)
-        common = min(len(path), len(self._at)) if common is None else common
+        common = sum(1 for _ in takewhile(bool, map(eq, path, self._at)))
         if len(self._at) > common:
             self._probe.rollback(len(self._at) - common)
         self._probe.consume_tokens(list(path[common:]))

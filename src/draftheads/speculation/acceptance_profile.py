@@ -61,8 +61,8 @@ class AcceptanceProfile:
         self.growing(1)
         depth, size = counted(self.depth, "depth"), counted(len(self.paths), "node")
         deepest, longest = (max(map(len, lists), default=0) for lists in (self.paths, self.shallower_tokens))
-        lists = {"dynamic_tokens": [self.dynamic_tokens], "shallower_tokens": self.shallower_tokens}
-        expected = [*self.static_tokens, *chain.from_iterable(chain.from_iterable(lists.values()))]
+        num_dynamic = len(self.dynamic_tokens)
+        expected = [*self.static_tokens, *self.dynamic_tokens, *chain.from_iterable(self.shallower_tokens)]
         for name in ("num_texts", "num_tokens", "temperature"):
             number = getattr(self, name)
             _check(0 <= number < math.inf, f"{name} is {number}; it must be at least 0")
@@ -80,12 +80,10 @@ class AcceptanceProfile:
             f"static_tokens has {len(self.static_tokens)} numbers; {len(self.paths)} paths make "
             f"{len(self.paths) + 1} trees",
         )
-        for name, growing in lists.items():
-            most = max(map(len, growing), default=0)
-            _check(most <= MAX_NODES, f"{name} has {most} numbers; it must have at most {MAX_NODES}")
+        _check(num_dynamic <= MAX_NODES, f"dynamic_tokens has {num_dynamic} numbers; it must have at most {MAX_NODES}")
         _check(
-            longest <= len(self.dynamic_tokens),
-            f"shallower_tokens has a list of {longest} numbers; dynamic_tokens has {len(self.dynamic_tokens)}",
+            longest <= num_dynamic,
+            f"shallower_tokens has a list of {longest} numbers; dynamic_tokens has {num_dynamic}",
         )
         _check(deepest <= self.depth, f"paths has a node of depth {deepest}; temperatures has {depth}")
         _check(

@@ -74,8 +74,7 @@ class Draft:
     @classmethod
     def on_tree(cls, tree: Tree, token_ids: Tensor, *, log_probs: Tensor | None = None) -> Self:
         """A draft on one static tree for all rows; ``token_ids`` is (B, N) in the tree's node order."""
-        shape = tree_tensors(tree, token_ids.device)
-        return cls(token_ids, shape.parents, shape.depths, shape.ancestors, tree.max_depth, log_probs)
+        return cls(token_ids, *tree_tensors(tree, token_ids.device), tree.max_depth, log_probs)
 
 
 def with_nodes(draft: Draft, nodes: Sequence[Sequence[int]], *, max_depth: int) -> Draft:
@@ -105,26 +104,12 @@ def with_nodes(draft: Draft, nodes: Sequence[Sequence[int]], *, max_depth: int) 
     return replace(draft, max_depth=max_depth, **kept).filled_up(filling)
 
 
-@dataclass(frozen=True)
-class TreeTensors:
-    """A static tree as tensors on one device; leading dimension 1."""
-
-    parents: Tensor  # (1, N) int64, root its own parent
-    depths: Tensor  # (1, N) int64
-    ancestors: Tensor  # (1, N, N) bool
-    ranks: Tensor  # (N,) int64
-
-
 @lru_cache(maxsize=256)
-def tree_tensors(tree: Tree, device: torch.device) -> TreeTensors:
-    """The tensors of ``tree`` on ``device``, made once."""
+def tree_tensors(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents (1, N), depths (1, N) and ancestors (1, N, N) of a static tree, as in a draft; made once."""
     with torch.inference_mode(mode=False):  # so that training can use the cached tensors
-        return TreeTensors(
-            to_device([tree.parents], device).clamp_min_(0),
-            to_device([tree.depths], device),
-            to_device(tree.ancestor_mask[None], device),
-            to_device(tree.ranks, device),
-        )
+        parents = to_device([tree.parents], device).clamp_min_(0)
+        return parents, to_device([tree.depths], device), to_device(tree.ancestor_mask[None], device)
 
 
 @dataclass(frozen=True)
@@ -195,10 +180,7 @@ class Context:
     @cached_property
     def counts(self) -> list[int]:
         """``num_accepted`` on the host; read from the device if not known."""
-        if self.known_ids is not None:
-            return [len(ids) - 1 for ids in self.known_ids]
-        counts: list[int] = self.num_accepted.tolist()
-        return counts
+        return [len(ids) - 1 for ids in self.ids]
 
     @property
     def last_hidden(self) -> Tensor:
@@ -221,8 +203,8 @@ class Context:
         """The same context for the rows whose indices are given, in that order."""
         index = to_device(rows, self.root_ids.device, torch.long)
         known_ids = None if self.known_ids is None else [self.known_ids[row] for row in rows]
-        parts = self.hidden, self.token_ids, self.num_accepted, self.root_ids
-        return type(self)(*(part[index] for part in parts), known_ids=known_ids)
+        names = "hidden", "token_ids", "num_accepted", "root_ids"
+        return type(self)(**{name: getattr(self, name)[index] for name in names}, known_ids=known_ids)
 
     def beside(self, new: Self) -> Self:
         """These rows, then the new ones; the shorter of the two is padded."""

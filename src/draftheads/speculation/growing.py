@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftheads.cpu.drafts import largest
 from draftheads.speculation.candidates import Candidates, selected, with_children
-from draftheads.speculation.draft import Context, Draft, Places, TokenRules, tree_tensors
+from draftheads.speculation.draft import Context, Draft, Places, TokenRules
 from draftheads.speculation.sampling import RowSettings, draw, probabilities
 from draftheads.speculation.shapes import Sampled, Shape
 from draftheads.speculation.tree import Tree
@@ -79,45 +79,35 @@ class _MaskedPredictor(Predictor):
 
 @dataclass(frozen=True)
 class _Level:
-    """The nodes of one depth d+1 of a static tree, and how they hang on the expanded nodes of depth d."""
+    """The W' nodes of one depth d+1 of a static tree, and how they hang on the expanded nodes of depth d."""
 
     depth: int  # d: the head that predicts them
-    start: int  # their node indices, start … stop-1
-    stop: int
+    start: int  # the index of the first one
     top_k: int  # how many of the most probable tokens are needed
-    parents: tuple[int, ...]  # for each node: its parent's place among the expanded nodes of depth d
-    expanded: tuple[int, ...]  # the places in start … stop-1 of nodes that have children
+    ranks: Tensor  # (W',)
+    parents: Tensor  # (W',) for each node: its parent's place among the expanded nodes of depth d
+    expanded: Tensor  # the places of nodes that have children
 
 
 @lru_cache(maxsize=256)
-def _levels(tree: Tree) -> tuple[_Level, ...]:
-    """The levels below the root, which are filled one after the other.
+def _levels(tree: Tree, device: torch.device) -> tuple[_Level, ...]:
+    """The levels below the root, which are filled one after the other; made once.
 
-    >>> [level.expanded for level in _levels(Tree.from_paths([(0,), (1,), (1, 0)]))]
-    [(1,), ()]
+    >>> [level.expanded.tolist() for level in _levels(Tree.from_paths([(0,), (1,), (1, 0)]), torch.device("cpu"))]
+    [[1], []]
     """
     with_children = set(tree.parents)
-    levels = []
+    levels, above = [], [0]
     for depth in range(tree.max_depth):
         nodes = [node for node, d in enumerate(tree.depths) if d == depth + 1]
-        above = [node for node, d in enumerate(tree.depths) if d == depth and node in with_children]
-        levels.append(
-            _Level(
-                depth=depth,
-                start=nodes[0],
-                stop=nodes[-1] + 1,
-                top_k=max(tree.ranks[node] for node in nodes) + 1,
-                parents=tuple(above.index(tree.parents[node]) for node in nodes),
-                expanded=tuple(i for i, node in enumerate(nodes) if node in with_children),
-            )
-        )
+        ranks = [tree.ranks[node] for node in nodes]
+        parents = [above.index(tree.parents[node]) for node in nodes]
+        expanded = [place for place, node in enumerate(nodes) if node in with_children]
+        with torch.inference_mode(mode=False):  # so that training can use the cached tensors
+            tensors = [to_device(part, device, torch.long) for part in (ranks, parents, expanded)]
+        levels.append(_Level(depth, nodes[0], max(ranks) + 1, *tensors))
+        above = [nodes[place] for place in expanded]
     return tuple(levels)
-
-
-@lru_cache(maxsize=1024)
-def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(mode=False):  # so that training can use the cached tensors
-        return to_device(places, device, torch.long)
 
 
 def fill(
@@ -157,21 +147,15 @@ def fill(
 
 def _fill_static(head: Predictor, tree: Tree, context: Context, begin: Begin) -> Draft:
     """The best tokens of each node, on a static tree that is the same for all rows."""
-    device = context.root_ids.device
-    ranks = tree_tensors(tree, device).ranks
-    tokens = [context.root_ids[:, None]]
-    state = begin(tree.max_depth)
-    for level in _levels(tree):
+    tokens, state = [context.root_ids[:, None]], begin(tree.max_depth)
+    for level in _levels(tree, context.root_ids.device):
         best = largest(head.predict(state, level.depth), level.top_k)[1]  # (B, W, ranks)
-        parents = _on_device(level.parents, device)
-        rank = ranks[level.start : level.stop]
-        place = parents if head.reads_path else torch.zeros_like(parents)
-        children = head.to_target_ids(best[:, place, rank])  # (B, nodes of this depth)
+        place = level.parents if head.reads_path else torch.zeros_like(level.parents)
+        children = head.to_target_ids(best[:, place, level.ranks])  # (B, nodes of this depth)
         tokens.append(children)
-        if level.expanded:
-            chosen = _on_device(level.expanded, device)
-            above = parents[chosen].expand(len(children), -1)
-            state = head.descend(state, level.depth, above, children[:, chosen])
+        if len(level.expanded):
+            above = level.parents[level.expanded].expand(len(children), -1)
+            state = head.descend(state, level.depth, above, children[:, level.expanded])
     return Draft.on_tree(tree, torch.cat(tokens, 1))
 
 
@@ -180,15 +164,13 @@ def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> 
     if context.rows is None or context.draws is None:
         raise ValueError("to draw tokens a context needs rows and draws")
     tree, root = shape.tree, context.root_ids
-    batch = torch.arange(len(root), device=root.device)[:, None]
     tokens = [root[:, None]]
     log_probs = [torch.zeros_like(tokens[0], dtype=torch.float32)]
     probs: Tensor | None = None  # (B, N, V)
     state = begin(tree.max_depth)
     at = torch.zeros(1, dtype=torch.long, device=root.device)  # nodes whose children are next
-    widest = 0
-    for level in _levels(tree):
-        parents = _on_device(level.parents, root.device)
+    levels = _levels(tree, root.device)
+    for level in levels:
         count = len(at)
         drawn = _distributions(head.predict(state, level.depth), context.rows, count)  # (B, W, V') float32
         whole = _over_vocabulary(head, drawn, context.rows)
@@ -196,19 +178,17 @@ def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> 
             probs = whole.new_zeros(len(root), tree.num_nodes, whole.shape[-1])
         probs[:, at] = whole
         ids, ids_log_probs = _without_replacement(drawn, level.top_k, context.draws(count * level.top_k))
-        rank = tree_tensors(tree, root.device).ranks[level.start : level.stop]
-        children = head.to_target_ids(ids[:, parents, rank])
+        children = head.to_target_ids(ids[:, level.parents, level.ranks])
         tokens.append(children)
-        log_probs.append(ids_log_probs[:, parents, rank])
-        widest = max(widest, level.top_k)
-        if level.expanded:
-            chosen = _on_device(level.expanded, root.device)
-            state = head.descend(state, level.depth, parents[chosen].expand(len(batch), -1), children[:, chosen])
-            at = level.start + chosen
+        log_probs.append(ids_log_probs[:, level.parents, level.ranks])
+        if len(level.expanded):
+            above = level.parents[level.expanded].expand(len(root), -1)
+            state = head.descend(state, level.depth, above, children[:, level.expanded])
+            at = level.start + level.expanded
     if probs is None:  # a root alone
         probs = torch.zeros(len(root), 1, 1, device=root.device)
     draft = Draft.on_tree(tree, torch.cat(tokens, 1), log_probs=torch.cat(log_probs, 1))
-    return replace(draft, probs=probs, max_siblings=widest)
+    return replace(draft, probs=probs, max_siblings=max((level.top_k for level in levels), default=0))
 
 
 def _distributions(logits: Tensor, rows: RowSettings, count: int) -> Tensor:
