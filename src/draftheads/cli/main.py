@@ -169,7 +169,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print_help(name, command, *options_of(name, arguments))
         return 0
     options = read_options(name, arguments)
-    from draftheads.cli.config import as_yaml, check_names, flat  # noqa: PLC0415 - slow to import
+    from draftheads.cli.config import as_yaml, check_names, flat  # noqa: PLC0415
 
     if command.config and "--print-config" in given:
         print(as_yaml(options), end="")
@@ -194,11 +194,12 @@ def read_options(name: str, arguments: Sequence[str]) -> Any:
         if f"--{option.replace('_', '-')}" in flags:
             print(f"error: {option} is {value} and --{option} is given, too: give one of them", file=sys.stderr)
             raise SystemExit(2)
-    words = [*(f"--{option}={value}" for option, value in first.items()), *rest]
-    if command.config:
-        from draftheads.cli.config import with_config  # noqa: PLC0415
+    from draftheads.cli.config import each_once, with_config  # noqa: PLC0415 - slow to import
 
-        words = with_config(options_of(name)[0], words)
+    kind = options_of(name)[0]
+    words = [*(f"--{option}={value}" for option, value in first.items()), *each_once(kind, rest)]
+    if command.config:
+        words = with_config(kind, words)
     kind, default = options_of(name, words)
     changed = {} if default is None else {"default": default}
     marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
