@@ -3,18 +3,23 @@
 import math
 import pickle
 import re
-from dataclasses import fields, replace
+from dataclasses import fields, make_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pytest
 import torch
 
 import draftheads
+from draftheads.bench.settings import BenchSettings
+from draftheads.distill.options import DistillOptions
 from draftheads.errors import InvalidSettings
-from draftheads.settings import Grammar, SamplingSettings
+from draftheads.search.settings import ReplaySettings
+from draftheads.serve.options import ServeOptions
+from draftheads.settings import Grammar, OptionGroup, SamplingSettings
+from draftheads.train.options import TrainOptions
 
 NAN, INFINITY = math.nan, math.inf
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
@@ -104,6 +109,22 @@ EDGES: dict[str, tuple[Any, ...]] = {
     "logprobs": (0, 20),
     "logit_bias": (((0, -100.0), (7, 100.0)),),
 }
+
+
+OF_REQUESTS = {"ReplaySettings.temperature", "DistillOptions.seed"}  # settings of requests check them
+
+
+@pytest.mark.parametrize("group", [BenchSettings, DistillOptions, ReplaySettings, ServeOptions, TrainOptions])
+def test_every_number_among_options_has_a_range(group: Any):
+    kinds = {int, float, int | None, float | None}
+    numbers = [field for field in fields(group) if kinds & {field.type, *get_args(field.type)}]
+    for field in numbers:
+        if get_origin(field.type) is tuple or f"{group.__name__}.{field.name}" in OF_REQUESTS:
+            continue
+        for value in (-1, NAN, True, "1"):
+            alone = make_dataclass("Alone", [(field.name, field.type, value)], bases=(OptionGroup,), frozen=True)
+            with pytest.raises(InvalidSettings, match=f"^--{field.name.replace('_', '-')} is {value!r}: "):
+                alone()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ SERVER = {"endpoint": "http://x/v1", "model": "x"}
         ({"temperature": ()}, "--temperature is ()"),
         ({"temperature": (0.0, -1.0)}, "--temperature is 0.0 -1.0"),
         ({"batch_size": 0}, "--batch-size is 0"),
-        ({"num_self_talk": -1}, "--num-self-talk is -1"),
         ({"out": Path("out.jsonl.gz")}, "--out is out.jsonl.gz"),
         ({**SERVER, "documents": (Path("book.jsonl"),)}, "--documents is book.jsonl"),
         ({**SERVER, "head": "hydra"}, "--head is 'hydra'"),

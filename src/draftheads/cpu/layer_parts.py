@@ -244,8 +244,6 @@ def norm_numbers(norm: Any) -> tuple[Tensor, Tensor | None, float, bool]:
     scale, shift = weight.float(), torch.zeros(()) if bias is None else bias.detach().float()
     epsilon = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
     is_centred = bool(((of_ones - shift).abs() < 1e-3).all())
-    if (
-        not is_centred and (of_ones - 1 - scale).abs().sum() < (of_ones - scale).abs().sum()
-    ):  # Gemma stores what is behind 1
-        scale = 1 + scale
+    is_less_1 = (of_ones - 1 - scale).abs().sum() < (of_ones - scale).abs().sum()  # Gemma stores what is behind 1
+    scale = 1 + scale if is_less_1 and not is_centred else scale
     return scale, None if bias is None else shift, epsilon, is_centred

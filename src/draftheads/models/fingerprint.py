@@ -7,6 +7,7 @@ layers only: it may use the heads, with a warning if it differs much.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -103,7 +104,6 @@ def tokenizer_fingerprints(tokenizer: Any) -> Iterator[str]:
     probes = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _PROBE_TEXTS]
     # the tokens differ: sorting by them alone gives the same order, ten times as fast
     words = sorted(vocabulary.items(), key=itemgetter(0))
-    yield hashlib.sha256(json.dumps([words, probes]).encode()).hexdigest()[:16]
-    for end in sorted(added, reverse=True)[:_MOST_ADDED]:
+    for end in (math.inf, *sorted(added, reverse=True)[:_MOST_ADDED]):
         words = [pair for pair in words if pair[1] < end]
         yield hashlib.sha256(json.dumps([words, probes]).encode()).hexdigest()[:16]

@@ -7,6 +7,7 @@ other special tokens.
 """
 
 import hashlib
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -85,7 +86,7 @@ def _converted(source: Path, folder: Path, *, name: str, is_embedded: bool = Fal
     with locked(folder.parent, "set DRAFTHEADS_CACHE to another folder", file=folder.name, waiting=waiting):
         if not folder.is_dir():  # another process may have converted it in the meantime
             remove_leftovers(folder)
-            with atomic_directory(folder) as temporary, without_bars():
+            with atomic_directory(folder) as temporary, without_bars(), without_logs():
                 _convert(source, temporary, is_embedded=is_embedded)
     return folder
 
@@ -93,29 +94,39 @@ def _converted(source: Path, folder: Path, *, name: str, is_embedded: bool = Fal
 @contextmanager
 def without_bars() -> Iterator[None]:
     """Hides the bars of ``transformers``, such as "Loading weights": progress is shown by the caller."""
-    from transformers.utils import logging  # noqa: PLC0415
+    from transformers.utils import logging as progress  # noqa: PLC0415
 
-    silence = logging.is_progress_bar_enabled()
+    silence = progress.is_progress_bar_enabled()
     if silence:
-        logging.disable_progress_bar()
+        progress.disable_progress_bar()
     try:
         yield
     finally:
         if silence:
-            logging.enable_progress_bar()
+            progress.enable_progress_bar()
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Hides what ``transformers`` logs, except errors."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _convert(source: Path, folder: Path, *, is_embedded: bool) -> None:
     """Writes the model of a GGUF file to ``folder`` in Hugging Face format."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: PLC0415
-    from transformers.utils import logging, quantization_config  # noqa: PLC0415
+    from transformers.utils import quantization_config  # noqa: PLC0415
 
     reader = _read_gguf(source)
     given: dict[str, Any] = {"gguf_file": source.name, "dtype": _dtype(reader)}
     if hasattr(quantization_config, "GgufConfig"):  # newer versions of transformers can keep the weights packed
         given["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
         # a bar that transformers' own switch does not reach; a file of messages would have a hundred lines of it
         with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):
@@ -141,8 +152,6 @@ def _convert(source: Path, folder: Path, *, is_embedded: bool) -> None:
     except Exception as error:  # its classes depend on the part that cannot be read
         architecture = _field(reader, "general.architecture")
         raise UnsupportedModel(f"{source.name} has a {architecture} model: {first_line(error)}") from error
-    finally:
-        logging.set_verbosity(level)
 
 
 def _read_gguf(source: Path) -> "GGUFReader":

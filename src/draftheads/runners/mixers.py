@@ -62,7 +62,7 @@ def delta_rule(
     """
     states = run.states((value.shape[2], key.shape[3], value.shape[3]), value)
     if run.counts is not None:
-        padding = run.padding(g.device)[..., None]  # a padded token changes no state
+        padding = run.padding[..., None]  # a padded token changes no state
         options["g"] = g.masked_fill(padding if g.dim() == 3 else padding[..., None], 0)
         options |= {"beta": beta.masked_fill(padding, 0), "output_final_state": True}
         options |= {"initial_state": states.clone(), "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
@@ -98,7 +98,7 @@ def mamba2(  # noqa: PLR0917 - as it is called
     states = run.states((x.shape[2], x.shape[3], B.shape[3]), x)
     dt = _steps(dt.contiguous(), dt_bias, is_soft=dt_softplus).clamp(*dt_limit)
     if run.counts is not None:
-        dt = dt.masked_fill(run.padding(dt.device)[..., None], 0)
+        dt = dt.masked_fill(run.padding[..., None], 0)
         options |= {"initial_states": states.clone(), "return_final_states": True}
         found, last = original(x, dt, A, B, C, D=D, **options)
         states.copy_(last)
@@ -153,7 +153,7 @@ def _activated(x: Tensor, name: str) -> Tensor:
 def _walked(run: Pass, rule: Rule, states: Tensor) -> Tensor:
     """Outputs (B·N, …). The rule is kept for accepted nodes; a text's states are moved at once."""
     found = roots = None
-    for level, here, new in walk(rule, states, run.levels(states.device)):
+    for level, here, new in walk(rule, states, run.levels):
         part = here.output(new)
         if found is None:
             found, roots = part.new_zeros(len(rule[0]), *part.shape[1:]), new

@@ -39,16 +39,13 @@ class NativeRunner(Runner):
             _reserve(row, row.length + len(ids))
         parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
         done = [0] * len(rows)
-        while (counts := _next_counts([len(ids) - read for ids, read in zip(token_ids, done, strict=True)])) != {}:
+        while counts := _next_counts([len(ids) - read for ids, read in zip(token_ids, done, strict=True)]):
+            sizes, there = list(counts.values()), [rows[place] for place in counts]
             tokens = [token for place, count in counts.items() for token in token_ids[place][done[place] :][:count]]
-            texts = SequenceBatch(
-                [rows[place].memory for place in counts],
-                [lengths[place] + done[place] for place in counts],
-                list(counts.values()),
-                torch.cat([torch.arange(count) for count in counts.values()]).int(),
-            )
-            last, hidden = self._pass([rows[place] for place in counts], torch.tensor(tokens), texts)
-            sizes = list(counts.values())
+            depths = torch.cat([torch.arange(count) for count in sizes]).int()
+            before = [lengths[place] + done[place] for place in counts]
+            texts = SequenceBatch([row.memory for row in there], before, sizes, depths)
+            last, hidden = self._pass(there, torch.tensor(tokens), texts)
             for place, *states in zip(counts, last.split(sizes), hidden.split(sizes), strict=True):
                 parts[place].append((states[0], states[1]))
                 done[place] += counts[place]

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -193,6 +194,7 @@ class Pass:
 
     cache: StateCache
     rows: slice
+    device: torch.device
     parents: list[list[int]]  # of each row's nodes, all rows equally many; −1: the text
     counts: Sequence[int] | None = None  # reading: how many tokens of each row are not padding
     layer: tuple[int, int] = (0, 0)  # whose mixer runs
@@ -200,40 +202,37 @@ class Pass:
     # of each layer, and the states (m, …) of the first level
     rules: dict[tuple[str, int, int], tuple[Rule, Tensor]] = field(default_factory=dict)
     _tables: dict[int, Tensor] = field(default_factory=dict)
-    _levels: list[Level] | None = None
 
     @property
     def num_nodes(self) -> int:
         return len(self.parents[0])
 
-    def levels(self, device: torch.device) -> list[Level]:
+    @cached_property
+    def levels(self) -> list[Level]:
         """Of all nodes; when reading, of those that are not padding."""
-        if self._levels is None:
-            self._levels = (
-                levels_of(self.parents, device)
-                if self.counts is None
-                else path_levels([range(count) for count in self.counts], self.num_nodes, device)
-            )
-        return self._levels
+        if self.counts is None:
+            return levels_of(self.parents, self.device)
+        return path_levels([range(count) for count in self.counts], self.num_nodes, self.device)
 
-    def padding(self, device: torch.device) -> Tensor:
+    @cached_property
+    def padding(self) -> Tensor:
         """(B, N) bool; when reading."""
         assert self.counts is not None
-        return torch.arange(self.num_nodes, device=device) >= to_device(list(self.counts), device)[:, None]
+        return torch.arange(self.num_nodes, device=self.device) >= to_device(list(self.counts), self.device)[:, None]
 
-    def before(self, window: int, device: torch.device) -> Tensor:
+    def before(self, window: int) -> Tensor:
         """(B, W+N): which column comes before each of a window and the nodes behind it."""
         if window not in self._tables:
             first = [max(0, column - 1) for column in range(window)]
             rows = [first + [window + (parent if parent >= 0 else -1) for parent in row] for row in self.parents]
-            self._tables[window] = to_device(rows, device)
+            self._tables[window] = to_device(rows, self.device)
         return self._tables[window]
 
     def last(self, columns: Tensor, count: int, window: int) -> list[Tensor]:
         """The last ones on the ways to some columns (B, n) of a window and its nodes, each (B, n), oldest first."""
         found = [columns]
         while len(found) < count:
-            found.append(self.before(window, columns.device).gather(1, found[-1]))
+            found.append(self.before(window).gather(1, found[-1]))
         return found[::-1]
 
     def states(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -253,7 +252,7 @@ class Pass:
             states = self.cache.states[key][self.rows]
             first = to_device(begun, states.device, torch.long)  # it may be empty
             # the first level has nodes that only fill up, too
-            is_root = self.levels(states.device)[0].nodes % self.num_nodes == 0
+            is_root = self.levels[0].nodes % self.num_nodes == 0
             new = roots[is_root.nonzero()[:, 0]]
             states[first] = new[first]
             if levels is None:
@@ -265,12 +264,12 @@ class Pass:
 def tree_pass(cache: StateCache, rows: slice, parents: Tensor, depths: Tensor) -> Pass:
     """A pass over trees: parents and depths (1 or B, N). Nodes of depth 0 follow the text."""
     above = parents.expand(rows.stop - rows.start, -1).masked_fill(depths == 0, -1)
-    return Pass(cache, rows, above.tolist())
+    return Pass(cache, rows, parents.device, above.tolist())
 
 
-def text_pass(cache: StateCache, rows: slice, counts: Sequence[int], num_tokens: int) -> Pass:
-    """A pass over the next tokens of texts, so many of each row, filled up to ``num_tokens``."""
-    return Pass(cache, rows, [[*range(-1, num_tokens - 1)] for _ in counts], counts=counts)
+def text_pass(cache: StateCache, rows: slice, counts: Sequence[int], steps: Tensor) -> Pass:
+    """A pass over the next tokens of texts, so many of each row, filled up to as many as there are ``steps``."""
+    return Pass(cache, rows, steps.device, [[*range(-1, len(steps) - 1)] for _ in counts], counts=counts)
 
 
 RUNNING: ContextVar[Pass | None] = ContextVar("RUNNING", default=None)

@@ -6,11 +6,9 @@ compared with its own rounding, which may be large in 16 bits.
 """
 
 import copy
-import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ import transformers
 from torch import Tensor
 
 from draftheads.errors import RoundingWarning, SpeedWarning, UnsupportedModel, first_line
+from draftheads.models.gguf_models import without_logs
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import num_heads
 from draftheads.runners import runner_for
@@ -99,7 +98,8 @@ def probe_of(target: TargetModel) -> TargetModel | None:
         return None
     for few, narrow in ((True, True), (True, False), (False, True)):
         try:
-            with torch.random.fork_rng(devices=[]), _quietly():
+            # what transformers says of the configuration, it said when the model was loaded
+            with torch.random.fork_rng(devices=[]), without_logs(), warnings.catch_warnings(action="ignore"):
                 model = _built(target, _probe_config(target, few=few, narrow=narrow))
             known = {type(module) for module in model.modules()}
             if not target.is_quantised and any(type(module) not in known for module in target.model.modules()):
@@ -110,20 +110,6 @@ def probe_of(target: TargetModel) -> TargetModel | None:
             continue
         return probe
     return None
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what transformers logs about a configuration: it was logged when the model was loaded."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _probe_config(target: TargetModel, *, few: bool, narrow: bool) -> Any:

@@ -193,7 +193,7 @@ class TransformersRunner(Runner):
             run = None
             if isinstance(self.cache, StateCache):
                 counts = [min(max(len(ids) - first, 0), len(steps)) for ids in token_ids]
-                run = text_pass(self.cache, places, counts, len(steps))
+                run = text_pass(self.cache, places, counts, steps)
             parts.append(self._forward(places, rows, chunk, steps[None], chain, first=first, run=run))
             if run is not None:
                 run.commit([range(count) for count in counts])

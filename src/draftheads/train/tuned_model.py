@@ -54,13 +54,7 @@ class Adapter:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        rank: int = RANK,
-        alpha: int = ALPHA,
-        dropout: float = DROPOUT,
-        targets: Sequence[str] = (),
+        self, model: Any, *, rank: int = RANK, alpha: int = ALPHA, dropout: float = DROPOUT, targets: Sequence[str] = ()
     ) -> None:
         peft = require_peft()
         names = list(targets) or linear_layers(model)
