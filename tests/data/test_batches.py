@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftheads.data.batches import PlannedBatches, collate, padded_length, plan_batches, split_held_out
+from draftheads.data.batches import collate, padded_length, plan_batches, split_held_out
 from draftheads.data.features import Document, FeatureStore
 from draftheads.data.texts import EncodedChat
 
@@ -112,9 +112,3 @@ def test_answers_without_a_prompt_are_on_both_sides():
     for seed in range(5):
         _, held_out = split_held_out(token_ids, loss_masks, fraction=0.1, seed=seed)
         assert 5 < sum(index % 2 for index in held_out) < 35
-
-
-def test_a_batch_has_the_indices_of_its_documents(texts: list[EncodedChat], store: FeatureStore):
-    batch = PlannedBatches(store, [[3, 1]], skip_prompts=False)[0]
-    assert batch["documents"].tolist() == [3, 1]
-    assert batch["token_ids"][0, : store.lengths[3]].tolist() == list(texts[3].token_ids)

@@ -87,10 +87,7 @@ def test_cutting_keeps_the_beginning(length: int):
         (TEMPLATE.replace("m['content']", "'' if m['role'] == 'assistant' else m['content']"), None),
         (TEMPLATE.replace("m['content']", "m['content'] if loop.last else 'w9'"), None),
         (TEMPLATE.replace("<s> assistant", "<s> w7"), None),
-        (
-            TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"),
-            [["w8", "w2", "w3", "<e>", "w8", "w5", "<e>"]],
-        ),
+        (TEMPLATE.replace("{{ m['content", "w8 {{ m['content"), [["w8", "w2", "w3", "<e>", "w8", "w5", "<e>"]]),
         (TEMPLATE.replace("<s> assistant", ""), None),
     ],
 )

@@ -183,9 +183,8 @@ SAID = [
 @pytest.mark.parametrize("field", ["conversations", "messages"])
 def test_calls_and_tools_are_read_in_all_their_forms(tmp_path: Path, call: dict[str, Any], tools: Any, field: str):
     result = {"from": "observation", "value": "12"} if "from" in call else SAID[2]
-    (record,) = read_chats(
-        write_chats(tmp_path / "a.jsonl", [{field: [SAID[0], call, result, SAID[3]], "tools": tools}])
-    )
+    line = {field: [SAID[0], call, result, SAID[3]], "tools": tools}
+    (record,) = read_chats(write_chats(tmp_path / "a.jsonl", [line]))
     assert list(record.messages) == SAID
     assert list(record.tools) == [TOOL]
 
@@ -228,15 +227,11 @@ def test_published_lines_without_a_question_are_left_out(tmp_path: Path):
     [
         ({"question": "q?"}, "GSM8K"),
         ({"question": 5, "answer": "x"}, "question is 5"),
-        ({"instruction": ["x"]}, r"instruction is \['x'\]"),
-        ({"article": "a", "highlights": 1}, "highlights is 1"),
-        ({"conversations": "x"}, "conversations is 'x'"),
         ({"conversations": {"from": "human"}}, "conversations is "),
         ({"conversations": ["x"]}, r"conversations is \['x'\]"),
         ({"conversations": [{"from": "human", "value": 5}]}, "message 0: content is 5"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "cat", "value": "a"}]}, "role is 'cat'"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": ["x"], "value": "a"}]}, r"role is \['x'\]"),
-        ({"conversations": [{"role": "User", "content": "q"}, {"role": "Bot", "content": "a"}]}, "role is 'Bot'"),
         ({"conversations": [{"speaker": "human", "text": "q"}]}, "message 0: role is None"),
         ({"conversation": "x"}, "conversation is 'x'"),
     ],

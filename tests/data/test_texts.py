@@ -22,24 +22,14 @@ REFUSING = "{% if messages[0].content == 'w9' %}{{ raise_exception('no w9') }}{%
 
 
 def test_chats_that_cannot_be_learned_are_counted_by_their_reasons(tmp_path: Path):
-    records = [
-        chat("w9", "w2"),
-        chat("w1", "w2"),
-        chat("w1"),
-        chat("w9", "w3"),
-        chat("w1 " * 30, "w2"),
-        chat("w3", "w4"),
-    ]
+    said = [("w9", "w2"), ("w1", "w2"), ("w1",), ("w9", "w3"), ("w1 " * 30, "w2"), ("w3", "w4")]
+    records = [chat(*turns) for turns in said]
     path = write_chats(tmp_path / "chats.jsonl", records)
     model = TargetModel(chat_model().model, chat_tokenizer(REFUSING), "tiny-chat")
     left_out: dict[str, list[str]] = {}
     texts = load_texts(model, [path], max_length=20, left_out=left_out)
     assert [text.source for text in texts] == [f"{path}:2", f"{path}:6"]
-    assert [[place.rpartition(":")[2] for place in places] for places in left_out.values()] == [
-        ["1", "4"],
-        ["3"],
-        ["5"],
-    ]
+    assert [[place[-1] for place in places] for places in left_out.values()] == [["1", "4"], ["3"], ["5"]]
     first = left_out_lines(left_out)[0]
     assert first.startswith("2 chats")
     assert first.endswith(f"no w9 (the first is {path}:1)")

@@ -22,7 +22,6 @@ def test_prompts_come_zipped_and_from_several_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "not JSON"),
         ('{"messages": [{"role": "assistant", "content": "w1"}]}', "needs"),
         ('{"turns": ["w1", " "]}', "a turn of the user is empty"),
         ('{"messages": [{"role": "tool", "content": "w1"}, {"role": "user", "content": "w1"}]}', "'tool'"),

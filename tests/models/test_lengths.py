@@ -32,7 +32,6 @@ def of_transformers(model: TargetModel, prompt: list[int], length: int) -> tuple
     [
         (rope("yarn", factor=4.0, original_max_position_embeddings=96), 384),  # Qwen's cards: the length as it was
         (rope("yarn", factor=4.0, original_max_position_embeddings=24), 96),  # DeepSeek: scaled already
-        (rope("yarn", factor=2.5, original_max_position_embeddings=64), 160),
         (rope("yarn", factor=2.0), 192),
         (rope("linear", factor=4.0), 384),
         ({"rope_scaling": {"type": "linear", "factor": 3.0}}, 288),  # of a model's own code
@@ -56,7 +55,6 @@ def test_the_longest_text(config: dict[str, Any], limit: int) -> None:
         ({"rope_parameters": FACTORS, "original_max_position_embeddings": 48}, 48),
         ({"rope_scaling": FACTORS, "original_max_position_embeddings": 48, "rope_parameters": None}, 48),
         ({"rope_parameters": {"full": {**FACTORS, "original_max_position_embeddings": 48}, "sliding": None}}, 48),
-        ({"rope_parameters": {"full": FACTORS, "other": {}}, "original_max_position_embeddings": 48}, 48),
         ({"rope_parameters": FACTORS}, None),
         (rope("yarn", original_max_position_embeddings=48), None),
         ({"rope_parameters": {"rope_type": "default"}, "original_max_position_embeddings": 48}, None),

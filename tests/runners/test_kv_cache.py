@@ -14,12 +14,7 @@ from draftheads.decode.engine import Engine
 from draftheads.models.model import TargetModel
 from draftheads.runners import bytes_per_slot, num_slots, runner_for, transformers_runner
 from draftheads.runners.runner import BLOCK_SLOTS
-from draftheads.runners.transformers_runner import (
-    TransformersRunner,
-    held_rows,
-    tree_visibility,
-    within_window,
-)
+from draftheads.runners.transformers_runner import TransformersRunner, held_rows, tree_visibility, within_window
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
 from families import FAMILIES, PROMPTS, TREES, VOCAB, PlantedDrafter, tiny_model

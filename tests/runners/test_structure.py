@@ -242,8 +242,3 @@ def test_noise_is_that_of_the_precision():
     assert 0.0 < noise["fp32"] < 1e-4 < noise["fp16"] < noise["bf16"] < 0.5
     stock = tiny_model("llama")
     check_numbers(stock, own_numbers(stock))
-
-
-@pytest.mark.real
-def test_the_real_model_draws_no_warning():
-    draftheads.load("smollm2-135m", precision="bf16")

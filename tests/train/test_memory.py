@@ -80,13 +80,7 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("precision", "memory_for", "dtype"),
-    [
-        ("fp32", 2.0, torch.float32),
-        ("fp32", 1.99, torch.bfloat16),
-        ("auto", 2.0, torch.bfloat16),
-        ("bf16", 2.0, torch.bfloat16),
-        ("4bit", 2.0, torch.bfloat16),
-    ],
+    [("fp32", 2.0, torch.float32), ("fp32", 1.99, torch.bfloat16), ("auto", 2.0, torch.bfloat16)],
 )
 def test_texts_are_read_in_fp32_where_that_is_asked_for_and_fits(
     monkeypatch: pytest.MonkeyPatch, precision: str, memory_for: float, dtype: torch.dtype

@@ -121,8 +121,7 @@ def test_layers_without_a_counterpart_keep_their_initial_values(
 
 
 @pytest.mark.parametrize(
-    ("method", "base"),
-    [("hydra", "hydra"), ("markov-medusa", "medusa"), ("amphista", "medusa"), ("hydra++", "hydra")],
+    ("method", "base"), [("hydra", "hydra"), ("markov-medusa", "medusa"), ("amphista", "medusa"), ("hydra++", "hydra")]
 )
 def test_heads_start_with_the_predictions_of_their_start(
     target: TargetModel, features: Path, tmp_path: Path, method: str, base: str
@@ -182,20 +181,14 @@ def test_a_start_that_does_not_fit_fails_before_the_model_reads(
 
 
 def test_a_start_with_other_settings_is_refused(target: TargetModel, features: Path, tmp_path: Path):
-    bias = {"head_options": ("fusion_bias=false",)}
+    bias, other_bias = "has fusion_bias=false, the new head fusion_bias=true: give --head-options", "fusion_bias=false"
     size = "draft_vocab_size"
-    for number, (method, first, wrong, message) in enumerate(
-        [
-            ("medusa", {"num_layers": 2}, {}, "has 2 layers in each head, the new head 1: give --num-layers 2"),
-            (
-                "eagle",
-                bias,
-                {},
-                "has fusion_bias=false, the new head fusion_bias=true: give --head-options",
-            ),
-            ("medusa", {size: 0}, {size: 40}, "predicts all tokens: give --draft-vocab-size 0"),
-        ]
-    ):
+    cases: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+        ("medusa", {"num_layers": 2}, {}, "has 2 layers in each head, the new head 1: give --num-layers 2"),
+        ("eagle", {"head_options": (other_bias,)}, {}, bias),
+        ("medusa", {size: 0}, {size: 40}, "predicts all tokens: give --draft-vocab-size 0"),
+    ]
+    for number, (method, first, wrong, message) in enumerate(cases):
         start = saved(target, options(tmp_path / str(number), features, method=method, **first))
         assert start.part_of_new(options(tmp_path, features, method=method, **first), target) == 1
         with pytest.raises(InvalidSettings, match=message):

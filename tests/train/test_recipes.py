@@ -76,9 +76,8 @@ def test_options_on_the_command_line_replace_those_of_a_recipe():
     assert (after.epochs, after.method, after.num_heads) == (7, "hydra", 5)
 
 
-@pytest.mark.parametrize("arguments", [["--recipe", "medusa-7"], ["--recipe=medusa-7"]])
-def test_an_unknown_recipe_is_named(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main(["train", *BASICS, *arguments]) == 1
+def test_an_unknown_recipe_is_named(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *BASICS, "--recipe=medusa-7"]) == 1
     assert "no recipe 'medusa-7'; choose among medusa-1, medusa-2" in capsys.readouterr().err
 
 
@@ -137,9 +136,7 @@ def test_medusa_2_goes_on_with_the_heads_of_medusa_1_in_four_bits(tmp_path: Path
     begun = lines(tmp_path / "both", "validation.jsonl")[0]["losses"]
     assert begun == pytest.approx(report.losses, rel=0.01), "with the heads of the first run"
     assert sum(joint.losses) < sum(begun)
-    assert joint.movement.tuned_perplexity < joint.movement.original_perplexity, (
-        "the model moves from the first step on"
-    )
+    assert joint.movement.tuned_perplexity < joint.movement.original_perplexity, "it moves from the first step on"
     assert {line["head_weight"] for line in lines(tmp_path / "both")} == {0.2}
 
 

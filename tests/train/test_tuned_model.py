@@ -28,10 +28,6 @@ def test_all_linear_layers_and_the_lm_head_are_adapted():
     assert TunedModel(target.model, None, "").update is None
 
 
-def test_an_lm_head_that_is_the_embedding_is_not_adapted():
-    assert "lm_head" not in linear_layers(chat_model(tie_word_embeddings=True).model)
-
-
 def test_only_the_named_layers_are_adapted():
     target = chat_model()
     adapter = Adapter(target.model, rank=2, alpha=4, dropout=0.0, targets=("q_proj",))

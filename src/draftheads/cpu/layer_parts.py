@@ -20,12 +20,8 @@ _NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
     frozenset(name for name in names if name): names
     for names in (
         ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
-        (
-            "input_layernorm",  # Gemma 2
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
+        # Gemma 2
+        ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
         ("input_layernorm", None, None, None),  # Cohere 2
         ("ln_1", None, "ln_2", None),  # GPT-2

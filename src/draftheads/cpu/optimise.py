@@ -69,9 +69,7 @@ def speed_up(model: Any, *, bits: int | None = None, typical_ids: Tensor | None 
         if bits == 4 and isinstance(lm_head, PackedLinear):
             pack([lm_head], bits=8, portable=True)
         pack(layers, bits=bits, portable=bits is not None)
-        is_rounded = bits == 4 and _round_embedding(model, lm_head.product if is_tied else None)
-        if not is_rounded:
-            _halve_embedding(model)
+        is_rounded = _store_embedding(model, lm_head.product if is_tied else None, in_8_bits=bits == 4)
         _let_go_of_file(model)
         if is_tied and not is_rounded:
             lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
@@ -105,30 +103,19 @@ class RoundedEmbedding(nn.Module):
         return self.product.rows_of(token_ids) * self.embed_scale
 
 
-def _round_embedding(model: Any, tied: Product | None) -> bool:
+def _store_embedding(model: Any, tied: Product | None, *, in_8_bits: bool) -> bool:
+    """Stores it in 8 bits, or in 16 if it is exact in them, where its class is known. Whether it is in 8 bits."""
     original = model.get_input_embeddings()
-    scale = _scale_of(original)
-    if scale is None or not NativeInt8.fits(original.weight):
+    if type(original) is not nn.Embedding and not type(original).__name__.endswith("ScaledWordEmbedding"):
         return False
-    product = tied if isinstance(tied, NativeInt8) else NativeInt8(original.weight.detach(), None)
-    model.set_input_embeddings(RoundedEmbedding(product, scale))
-    return True
-
-
-def _scale_of(embedding: Any) -> float | None:
-    """By which an embedding multiplies its rows; None if it is of an unknown class."""
-    is_known = type(embedding) is nn.Embedding or type(embedding).__name__.endswith("ScaledWordEmbedding")
-    return float(getattr(embedding, "embed_scale", 1.0)) if is_known else None
-
-
-def _halve_embedding(model: Any) -> None:
-    original = model.get_input_embeddings()
-    scale = _scale_of(original)
-    if scale is None or original.weight.dtype != torch.float32:
-        return
-    weight = original.weight.detach()
-    if (held := in_16_bits(weight)) is not weight:
+    weight, scale = original.weight.detach(), float(getattr(original, "embed_scale", 1.0))
+    if in_8_bits and NativeInt8.fits(weight):
+        product = tied if isinstance(tied, NativeInt8) else NativeInt8(weight, None)
+        model.set_input_embeddings(RoundedEmbedding(product, scale))
+        return True
+    if weight.dtype == torch.float32 and (held := in_16_bits(weight)) is not weight:
         model.set_input_embeddings(HalfEmbedding(held, weight.dtype, scale))
+    return False
 
 
 def return_freed_memory() -> None:

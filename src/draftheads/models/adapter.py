@@ -4,7 +4,6 @@ LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + 
 """
 
 import copy
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, differen
 from draftheads.models.model_config import fits
 from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, model_id_of
 from draftheads.utils.messages import first_names
+from draftheads.utils.strict_json import checked, read_dataclass, read_object
 
 FORMAT_VERSION = 1  # of ``base.json``
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -200,16 +200,10 @@ def check_adapter_base(folder: Path, model_id: str, ours: Fingerprints) -> None:
 
 def _read_base(path: Path) -> tuple[str, Fingerprints]:
     """Model id and fingerprints of ``base.json``."""
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format_version"] != FORMAT_VERSION:
-            raise CheckpointMismatch(
-                f"{path}: format_version is {raw['format_version']} and this package reads {FORMAT_VERSION}: "
-                "upgrade it with `pip install --upgrade draftheads`"
-            )
-        return str(raw["base"]["model_id"]), Fingerprints(**raw["base"]["fingerprints"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorrupt(f"{path} has no valid record of the model that the adapter is for: {error}") from None
+    parts = {"model_id": str, "fingerprints": dict[str, Any]}
+    base = checked(read_object(path, newest=FORMAT_VERSION).get("base"), parts, path, "base")
+    prints = {"layers": None, **base["fingerprints"]}
+    return base["model_id"], read_dataclass(Fingerprints, prints, path, "base.fingerprints")
 
 
 def is_tied(model: Any) -> bool:

@@ -96,13 +96,12 @@ def without_bars() -> Iterator[None]:
     """Hides the bars of ``transformers``, such as "Loading weights": progress is shown by the caller."""
     from transformers.utils import logging as progress  # noqa: PLC0415
 
-    silence = progress.is_progress_bar_enabled()
-    if silence:
-        progress.disable_progress_bar()
+    are_shown = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
     try:
         yield
     finally:
-        if silence:
+        if are_shown:
             progress.enable_progress_bar()
 
 

@@ -50,7 +50,7 @@ from draftheads.models.model_layers import (
 )
 from draftheads.models.model_names import name_of_loaded
 from draftheads.models.pretrained import LoadOptions, check_quantisation, load_pretrained
-from draftheads.speculation.draft import TargetWeights
+from draftheads.speculation.draft import TargetWeights, as_logits
 from draftheads.utils.counts import counted
 
 
@@ -418,12 +418,7 @@ class TargetModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits: (…, D) -> (…, V)."""
-        logits: Tensor = self.lm_head(hidden)
-        if self._logit_scale != 1.0:
-            logits = logits * self._logit_scale
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        return as_logits(self.lm_head(hidden), self._logit_scale, self._softcap)
 
     @cached_property
     def _softcap(self) -> float | None:

@@ -236,3 +236,9 @@ class TargetWeights:
     logit_softcap: float | None = None  # c where the target then takes c · tanh(logits / c)
     lm_head_product: Product | None = None  # the lm_head in its kernel's form, if it is packed
     rounded_embedding: NativeInt8 | None = None  # the embedding as it is stored, if in 8 bits
+
+
+def as_logits(outputs: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The target's logits from the outputs of its lm_head; scale and cap as in :class:`TargetWeights`."""
+    logits = outputs if scale == 1.0 else outputs * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

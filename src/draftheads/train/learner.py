@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.settings import LossKind
-from draftheads.speculation.draft import TargetWeights
+from draftheads.speculation.draft import TargetWeights, as_logits
 from draftheads.train.losses import (
     NUM_ROWS,
     ROW_LOSSES,
@@ -180,11 +180,7 @@ class Learner(nn.Module):
         logits = F.linear(hidden, self.teacher, self.teacher_bias)
         if update is not None:
             logits = logits + update(hidden)
-        if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
-        if self.logit_softcap is not None:
-            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
-        return logits.softmax(-1)
+        return as_logits(logits, self.logit_scale, self.logit_softcap).softmax(-1)
 
 
 def with_noise(hidden: Tensor, alpha: float, lengths: Tensor | None = None) -> Tensor:

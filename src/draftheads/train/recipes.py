@@ -75,9 +75,7 @@ RECIPES: Mapping[str, Recipe] = {
         _from(OURS, epochs=2),
     ),
     "hydra": Recipe(
-        "Hydra: four grounded heads, one epoch on the text",
-        _HYDRA,
-        _from("equation 2", method="hydra", loss="hard"),
+        "Hydra: four grounded heads, one epoch on the text", _HYDRA, _from("equation 2", method="hydra", loss="hard")
     ),
     "hydra-teacher": Recipe(
         "Hydra: the same with the model's own distribution as the label",
