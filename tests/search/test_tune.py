@@ -23,7 +23,7 @@ from draftheads.checkpoints.registry import (
     zoo_heads,
 )
 from draftheads.cli.main import main
-from draftheads.errors import CheckpointCorrupt
+from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.search.settings import ReplaySettings, TuneOptions
 from draftheads.search.tune import answers_folder
 from draftheads.speculation.acceptance_profile import AcceptanceProfile, read_profile
@@ -192,6 +192,12 @@ def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pyt
     assert "cannot be read" in refused(["tune", "./model", "./hydra", "--prompts", "none.jsonl", *out], capsys)
     (tmp_path / "file").write_text("")
     assert "file is not a folder" in refused(tune("hydra", "--out", str(tmp_path / "file" / "x")), capsys)
+
+
+@pytest.mark.parametrize("name", ["num_prompts", "max_nodes"])
+def test_one_prompt_or_node_is_refused(name: str):
+    with pytest.raises(InvalidSettings, match=f"--{name.replace('_', '-')} is 1: must be at least 2"):
+        ReplaySettings(**{name: 1})
 
 
 def test_a_second_run_into_the_same_folder_is_refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
