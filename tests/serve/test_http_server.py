@@ -28,8 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
     expected = load(str(folder / "model"), precision="fp32").generate(["a dog"], max_new_tokens=400)[0].text
-    arguments = ("model", "--head", "medusa", "--precision", "fp32")
+    arguments = ("model", "--head", "medusa", "--precision", "fp32", "--max-rows", "9", "--kv-gib", "0.5")
     first = ServerProcess(folder, *arguments)
+    assert [first.process.stdout.readline() for _ in range(2)][1] == "9 rows, 0.5 GiB for keys and values\n"
     port = first.client.base_url.port
     assert port is not None
     stream = first.stream("a dog", **LONG)
