@@ -14,7 +14,7 @@ import yaml
 
 from draftheads.checkpoints.registry import check_head
 from draftheads.cli.help import options_of
-from draftheads.errors import DataError, InvalidSettings, no_such
+from draftheads.errors import DataError, no_such
 from draftheads.models.chat_template import read_template
 from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.models.model_names import check_model
@@ -42,37 +42,30 @@ def with_config(kind: type, arguments: Sequence[str]) -> list[str]:
     return [*(words_of(kind, given.config) if given.config else ()), *others]
 
 
-def each_once(kind: type, words: Sequence[str]) -> list[str]:
-    """The words with each option once: all values of an option that takes several, behind its first flag.
-
-    Raises:
-        InvalidSettings: an option that takes one value has two different ones.
-    """
-    options = list(options_of(kind))
+def with_all_values(kind: type, words: Sequence[str]) -> list[str]:
+    """The words with all values of an option that takes several behind its first flag, where it is given twice."""
     several = {
         option.name
-        for option in options
-        if any(get_origin(kind) is tuple for kind in (option.hint, *get_args(option.hint)))  # or None
+        for option in options_of(kind)
+        if any(get_origin(each) is tuple for each in (option.hint, *get_args(option.hint)))  # or None
     }
-    switches = {option.name for option in options if option.hint is bool}
     parts: list[list[str]] = [[]]  # what is before the first flag; then each flag with its values
+    found: dict[str, list[str]] = {}  # those of options that take several
+    part = parts[0]
     for word in words:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            parts.append([flag, *([value] if equals else ())] if flag[2:].replace("-", "_") in several else [word])
-        else:
-            parts[-1].append(word)
-    found: dict[str, list[str]] = {}
-    for part in parts[1:]:
-        flag, _, value = part[0].partition("=")
+        flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_")
-        name = name.removeprefix("no_") if name.removeprefix("no_") in switches else name
-        first = found.setdefault(name, part)
-        if name in several and first is not part:
-            first += part[1:]
-        elif first != part:
-            raise InvalidSettings(f"{' '.join(first)} and {' '.join(part)} are given: give one of them")
-    return [*parts[0], *(word for part in found.values() for word in part)]
+        if not word.startswith("--"):
+            part.append(word)
+            continue
+        if name in found:
+            part = found[name]
+        else:
+            parts.append(part := [flag if name in several else word])
+        if name in several:
+            found[name] = part
+            part += [value] if equals else []
+    return [word for part in parts for word in part]
 
 
 def words_of(kind: type, path: Path) -> Iterator[str]:

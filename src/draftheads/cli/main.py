@@ -194,10 +194,10 @@ def read_options(name: str, arguments: Sequence[str]) -> Any:
         if f"--{option.replace('_', '-')}" in flags:
             print(f"error: {option} is {value} and --{option} is given, too: give one of them", file=sys.stderr)
             raise SystemExit(2)
-    from draftheads.cli.config import each_once, with_config  # noqa: PLC0415 - slow to import
+    from draftheads.cli.config import with_all_values, with_config  # noqa: PLC0415 - slow to import
 
     kind = options_of(name)[0]
-    words = [*(f"--{option}={value}" for option, value in first.items()), *each_once(kind, rest)]
+    words = [*(f"--{option}={value}" for option, value in first.items()), *with_all_values(kind, rest)]
     if command.config:
         words = with_config(kind, words)
     kind, default = options_of(name, words)
