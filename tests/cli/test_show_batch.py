@@ -12,12 +12,14 @@ from transformers import GenerationConfig
 
 from cli_world import Run
 from draftheads.cli.main import main
-from draftheads.cli.show_batch import bracketed, coloured, planned_batch
+from draftheads.cli.show import bracketed
+from draftheads.cli.show_batch import planned_batch
 from draftheads.cli.train_options import ShowBatchOptions
-from draftheads.data.texts import load_texts
+from draftheads.data.texts import EncodedChat, load_texts
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_tokenizer
-from draftheads.reports.batch_page import PlannedBatch, Span, spans
+from draftheads.reports.batch_page import batch_page
+from draftheads.reports.page import Page
 from html_pages import check_page
 from training_world import (
     EOS,
@@ -101,9 +103,18 @@ def test_its_ends_of_text_are_the_models_also_without_a_generation_configuration
 # --- the command ---
 
 
-def planned(**changes: Any) -> PlannedBatch:
-    usual = {"data": (Path("chats.jsonl"),), "max_length": MAX_LENGTH, "batch_tokens": 64, "held_out": 0.2}
-    return planned_batch(load_tokenizer("model"), ShowBatchOptions(**{**usual, **changes}))
+def options_of(**changes: Any) -> ShowBatchOptions:
+    usual: dict[str, Any] = {"model": "model", "data": (Path("chats.jsonl"),), "max_length": MAX_LENGTH}
+    usual |= {"batch_tokens": 64, "held_out": 0.2}
+    return ShowBatchOptions(**{**usual, **changes})
+
+
+def planned(**changes: Any) -> tuple[list[EncodedChat], list[list[int]], dict[str, int]]:
+    return planned_batch(load_tokenizer("model"), options_of(**changes))
+
+
+def page_of(**changes: Any) -> Page:
+    return batch_page(chat_tokenizer(), *planned(**changes), settings=vars(options_of(**changes)), provenance={})
 
 
 @pytest.mark.usefixtures("here")
@@ -124,45 +135,44 @@ def test_batches_are_those_of_training(
     with pytest.raises(KilledError):
         train_for(target, chosen)
     (batches,) = seen
-    plan = planned(seed=seed)
-    assert plan.batches == batches.plan
-    assert plan.batches != planned(seed=seed + 7).batches
-    for batch in plan.batches[:3]:
+    texts, plan, _ = planned(seed=seed)
+    assert plan == batches.plan
+    assert plan != planned(seed=seed + 7)[1]
+    for batch in plan[:3]:
         for i in batch:
-            assert plan.texts[i].token_ids == tuple(batches.store.token_ids[i].tolist())
-            assert plan.texts[i].loss_mask == tuple(batches.store.loss_masks[i].tolist())
+            assert texts[i].token_ids == tuple(batches.store.token_ids[i].tolist())
+            assert texts[i].loss_mask == tuple(batches.store.loss_masks[i].tolist())
 
 
 @pytest.mark.usefixtures("here")
 def test_a_batch_is_shown_text_by_text_and_in_counts(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "--index 5")
-    plan = planned(index=5)
-    expected = ""
-    for i in plan.text_indices:
-        text = plan.texts[i]
-        cut = f", cut off at {MAX_LENGTH}" if text.is_cut else ""
-        expected += f"text {i}: {len(text.token_ids)} tokens, {sum(text.loss_mask)} learned{cut}\n"
-        expected += bracketed(spans(chat_tokenizer(), text)) + "\n\n"
+    page = page_of(index=5)
+    expected = f"{page.verdict}\n{page.note}\n"
+    for title, pieces in page.texts:
+        expected += f"\n{title}\n{bracketed(pieces)}\n"
     assert out.startswith(expected)
+    assert "\nLegend\n⟦learned⟧  ‹special token›  ⟦‹learned special token›⟧  only read" in expected
+    assert out.count("⟧\n") == len(page.texts) - 1, "every text ends with what the assistant says"
     rest = out.removeprefix(expected)
-    assert rest.startswith("⟦learned⟧  ‹special token›")
-    assert out.count("⟧\n") == len(plan.text_indices), "every text ends with what the assistant says"
     assert all(len(line) <= 80 for line in rest.splitlines())
     assert "\x1b" not in out
     rows = (re.split(r" {2,}", line.strip()) for line in rest.splitlines())
     found = {label: cells for label, *cells in rows if cells}
-    assert all(found[label] == [cell for cell in cells if cell] for label, *cells in plan.rows())
+    assert all(found[label] == [cell for cell in cells if cell] for label, *cells in page.tables[0].rows)
 
 
 @pytest.mark.usefixtures("here")
 def test_every_text_is_trained_on_held_out_or_left_out() -> None:
-    batch = planned()
-    trained = {i for indices in batch.batches for i in indices}
-    assert (len(RECORDS), batch.num_left_out, batch.num_held_out) == (34, 1, 9)  # a fifth, by a hash of each
-    assert len(batch.texts) == 33 == len(trained) + batch.num_held_out + batch.num_too_short
+    texts, batches, numbers = planned()
+    trained = {i for indices in batches for i in indices}
+    unlearned, short = "left out: no learned token", "left out: no two learned tokens in a row"
+    assert (len(RECORDS), numbers[unlearned], numbers["held-out texts"]) == (34, 1, 9)  # a fifth, by a hash of each
+    assert len(texts) == 33 == len(trained) + numbers["held-out texts"] + numbers[short]
+    assert numbers["texts trained on"] == len(trained)
     # the one text with nothing to guess is held out or left out, by the seed
-    assert {planned(seed=seed).num_too_short for seed in range(10)} == {0, 1}
-    assert planned(max_length=99).num_left_out == 0
+    assert {planned(seed=seed)[2][short] for seed in range(10)} == {0, 1}
+    assert planned(max_length=99)[2][unlearned] == 0
 
 
 @pytest.mark.usefixtures("here")
@@ -183,25 +193,16 @@ def test_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert Text.from_ansi(without).plain.splitlines() == plain.splitlines()
 
 
-def test_every_kind_has_its_style() -> None:
-    pieces = [
-        Span("x", is_learned=learned, is_special=special) for learned in (False, True) for special in (False, True)
-    ]
-    styles = [str(span.style) for span in coloured(pieces).spans]
-    assert len(set(styles)) == 4
-    assert [style.endswith(" on green") for style in styles] == [False, False, True, True]
-
-
 @pytest.mark.usefixtures("here")
 def test_the_page_is_of_the_same_batch_and_escapes_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     strange, path = tmp_path / "<script>.jsonl", tmp_path / "new" / "batch.html"
     write_chats(strange, [*RECORDS, *[chat("<script> w1", "</pre><script>x</script> w2")] * 3])
     assert shown(capsys, f"--data '{strange}' --html {path}").endswith(f"\nwrote {path}\n")
-    page, plan = path.read_text(encoding="utf-8"), planned(data=(strange,))
+    page, same = path.read_text(encoding="utf-8"), page_of(data=(strange,))
     check_page(page)
     assert f"<h1>Training batch 0 of {tmp_path}/&lt;script&gt;.jsonl</h1>" in page
-    assert all(escape(plan.title(i)) in page for i in plan.text_indices)
-    assert all(f"<div>{label}</div></th><td>{here}</td>" in page for label, here, _ in plan.rows())
+    assert all(escape(title) in page for title, _ in same.texts)
+    assert all(f"<div>{label}</div></th><td>{here}</td>" in page for label, here, _ in same.tables[0].rows)
 
 
 # --- what is refused ---

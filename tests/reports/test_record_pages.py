@@ -138,8 +138,12 @@ def test_each_number_of_requests_has_a_row_smallest_first():
     ]
 
 
+def test_each_kind_of_tree_has_its_tokens_per_step_by_size():
+    assert tune_page(TUNE).tables[1].rows == [[1, "1.00", "1.00"], [2, "1.50", "1.50"]]
+
+
 def test_accuracies_of_the_heads_are_sums_over_ranks_from_1():
-    table = tune_page(TUNE).tables[1]
+    table = tune_page(TUNE).tables[2]
     assert table.columns == ["head", "top-1", "top-3"], "four ranks were measured"
     assert table.rows == [[1, "50.0%", "68.8%"], [2, "25.0%", "25.0%"]]
 

@@ -104,10 +104,10 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path):
 def test_the_profile_of_the_user_s_own_head_is_written_into_its_folder(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(tune("medusa")) == 0
     shown = capsys.readouterr().out
-    assert "over plain" in shown
+    assert "Predicted speed" in shown
     measured = json.loads(Path("medusa/tune.json").read_text())["defaults"]
     speed = f"{measured['speedup']:.2f} ± {measured['error']:.2f} × plain decoding (./medusa)"
-    assert 0 < shown.index(f"With the defaults on this machine: {speed}.") < shown.index("growing, tokens/step")
+    assert 0 < shown.index(f"With the defaults on this machine: {speed}.") < shown.index("Tokens per step")
     saved = read_profile("medusa/acceptance.json")
     engine = draftheads.load("./model", "./medusa", precision="fp32")
     assert engine.profile == saved != AcceptanceProfile.assumed(3)

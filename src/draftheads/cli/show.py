@@ -4,8 +4,9 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -22,9 +23,17 @@ from draftheads.utils.files import check_writable, user_path, write_atomic
 
 if TYPE_CHECKING:  # commands of other packages write JSON, too, and need not wait for models
     from draftheads.decode.request import GenerationResult, Request, StreamEvent
+    from draftheads.reports.page import Page, Pieces
+    from draftheads.reports.record_pages import Kind
 
 DRAFTED = "bold green"
 SECONDS_BETWEEN_LINES = 30.0  # of progress, where the output is not a terminal
+_STYLES = {  # of parts of training texts
+    "": "dim",
+    "special": "bold magenta",
+    "learned": "black on green",
+    "learned special": "bold bright_white on green",
+}
 _SECONDS_OF_SPEED = 600.0  # over which a bar averages the speed: some work ends in bursts
 _BREAKS = re.compile(r"(?<=\S) (?=\S)|(?<=[/_])(?=\w)")  # where a heading goes on in the next line
 _FIRST_IDEOGRAPH = "\u2e80"  # from here on, scripts are written without spaces
@@ -154,10 +163,42 @@ def print_table(console: Console, headings: Sequence[str], lines: Sequence[Seque
     console.print(table)
 
 
-def write_page(console: Console, folder: Path, kind: Literal["training", "tune", "bench"]) -> None:
-    """Writes the page of work that has just finished; without matplotlib or jinja2, one line says so instead."""
+def show_page(console: Console, page: "Page") -> None:
+    """The sentences, numbers, texts and tables of a page."""
+    numbers = "; ".join(f"{value} {name}" for value, name in page.numbers)
+    for sentence in filter(None, (page.verdict, page.note, numbers)):
+        console.print(sentence.replace("`", ""), soft_wrap=True, markup=False)
+    has_colours = console.color_system is not None and not console.no_color
+    for title, pieces in page.texts:
+        console.print(Text(f"\n{title}", style="bold"))
+        if has_colours:
+            console.print(Text.assemble(*((words, _STYLES[classes]) for words, classes in pieces)))
+        else:  # a line of the text stays one line of output, however long
+            console.print(Text(bracketed(pieces)), soft_wrap=True)
+    for table in page.tables:
+        console.print()
+        print_table(console, table.columns, [list(map(str, row)) for row in table.rows], table.title)
+    console.print()
+
+
+def bracketed(pieces: "Pieces") -> str:
+    """The pieces without styles: learned tokens are in brackets, and special ones in others."""
+    words = ""
+    for is_learned, together in groupby(pieces, lambda piece: piece[1].startswith("learned")):
+        text = "".join(f"‹{piece}›" if classes.endswith("special") else piece for piece, classes in together)
+        words += f"⟦{text}⟧" if is_learned else text
+    return words
+
+
+def write_page(console: Console, folder: Path, kind: "Kind", *, show: bool = False) -> None:
+    """Writes the page of work that has just finished; without matplotlib or jinja2, one line says so instead.
+
+    With ``show``, what the page says is printed first.
+    """
     from draftheads.reports import record_pages  # noqa: PLC0415 - most commands write none
 
+    if show:
+        show_page(console, record_pages.page_of(folder, kind))
     try:
         console.print(f"wrote {record_pages.write_page(folder, kind)}", soft_wrap=True, markup=False)
     except MissingDependency as error:

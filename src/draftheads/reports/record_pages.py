@@ -18,6 +18,7 @@ _MOST_SMOOTHING = 20  # log lines in a moving mean
 _SETTINGS = ("method", "model_id", "head", "dtype", "temperature", "num_texts", "num_tokens", "format_version")
 _KINDS = {"static": "static tree", "dynamic": "growing tree", "none": "plain decoding"}
 _MIN_COUNT = 30  # draft tokens; with fewer, the error of a share can be more than 9 points
+_SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)  # nodes, in a table
 _NODES, _DOTTED = "nodes in the tree", "Dotted: plain decoding."
 
 Record = dict[str, Any]
@@ -38,6 +39,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
             f"{metrics.get('reading_seconds', 0):,.0f} seconds for hidden states and "
             f"{metrics['training_seconds']:,.0f} for training, which read "
             f"{metrics['tokens_per_second']:,.0f} tokens per second."
+            + "".join(f" {line}." for line in metrics.get("left_out", ()))
         ),
         numbers=[
             (f"{metrics['num_training_texts']:,}", "training texts"),
@@ -224,6 +226,10 @@ def _tune_tables(record: Record, winners: list[Record]) -> Iterator[Table]:
     columns = ["requests", "fastest tree", "nodes", "× plain", "tokens/s", "plain tokens/s"]
     note = "A static tree is the same in every step. A growing tree has more nodes where the head is more confident."
     yield Table("Predicted speed", columns, rows, note)
+    kinds = [record[kind]["expected"] for kind in ("static", "dynamic")]
+    sizes = [size for size in _SHOWN if size <= max(map(len, kinds))]
+    rows = [[size, *(f"{own[size - 1]:.2f}" if size <= len(own) else "" for own in kinds)] for size in sizes]
+    yield Table("Tokens per step", ["nodes", "static tree", "growing tree"], rows)
     shown = [rank for rank in (1, 3, 10) if rank <= len(record["accuracy"][0])]
     sums = [list(accumulate(shares)) for shares in record["accuracy"]]
     rows = [[head, *(f"{row[rank - 1]:.1%}" for rank in shown)] for head, row in enumerate(sums, 1)]
@@ -242,13 +248,21 @@ _PAGES = {  # the record of finished work, its page, and what makes the page
 }
 
 
-def write_page(folder: Path, kind: Literal["training", "tune", "bench"]) -> Path:
-    """Writes the page of a training run, a tune result or a comparison, and returns its path.
+Kind = Literal["training", "tune", "bench"]
+
+
+def page_of(folder: Path, kind: Kind) -> Page:
+    """The page of a training run, a tune result or a comparison."""
+    record, _, make = _PAGES[kind]
+    return make(json.loads((folder / record).read_text(encoding="utf-8")), folder)
+
+
+def write_page(folder: Path, kind: Kind) -> Path:
+    """Writes it, and returns its path.
 
     Raises:
         MissingDependency: the extra ``report`` is not installed.
     """
-    record, name, make = _PAGES[kind]
-    page = make(json.loads((folder / record).read_text(encoding="utf-8")), folder)
-    write_atomic(folder / name, render(page).encode())
-    return folder / name
+    path = folder / _PAGES[kind][1]
+    write_atomic(path, render(page_of(folder, kind)).encode())
+    return path
