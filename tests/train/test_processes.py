@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from joint_world import on_disk
 from training_world import lines
 
-# shards that both processes have to read, batches that are averaged, and no dropout, which each process draws
+# shards that both processes have to read, batches that are accumulated, and no dropout, which each process draws
 PROGRAM = """
 import sys
 from draftheads.cli.main import main

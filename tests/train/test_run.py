@@ -108,7 +108,7 @@ def test_the_folder_holds_the_head_and_how_it_was_made(
     # the saved head (bf16) predicts as well as the one that was measured
     assert measured(target, features, settings, head=head).accuracy(1) == pytest.approx(report.top1, abs=0.03)
     line = lines(out)[0]
-    assert line.keys() == {"step", "loss", "learning_rate", "grad_norm", "head_losses"}
+    assert line.keys() == {"step", "loss", "learning_rate", "grad_norm", "head_losses", "predictions"}
     assert line["loss"] == pytest.approx(sum(0.8**i * loss for i, loss in enumerate(line["head_losses"])), rel=1e-5)
     for rank, shares in ((0, report.top1), (9, report.top10)):
         assert [by_rank[rank] for by_rank in report.accuracy_by_rank] == shares
@@ -128,7 +128,8 @@ def test_the_head_is_measured_while_it_is_trained(
     assert [note.split("held-out loss ")[1] for note in progress.notes if "held-out" in note] == [
         losses[max(old for old in losses if old <= step)] for step in progress.steps
     ]
-    in_training = fmean(fmean(line["head_losses"]) for line in lines(settings.out)[-10:])
+    last = lines(settings.out)[-10:]
+    in_training = fmean((fmean(line["head_losses"]) for line in last), [line["predictions"] for line in last])
     assert any(note.startswith(f"loss {in_training:.3f}, held-out loss") for note in progress.notes)
     assert found[0]["losses"] == pytest.approx(measured(target, features, settings).losses.tolist(), rel=1e-6)
     names = ("losses", "top1", "top3", "top10", "tokens_per_step_chain", "tokens_per_step_tree")

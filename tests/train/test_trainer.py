@@ -48,18 +48,20 @@ def test_the_rates_are_those_of_transformers(final: float):
         scheduler.step()
 
 
-def test_the_batches_of_a_large_step_are_averaged(
+def test_a_large_step_is_several_batches_whose_predictions_weigh_the_same(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The first step's loss and gradient are the means of its batches'."""
     monkeypatch.setattr(training_data, "MOST_BATCH_TOKENS", 128)
     for name, size in (("one", 128), ("three", 384)):
-        train_for(target, chat_options(tmp_path / name, data=(chats,), learning_rate=1e-12, batch_tokens=size))
+        changes = {"learning_rate": 1e-12, "batch_tokens": size, "num_heads": 1}
+        train_for(target, chat_options(tmp_path / name, data=(chats,), **changes))
     one, three = lines(tmp_path / "one"), lines(tmp_path / "three")
     assert len(three) == -(-len(one) // 3)
     for step, line in enumerate(three[:-1]):
         parts = one[3 * step : 3 * step + 3]
-        assert line["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 3, rel=1e-5)
+        assert line["predictions"] == sum(part["predictions"] for part in parts)
+        total = sum(part["loss"] * part["predictions"] for part in parts)
+        assert line["loss"] == pytest.approx(total / line["predictions"], rel=1e-5)
         assert line["grad_norm"] <= max(part["grad_norm"] for part in parts) * 1.001
 
 

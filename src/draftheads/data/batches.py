@@ -188,6 +188,11 @@ class PlannedTexts(Dataset[dict[str, Any]]):
             "documents": torch.tensor(documents),
         }
 
+    def texts(self, index: int) -> dict[str, Tensor]:
+        """``token_ids`` and ``loss_mask`` of batch n alone."""
+        batch = self[index]
+        return {name: batch[name] for name in ("token_ids", "loss_mask")}
+
 
 class PlannedBatches(PlannedTexts):
     """Batch n of a plan: the keyword arguments of a training step, and the indices of its documents."""
@@ -199,6 +204,13 @@ class PlannedBatches(PlannedTexts):
     def __getitem__(self, index: int) -> dict[str, Any]:
         batch = collate([self.store[i] for i in self.plan[index]], skip_prompts=self.skip_prompts)
         return {**vars(batch), "documents": torch.tensor(self.plan[index])}
+
+    def texts(self, index: int) -> dict[str, Tensor]:
+        """As above; no hidden states are read."""
+        texts = ((self.store.token_ids[i], self.store.loss_masks[i]) for i in self.plan[index])
+        bare = [Document(ids.new_empty(len(ids), 1), ids, mask) for ids, mask in texts]
+        batch = collate(bare, skip_prompts=self.skip_prompts)
+        return {"token_ids": batch.token_ids, "loss_mask": batch.loss_mask}
 
 
 def _without_prompt(document: Document) -> Document:

@@ -59,6 +59,8 @@ class JointLearner(nn.Module):
         loss_mask: Tensor,
         *,
         lengths: Tensor | None = None,
+        numbers: Tensor | None = None,
+        places: Tensor | None = None,
         head_weight: float = 1.0,
         only_heads: bool = False,
     ) -> dict[str, Tensor]:
@@ -68,6 +70,8 @@ class JointLearner(nn.Module):
             token_ids: (B, T) int64.
             loss_mask: (B, T) bool, False on padding.
             lengths: (B,) tokens of each text.
+            numbers: (K+1,) of the whole step, the sum of those of :meth:`count`; this batch's when left out.
+            places: as of :meth:`count`.
             head_weight: λ0.
             only_heads: the backbone is the original model and is not trained.
 
@@ -75,19 +79,29 @@ class JointLearner(nn.Module):
             Also ``backbone_loss`` without gradients, unless ``only_heads``.
         """
         head_weight = head_weight * self.learner.depth_decay  # λ0 λ_1: the learner's first head weighs 1
+        if numbers is None:
+            places, numbers = map(self.count(token_ids, loss_mask).get, ("places", "numbers"))
+        assert numbers is not None, "a count has numbers"
+        given = {"lengths": lengths, "numbers": numbers[:-1], "places": places}
         layers = self.learner.head.hidden_layers
         if only_heads:
             with torch.no_grad(), self.adapter.off():
                 hidden = self.tuned.live_states(token_ids, layers)
-            losses = self.learner(hidden, token_ids, loss_mask, lengths=lengths)
+            losses = self.learner(hidden, token_ids, loss_mask, **given)
             return {**losses, "loss": head_weight * losses["loss"]}
         hidden = self.tuned.live_states(token_ids, layers)  # (B, T, D or (n+1)·D), with gradients
-        backbone_loss = self._backbone(self.learner.head.split(hidden)[1], token_ids, loss_mask)
+        backbone_loss = self._backbone(self.learner.head.split(hidden)[1], token_ids, loss_mask, numbers[-1:])
         update = self.tuned.update
         rows = update.rows(self.vocab) if update else None
-        losses = self.learner(hidden, token_ids, loss_mask, rows, lengths=lengths)
+        losses = self.learner(hidden, token_ids, loss_mask, rows, **given)
         loss = backbone_loss + head_weight * losses["loss"]
         return {**losses, "loss": loss, "backbone_loss": backbone_loss.detach()}
+
+    def count(self, token_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+        """As :meth:`draftheads.train.learner.Learner.count`; the last number is of tokens that the backbone learns."""
+        counts = self.learner.count(token_ids, loss_mask)
+        own = loss_mask[:, 1:].sum()  # as of precedes_answer
+        return {**counts, "numbers": torch.cat([counts["numbers"], own[None]])}
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature
         """Only the adapter has dropout: with its own, the backbone would not be the model that decodes."""
@@ -112,7 +126,7 @@ class JointLearner(nn.Module):
         result.missing_keys.clear()
         return result
 
-    def _backbone(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> Tensor:
+    def _backbone(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor, numbers: Tensor) -> Tensor:
         """L_LM per assistant token: cross-entropy with the text, or KL(original || tuned) (section 3.3.2).
 
         The lm_head predicts x_{p+1} from h_p, as head 0 predicts x_{q+1} from h_{q-1}: it is head 0 at q = p + 1.
@@ -143,9 +157,10 @@ class JointLearner(nn.Module):
             row_loss=text_loss if of_text else teacher_loss,
             logits=lambda features, _: self.tuned.logits(features),
             weights=torch.ones(1),
+            numbers=numbers,
             parameters=[parameter for parameter in self.tuned.lm_head.parameters() if parameter.requires_grad],
         )
-        return loss if of_text else loss - sum(entropies) / max(1, len(positions))
+        return loss if of_text else loss - sum(entropies) / numbers[0].clamp_min(1)
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,10 @@ class Learner(nn.Module):
         update: LowRankUpdate | None = None,
         *,
         lengths: Tensor | None = None,
+        numbers: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Losses of a batch.
+        """Losses of a batch, or the part of a batch in the losses of a step.
 
         Args:
             hidden: (B, T, D), or for a head that reads n layers (B, T, (n+1)·D), any float type; may have gradients.
@@ -114,6 +116,8 @@ class Learner(nn.Module):
             loss_mask: (B, T) bool.
             update: what an adapter adds to the target's lm_head, for V' outputs; it is trained, too.
             lengths: (B,) tokens of each text, which scale its noise; T when left out.
+            numbers: (K,) predictions in the whole step, the sum of those of :meth:`count`; this batch's when left out.
+            places: as of :meth:`count`.
 
         Returns:
             ``loss``, to differentiate, and ``head_losses`` without gradients: (K,), or (1,) for a head that is trained
@@ -121,17 +125,12 @@ class Learner(nn.Module):
             vocabulary has none of its tokens.
         """
         read, hidden = self.head.split(hidden.to(self.teacher.dtype))
-        predictions = find_predictions(loss_mask, self.head.config.num_heads)
-        if not predictions.counts.any():
-            raise DataError("nothing to train on: no two assistant tokens in a row")
-        if not self.reads_teacher:  # then only the text is a label
-            predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
+        if numbers is None:
+            places, numbers = map(self.count(token_ids, loss_mask).get, ("places", "numbers"))
+        assert numbers is not None, "a count has numbers"
+        predictions = self._predictions(token_ids, loss_mask, places)
         seen = with_noise(read, self.noise_alpha, lengths) if self.training else read
-        places = []
-        if self.training and self.head.reads_places:  # a quarter of them, as DFlash's code has 512 of 2,048
-            places = [random_places(loss_mask, max(1, loss_mask.shape[1] // 4))]
-            predictions = predictions.behind(places[0], loss_mask.shape[1])
-        features = self.head(seen, token_ids, *places).flatten(1, 2)  # (K, S, F)
+        features = self.head(seen, token_ids, *(() if places is None else [places])).flatten(1, 2)  # (K, S, F)
         added = update if self.head.config.lm_head == "shared" else None
 
         def logits(inputs: Tensor, head_index: int) -> Tensor:
@@ -145,21 +144,45 @@ class Learner(nn.Module):
             row_loss=ROW_LOSSES[self.loss],
             logits=logits,
             weights=self.depth_weights,
+            numbers=numbers,
             parameters=[*self.head.logit_parameters(), *((added.down, added.up) if added else ())],
             multiple=NUM_ROWS,
         )
         if self.loss == "eagle":
-            loss = loss + FEATURE_WEIGHT * self._feature_loss(features, hidden.detach().flatten(0, 1), predictions)
+            loss = loss + FEATURE_WEIGHT * self._feature_loss(
+                features, hidden.detach().flatten(0, 1), predictions, numbers
+            )
         return {"loss": loss, "head_losses": means[:1] if self.head.is_same_at_all_depths else means}
 
-    def _feature_loss(self, features: Tensor, hidden: Tensor, predictions: Predictions) -> Tensor:
+    def count(self, token_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+        """What :meth:`forward` needs to know of a batch beforehand: ``numbers`` (K,), the predictions of each head.
+
+        Also ``places`` (B, A) in training, for heads that read blocks: the drawn positions before them.
+        """
+        drawn = {}
+        if self.training and self.head.reads_places:  # a quarter of them, as DFlash's code has 512 of 2,048
+            drawn["places"] = random_places(loss_mask, max(1, loss_mask.shape[1] // 4))
+        return {**drawn, "numbers": self._predictions(token_ids, loss_mask, drawn.get("places")).numbers}
+
+    def _predictions(self, token_ids: Tensor, loss_mask: Tensor, places: Tensor | None) -> Predictions:
+        predictions = find_predictions(loss_mask, self.head.config.num_heads)
+        if not predictions.counts.any():
+            raise DataError("nothing to train on: no two assistant tokens in a row")
+        if not self.reads_teacher:  # then only the text is a label
+            predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
+        return predictions if places is None else predictions.behind(places, loss_mask.shape[1])
+
+    def _feature_loss(self, features: Tensor, hidden: Tensor, predictions: Predictions, numbers: Tensor) -> Tensor:
         """Σ λ_i · smooth L1 between head i's features at t and h_{t+1+i}, which the target reads (EAGLE's loss)."""
         total = features.new_zeros(())
         for i, weight in enumerate(self.depth_weights):
             counted = predictions.counts[i]
             if counted.any():
                 inputs = self.head.lm_head_inputs(features[i, predictions.sources(i)[counted]]).float()
-                total = total + weight * F.smooth_l1_loss(inputs, hidden[predictions.positions[counted]].float())
+                expected = hidden[predictions.positions[counted]].float()
+                total = total + weight * F.smooth_l1_loss(inputs, expected, reduction="sum") / (
+                    numbers[i] * inputs.shape[1]
+                )
         return total
 
     def labels(self, hidden: Tensor, token_ids: Tensor, update: LowRankUpdate | None = None) -> LabelMaker:

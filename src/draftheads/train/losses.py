@@ -111,6 +111,11 @@ class Predictions:
     positions: Tensor  # (P,) int64 flat positions p: the target reads x_{p+1} from h_p
     counts: Tensor  # (K, P) bool: head i predicts x_{p+1}, from flat position p-1-i
 
+    @property
+    def numbers(self) -> Tensor:
+        """(K,) predictions of each head."""
+        return self.counts.sum(1)
+
     def sources(self, head_index: int) -> Tensor:
         """(P,) flat positions that head i reads; valid indices without meaning where it does not count."""
         return (self.positions - 1 - head_index).clamp_min(0)
@@ -195,6 +200,7 @@ def head_losses(
     row_loss: RowLoss,
     logits: HeadLogits,
     weights: Tensor,
+    numbers: Tensor | None = None,
     parameters: Sequence[Tensor] = (),
     chunk_size: int = CHUNK_SIZE,
     multiple: int = 1,
@@ -208,17 +214,20 @@ def head_losses(
         row_loss: the loss of each row of logits.
         logits: a head's logits from its features, each row by itself.
         weights: (K,) λ.
+        numbers: (K,) what each head's sum is divided by: its predictions in all batches of a step, if these are a part
+            of them. Its predictions here when left out.
         parameters: trained tensors that ``logits`` depends on (such as an lm_head of each head).
         chunk_size: positions whose logits exist at the same time.
         multiple: chunks are filled up to a multiple of so many positions, with some that do not count; ``labels`` is
             called for these, too.
 
     Returns:
-        The loss Σ λ_i · mean over head i's predictions, differentiable in ``features`` and ``parameters``; and
-        the means (K,), not differentiable. A head without predictions adds nothing; without any the loss is 0. The
-        mean of a head with λ_i = 0 stays 0.
+        The loss Σ λ_i · sum over head i's predictions / ``numbers``, differentiable in ``features`` and
+        ``parameters``; and these means (K,), not differentiable. Those of all batches of a step add up to those of one
+        large batch. A head without predictions adds nothing; without any the loss is 0. The mean of a head with
+        λ_i = 0 stays 0.
     """
-    numbers = predictions.counts.sum(1).clamp_min(1)
+    numbers = (predictions.numbers if numbers is None else numbers).clamp_min(1)
     shares = (weights.to(features) / numbers).tolist()  # weight of a single loss
     sums = torch.zeros(len(numbers), device=features.device)
     trained = (features, *parameters) if torch.is_grad_enabled() else ()

@@ -82,7 +82,7 @@ class TrainOptions(OptionGroup):
     epochs: Annotated[int, up_to(10_000)] = 2
     """Passes over the training text."""
     batch_tokens: Annotated[int, up_to(_MANY)] = 1024
-    """Tokens in a step, padding included. In each process; more than 4,096 are several batches that are averaged."""
+    """Tokens in a step, padding included. In each process; more than 4,096 are read as several batches."""
     learning_rate: Annotated[float, ABOVE_0] = 1e-3
     """Highest learning rate. With --joint that of the model."""
     final_learning_rate: Annotated[float, FRACTION] = 0.0

@@ -47,9 +47,9 @@ def wait() -> None:
 
 def any_of(here: bool) -> bool:  # noqa: FBT001 - a question about one flag
     """Whether the flag is set in at least one process; all processes must call this."""
-    return here if count() == 1 else bool(reduce(torch.tensor(int(here), device=device()), "sum"))
+    return here if count() == 1 else bool(total(torch.tensor(int(here), device=device())))
 
 
-def mean(here: torch.Tensor) -> torch.Tensor:
-    """The mean of all processes; all must call this."""
-    return here if count() == 1 else reduce(here, "mean")
+def total(here: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes; all must call this."""
+    return here if count() == 1 else reduce(here, "sum")

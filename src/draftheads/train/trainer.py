@@ -83,7 +83,7 @@ def fit(
     ).prepare_model(learner)
     parts, bf16, total = data.batches_per_step // processes.count(), computes_in_bf16(options), data.num_steps
     parameters = [parameter for parameter in learner.parameters() if parameter.requires_grad]
-    recent: deque[float] = deque(maxlen=10)  # mean losses over the heads, which progress shows the mean of
+    recent: deque[tuple[float, int]] = deque(maxlen=10)  # mean losses over the heads, and predictions
     held_out = ""
 
     def measure(step: int) -> None:
@@ -104,14 +104,15 @@ def fit(
             norm = nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            recent.append(fmean(means["head_losses"]))
+            recent.append((fmean(means["head_losses"]), means["predictions"]))
             numbers = {name: value for name, value in inputs.items() if isinstance(value, float)}
             of_step = {"learning_rate": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
             log.add({"step": step, "loss": means.pop("loss"), **of_step, **means, **numbers})
             is_due = step == total or step % options.save_steps == 0
             if is_due or step in data.epoch_ends:
                 measure(step)
-            progress.progress(step, total, f"loss {fmean(recent):.3f}{held_out}")
+            mean = fmean(*zip(*recent, strict=True)) if any(number for _, number in recent) else 0.0
+            progress.progress(step, total, f"loss {mean:.3f}{held_out}")
             is_interrupted = processes.any_of(interrupted.is_set())
             if is_due or is_interrupted:
                 _save(folder, step, learner, optimizer)
@@ -126,29 +127,33 @@ def fit(
 def _gradients(
     model: Any, batches: PlannedTexts, step: int, parts: int, inputs: dict[str, Any], *, bf16: bool
 ) -> dict[str, Any]:
-    """Gradients of a step's batches, and the means over all processes of what the learner reports.
+    """Gradients of a step's batches, as of one large batch, and what the learner reports of it.
 
-    Process p of n has every n-th batch, from p on; each has so many ``parts``.
+    Process p of n has every n-th batch, from p on; each has so many ``parts``. The predictions of all are counted
+    first: each sum of losses is divided by their number, so a prediction weighs the same in every batch.
     """
     device, number, count = processes.device(), processes.number(), processes.count()
     reported: dict[str, list[Tensor]] = {}
     model.train()
-    for part in range(parts):
-        batch = batches[((step - 1) * parts + part) * count + number]
+    indices = [((step - 1) * parts + part) * count + number for part in range(parts)]
+    counts = [getattr(model, "module", model).count(**send_to_device(batches.texts(i), device)) for i in indices]
+    numbers = processes.total(torch.stack([each["numbers"] for each in counts]).sum(0))
+    for part, index in enumerate(indices):
+        batch = batches[index]
         documents = batch.pop("documents").tolist()
         is_waiting = count > 1 and part < parts - 1  # the processes exchange gradients after the last part
         with model.no_sync() if is_waiting else nullcontext():
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                output = model(**send_to_device(batch, device), **inputs)
+                output = model(**send_to_device(batch, device), **inputs, **{**counts[part], "numbers": numbers})
             if not torch.isfinite(output["loss"]):
                 texts = ", ".join(batches.store.sources[i] for i in documents)
                 fix = "check these texts, or lower --learning-rate"
                 raise NonFiniteLoss(f"the loss is {output['loss'].item()} at step {step}, on {texts}: {fix}")
-            (output["loss"].float() / parts).backward()
+            (output["loss"].float() * count).backward()  # of the processes' gradients the mean is taken
         for name, value in output.items():
             reported.setdefault(name, []).append(value.detach().float())
-    means = {name: processes.mean(torch.stack(values).mean(0)) for name, values in sorted(reported.items())}
-    return {name: value.tolist() for name, value in means.items()}
+    means = {name: processes.total(torch.stack(values).sum(0)) for name, values in sorted(reported.items())}
+    return {**{name: value.tolist() for name, value in means.items()}, "predictions": int(numbers.sum())}
 
 
 def computes_in_bf16(options: TrainOptions) -> bool:

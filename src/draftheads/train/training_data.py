@@ -19,7 +19,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.utils.progress import Progress
 
 TEXT_PART, SECOND_STAGE_RATE = 5 / 7, 0.1  # of the MLP Speculator: 15k and 6k steps, and a tenth of the learning rate
-MOST_BATCH_TOKENS = 4096  # more tokens of a step are several batches, whose gradients are averaged
+MOST_BATCH_TOKENS = 4096  # more tokens of a step are several batches, whose gradients are added
 
 
 @dataclass(frozen=True)

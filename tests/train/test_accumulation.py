@@ -1,0 +1,100 @@
+"""The gradient of a step that is several batches is that of one large batch: each prediction weighs the same."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftheads.data.batches import PlannedBatches, PlannedTexts
+from draftheads.data.features import Document, Documents
+from draftheads.heads import HEADS
+from draftheads.models.model import TargetModel
+from draftheads.settings import LossKind
+from draftheads.train import learner as learning
+from draftheads.train import trainer
+from draftheads.train.learner import Learner
+from draftheads.train.new_head import new_head
+from joint_world import harness
+from training_world import chat_model, train_options
+
+LENGTHS = (3, 400, 41, 130)
+PLANS = ([[0, 1, 2, 3]], [[0, 3], [1, 2]], [[0], [1], [2], [3]])  # one batch, two and four; some are shorter
+
+
+class Texts(Documents):
+    """Random tokens, of which all or two thirds are the assistant's, and random hidden states."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.token_ids = [torch.randint(64, (length,), generator=generator) for length in LENGTHS]
+        self.loss_masks = [torch.rand(n, generator=generator) < (1 if n < 100 else 0.7) for n in LENGTHS]
+        self.hidden = [torch.randn(length, size, generator=generator) for length in LENGTHS]
+        self.sources, self.is_plain, self.fingerprint = ["x"] * 4, [False] * 4, ""
+
+    def __getitem__(self, index: int) -> Document:
+        return Document(self.hidden[index], self.token_ids[index], self.loss_masks[index])
+
+
+def gradients_of(module: nn.Module, batches: PlannedTexts, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """What a step reports, and its gradients in one vector."""
+    module.zero_grad()
+    found = trainer._gradients(module, batches, 1, len(batches), inputs, bf16=False)
+    return found, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def assert_equal_in_all_plans(module: nn.Module, batches: Any, **inputs: Any) -> None:
+    (report, whole), *others = [gradients_of(module, batches(plan), inputs) for plan in PLANS]
+    assert whole.norm() > 0
+    for found, parts in others:
+        assert float((parts - whole).norm() / whole.norm()) < 1e-5
+        for name, value in report.items():
+            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+def options(method: str, **changes: Any) -> Any:
+    if method in ("eagle3", "dflash", "dspark"):  # the hidden states are those of the last layer
+        changes["head_options"] = ("layers=[]",)
+    return train_options(Path("out"), Path("x"), **{"method": method, "draft_vocab_size": 40, **changes})
+
+
+@pytest.mark.parametrize(
+    ("method", "loss"),
+    [
+        *((method, "teacher") for method in HEADS if method != "mtp"),
+        *(("hydra", loss) for loss in get_args(LossKind) if loss not in ("teacher", "eagle")),
+        ("eagle", "eagle"),
+    ],
+)
+def test_batches_of_a_step_have_the_gradient_of_one_batch(
+    target: TargetModel, method: str, loss: Any, monkeypatch: pytest.MonkeyPatch
+):
+    every_place = lambda mask, _: torch.arange(mask.shape[1]).expand(len(mask), -1)  # noqa: E731 - none is drawn
+    monkeypatch.setattr(learning, "random_places", every_place)
+    store = Texts(target.hidden_size)
+    head = new_head(options(method), target, store, range(4))
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    learner = Learner(head, target.weights, loss=loss, depth_decay=0.5)
+    assert_equal_in_all_plans(learner, lambda plan: PlannedBatches(store, plan, skip_prompts=not head.needs_history))
+
+
+@pytest.mark.parametrize(("backbone_loss", "only_heads"), [("text", False), ("original", False), ("text", True)])
+def test_joint_training_has_it_too(chats: Path, backbone_loss: Any, only_heads: bool):
+    joint, _ = harness(chat_model(), chats, backbone_loss=backbone_loss)
+    assert_equal_in_all_plans(joint, lambda plan: PlannedTexts(Texts(32), plan), head_weight=0.3, only_heads=only_heads)
+
+
+def test_drawn_places_are_those_that_were_counted(target: TargetModel):
+    """Nothing is drawn anew between the count of a step's predictions and its losses."""
+    head = new_head(options("dflash"), target, Texts(32), range(4))
+    learner = Learner(head, target.weights, loss="hard")
+    batch = {"loss_mask": Texts(32).loss_masks[1][None], "token_ids": Texts(32).token_ids[1][None]}
+    counts = learner.train().count(**batch)
+    torch.rand(7)  # whatever is drawn in between
+    found = learner(Texts(32).hidden[1][None], **batch, **counts)
+    again = learner(Texts(32).hidden[1][None], **batch, **counts)
+    assert torch.equal(found["head_losses"], again["head_losses"])
+    assert counts["places"].shape[1] == LENGTHS[1] // 4
+    assert int(counts["numbers"][0]) <= LENGTHS[1] // 4
