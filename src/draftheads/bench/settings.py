@@ -13,7 +13,7 @@ import tyro
 
 from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
-from draftheads.settings import AcceptanceRule, OptionGroup, Precision, SamplingSettings, at_least
+from draftheads.settings import ABOVE_0, AcceptanceRule, OptionGroup, Precision, SamplingSettings, at_least
 
 TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths", "adaptive"]
 MIN_PROMPTS = 3  # or groups of them, for an interval
@@ -175,7 +175,7 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class DemoOptions:
+class DemoOptions(OptionGroup):
     """Answer prompts by transformers, by our plain decoding, and with draft heads; compare speed and text.
 
     A short `draftheads bench` in a time box.
@@ -185,14 +185,13 @@ class DemoOptions:
     """The model: a name, a folder or a Hugging Face id."""
     heads: tuple[str, ...] = ("hydra", "medusa")
     """Draft heads: names, folders or Hugging Face ids."""
-    prompts: Path | None = None
-    """A JSONL file of at least three prompts, in place of six built-in ones. "prompt", "messages" or "turns" in each
-    line."""
+    prompts: str = "demo"
+    """At least three prompts, as for `draftheads bench`. demo: six built-in ones."""
     limit: int | None = None
-    """Use only the first LIMIT prompts."""
+    """Use only the first LIMIT prompts of each category."""
     max_new_tokens: int = 128
     """Stop an answer after this many tokens."""
-    seconds: float = 60.0
+    seconds: Annotated[float, ABOVE_0] = 60.0
     """Time for all answers together. On a slow machine, answers get shorter (at least 32 tokens), then fewer. inf: no
     limit."""
     precision: Precision = "auto"

@@ -1,6 +1,7 @@
 """``draftheads bench`` and ``demo``: draft heads, and drafters without a head, side by side with one engine."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,12 @@ from draftheads.cli.show import (
     DRAFTED,
     ProgressDisplay,
     check_json_path,
-    error_console,
     print_table,
     quiet_transformers,
     write_json,
     write_page,
 )
-from draftheads.data.records import Record, own_prompts, prompts_in, read_suite, select
-from draftheads.errors import InvalidSettings
+from draftheads.data.records import Record, read_suite, select
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
 from draftheads.utils.provenance import machine_in_words
@@ -35,7 +34,7 @@ _QUICK = 6  # questions of a short comparison, at least
 _MOST_PROBLEMS = 5  # that are printed; all are in the files
 
 
-def run(options: BenchOptions) -> None:
+def run(options: BenchOptions, *, max_seconds: float = math.inf) -> None:
     console = Console(highlight=False)
     quiet_transformers()
     options = quick(options) if options.quick else options
@@ -54,11 +53,17 @@ def run(options: BenchOptions) -> None:
             transformers=options.transformers,
             precision=options.precision,
             fresh=options.fresh,
+            max_seconds=max_seconds,
             progress=progress,
         )
     # where the questions are from, without the folders of the user
     source = None if options.prompts is None else "/".join(Path(options.prompts).parts[-2:])
     record = {**comparison.record, "prompts": source}
+    if example := record["example"]:
+        colours = Text.assemble("; draft tokens are ", ("green", DRAFTED)) if console.color_system else ""
+        console.print(Text.assemble((example["question"], "bold"), f"   ({example['way']}", colours, ")\n"))
+        pieces = ((text, DRAFTED if is_drafted else "") for text, is_drafted in example["pieces"])
+        console.print(Text.assemble(*pieces), end="\n\n")
     show(console, comparison.rows)
     problems = [in_words(each) for each in record["problems"]]
     if (more := len(problems) - _MOST_PROBLEMS) > 0:
@@ -74,30 +79,10 @@ def run(options: BenchOptions) -> None:
 
 
 def demo(options: DemoOptions) -> None:
-    """A comparison in a time box, and an answer of the fastest head."""
-    if not options.seconds > 0:
-        raise InvalidSettings(f"seconds is {options.seconds:g}; it must be above 0")
-    check_json_path(options.json)
-    console = Console(highlight=False)
-    quiet_transformers()
-    with ProgressDisplay(error_console(), transient=True) as progress:
-        comparison = compare_heads(
-            options.model,
-            options.heads,
-            prompts_in(options.prompts or own_prompts("demo"))[: options.limit],
-            settings=BenchSettings(trees=("defaults",), max_new_tokens=options.max_new_tokens),
-            transformers=True,
-            precision=options.precision,
-            max_seconds=options.seconds,
-            progress=progress,
-        )
-    if example := comparison.record["example"]:
-        colours = Text.assemble("; draft tokens are ", ("green", DRAFTED)) if console.color_system else ""
-        console.print(Text.assemble((example["question"], "bold"), f"   ({example['way']}", colours, ")\n"))
-        pieces = ((text, DRAFTED if is_drafted else "") for text, is_drafted in example["pieces"])
-        console.print(Text.assemble(*pieces), end="\n\n")
-    show(console, comparison.rows)
-    write_json(options.json, comparison.record)
+    """The comparison of ``bench`` in a time box."""
+    usual = {name: value for name, value in vars(options).items() if name not in ("seconds", "max_new_tokens")}
+    settings = BenchSettings(trees=("defaults",), max_new_tokens=options.max_new_tokens)
+    run(BenchOptions(**usual, transformers=True, settings=settings), max_seconds=options.seconds)
 
 
 def quick(options: BenchOptions) -> BenchOptions:

@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
-from draftheads.checkpoints.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, zoo_heads
 from draftheads.errors import DraftHeadsError, MissingDependency, first_line
 from draftheads.models.gguf_models import (
     SMOLLM2_135M,
@@ -32,15 +31,6 @@ from draftheads.utils.files import check_writable
 from draftheads.utils.machine import find_cores, find_memory, has_nvidia_driver
 from draftheads.utils.provenance import installed_version, processor
 
-EXTRAS = {  # what needs them
-    "": "all commands",
-    "demo": "the default model from its package",
-    "serve": "serve, and grammars",
-    "report": "HTML pages of train, tune and bench",
-    "lora": "train --joint and merge",
-    "quantised": "train --precision 4bit and --optimizer adamw-8bit",
-    "endpoint": "distill --endpoint",
-}
 _LITTLE = 1_000_000_000  # bytes of memory
 _FEW_LAYERS, _FEW_NUMBERS = 8, 64  # of a model that is like a large one
 
@@ -90,7 +80,7 @@ def examine(model: str | None = None) -> Iterator[Finding]:
     yield from packages
     if not any(finding.mark == "!!" for finding in packages):
         yield from find_computing(cores.usable)
-        yield from find_models()
+        yield find_default_model()
         if model is not None:
             yield find_passes(model)
     try:
@@ -101,34 +91,27 @@ def examine(model: str | None = None) -> Iterator[Finding]:
 
 
 def find_packages() -> Iterator[Finding]:
-    """Versions of what is required, and of the extras."""
+    """Versions of what all commands need; one that needs more names it."""
     for name in ("torch", "transformers"):
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - a broken installation raises anything
             yield Finding(name, f"cannot be imported: {first_line(error)}", f"pip install {name}", "!!")
     try:
-        requirements = [Requirement(text) for text in metadata.requires("draftheads") or []]
+        every = [Requirement(text) for text in metadata.requires("draftheads") or []]
     except metadata.PackageNotFoundError:
         yield Finding("draftheads", "not installed, so versions are not compared", "pip install draftheads")
         return
-    for extra, purpose in EXTRAS.items():
-        wanted = [
-            each for each in requirements if (each.marker.evaluate({"extra": extra}) if each.marker else not extra)
-        ]
-        versions = [installed_version(each.name) for each in wanted]
-        wrong = [
-            f"needs {each.name}{each.specifier}, found {version or 'none'}"
-            for each, version in zip(wanted, versions, strict=True)
-            if version is None or not each.specifier.contains(version, prereleases=True)
-        ]
-        label, package = (f"[{extra}]", f"draftheads[{extra}]") if extra else ("packages", "draftheads")
-        if wrong:
-            mark = "-" if extra and None in versions else "!"
-            yield Finding(label, f"for {purpose}: {'; '.join(wrong)}", f"pip install --upgrade '{package}'", mark)
-        elif wanted:
-            named = (f"{each.name} {version}" for each, version in zip(wanted, versions, strict=True))
-            yield Finding(label, ", ".join(named))
+    found = {
+        each: installed_version(each.name) for each in every if not each.marker or each.marker.evaluate({"extra": ""})
+    }
+    wrong = [
+        f"needs {each.name}{each.specifier}, found {version or 'none'}"
+        for each, version in found.items()
+        if version is None or not each.specifier.contains(version, prereleases=True)
+    ]
+    text = "; ".join(wrong) or ", ".join(f"{each.name} {version}" for each, version in found.items())
+    yield Finding("packages", text, "pip install --upgrade draftheads" if wrong else "")
 
 
 def find_computing(cores: int) -> Iterator[Finding]:
@@ -158,8 +141,8 @@ def find_computing(cores: int) -> Iterator[Finding]:
         yield Finding("native library", text, "" if native else how_to_get())
 
 
-def find_models() -> Iterator[Finding]:
-    """The default model and the installed heads."""
+def find_default_model() -> Finding:
+    """Where it is; ``draftheads info`` shows the heads."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
 
     is_converted = False
@@ -173,14 +156,7 @@ def find_models() -> Iterator[Finding]:
         text, advice = "in the cache, converted from its package", ""
     elif isinstance(try_to_load_from_cache(SMOLLM2_HUB_ID, "config.json"), str):
         text, advice = "downloaded from the Hugging Face Hub", ""
-    yield Finding(SMOLLM2_135M, text, advice, "-")
-    heads: dict[str, list[str]] = {}
-    for head in zoo_heads():
-        heads.setdefault(head.base_name, []).append(head.method)
-    text = "; ".join(f"{', '.join(methods)} for {base}" for base, methods in heads.items())
-    yield Finding("heads", text or "none", "" if heads else "reinstall draftheads: its wheel has two")
-    if missing := set(DATA_PACKAGE_HEADS).difference(heads.get(SMOLLM2_135M, [])):
-        yield Finding(DATA_PACKAGE, f"not installed; it has {len(missing)} more of them", DATA_PACKAGE_INSTALL, "-")
+    return Finding(SMOLLM2_135M, text, advice, "-")
 
 
 def find_passes(name: str) -> Finding:

@@ -21,6 +21,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from draftheads.errors import InvalidSettings, StorageError
+from draftheads.serve.metrics import gauge, total
 from draftheads.utils.files import append_synced, locked
 
 _LOG = logging.getLogger(__name__)
@@ -56,11 +57,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class RecorderCounts:
-    """Since the start; ``num_bytes`` is what is on the disk."""
+    """Since the start."""
 
-    recorded: int = 0
-    dropped: int = 0  # the disk was too slow, too full or not writable
-    num_bytes: int = 0
+    recorded: int = total("answers_recorded", "Answers that were recorded")
+    dropped: int = total("records_dropped", "Answers that could not be recorded: the disk is slow or full")
+    num_bytes: int = gauge("record_bytes", "Disk that records take")
 
 
 class Recorder:

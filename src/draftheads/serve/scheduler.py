@@ -17,6 +17,7 @@ from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Lane, Request, StreamEvent
 from draftheads.errors import DeviceLost, QueueFull, ShuttingDown, first_line
+from draftheads.serve.metrics import gauge, total
 from draftheads.utils.counts import counted
 from draftheads.utils.transfer import device_works
 
@@ -64,22 +65,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Counts of a scheduler. Those of the second group only grow."""
+    """Counts of a scheduler."""
 
-    waiting: int = 0
-    reading: int = 0  # requests whose prompts are being read
-    running: int = 0  # requests that are decoded
-    kv_bytes: int = 0  # keys and values of the requests that are read or decoded
-    prefix_bytes: int = 0  # the same of cached prefixes, with their hidden states
-
-    steps: int = 0
-    interruptions: int = 0  # of requests that were read or decoded and waited again
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    prompt_tokens_read: int = 0
-    prefix_hits: int = 0
-    prefix_tokens_reused: int = 0
+    waiting: int = gauge("requests_waiting", "Answers that wait for a row")
+    reading: int = gauge("requests_reading", "Answers whose prompts are being read")
+    running: int = gauge("requests_running", "Answers that are decoded")
+    kv_bytes: int = gauge("kv_bytes", "Bytes of keys and values of answers")
+    prefix_bytes: int = gauge("prefix_bytes", "Bytes of keys and values of cached prefixes")
+    steps: int = total("steps", "Steps of the model")
+    interruptions: int = total("interruptions", "Answers that waited again, for memory or for another client")
+    finished: int = total("answers_finished", "Answers that were finished")
+    failed: int = total("answers_failed", "Answers that failed")
+    cancelled: int = total("answers_cancelled", "Answers that were cancelled")
+    prompt_tokens_read: int = total("prompt_tokens_read", "Prompt tokens that the model read")
+    prefix_hits: int = total("prefix_hits", "Prompts that began with a cached prefix")
+    prefix_tokens_reused: int = total("prefix_tokens_reused", "Prompt tokens that came from cached prefixes")
 
 
 class Scheduler:

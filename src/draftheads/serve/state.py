@@ -58,7 +58,7 @@ class Service:
         self._scheduler: Scheduler | None = None
         self.metrics = Metrics(
             lambda: None if self._scheduler is None else self._scheduler.snapshot(),
-            None if recorder is None else lambda: recorder.counts,
+            *([] if recorder is None else [lambda: recorder.counts]),
         )
         self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time, as each has a cache of its own
         # one thread reads requests (JSON, templates, tokens, grammars), so that a long one holds up no stream

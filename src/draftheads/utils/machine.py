@@ -148,8 +148,3 @@ class Environment:
 
 
 NAMES = {each.name: each.metadata["name"] for each in fields(Environment)}  # of the variables, by field
-
-
-def secret(variable: str) -> str | None:
-    """A key in a variable that the user names, such as with ``--api-key-env``."""
-    return os.environ.get(variable)
