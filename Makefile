@@ -19,6 +19,9 @@ CENTRAL := tests/test_lossless.py tests/test_loading_models.py::test_a_loaded_mo
 	tests/test_real.py::test_plain_text_is_transformers_text 'tests/test_real.py::test_a_bundled_head_saves_steps[hydra]' \
 	tests/train/test_run.py::test_training_improves_the_heads_predictions
 
+# off, where it is set: without stored bytecode, each process that a test starts compiles torch and transformers again
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-page test-thorough test-sanitized test-fast test-versions test-pure native check docs format clean
 
