@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -42,7 +43,8 @@ from draftheads.errors import (
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of
-from draftheads.models.pretrained import load_tokenizer, stored_dtype
+from draftheads.models.pretrained import load_pretrained, load_tokenizer, stored_dtype
+from draftheads.models.wrappers import put_back_towers
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from draftheads.train.options import MergeOptions
@@ -213,23 +215,73 @@ def test_a_loaded_model_on_other_devices_is_refused(world: Path, monkeypatch: py
 # --- what is passed to transformers ---
 
 
-@pytest.mark.skipif(not HAS_RECURRENT, reason="transformers has no Qwen3.5 whose trees can be followed")
-def test_a_model_of_text_and_images_is_its_text_model(tmp_path: Path) -> None:
-    """Its text has the same logits, and its hybrid layers follow trees."""
-    text = {**ALL_FAMILIES["qwen3_5_text"]}
-    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    config = CONFIG_MAPPING["qwen3_5"](text_config=text, vision_config={**images, "patch_size": 4})
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOWER |= {"image_size": 28, "patch_size": 14}
+BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+M_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32}  # for three positions
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # text and images; text models of all kinds of wrappers
+    "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral", "head_dim": 16, **TOWER}),
+    "qwen2_5_vl": ({**ROTARY, "rope_parameters": M_ROPE}, {**BLOCKS, "fullatt_block_indexes": [0]}),
+    "aya_vision": (  # leaves the factor of the text model's logits out
+        {"model_type": "cohere2", "sliding_window": 4, "logit_scale": 0.25, "num_key_value_heads": 2},
+        {"model_type": "siglip_vision_model", **TOWER},
+    ),
+    "qwen3_5": (ALL_FAMILIES["qwen3_5_text"], {**BLOCKS, "patch_size": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.skipif(kind == "qwen3_5" and not HAS_RECURRENT, reason="no Qwen3.5 here"))
+     for kind in WRAPPERS],
+)  # fmt: skip
+def test_a_model_of_text_and_images_is_its_text_model(kind: str, tmp_path: Path) -> None:
+    """Its text has the same logits, hybrid layers follow trees, and the tensors that are not read are counted."""
+    text, images = WRAPPERS[kind]
+    config = CONFIG_MAPPING[kind](text_config={**SMALL, "vocab_size": len(VOCAB), **text}, vision_config=images)
     torch.manual_seed(0)
     whole = AutoModelForImageTextToText.from_config(config).eval()
+    for weight in whole.parameters():
+        weight.data.add_(torch.randn(weight.shape), alpha=0.2)
     whole.save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
-    with pytest.warns(TextOnlyWarning, match="reads more than text: only its text model is used"):
+    stored = load_file(tmp_path / "model.safetensors")
+    unread = [name for name in stored if any(part in name for part in ("visual.", "vision_tower."))]
+    with pytest.warns(TextOnlyWarning, match=rf"images are not read \({len(unread)} tensors left out: .*vis"):
         target = load_target(str(tmp_path), precision="fp32")
+    assert not any("vis" in name for name, _ in target.model.named_parameters())
+    assert target.native is not None or kind == "qwen3_5"
     ids = torch.tensor([[3, 4, 5, 6]])
-    torch.testing.assert_close(target.model(ids).logits, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    expected = whole(input_ids=ids).logits
+    torch.testing.assert_close(target.logits(target.hidden_states(ids)), expected, rtol=1e-4, atol=1e-4)
     plain = Engine(target).generate([[3, 4, 5]], max_new_tokens=12, ignore_eos=True)
     drafted = Engine(target, tiny_head("hydra", target)).generate([[3, 4, 5]], max_new_tokens=12, ignore_eos=True)
     assert drafted[0].token_ids == plain[0].token_ids
+    with pytest.warns(TextOnlyWarning):
+        text_only, again = (
+            load_pretrained(tmp_path, dtype="fp32", device="cpu", whole=is_whole)[0] for is_whole in (False, True)
+        )
+    put_back_towers(text_only, again)  # as merged models are written
+    assert {*text_only.state_dict()} == {*whole.state_dict()}
+    last = next(name for name in stored if name.endswith("layers.1.mlp.up_proj.weight"))
+    save_file({name: stored[name] for name in stored if name != last}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"missing \(1 tensor\): .*layers.1.mlp.up_proj.weight"):
+        load_target(str(tmp_path), precision="fp32")
+
+
+def test_a_model_that_reads_prompts_in_both_directions_is_refused(tmp_path: Path) -> None:
+    """PaliGemma's text depends on later tokens of the prompt."""
+    text = {**SMALL, "vocab_size": len(VOCAB), "model_type": "gemma"}
+    images = {**TOWER, "model_type": "siglip_vision_model", "projection_dim": 32}
+    config = CONFIG_MAPPING["paligemma"](text_config=text, vision_config=images, projection_dim=32)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    with (
+        pytest.warns(TextOnlyWarning),
+        pytest.raises(UnsupportedModel, match=r"reads prompts in both directions \(use_bidirectional_attention\)"),
+    ):
+        load_target(str(tmp_path), precision="fp32")
 
 
 def test_options_of_transformers(world: Path) -> None:

@@ -58,7 +58,7 @@ def speed_up(model: Any, *, bits: int | None = None, typical_ids: Tensor | None 
     if bits is not None:
         _check_quantisable(model, f"int{bits}")
     if model.config.get_text_config()._attn_implementation == "sdpa":
-        model.set_attn_implementation(GROUPED_ATTENTION)
+        model.get_decoder().set_attn_implementation(GROUPED_ATTENTION)
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
         replace_experts(model)
         layers = replace_linears(model)

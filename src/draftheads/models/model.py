@@ -42,6 +42,7 @@ from draftheads.models.model_layers import (
     ATTENTION_KINDS,
     FAMILIES,
     LongRope,
+    is_unscaled,
     layer_inputs,
     problems_of,
     recurrent_modules,
@@ -429,7 +430,8 @@ class TargetModel:
         if getattr(self.config, "logits_scaling", None):  # Granite divides
             return 1.0 / float(self.config.logits_scaling)
         scales = (getattr(self.config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
-        return float(next(filter(None, scales), 1.0))  # Cohere and Falcon-H1 multiply
+        scale = float(next(filter(None, scales), 1.0))  # Cohere and Falcon-H1 multiply
+        return 1.0 if scale != 1.0 and self.config is not self.model.config and is_unscaled(self) else scale
 
     @cached_property
     def finds_most_likely(self) -> bool:

@@ -26,7 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.cpu.kernels import Native, PackedLinear, Plain, Product
 from draftheads.cpu.native_step import native_step
-from draftheads.errors import UnsupportedModel
+from draftheads.errors import UnsupportedModel, first_line
 from draftheads.models.adapter import LowRank, check_base, read_lora
 from draftheads.models.model_config import long_rope_start
 from draftheads.models.model_names import find_adapter
@@ -83,7 +83,9 @@ def problems_of(target: "TargetModel") -> Iterator[str]:
             f"has weights on {', '.join(sorted(places))}; drafts are verified on one device: load it with device=…, "
             "and with four_bit=True if it is too large"
         )
-    if target.facts is None:  # of others, the model that they were made from was checked
+    if getattr(target.config, "use_bidirectional_attention", False) is True:
+        yield "reads prompts in both directions (use_bidirectional_attention): drafts need causal attention"
+    elif target.facts is None:  # of others, the model that they were made from was checked
         error = _logits_error(target)
         if not error <= 1e-2:
             yield (
@@ -92,19 +94,34 @@ def problems_of(target: "TargetModel") -> Iterator[str]:
 
 
 @torch.inference_mode()
-def _logits_error(target: "TargetModel") -> float:
-    """How far :meth:`logits` of the last hidden state are from the model's own, as a share of the largest."""
+def _own_logits(target: "TargetModel") -> tuple[Tensor, Tensor]:
+    """The last hidden states of four tokens (1, 4, D), and the model's own logits of them (1, 4, V)."""
     states: list[Tensor] = []
     handle = target.decoder.register_forward_hook(lambda *given: states.append(given[-1].last_hidden_state))
     try:
         probe = torch.arange(4, device=target.device)[None] % target.vocab_size
-        expected = target.model(input_ids=probe, use_cache=False).logits.float()
+        logits = target.model(input_ids=probe, use_cache=False).logits.float()
+    except AttributeError as error:
+        raise UnsupportedModel(f"{target.model_id} cannot read text alone: {first_line(error)}") from error
     finally:
         handle.remove()
-    hidden = target.in_own_type(states[0]) if states else target.hidden_states(probe)
+    return target.in_own_type(states[0]) if states else target.hidden_states(probe), logits
+
+
+@torch.inference_mode()
+def _logits_error(target: "TargetModel") -> float:
+    """How far :meth:`logits` of the last hidden state are from the model's own, as a share of the largest."""
+    hidden, expected = _own_logits(target)
     if not hidden.isfinite().all():  # sums may be too large for fp16: nothing can be said
         return 0.0
     return float((expected - target.logits(hidden).float()).abs().max()) / max(1.0, float(expected.abs().max()))
+
+
+@torch.inference_mode()
+def is_unscaled(target: "TargetModel") -> bool:
+    """Whether a model around the text model leaves the factor of the text model's logits out, as Aya Vision does."""
+    hidden, logits = _own_logits(target)
+    return bool(((target.lm_head(hidden).float() - logits).norm() <= 1e-2 * logits.norm()).item())
 
 
 def recurrent_modules(decoder: Any) -> list[ModuleType]:

@@ -30,7 +30,7 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.models.adapter import load_merged, require_peft
-from draftheads.models.gguf_models import without_bars
+from draftheads.models.gguf_models import without_bars, without_logs
 from draftheads.models.model_config import (
     FLOATS,
     default_dtype,
@@ -41,6 +41,7 @@ from draftheads.models.model_config import (
     max_positions_of,
 )
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
+from draftheads.models.wrappers import wrapper_class
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
 
@@ -52,7 +53,7 @@ _OF_WHOLE_MODELS = ("four_bit", "quantization_config", "device_map")
 _SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
 _NUMBER = r"(?<=\.)\d+(?=\.)"  # of a layer or an expert, in the name of a tensor
 _IGNORABLE = (  # buffers that models compute now, and heads beside the model that draft for it
-    r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$|^medusa_head\.|^(model\.)?mtp(_layers)?\."
+    r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(bias|masked_bias|causal_mask)$|\.num_batches_tracked$|^medusa_head\.|^(model\.)?mtp(_layers)?\."
 )
 
 
@@ -64,6 +65,7 @@ class LoadOptions(TypedDict, total=False):
     device_map: Any  # where it puts the weights, in place of ``device``; they must come to one device
     attn_implementation: str | None  # ``sdpa`` or ``eager``
     trust_remote_code: bool  # whether code that comes with the model may run
+    whole: bool  # also what reads images, which text does not need but a copy on disk does
     check: "Callable[[Any], None] | None"  # called with the configuration before weights are read; may raise an error
 
 
@@ -92,6 +94,7 @@ def load_pretrained(
     name = model_name(name)
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     check, trusted = given.pop("check", None), given.pop("trust_remote_code", False)
+    whole = given.pop("whole", False)
     _check_options(device, **given)
     place, source = device_named(device), resolve_model(name)
     adapter = find_adapter(source) if isinstance(source, Path) else None
@@ -117,7 +120,7 @@ def load_pretrained(
         quantisation = _four_bit_config(compute) if given.get("four_bit") else given.get("quantization_config")
         on_place = None if quantisation is None else {"": str(place)}  # quantised weights are loaded onto the device
         how |= {"quantization_config": quantisation, "device_map": given.get("device_map", on_place)}
-        model, tokenizer = _load_files(name, source, tokenizer, dtype=compute, **how)
+        model, tokenizer = _load_files(name, source, tokenizer, dtype=compute, whole=whole, **how)
     if getattr(model, "hf_quantizer", None) is None and "device_map" not in given:
         model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
     return model.eval().requires_grad_(requires_grad=False), tokenizer, model_id_of(name)
@@ -162,7 +165,9 @@ def _four_bit_config(dtype: torch.dtype) -> Any:
     )
 
 
-def _load_files(name: str, source: Path | str, tokenizer: Any, **options: Any) -> tuple[Any, Any]:
+def _load_files(
+    name: str, source: Path | str, tokenizer: Any, *, whole: bool = False, **options: Any
+) -> tuple[Any, Any]:
     """A model and its tokenizer; another one that is given stays. Options that are None are those of the model."""
     with _as_our_errors(name), without_bars():
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
@@ -170,21 +175,29 @@ def _load_files(name: str, source: Path | str, tokenizer: Any, **options: Any) -
         trusted = options["trust_remote_code"]
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
         is_quantised = check_quantisation(name, config, options["quantization_config"], source=source)
-        if config.get_text_config() is not config:
-            warnings.warn(f"{name} reads more than text: only its text model is used", TextOnlyWarning, stacklevel=4)
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
         options = {key: value for key, value in options.items() if value is not None}
         loaded: Any
+        wrapper = wrapper_class(config, whole=whole)
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                source, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
+            # transformers would list all tensors of what is left out
+            with without_logs() if wrapper else contextlib.nullcontext():
+                loaded = (wrapper or AutoModelForCausalLM).from_pretrained(
+                    source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                )
         except RuntimeError:  # tensors of which transformers makes one, such as experts, do not fit each other
             check_series(name, source)
             raise
         model, report = loaded
-        check_weights(name, model, report, source, is_quantised=is_quantised)
+        unread = check_weights(name, model, report, source, is_quantised=is_quantised)
+    if config.get_text_config() is not config:
+        left_out = f" ({counted(len(unread), 'tensor')} left out: {first_names(unread)})" if unread else ""
+        warnings.warn(
+            f"{name} reads more than text: only its text model is used, images are not read{left_out}",
+            TextOnlyWarning,
+            stacklevel=4,
+        )
     for module in model.modules():  # bitsandbytes would repack 4-bit weights, to a form without gradients
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -355,16 +368,21 @@ def check_quantisation(name: str, config: Any, given: Any = None, *, source: Pat
     return bool(stored)
 
 
-def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | str, *, is_quantised: bool) -> None:
-    """Compares a model with its files, by the loading info of ``transformers`` and by the types in the files."""
+def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | str, *, is_quantised: bool) -> set[str]:
+    """Compares a model with its files, by the loading info of ``transformers`` and by the types in the files.
+
+    Returns the tensors that a text model leaves out.
+    """
     ignorable = re.compile("|".join((_IGNORABLE, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))))
+    of_towers = tuple(f"{tower}." for tower in getattr(model, "towers", ()))
+    unread = {key for key in report["unexpected_keys"] if key.startswith(of_towers)}
     # quantised here: the model has other types than its files
     weights = {} if getattr(model, "hf_quantizer", None) else model.state_dict()
     own = {key: value.dtype for key, value in weights.items()}
     prefix, others = f"{model.base_model_prefix}.", set()  # files of base models leave the prefix out
     for short, tensor in ({} if is_quantised else _stored(source)).items():
         key = prefix + short if prefix + short in own else short
-        if not fits(tensor.dtype, own.get(key)) and (key in own or not ignorable.search(key)):
+        if not fits(tensor.dtype, own.get(key)) and (key in own or not (ignorable.search(key) or key in unread)):
             others.add(f"{key} ({tensor.dtype})")
     for key, weight in model.named_parameters() if is_quantised else ():
         module = model.get_submodule(key.rpartition(".")[0])
@@ -379,8 +397,9 @@ def check_weights(name: str, model: Any, report: dict[str, Any], source: Path | 
         ):
             others.add(f"{key} ({weight.dtype})")
     shapes = {f"{key} ({tuple(shape)}, not {tuple(wanted)})" for key, shape, wanted in report["mismatched_keys"]}
-    surplus = {key for key in report["unexpected_keys"] if not ignorable.search(key)}
+    surplus = {key for key in report["unexpected_keys"] if not ignorable.search(key)} - unread
     _refuse(name, report["missing_keys"], surplus, shapes, others)
+    return unread
 
 
 def check_series(name: str, source: Path | str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftheads.errors import RoundingWarning, SpeedWarning, UnsupportedModel, first_line
 from draftheads.models.gguf_models import without_logs
@@ -151,14 +151,22 @@ def _probe_config(target: TargetModel, *, few: bool, narrow: bool) -> Any:
 
 
 def _built(target: TargetModel, config: Any) -> Any:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
-
-    is_text_model = target.config is target.model.config
-    model: Any = type(target.model)(config) if is_text_model else AutoModelForCausalLM.from_config(config)
-    model.set_attn_implementation(target.config._attn_implementation)  # noqa: SLF001 - no public name
+    stock = target.model
+    if target.config is stock.config:
+        text = model = type(stock)(config)
+    else:  # a text model in a larger one: all but its own modules is shared, such as what reads images
+        decoder, lm_head = type(target.decoder)(config), target.lm_head
+        lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=lm_head.bias is not None)
+        text = nn.ModuleList([decoder, lm_head])
+        if target.lm_head.weight is stock.get_input_embeddings().weight:
+            lm_head.weight = decoder.get_input_embeddings().weight
+        shared = {id(weight): weight for weight in (*stock.parameters(), *stock.buffers())}
+        new = {id(target.decoder): decoder, id(target.lm_head): lm_head, id(target.config): config}
+        model = copy.deepcopy(stock, memo=shared | new)
+    model.get_decoder().set_attn_implementation(target.config._attn_implementation)  # noqa: SLF001 - no public name
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for weight in model.parameters():  # a tied one once
+        for weight in text.parameters():  # a tied one once
             numbers = torch.randn(weight.shape, generator=generator)
             weight.add_(0.3 * numbers) if weight.dim() == 1 else weight.copy_(2.0 / weight.shape[-1] ** 0.5 * numbers)
         model.get_output_embeddings().weight.mul_(4.0)

@@ -34,7 +34,8 @@ from draftheads.models.model_names import (
     find_adapter,
     kind_of_folder,
 )
-from draftheads.models.pretrained import cast_weights, stored_dtype, with_adapter
+from draftheads.models.pretrained import cast_weights, load_pretrained, stored_dtype, with_adapter
+from draftheads.models.wrappers import put_back_towers
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train.learner import LowRankUpdate
 from draftheads.train.losses import CHUNK_SIZE, precedes_answer
@@ -204,6 +205,8 @@ def merge(options: MergeOptions) -> int:
     base = TargetModel.load(name, dtype=torch.float32, device="cpu")
     was_tied = is_tied(base.model)
     merged = merged_model(base, run, dtype=dtype, model_id=str(out.resolve()))
+    if getattr(merged.model, "towers", ()):  # what reads images comes with it
+        put_back_towers(merged.model, load_pretrained(name, dtype=dtype, device="cpu", whole=True)[0])
     added = merged.model.get_output_embeddings().weight.nbytes if was_tied and not is_tied(merged.model) else 0
     with atomic_directory(out) as staged, without_bars():
         merged.model.save_pretrained(staged)
