@@ -6,15 +6,18 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
+from draftheads.checkpoints.checkpoint import read_head
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.models.model import TargetModel
 from draftheads.train import processes, run
 from draftheads.train.options import TrainOptions
+from draftheads.train.report import Report, verdict_of
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.train.trainer import TrainingInterrupted
 from draftheads.utils.files import locked
@@ -24,8 +27,10 @@ from training_world import (
     KilledError,
     chat_model,
     counting_chats,
+    lines,
     stop_by_crash,
     stop_by_ctrl_c,
+    tensors,
     train_for,
     train_options,
     write_chats,
@@ -45,15 +50,16 @@ SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the ran
 
 def found_in(out: Path) -> dict[str, Any]:
     """All files of a run, without times, speeds and the command."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
-    for name in ("config.json", "metrics.json"):
+    paths = (path for path in out.rglob("*") if path.is_file() and path.name not in (".lock", "README.md"))
+    found: dict[str, Any] = {str(path.relative_to(out)): path.read_bytes() for path in paths}
+    for name in [name for name in found if name.endswith(("config.json", "metrics.json"))]:
         content = json.loads(found[name])
         for key in ("provenance", "reading_seconds", "training_seconds", "tokens_per_second"):
             content.pop(key, None)
         if "options" in content:
             del content["options"]["out"], content["options"]["resume"]
         found[name] = json.dumps(content)
-    return {**found, "README.md": None, "report.html": None}  # made from the others
+    return {**found, "report.html": None}  # made from the others
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +118,33 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
     assert reporter.stages[0].startswith(where)
     assert reporter.steps[0] == last + 1
     assert found_in(settings.out) == found_in(whole)
+
+
+def test_the_best_head_is_kept_beside_the_last_one_by_a_killed_run_too(data: Path, tmp_path: Path):
+    """The held-out loss rises: these heads learn the training text by heart, at a far too high rate."""
+    changes: dict[str, Any] = {"learning_rate": 0.3, "epochs": 6, "loss": "hard", "noise_alpha": 0.0}
+    whole, settings = (options(tmp_path / name, data, **changes) for name in ("whole", "out"))
+    report = train_for(chat_model(), whole)
+    losses = {line["step"]: fmean(line["losses"]) for line in lines(whole.out, "validation.jsonl")}
+    best = min(losses, key=losses.__getitem__)
+    assert report.best_step == best < report.num_steps
+    assert report.best_loss == pytest.approx(losses[best], rel=1e-5)  # all held-out texts are measured during training
+    sentence = (
+        f"step {best}, the best one: the held-out loss rose from {losses[best]:.3f} to {losses[report.num_steps]:.3f}"
+    )
+    assert sentence in verdict_of(vars(report))
+    kept = Report.of(json.loads((whole.out / "best" / "metrics.json").read_text()))
+    assert (kept.num_steps, fmean(kept.losses), kept.best_step) == (best, report.best_loss, None)
+    assert f"in {best} step" in read_head(whole.out / "best").card
+    weights = tensors(whole.out)
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in tensors(whole.out / "best").items())
+    for kill_after in (max(1, best), report.num_steps - 1):
+        train_until_killed(settings, after=kill_after)
+        kinds = [path.name.split("-")[0] for path in (settings.out / "checkpoints").iterdir()]
+        assert len(kinds) == len(set(kinds)), "one of each kind"
+    run.train(settings, FakeProgress())
+    assert found_in(settings.out) == found_in(whole.out)
+    assert not (settings.out / "checkpoints").exists()
 
 
 def test_a_complete_run_is_not_repeated(data: Path, whole: Path, tmp_path: Path):

@@ -8,6 +8,7 @@ from draftheads.cli.show import ProgressDisplay, quiet_transformers, write_page
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import recipe
+from draftheads.train.report import BEST
 from draftheads.train.run import train
 
 
@@ -22,10 +23,13 @@ def run(options: TrainOptions) -> None:
     if report is None or not processes.is_first():
         return
     write_page(console, options.out, "training", show=True)
-    merge = ""
-    if report.movement is not None:
-        merge = f"; `draftheads merge --model {options.model} --adapter {options.out} --out …` makes one model of it"
-    console.print(f"saved in {options.out}{merge}", soft_wrap=True)
+    best = "" if report.best_step is None else f" (step {report.num_steps})"
+    for out, which in {options.out: best, options.out / BEST: f" (step {report.best_step}, the best)"}.items():
+        use = f"--head {out}"
+        if report.movement is not None:
+            use = f"`draftheads merge --model {options.model} --adapter {out} --out …` makes one model of it"
+        if report.best_step is not None or out == options.out:
+            console.print(f"saved in {out}{which}; {use}", soft_wrap=True)
     keep_config(options, options.out / "config.yaml")
 
 

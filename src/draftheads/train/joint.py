@@ -1,13 +1,14 @@
 """Medusa-2: chats to an adapter and heads that are tuned together, measured and saved.
 
 The output folder also holds ``adapter/`` (peft's format, and ``base.json``, which names the model that it is for), and
-the head in ``head/``.
+the head in ``head/``; ``best/`` has the same two folders.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -268,14 +269,14 @@ class JointRun(Run):
     def decoding_model(self) -> TargetModel:
         return self.tuned
 
-    def save(self, report: Report, profile: AcceptanceProfile) -> Report:
+    def save(self, report: Report, profile: AcceptanceProfile, folder: Path) -> Report:
         """Also the adapter, and how far the model moved."""
         movement = measure_movement(self.tuned, self.adapter, self.data.store, self.data.held_out)
-        with atomic_directory(self.folder.path / ADAPTER_FOLDER, replace=True) as staged:
+        with atomic_directory(folder / ADAPTER_FOLDER, replace=True) as staged:
             self.adapter.save(staged)
             base = {"model_id": self.target.model_id, "fingerprints": asdict(self.target.fingerprints)}
             (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
-        return super().save(replace(report, movement=movement), profile)
+        return super().save(replace(report, movement=movement), profile, folder)
 
 
 def head_weight(tuning: Tuning, step: int, num_head_steps: int, num_steps: int) -> float:

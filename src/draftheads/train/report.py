@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import fmean
 from typing import Any, Self
 
 import torch
@@ -23,12 +24,14 @@ from draftheads.train.learner import Learner
 from draftheads.train.losses import CHUNK_SIZE, ROW_LOSSES, find_predictions
 from draftheads.utils.counts import counted
 
+BEST = "best"  # a run's folder of the head with the lowest held-out loss, and the name of its checkpoint
 NUM_RANKS = 10  # ranks 0 … 9 are recorded; this number means a miss
 REPORTED_NODES = 16  # of the tree that is reported, root included
 
 # of tokens per step: below the first, a step saves less time than verifying a small tree costs; the weakest bundled
 # head has 1.91 with a tree of 10 nodes
 LITTLE, GOOD = 1.15, 1.8
+_RISE = 1.01  # of the held-out loss at the end to the lowest one: below, both heads are as good
 _MANY_STEPS = 1000  # after so many steps without success, more of the same will not help
 _FEW_TEXTS, _FEW_TOKENS = 16, 1000  # of held-out texts; below them, other texts may give quite another number
 
@@ -122,6 +125,8 @@ class Report:
     num_held_out_tokens: int  # of held-out answers
     left_out: list[str]  # why chats were left out, a sentence for each reason
     movement: Movement | None = None  # of joint training
+    best_step: int | None = None  # with the lowest held-out loss during training, if it is not the last one
+    best_loss: float | None = None  # of the head of that step, the mean over the heads
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Self:
@@ -225,6 +230,13 @@ def verdict_of(metrics: Mapping[str, Any]) -> str:
     tokens_per_step = round(metrics["tokens_per_step_tree"], 2)  # the class is of the number that is shown
     measured = f"{tokens_per_step:.2f} tokens per step on held-out text (plain decoding: 1)"
     num_texts, num_tokens = metrics["num_held_out_texts"], metrics["num_held_out_tokens"]
+    lowest = metrics.get("best_loss")
+    if lowest is not None and (last := fmean(metrics["losses"])) > _RISE * lowest:
+        return (
+            f"{measured}; the heads became worse after step {metrics['best_step']}, the best one: the held-out loss "
+            f"rose from {lowest:.3f} to {last:.3f}. Use the head in the folder {BEST}, and train on more and "
+            "more varied text or with a lower --learning-rate"
+        )
     if tokens_per_step < LITTLE:
         if metrics["num_steps"] >= _MANY_STEPS:
             steps = counted(metrics["num_steps"], "step")

@@ -1,7 +1,8 @@
 """The output folder of a training run: its files, its lock, and the checks before a run resumes.
 
-It holds the result with ``metrics.json`` and ``log.jsonl``; until the run is complete also ``run.json`` (what the run
-depends on), ``checkpoints/`` and ``features/``.
+It holds the result with ``metrics.json`` and ``log.jsonl``: the head of the last step, and in ``best/`` the one of the
+step with the lowest held-out loss if it is another step. Until the run is complete there are also ``run.json`` (what
+the run depends on), ``checkpoints/`` and ``features/``.
 """
 
 import contextlib
@@ -61,6 +62,12 @@ class RunFolder:
     def checkpoint(self) -> Path | None:
         """The newest checkpoint, to resume from; None without ``--resume`` or without a checkpoint."""
         return find_checkpoint(self.path) if self.options.resume else None
+
+    def tidy_checkpoints(self) -> None:
+        """Removes what kills left half-written; where nothing is resumed, also the best of an earlier run."""
+        if self.checkpoint() is None:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        remove_leftovers(self.checkpoints / "*")
 
     def kept(self, features: Path | None) -> str:
         """What a run that was stopped left here and in a store of hidden states, and how to go on."""
@@ -162,10 +169,13 @@ def _check_names(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
         )
 
 
-def find_checkpoint(out: Path) -> Path | None:
-    """The newest checkpoint below an output folder."""
-    found = (out / "checkpoints").glob("checkpoint-*.pt")
-    return max(found, key=lambda path: int(path.stem.rpartition("-")[2]), default=None)
+def find_checkpoint(out: Path, kind: str = "checkpoint") -> Path | None:
+    """The newest checkpoint below an output folder; of kind ``best`` the one with the lowest held-out loss."""
+    return max((out / "checkpoints").glob(f"{kind}-*.pt"), key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.rpartition("-")[2])
 
 
 def as_json(value: dict[str, Any]) -> bytes:

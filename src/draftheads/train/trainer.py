@@ -29,9 +29,10 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model_config import default_device, default_dtype
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
-from draftheads.train.run_folder import RunFolder
+from draftheads.train.report import BEST
+from draftheads.train.run_folder import RunFolder, find_checkpoint, step_of
 from draftheads.train.training_data import TrainingData
-from draftheads.utils.files import remove_leftovers, write_atomic
+from draftheads.utils.files import write_atomic
 from draftheads.utils.progress import Progress
 
 
@@ -62,7 +63,8 @@ def fit(
     """Trains a learner in place on all batches of ``data``; with ``--resume`` from the last checkpoint.
 
     ``validate`` measures the head as it is now: before the first step, with every checkpoint and at the ends of epochs.
-    Its results go to ``validation.jsonl``. Of several processes only the first one validates and writes.
+    Its results go to ``validation.jsonl``. A learner with a lower loss than all before is saved, too. Of several
+    processes only the first one validates and writes.
 
     Returns:
         The number of steps that were done before.
@@ -72,10 +74,10 @@ def fit(
     highest = [group["lr"] for group in optimizer.param_groups]
     rates = steps.rates if len(steps.rates) == len(highest) else [steps.rates[0]] * len(highest)
     if processes.is_first():
-        remove_leftovers(folder.checkpoints / "*")
+        folder.tidy_checkpoints()
     checkpoint = folder.checkpoint()
     first_step = 0 if checkpoint is None else _load(checkpoint, learner, optimizer)
-    log, validations = (StepLog(folder.path / f"{name}.jsonl", first_step) for name in ("log", "validation"))
+    log, held_out = StepLog(folder.path / "log.jsonl", first_step), _HeldOut(folder, learner, validate, first_step)
     model = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # of other types than fp32 is only the pass below
@@ -84,17 +86,8 @@ def fit(
     parts, bf16, total = data.batches_per_step // processes.count(), computes_in_bf16(options), data.num_steps
     parameters = [parameter for parameter in learner.parameters() if parameter.requires_grad]
     recent: deque[tuple[float, int]] = deque(maxlen=10)  # mean losses over the heads, and predictions
-    held_out = ""
-
-    def measure(step: int) -> None:
-        nonlocal held_out
-        if processes.is_first():
-            measured = validate()
-            validations.add({"step": step, **measured})
-            held_out = f", held-out loss {fmean(measured['losses']):.3f} at step {step}"
-
     if first_step == 0:
-        measure(0)
+        held_out.measure(0)
     with _interruptible() as interrupted:
         for step in range(first_step + 1, total + 1):
             inputs = steps.inputs(step - 1)
@@ -104,15 +97,14 @@ def fit(
             norm = nn.utils.clip_grad_norm_(parameters, options.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            recent.append((fmean(means["head_losses"]), means["predictions"]))
+            recent.append((fmean(means["head_losses"]), max(1, means["predictions"])))
             numbers = {name: value for name, value in inputs.items() if isinstance(value, float)}
             of_step = {"learning_rate": optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
             log.add({"step": step, "loss": means.pop("loss"), **of_step, **means, **numbers})
             is_due = step == total or step % options.save_steps == 0
             if is_due or step in data.epoch_ends:
-                measure(step)
-            mean = fmean(*zip(*recent, strict=True)) if any(number for _, number in recent) else 0.0
-            progress.progress(step, total, f"loss {mean:.3f}{held_out}")
+                held_out.measure(step)
+            progress.progress(step, total, f"loss {fmean(*zip(*recent, strict=True)):.3f}{held_out.note}")
             is_interrupted = processes.any_of(interrupted.is_set())
             if is_due or is_interrupted:
                 _save(folder, step, learner, optimizer)
@@ -122,6 +114,29 @@ def fit(
                     "the same command with --resume continues from there"
                 )
     return first_step
+
+
+class _HeldOut:
+    """Measures a learner as it is, and saves the one with the lowest loss; in the first of several processes."""
+
+    def __init__(
+        self, folder: RunFolder, learner: nn.Module, validate: Callable[[], dict[str, Any]], first_step: int
+    ) -> None:
+        self.folder, self.learner, self.validate = folder, learner, validate
+        self.log = StepLog(folder.path / "validation.jsonl", first_step)
+        best = find_checkpoint(folder.path, BEST)
+        self.lowest = float("inf") if best is None else read_checkpoint(best)["loss"]
+        self.note = ""  # of the newest, for the progress
+
+    def measure(self, step: int) -> None:
+        if processes.is_first():
+            measured = self.validate()
+            loss = fmean(measured["losses"])
+            if loss < self.lowest:
+                self.lowest = loss
+                _write(self.folder, BEST, step, {"loss": loss, "learner": self.learner.state_dict()})
+            self.log.add({"step": step, **measured})
+            self.note = f", held-out loss {loss:.3f} at step {step}"
 
 
 def _gradients(
@@ -232,7 +247,7 @@ def hidden_matrices(head: DraftHead) -> list[Tensor]:
 
 
 def _save(folder: RunFolder, step: int, learner: nn.Module, optimizer: Optimizer) -> None:
-    """Writes a checkpoint and removes the one before."""
+    """A checkpoint to resume from."""
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random["cuda"] = torch.cuda.get_rng_state()
@@ -241,9 +256,13 @@ def _save(folder: RunFolder, step: int, learner: nn.Module, optimizer: Optimizer
         "optimizer": optimizer.state_dict(),
         "random": gather_object([random]),  # of each process
     }
-    if not processes.is_first():
-        return
-    path = folder.checkpoints / f"checkpoint-{step}.pt"
+    if processes.is_first():
+        _write(folder, "checkpoint", step, state)
+
+
+def _write(folder: RunFolder, kind: str, step: int, state: dict[str, Any]) -> None:
+    """Writes a checkpoint and removes the one of that kind before."""
+    path = folder.checkpoints / f"{kind}-{step}.pt"
     try:
         write_atomic(path, lambda file: torch.save(state, file))
     except (StorageError, RuntimeError) as error:
@@ -252,24 +271,33 @@ def _save(folder: RunFolder, step: int, learner: nn.Module, optimizer: Optimizer
         raise StorageError(
             f"a checkpoint cannot be saved in {folder.checkpoints}: {error}; earlier ones are kept"
         ) from error
-    for other in folder.checkpoints.glob("checkpoint-*.pt"):
+    for other in folder.checkpoints.glob(f"{kind}-*.pt"):
         if other != path:
             other.unlink()
 
 
 def _load(path: Path, learner: nn.Module, optimizer: Optimizer) -> int:
     """Restores a checkpoint; returns its step."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        learner.load_state_dict(state["learner"])
-        optimizer.load_state_dict(state["optimizer"])
-        random = state["random"][processes.number()]
-    except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as error:
-        raise StorageError(f"{path} cannot be read: {error}; delete it, and the run begins again") from error
+    state = read_checkpoint(path, learner, optimizer)
+    random = state["random"][processes.number()]
     torch.set_rng_state(random["cpu"])
     if "cuda" in random and torch.cuda.is_available():
         torch.cuda.set_rng_state(random["cuda"])
-    return int(path.stem.rpartition("-")[2])
+    return step_of(path)
+
+
+def read_checkpoint(path: Path, learner: nn.Module | None = None, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """What a checkpoint has beside the states, which are loaded into the learner and the optimizer that are given."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        weights, moments = state.pop("learner"), state.pop("optimizer", None)
+        if learner is not None:
+            learner.load_state_dict(weights)
+        if optimizer is not None:
+            optimizer.load_state_dict(moments)
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        raise StorageError(f"{path} cannot be read: {error}; delete it, and the run begins again") from error
+    return state
 
 
 class StepLog:

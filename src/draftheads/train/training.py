@@ -3,6 +3,7 @@
 Heads are trained for a frozen model; ``joint.py`` trains them together with it. Nothing is printed.
 """
 
+import copy
 import shutil
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -34,9 +36,9 @@ from draftheads.train import processes
 from draftheads.train.learner import Learner
 from draftheads.train.new_head import Start, check_sizes, in_float32, layers_read, new_head, reading_dtype
 from draftheads.train.options import TrainOptions
-from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
-from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
-from draftheads.train.trainer import Steps, TrainingInterrupted, fit, head_optimizer
+from draftheads.train.report import BEST, NUM_RANKS, Measurement, Report, measure, model_card
+from draftheads.train.run_folder import RunFolder, as_json, chat_template_text, find_checkpoint, step_of
+from draftheads.train.trainer import Steps, TrainingInterrupted, fit, head_optimizer, read_checkpoint
 from draftheads.train.training_data import (
     MOST_BATCH_TOKENS,
     TrainingData,
@@ -64,6 +66,7 @@ class Run:
     data: TrainingData
     head: DraftHead
     learner: Learner
+    trained: nn.Module  # the learner, of joint training with the model
     features: Path | None = None  # where hidden states are stored, as soon as there may be some
     reading_seconds = 0.0  # for them
 
@@ -187,7 +190,8 @@ class Run:
     def train(self) -> dict[str, Any]:
         self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}")
         started = time.monotonic()
-        parts = self.module(), self.optimizer(), self.steps(), self.batches(), self.folder
+        self.trained = self.module()
+        parts = self.trained, self.optimizer(), self.steps(), self.batches(), self.folder
         first_step = fit(*parts, data=self.data, progress=self.progress, validate=self.validate)
         seconds = time.monotonic() - started
         num_tokens = sum(self.data.tokens_per_step[first_step:])
@@ -227,6 +231,22 @@ class Run:
         return self.target
 
     def measure_and_save(self, speed: dict[str, Any]) -> Report:
+        """The head of the last step, and before it the one with the lowest held-out loss if it is another one."""
+        path, num_steps = self.folder.path, self.data.num_steps
+        best = find_checkpoint(path, BEST)
+        if best is None or (step := step_of(best)) == num_steps:
+            if (path / BEST / "metrics.json").exists():
+                shutil.rmtree(path / BEST)  # of a run before
+            return self.measure_and_save_in(path, {"num_steps": num_steps, **speed})
+        self.progress.stage(f"the head of step {step} had the lowest held-out loss: it is saved in {path / BEST}")
+        last = copy.deepcopy(self.trained.state_dict())
+        read_checkpoint(best, self.trained)
+        found = self.measure_and_save_in(path / BEST, {"num_steps": step, **speed})
+        self.trained.load_state_dict(last)
+        facts = {"best_step": step, "best_loss": fmean(found.losses)}
+        return self.measure_and_save_in(path, {"num_steps": num_steps, **facts, **speed})
+
+    def measure_and_save_in(self, folder: Path, facts: dict[str, Any]) -> Report:
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
         measured = self.measure(self.data.held_out)
         held_out, training = map(self.data.texts, (self.data.held_out, self.data.training))
@@ -239,14 +259,13 @@ class Run:
             num_training_tokens=sum(len(token_ids) for token_ids, _ in training),
             num_answer_tokens=sum(int(mask.sum()) for _, mask in training),
             num_held_out_tokens=sum(int(mask.sum()) for _, mask in held_out),
-            num_steps=self.data.num_steps,
-            **speed,
+            **facts,
             accuracy_by_rank=list(map(list, by_rank)),
             tree=[list(path) for path in measured.tree().paths[1:]],
             left_out=left_out_lines(self.left_out),
             **measured.summary(),
         )
-        return self.save(report, self.acceptance_profile(measured))
+        return self.save(report, self.acceptance_profile(measured), folder)
 
     def acceptance_profile(self, measured: Measurement) -> AcceptanceProfile:
         """The head's profile on some held-out texts; of static trees only if there are too few texts."""
@@ -257,12 +276,12 @@ class Run:
         head = copy_for(self.head, self.decoding_model)
         return measured_profile(self.decoding_model, head, answers, ReplaySettings(), progress=NoProgress())[0]
 
-    def save(self, report: Report, profile: AcceptanceProfile) -> Report:
+    def save(self, report: Report, profile: AcceptanceProfile, folder: Path) -> Report:
         made = self.folder.made_from(self.start_head)
-        write_atomic(self.folder.path / "metrics.json", as_json({**asdict(report), **made}))
+        write_atomic(folder / "metrics.json", as_json({**asdict(report), **made}))
         card = model_card(report, made["options"], made["provenance"])
         # last: if the head is there, the run is complete
-        save_head(self.head, self.folder.head, base=self.decoding_model, card=card, profile=profile)
+        save_head(self.head, folder / self.head_folder, base=self.decoding_model, card=card, profile=profile)
         return report
 
     def tidy_up(self) -> None:
