@@ -30,7 +30,7 @@ make_openvino() {  # transformers is left to optimum-intel
     make_environment openvino --constraint "$peers/torch.txt" \
         openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0
     "$peers/openvino/bin/python" -m pip uninstall --yes torchvision  # another build than torch's breaks the export
-    model=$("$python" -c 'from draftheads.models.gguf_models import *; print(converted_folder())')
+    model=$("$python" -c 'from draftheads.models.gguf_models import *; print(source_of(None))')
     export_openvino "$model" int8
     export_openvino "$model" int4 --sym --group-size 64 --ratio 1.0  # groups of 64: the hidden size is 576
 }

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.data.records import TextPrompt, own_prompts
-from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, converted_folder
+from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, source_of
 from draftheads.models.model_config import default_dtype
 from draftheads.utils.estimates import quartiles
 from draftheads.utils.provenance import provenance
@@ -61,7 +61,7 @@ def exact_precision(name: str) -> str:
 
 def real_model() -> Path:
     """The folder of smollm2-135m; exits where it is not installed."""
-    folder = converted_folder()
+    folder = source_of(None)
     if folder is None:
         sys.exit(f"error: {SMOLLM2_135M} is not installed: {SMOLLM2_INSTALL}")
     return folder

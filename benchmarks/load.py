@@ -40,7 +40,7 @@ from peers import DecodingMethod
 from rich.table import Table
 
 from draftheads.data.records import prompts_in
-from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, converted_folder, find_gguf
+from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_INSTALL, find_gguf, source_of
 from draftheads.utils.estimates import quartiles
 
 PLAIN = "plain"
@@ -116,7 +116,7 @@ def commands(options: Options) -> dict[str, list[str | Path]]:
             *("--n_threads_batch", threads, "--interrupt_requests", "False"),
         ],
         "vllm": [
-            *("vllm.entrypoints.openai.api_server", "--model", converted_folder(), "--max-num-seqs", rows),
+            *("vllm.entrypoints.openai.api_server", "--model", source_of(None), "--max-num-seqs", rows),
             *("--dtype", DTYPES.get(precision, "auto"), "--max-model-len", "4096"),
         ],
     }

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from draftheads.errors import MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import gguf_models
-from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, converted_folder, find_gguf
+from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, find_gguf, source_of
 from draftheads.models.model_config import default_dtype
 from draftheads.models.model_names import resolve_model
 from draftheads.models.pretrained import load_pretrained
@@ -55,8 +55,9 @@ def _tiny_llama() -> LlamaForCausalLM:
 
 
 def _write_gguf(path: Path, model: LlamaForCausalLM, **changed: Any) -> None:
-    special = {"unk": 0, "bos": 1, "eos": 2, "pad": 2}
-    write_gguf(path, model, TOKENS, merges=MERGES, special=special, template=CHAT_TEMPLATE, **changed)
+    special = {"unknown": 0, "bos": 1, "eos": 2, "padding": 2}
+    keys = {"tokenizer.ggml.pre": "smollm"}
+    write_gguf(path, model, TOKENS, merges=MERGES, special=special, template=CHAT_TEMPLATE, keys=keys, **changed)
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_the_converted_model_equals_the_model_in_the_file(cache: Path) -> None:
     assert model_id == HUB_ID
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v1"]
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v2"]
     assert model.generation_config is not None
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
 
@@ -204,8 +205,8 @@ def test_two_processes_at_once_make_one_good_folder(site: Path, cache: Path) -> 
     processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate()[0].strip() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert printed == [str(cache / f"{NAME}-v1")] * 2
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v1"]
+    assert printed == [str(cache / f"{NAME}-v2")] * 2
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v2"]
     assert load_pretrained(NAME, device="cpu")[0].num_parameters() == _tiny_llama().num_parameters()
 
 
@@ -225,8 +226,8 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(
         with pytest.raises(StorageError, match="no space left"):
             resolve_model(NAME)
         assert not cache.exists(), "the folder was made for the conversion"
-    (cache / f".{NAME}-v1.0123abcd.tmp").mkdir(parents=True)  # of a conversion that was killed
-    first = converted_folder()
+    (cache / f".{NAME}-v2.0123abcd.tmp").mkdir(parents=True)  # of a conversion that was killed
+    first = source_of(None)
     assert [path for path in cache.iterdir() if path.is_dir()] == [first]
     with monkeypatch.context() as patch:
         for function in ("find_gguf", "_convert"):
@@ -257,8 +258,8 @@ def test_a_truncated_file_is_an_error(site: Path) -> None:
         ({"sizes": {"num_hidden_layers": 2 * 10**9}}, r"llama\.block_count is 2000000000; it must lie in 1 … 20"),
         ({"sizes": {"hidden_size": 4 * 10**9}}, r"\.embedding_length is 4000000000; it must lie in 1 … 16777216"),
         ({"sizes": {"num_attention_heads": 0}}, r"llama\.attention\.head_count is 0; it must lie in 1 …"),
-        ({"left_out": ("model.layers.1.mlp.up_proj.weight",)}, r"has no tensor for model\.layers\.1\.mlp\.up_proj"),
-        ({"more": {"rope_freqs.weight": torch.ones(4)}}, r"a tensor rope_freqs\.weight, which cannot be read"),
+        ({"left_out": ("model.layers.1.mlp.up_proj.weight",)}, r"has no tensor for blk\.1\.ffn_up\.weight"),
+        ({"more": {"rope_freqs.weight": torch.ones(4)}}, r"rope_freqs\.weight has other factors"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(site: Path, change: dict[str, Any], words: str) -> None:

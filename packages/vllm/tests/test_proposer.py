@@ -22,7 +22,7 @@ import draftheads_vllm
 from cli_world import write_model
 from draftheads.errors import CheckpointMismatch, InvalidSettings, InvalidTree, MissingDependency, UnsupportedModel
 from draftheads.heads.base import DraftHead
-from draftheads.models.gguf_models import converted_folder
+from draftheads.models.gguf_models import source_of
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
@@ -345,7 +345,7 @@ def python_with_vllm() -> str:
 def answers_of_vllm(prompts: list[list[int]], head: str | None, k: int) -> dict[str, Any]:
     method = {"method": "custom_class", "model": "draftheads_vllm.HeadProposer", "num_speculative_tokens": k}
     options = {"speculative_config": method, "additional_config": {"draftheads_head": head}} if head else {}
-    settings = {"model": str(converted_folder()), "options": options, "prompts": prompts, "max_tokens": 24}
+    settings = {"model": str(source_of(None)), "options": options, "prompts": prompts, "max_tokens": 24}
     done = subprocess.run(
         [python_with_vllm(), "-c", SCRIPT, json.dumps(settings)],
         capture_output=True,

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, close_name, first_line
+from draftheads.models.gguf_files import find_gguf_file
 from draftheads.models.gguf_models import (
     SMOLLM2_135M,
     SMOLLM2_HUB_ID,
     SMOLLM2_INSTALL,
-    converted_folder,
-    folder_of_gguf,
     place_in_cache,
+    source_of,
 )
 from draftheads.utils.files import current, user_path
 from draftheads.utils.messages import short
@@ -30,8 +30,11 @@ _LONGEST_NAME = 255  # of a folder on usual file systems; paths of several folde
 _ADAPTER_FILES = ("*.json", "adapter_model.*", "*.jinja", "*.model", "*.txt")
 
 
-def resolve_model(name: str) -> Path | str:
+def resolve_model(name: str, *, converts: bool = True) -> Path | str:
     """The folder or Hub id from which to load the model ``name``; a GGUF file is converted into the user's cache.
+
+    A folder that has one GGUF file and no other weights is such a file. If it ``converts`` nothing, a file that was
+    not converted before is returned as it is.
 
     ``smollm2-135m`` is the embedded model (write ``./smollm2-135m`` for a folder of that name). If its package is
     installed, the model is converted into the user's cache at the first call. Otherwise its Hub id is used. A Hub model
@@ -41,10 +44,10 @@ def resolve_model(name: str) -> Path | str:
         A folder on this machine, or the id of a model that exists on the Hub.
     """
     if name == SMOLLM2_135M:
-        return converted_folder() or _resolve_embedded_on_hub()
+        return source_of(None, converts=converts) or _resolve_embedded_on_hub()
     folder = user_path(model_name(name))
-    if folder.suffix == ".gguf" and folder.is_file():
-        return folder_of_gguf(folder)
+    if (file := find_gguf_file(folder)) is not None and (source := source_of(file, converts=converts)) is not None:
+        return source
     if folder.exists():
         adapter = find_adapter(folder)
         if adapter is None:
@@ -139,9 +142,7 @@ def _check_is_model(name: str, folder: Path) -> None:
         raise ModelNotFound(
             f"{name} is a draft head ({config['method']} for {base}), not a model: load({str(base)!r}, head={name!r})"
         )
-    if folder.suffix == ".gguf" and folder.is_file():
-        return
-    if not (folder / "config.json").is_file():
+    if find_gguf_file(folder) is None and not (folder / "config.json").is_file():
         raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
 
 

@@ -30,7 +30,7 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.models.adapter import load_merged, require_peft
-from draftheads.models.gguf_models import without_bars, without_logs
+from draftheads.models.gguf_models import config_of_gguf, without_bars, without_logs
 from draftheads.models.model_config import (
     FLOATS,
     default_dtype,
@@ -206,10 +206,12 @@ def _load_files(
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     """The configuration of the model ``name``; an adapter has its base's. Errors as of :func:`load_pretrained`."""
-    source, _ = _base_and_tokenizer(name)
+    source, _ = _base_and_tokenizer(name, converts=False)
     with _as_our_errors(name):
         from transformers import AutoConfig  # noqa: PLC0415
 
+        if isinstance(source, Path) and source.is_file():
+            return config_of_gguf(source)
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
@@ -299,13 +301,13 @@ def _load_adapted(adapter: Path, **options: Any) -> tuple[Any, Any]:
     return with_adapter(model, tokenizer, adapter, trust_remote_code=options["trust_remote_code"])
 
 
-def _base_and_tokenizer(name: str) -> tuple[Path | str, Path | str]:
+def _base_and_tokenizer(name: str, *, converts: bool = True) -> tuple[Path | str, Path | str]:
     """From where to load a model's configuration, and its tokenizer."""
-    source = resolve_model(name)
+    source = resolve_model(name, converts=converts)
     adapter = find_adapter(source) if isinstance(source, Path) else None
     if adapter is None:
         return source, source
-    base = resolve_model(base_of(str(adapter)))
+    base = resolve_model(base_of(str(adapter)), converts=converts)
     return base, adapter if (adapter / "tokenizer_config.json").is_file() else base
 
 
