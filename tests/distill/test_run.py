@@ -14,6 +14,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.prompts import prompt_ids
 from draftheads.decode.request import GenerationResult
 from draftheads.distill import local
+from draftheads.distill import run as distillation
 from draftheads.distill.conversation import SELF_TALK, Dialogue, Prompt, mixed_seed
 from draftheads.distill.local import _add_result
 from draftheads.distill.run import distill
@@ -24,7 +25,7 @@ from fake_progress import FakeProgress
 from families import TREES, tiny_head
 from think_world import CLOSE, OPEN, TEMPLATES, WORDS, think_model
 from thorough import some
-from training_world import EOS, TEMPLATE, VOCAB, chat_model, chat_tokenizer
+from training_world import EOS, TEMPLATE, VOCAB, KilledError, chat_model, chat_tokenizer, stop_by_crash
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +254,21 @@ def test_the_manifest_records_settings_counts_and_digest(target: TargetModel, tm
     assert found["provenance"]["torch"]
     names = sorted(path.name for path in tmp_path.glob("[!.]*"))
     assert names == ["out.jsonl", "out.jsonl.manifest.json", "prompts.jsonl"]
+
+
+def test_a_run_that_continues_on_another_day_has_the_date_of_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    target = chat_model()
+    target.tokenizer.chat_template = "w{{ strftime_now('%d') | int }} \n " + TEMPLATE
+    for name in ("whole", "out", "other"):
+        (tmp_path / name).mkdir()
+    whole, chosen, other = (options(tmp_path / name, num_self_talk=4) for name in ("whole", "out", "other"))
+    for day, of in ((28, other), (29, whole), (29, chosen), (30, chosen)):
+        monkeypatch.setattr(distillation, "date_now", lambda day=day: f"2026-11-{day}T12:00:00")
+        if of is chosen and day == 29:
+            with pytest.raises(KilledError):
+                run(target, of, FakeProgress(9, stop_by_crash))
+        else:
+            run(target, of)
+    assert records(chosen) == records(whole) != records(other)

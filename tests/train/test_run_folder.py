@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.models.model import TargetModel
-from draftheads.train import processes, run
+from draftheads.train import processes, run, run_folder
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report, verdict_of
 from draftheads.train.run_folder import RunFolder, find_checkpoint
@@ -24,6 +26,7 @@ from draftheads.utils.files import locked
 from fake_progress import FakeProgress
 from thorough import some
 from training_world import (
+    TEMPLATE,
     KilledError,
     chat_model,
     counting_chats,
@@ -180,6 +183,27 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
     run.train(settings, reporter)
     assert not reporter.steps
     assert found_in(settings.out) == found_in(whole)
+
+
+@pytest.mark.parametrize(("stage", "after"), [("hidden states", 0), ("training", SAVE_STEPS + 1)])
+def test_a_run_that_resumes_on_another_day_has_the_date_of_its_beginning(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, after: int
+):
+    target = chat_model()
+    target.tokenizer.chat_template = "w{{ strftime_now('%d') | int }} \n " + TEMPLATE
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    read = []
+    settings, whole = options(tmp_path / "out", data), options(tmp_path / "whole", data)
+    for day, out in ((29, whole), (29, settings), (30, settings)):
+        monkeypatch.setattr(
+            run_folder.time, "time", lambda day=day: datetime(2026, 11, day, 12, tzinfo=UTC).timestamp()
+        )
+        progress = FakeProgress(after, stop_by_crash, stage=stage) if out is settings and day == 29 else FakeProgress()
+        with pytest.raises(KilledError) if out is settings and day == 29 else nullcontext():
+            run.train(out, progress)
+        read.append([text for text in progress.stages if "the date" in text])
+    assert read == 3 * [["the chat template writes the date: that of the run, 2026-11-29"]]
+    assert found_in(settings.out) == found_in(whole.out)
 
 
 # --- what a kill leaves half-written ---

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from draftheads.data.texts import EncodedChat
 from draftheads.errors import CheckpointError, DataError
+from draftheads.models.chat_template import date_now
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
@@ -51,6 +52,7 @@ class StoreMeta:
     num_shards: int
     fingerprint: str  # of the texts and the model
     layers: list[int]  # n layers whose inputs are stored before h_t
+    date: str = ""  # that the chat template wrote into the texts, if it writes one
     dtype: str = "bfloat16"
     format_version: int = FORMAT_VERSION
 
@@ -247,6 +249,7 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layer
         num_shards=len(_parts(texts)),
         fingerprint=fingerprint_of(target, texts),
         layers=list(layers),
+        date=there.date if there else date_now(),
     )
     if there is None:
         write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Self
 from draftheads.distill.conversation import SELF_TALK, Dialogue, Prompt, Seen, Source, Survey, survey, unique_prompts
 from draftheads.distill.options import DistillOptions
 from draftheads.errors import DataError, DistillationInterrupted, EndpointError, InvalidSettings
+from draftheads.models.chat_template import date_now, dated
 from draftheads.utils.counts import counted
 from draftheads.utils.files import append_synced, check_writable, locked, write_atomic
 from draftheads.utils.progress import Progress
@@ -70,7 +71,7 @@ class Journal:
             if may_be_foreign and hashlib.sha256(out.read_bytes()).hexdigest() not in journal.finished:
                 raise InvalidSettings(f"{out} exists, but is of no run: name another --out, or delete it")
             if not journal._num_bytes and journal.manifest is None:
-                journal._append({"identity": journal.identity})
+                journal._append({"identity": journal.identity, "date": date_now()})
             yield journal
 
     def add(self, index: int, entry: Mapping[str, Any]) -> None:
@@ -132,6 +133,13 @@ class Journal:
         require_same(values["identity"], self.identity, problem=f"{self.out} belongs to another run", fix=fix)
 
 
+def date_of(out: Path) -> str:
+    """The date that the chat template writes: of the beginning of a run that was stopped, else now."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError), part_path(out).open("rb") as lines:
+        return str(json.loads(lines.readline())["date"])
+    return date_now()
+
+
 def _line(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, ensure_ascii=False) + "\n").encode()
 
@@ -172,7 +180,11 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     check_writable(options.out)
     progress.stage("reading prompts")
     prompt_survey = survey(options.prompts, options.documents)
-    source = load_source()
+    with dated(date_of(options.out)):
+        return _distil(options, load_source(), progress, prompt_survey)
+
+
+def _distil(options: DistillOptions, source: Source, progress: Progress, prompt_survey: Survey) -> Outcome:
     total = prompt_survey.num_prompts + options.num_self_talk
     settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
     with Journal.locked(options.out, {**source.identity, **settings, **asdict(prompt_survey)}) as journal:

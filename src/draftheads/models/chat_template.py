@@ -5,9 +5,12 @@ a built-in one (``assets/chat_templates``) or as a file, and takes the place of 
 the tokenizer, which other models may share.
 """
 
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import datetime
 from functools import lru_cache, partial
 from inspect import signature
 from os import PathLike, fspath
@@ -35,6 +38,8 @@ _END_OF_THOUGHT = re.compile(
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "▁"  # in place of a space in the tokens of SentencePiece
 _LETTERS = 16  # for each token that a model takes: a text that is longer is refused if its beginning has too many
+_DATE: ContextVar[datetime | None] = ContextVar("_DATE", default=None)
+_DATE_CALL = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(?P<form>.*?)\1\s*\)""")
 _EFFORT_SWITCHES = ("enable_thinking", "thinking")  # of templates without levels of effort
 
 
@@ -86,6 +91,21 @@ def template_of(reader: ChatReader) -> Any:
     return None if own is None else with_variables(own, variables)
 
 
+@contextmanager
+def dated(date: str) -> Iterator[None]:
+    """A ``with`` block in which templates that write the date (``strftime_now``) write this one, in ISO 8601."""
+    before = _DATE.set(datetime.fromisoformat(date))
+    try:
+        yield
+    finally:
+        _DATE.reset(before)
+
+
+def date_now() -> str:
+    """The date that templates write, local and in ISO 8601: that of :func:`dated`, else now."""
+    return (_DATE.get() or datetime.now().astimezone()).isoformat(timespec="seconds")
+
+
 def render(
     reader: ChatReader,
     messages: Sequence[Message | Mapping[str, Any]],
@@ -108,6 +128,9 @@ def render(
     given = {} if reader.chat_template is None else {"chat_template": template_of(reader)}
     chat = [dict(message) for message in messages]
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
+    if (date := _DATE.get()) is not None and reads_variable(reader, "strftime_now"):
+        source = reader.tokenizer.get_chat_template(given.get("chat_template"), tools)
+        options["chat_template"] = _DATE_CALL.sub(lambda call: json.dumps(date.strftime(call["form"])), source)
     if continue_final_message:
         options["continue_final_message"] = True
     if tools:

@@ -8,13 +8,18 @@ the run depends on), ``checkpoints/`` and ``features/``.
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.checkpoints.registry import find_head
-from draftheads.data.features import stored
+from draftheads.data.features import read_meta, stored
 from draftheads.errors import DataError, DraftHeadsError, InvalidSettings, ModelNotFound
 from draftheads.loading import resolve, template_of
 from draftheads.models.chat_template import read_template
@@ -63,6 +68,20 @@ class RunFolder:
         """The newest checkpoint, to resume from; None without ``--resume`` or without a checkpoint."""
         return find_checkpoint(self.path) if self.options.resume else None
 
+    @cached_property
+    def date(self) -> str:
+        """The date that chat templates write in this run: of its beginning, or of the stored hidden states, else now.
+
+        The same in all processes, which must all ask for it.
+        """
+        path, options = self.path / "run.json", self.options
+        begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        stored = read_meta(options.features or self.path / "features")
+        known = begun.get("date") or (stored and stored.date)
+        here = torch.tensor(time.time() if processes.is_first() else 0.0, dtype=torch.float64)
+        now = int(processes.total(here.to(processes.device())))
+        return str(known or datetime.fromtimestamp(now, UTC).astimezone().isoformat())
+
     def tidy_checkpoints(self) -> None:
         """Removes what kills left half-written; where nothing is resumed, also the best of an earlier run."""
         if self.checkpoint() is None:
@@ -98,6 +117,7 @@ class RunFolder:
 
     def claim(self, data: TrainingData, *, model: str, start: Start | None) -> None:
         """Writes what the run depends on. If it resumes from a checkpoint, the same must be there."""
+        date = self.date
         if not processes.is_first():
             return
         path = self.path / "run.json"
@@ -112,17 +132,18 @@ class RunFolder:
         now = as_json_values({name: settings[name] for name in settings.keys() - _MAY_CHANGE_ON_RESUME} | facts)
         if self.checkpoint() and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            _check_names(path, before, now)
+            _check_names(path, before, {**now, "date": date})
+            problem = "--resume continues the same run, but settings have changed"
+            fix = "Give the settings as they were, or name another --out"
+            require_same(before, now, names=sorted(now.keys() - {"data", "num_steps"}), problem=problem, fix=fix)
             if before["data"] != now["data"]:
                 raise DataError(
                     "--resume continues the same run, but the texts or the model have changed since (fingerprint "
                     f"{before['data']}, now {now['data']}; {counted(before['num_steps'], 'step')}, now "
                     f"{now['num_steps']}): give the data as it was, or start again with another --out"
                 )
-            problem = "--resume continues the same run, but settings have changed"
-            fix = "Give the settings as they were, or name another --out"
-            require_same(before, now, names=sorted(now), problem=problem, fix=fix)
-        write_atomic(path, as_json(now))
+            require_same(before, now, names=["num_steps"], problem=problem, fix=fix)
+        write_atomic(path, as_json({**now, "date": date}))
 
     def made_from(self, start: Start | None) -> dict[str, Any]:
         """How the result was made, JSON values for ``metrics.json``."""

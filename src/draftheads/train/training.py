@@ -27,6 +27,7 @@ from draftheads.data.texts import LeftOut, left_out_lines
 from draftheads.data.texts import read_texts as plain_texts
 from draftheads.errors import DataError, MissingDependency
 from draftheads.heads.base import DraftHead
+from draftheads.models.chat_template import dated, reads_variable
 from draftheads.models.model import TargetModel
 from draftheads.search.settings import ReplaySettings
 from draftheads.search.tune import NUM_TEXTS, measured_profile, recorded, static_profile
@@ -100,7 +101,8 @@ class Run:
         self.target = target
         try:
             self.start_head = self.read_start()
-            self.data = self.read_data()
+            with dated(self.folder.date):
+                self.data = self.read_data()
             self.head = new_head(self.options, target, self.data.store, self.data.training, start=self.start_head)
             speed, report = self.train(), None
             if processes.is_first():
@@ -179,6 +181,8 @@ class Run:
         return replace(data, store=store)
 
     def claim(self, data: TrainingData) -> TrainingData:
+        if self.has_texts and reads_variable(self.target, "strftime_now"):
+            self.progress.stage(f"the chat template writes the date: that of the run, {self.folder.date[:10]}")
         self.folder.claim(data, model=self.target.model_id, start=self.start_head)
         return data
 
