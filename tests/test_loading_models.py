@@ -308,7 +308,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"device": "meta"}, "device is 'meta', which holds no weights"),
     ({"device": "cuda"}, r"device is 'cuda', and PyTorch .* finds no CUDA devices: leave device out"),
     ({"precision": "fp8"}, "precision is 'fp8'; choose among auto, fp32"),
-    ({"batch_invariant": True}, "with the native library plain and drafted texts are equal to the bit"),
     ({"copy": "yes"}, "copy is 'yes'; it must be True or False"),
     ({"fast": None}, "fast is None; it must be True or False"),
     ({"trust_remote_code": "no"}, "trust_remote_code is 'no'; it must be"),

@@ -8,11 +8,6 @@ from difflib import get_close_matches
 from numbers import Integral
 from os import PathLike, fspath
 
-NO_BATCH_INVARIANT = (
-    "there is no batch_invariant: with the native library plain and drafted texts are equal to the bit, and elsewhere "
-    "they are in fp32; leave it out, or give precision fp32"
-)
-
 
 class DraftHeadsError(Exception):
     """The base class of all errors of this package."""

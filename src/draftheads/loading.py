@@ -22,7 +22,6 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.mixed import LOOKUP_TOKENS, Mixed
 from draftheads.drafters.sources import Corpus, Source, TextSoFar
 from draftheads.errors import (
-    NO_BATCH_INVARIANT,
     ChatTemplateWarning,
     InvalidSettings,
     no_such,
@@ -141,8 +140,6 @@ def load(
             after an answer, far fewer draft tokens were accepted than the profile expects.
     """
     for argument in unknown:
-        if argument == "batch_invariant":
-            raise InvalidSettings(NO_BATCH_INVARIANT)
         raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
     require_bool(fast=fast, cuda_graphs=cuda_graphs, four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)

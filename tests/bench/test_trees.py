@@ -63,20 +63,6 @@ def test_best_is_the_better_one_of_growing_and_static(
     assert static.words == "static, 6"
 
 
-def test_the_product_of_accuracies_gives_another_tree(
-    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    run = Replay.run
-
-    def changed(self: Replay, answers: Any) -> dict[str, Any]:
-        return {**run(self, answers), "accuracy": [[0.5, 0.4], [0.9, 0.1], [0.1, 0.0]]}
-
-    monkeypatch.setattr(Replay, "run", changed)
-    chosen = finder(model, tmp_path).find(contender(model), Variant("product", 5))
-    assert chosen is not None
-    assert chosen.shape == Tree.from_paths([(0,), (0, 0), (1,), (1, 0)])
-
-
 @pytest.mark.parametrize(("num_paths", "nodes"), [(1, 4), (5, 16)])
 def test_trees_in_place_of_paths_are_as_large(num_paths: int, nodes: int, model: TargetModel, tmp_path: Path):
     one, head = finder(model, tmp_path), contender(model, "mlp-speculator")

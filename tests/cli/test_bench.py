@@ -1,7 +1,6 @@
 """``draftheads bench``: what it writes and prints, and what it refuses."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ from transformers import LlamaForCausalLM
 
 from cli_world import Run
 from draftheads.bench import compare
-from draftheads.bench.settings import BenchOptions, BenchSettings
 from draftheads.checkpoints.checkpoint import read_head
-from draftheads.cli import bench
 from draftheads.cli.show import print_table
 from draftheads.models.model import TargetModel
 from draftheads.utils.machine import OtherPrograms
@@ -81,17 +78,6 @@ def test_it_writes_a_record_tables_answers_and_a_page(here: Path, tmp_path: Path
     lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert len(lines) == 3 * 8
     assert all(sum(line["step_tokens"]) == len(line["token_ids"]) - 1 for line in lines)
-
-
-def test_quick_makes_small_what_is_not_given() -> None:
-    small = bench.quick(BenchOptions(quick=True))
-    assert (small.settings.max_new_tokens, small.settings.trees) == (64, ("defaults",))
-    assert len(bench.questions_of(small)) == 6, "one of each category"
-    assert len(bench.questions_of(replace(small, prompts="calibration"))) == 6, "they have no categories"
-    assert len(bench.questions_of(replace(small, category=("maths", "chat")))) == 6
-    given = BenchOptions(quick=True, limit=5, settings=BenchSettings(max_new_tokens=9, trees=("chain",)))
-    assert bench.quick(given).settings == replace(given.settings, num_calibration_prompts=16)
-    assert len(bench.questions_of(bench.quick(given))) == 30
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``draftheads info`` tells what is in a head's folder, which heads there are, and how a tree looks."""
+"""``draftheads info`` tells what is in a head's folder, and which heads there are."""
 
 import json
 import shlex
@@ -11,9 +11,9 @@ import torch
 from cli_world import slow_imports
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import save_head
-from draftheads.cli.info import InfoOptions, run
+from draftheads.cli.info import run
 from draftheads.cli.main import read_options
-from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
+from draftheads.errors import ModelNotFound
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -100,33 +100,7 @@ def test_the_zoo_is_listed_and_its_heads_are_found_by_method_and_model(
     assert "No heads are installed" in told(capsys, "")
 
 
-def test_a_tree_is_drawn_from_its_json_a_file_or_a_profile(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tree.json").write_text(TREE.to_json())
-    for given in ("[[0],[1],[0,0]]", " [[0], [1], [0, 0]]", tmp_path / "tree.json", folder / "acceptance.json"):
-        assert told(capsys, f"--tree {shlex.quote(str(given))}") == f"4 nodes, root included; depth 2\n{DRAWN}"
-    monkeypatch.setenv("COLUMNS", "20")
-    assert Tree.chain(12).draw() in told(capsys, f"--tree {shlex.quote(Tree.chain(12).to_json())}"), "not wrapped"
-
-
-@pytest.mark.parametrize("text", ["[[0", "nowhere.json", ".", "tale.json", "{}.json"])
-def test_an_invalid_tree_is_an_error(
-    capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tale.json").write_text("once upon a time")
-    (tmp_path / "{}.json").write_text("{}")
-    with pytest.raises((InvalidTree, CheckpointCorrupt)):
-        told(capsys, f"--tree {shlex.quote(text)}")
-
-
-def test_a_head_and_a_tree_together_are_refused() -> None:
-    with pytest.raises(InvalidSettings, match=r"head is 'medusa' and tree is '\[\[0\]\]'"):
-        InfoOptions(head="medusa", tree="[[0]]")
-
-
 def test_it_imports_neither_torch_nor_transformers():
-    code = 'assert main(["info"]) == main(["info", "hydra"]) == main(["info", "--tree", "[[0]]"]) == 0'
+    code = 'assert main(["info"]) == main(["info", "hydra"]) == 0'
     last = slow_imports(code).splitlines()[-1]
     assert last in ("[]", "['numpy']")

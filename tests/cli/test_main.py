@@ -173,7 +173,6 @@ ERRORS = {
     "generate --prompts empty.jsonl": "nothing to answer",
     "generate abc --prompts bad.jsonl": "a prompt on the command line and --prompts bad.jsonl: give one of them",
     "generate abc --model ~nobody-9/x": "~nobody-9/x: no home folder is known for ~nobody-9; write the whole path",
-    "info --tree ~nobody-9/x": "~nobody-9/x: no home folder is known",
     "merge --model model --adapter model --out ~nobody-9/x": "~nobody-9/x: no home folder is known",
     "demo --prompts bad.jsonl": "bad.jsonl, line 2: not JSON",
     "demo --heads plain": "no head 'plain'",

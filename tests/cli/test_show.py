@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cli_world import without_colours
 from draftheads.cli import show
-from draftheads.cli.show import ProgressDisplay, _Lines, show_stream
+from draftheads.cli.show import ProgressDisplay, show_stream
 from draftheads.decode.engine import Engine
 from families import TREES, PlantedDrafter
 
@@ -41,36 +41,6 @@ def shown_on(engine: Engine, *, settings: dict[str, Any] | None = None, **consol
 def bare(text: str) -> str:
     """Without green, tabs, blanks and ends of lines."""
     return re.sub(r"\x1b\[(1;32|0)m|\s", "", text)
-
-
-@pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        ("a few words that are wider than twelve", ["a few words ", "that are ", "wider than ", "twelve"]),
-        ("exactly twelve", ["exactly ", "twelve"]),
-        ("one\n\n  two, three-four five", ["one", "", "  two, ", "three-four ", "five"]),
-        ("see https://example.org/a/long/name there", ["see https://example.org/a/long/name ", "there"]),
-        ("日本語の文章は空白なしで書く", ["日本語の文章", "は空白なしで", "書く"]),
-        ("0123456789 12 345", ["0123456789 ", "12 345"]),
-    ],
-)
-def test_words_are_not_cut_at_the_edge_of_a_terminal(text: str, lines: list[str], size: int):
-    """The terminal breaks what is longer than a line, and ideographs anywhere."""
-    out = io.StringIO()
-    screen = _Lines(Console(file=out, force_terminal=True, width=12, color_system=None, _environ={}))
-    for start in range(0, len(text), size):
-        screen.write(text[start : start + size])
-    screen.flush()
-    assert out.getvalue().splitlines() == lines
-
-
-def test_an_ideograph_is_shown_at_once():
-    out = io.StringIO()
-    screen = _Lines(Console(file=out, force_terminal=True, width=40, color_system=None, _environ={}))
-    for written, shown in (("漢", "漢"), ("wor", "漢"), ("d ", "漢word ")):
-        screen.write(written)
-        assert out.getvalue() == shown
 
 
 def test_draft_tokens_are_green_on_a_terminal(drafted: Engine):

@@ -1,6 +1,5 @@
 """The engine's faces: generate, stream and run; rows that come and go; settings; prompts that cannot be answered."""
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftheads import Engine, SamplingSettings, StreamEvent, TargetModel, Tree
+from draftheads import Engine, SamplingSettings, StreamEvent, TargetModel
 from draftheads.decode.batch import Batch
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.mixed import Mixed
@@ -235,16 +234,6 @@ def test_an_engine_names_its_parts(model: TargetModel):
         "bf16, cpu, hydra with copies, trees by profile": planned,
     }
     assert {repr(engine) for engine in shown.values()} == {f"Engine(tiny-llama, {parts})" for parts in shown}
-
-
-def test_an_engine_is_a_table_in_a_notebook(model: TargetModel):
-    named = TargetModel(model.model, model.tokenizer, "<script>")
-    engine = Engine(named, tiny_head("medusa", model), shape=Tree.chain(2))
-    table = engine._repr_html_()
-    rows = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", table)
-    assert rows[0] == ("model", "&lt;script&gt;")
-    assert rows[-2:] == [("drafter", "medusa"), ("drafts", "tree: static, 3")]
-    assert re.sub(r"<tr>.*</tr>", "", table) == "<table></table>"
 
 
 def test_progress_counts_answers(model: TargetModel):

@@ -33,6 +33,7 @@ from draftheads.loading import load_target, resolve, template_of
 from draftheads.models.model_names import model_name
 from draftheads.search.replay import encoded
 from draftheads.settings import ROUNDED_BITS, Precision
+from draftheads.speculation.shapes import Drafting
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import counted
 from draftheads.utils.files import locked
@@ -64,8 +65,7 @@ def compare_heads(
     prompts: Sequence[Prompt | Record] | None = None,
     *,
     chat_template: str | PathLike[str] | None = None,
-    draft_model: str | PathLike[str] | None = None,
-    corpus: str | None = None,
+    drafting: Drafting | None = None,
     settings: BenchSettings | None = None,
     quality: Sequence[Measure | Literal["agreement", "perplexity"]] = (),
     original_model: str | PathLike[str] | None = None,
@@ -89,8 +89,8 @@ def compare_heads(
         prompts: at least 3, better 80; six built-in ones when left out. Records of
             :func:`draftheads.data.records.read_suite` have all turns and categories.
         chat_template: as for :func:`draftheads.load`.
-        draft_model: a smaller model of the same tokenizer, compared as well.
-        corpus: a text file from which heads as they are loaded copy, too.
+        drafting: its draft model, of the same tokenizer, is compared as well; heads as they are loaded also copy from
+            its corpus.
         settings: what is measured, and on how much.
         quality: measures of the answers. ``"agreement"`` compares them with plain decoding's, ``"perplexity"`` is under
             the original model; both are measured for typical acceptance when nothing is given.
@@ -116,7 +116,8 @@ def compare_heads(
     if isinstance(heads, str | PathLike) or not isinstance(heads, Sequence):
         raise InvalidSettings(f"heads is {heads!r}; give a list, such as ['medusa']")
     names = [head_name(head) for head in heads] or heads_for(model)
-    named = names_of(names, taken=(PLAIN, STOCK, DRAFT_MODEL) if draft_model else (PLAIN, STOCK))
+    drafting = drafting or Drafting()
+    named = names_of(names, taken=(PLAIN, STOCK, DRAFT_MODEL) if drafting.draft_model else (PLAIN, STOCK))
     drafts = {name: resolve(head, model, ignore_profile=True) for name, head in named.items()}
     template = template_of(chat_template, *drafts.values())  # raises before the model is loaded
     target = load_target(model, chat_template=template, precision=precision, **load_options)
@@ -130,7 +131,7 @@ def compare_heads(
     if original_model is not None and "perplexity" in quality:
         original = load_target(original_model, chat_template=template, precision=precision, **load_options)
     measures = [Perplexity(original) if measure == "perplexity" else measure for measure in quality]
-    more: dict[str, Any] = {"draft_model": draft_model, "corpus": corpus, "precision": precision, **load_options}
+    more: dict[str, Any] = {"drafting": drafting, "precision": precision, **load_options}
     contenders = list(load_contenders(drafts, target, **more))
     calibration = []
     if not set(settings.trees) <= set(LOADED):  # trees are found on these prompts

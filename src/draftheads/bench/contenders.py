@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +84,7 @@ def load_contenders(
     named: Mapping[str, ResolvedHead | str],
     target: TargetModel,
     *,
-    draft_model: str | PathLike[str] | None = None,
-    corpus: str | None = None,
+    drafting: Drafting | None = None,
     precision: Precision = "auto",
     **load_options: Any,
 ) -> Iterator[Contender]:
@@ -95,11 +93,11 @@ def load_contenders(
     Args:
         named: by their names in the table what ``resolve`` found.
         target: the target.
-        draft_model: a smaller model that drafts as well.
-        corpus: a text file from which heads as they are loaded copy, too.
+        drafting: its draft model drafts as well, and heads as they are loaded also copy from its corpus.
         precision: of the draft model.
         load_options: of the draft model, as for :func:`draftheads.load`.
     """
+    drafting = drafting or Drafting()
     for name, saved in named.items():
         if not isinstance(saved, ResolvedHead):
             within = _WITHIN[saved]
@@ -108,10 +106,10 @@ def load_contenders(
             continue
         head = load_drafter(saved, target, fast=load_options.get("fast", True))
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
-        size, as_loaded = saved.num_parameters, cache(partial(_as_loaded, target, head, saved, corpus))
+        size, as_loaded = saved.num_parameters, cache(partial(_as_loaded, target, head, saved, drafting.corpus))
         yield Contender(name, head, identity, size, as_loaded=as_loaded, head=head, draws=True)
-    if draft_model is not None:
-        small = load_target(draft_model, precision=precision, **load_options)
+    if drafting.draft_model is not None:
+        small = load_target(drafting.draft_model, precision=precision, **load_options)
         with torch.device("meta"):  # the loaded layers hold packed weights, not parameters
             count = type(small.model)(small.config).num_parameters()
         identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"

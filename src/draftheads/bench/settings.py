@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import tyro
 
@@ -15,7 +15,7 @@ from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import ABOVE_0, AcceptanceRule, OptionGroup, Precision, SamplingSettings, at_least
 
-TreeKind = Literal["best", "defaults", "static", "growing", "product", "dense", "chain", "paths", "adaptive"]
+TreeKind = Literal["best", "defaults", "static", "growing", "dense", "chain", "paths", "adaptive"]
 MIN_PROMPTS = 3  # or groups of them, for an interval
 LOADED = ("defaults", "adaptive")  # kinds of trees that an engine chooses by itself at each step
 DRAWN: tuple[AcceptanceRule, ...] = ("rejection", "block")  # rules for drafts of drawn tokens
@@ -47,12 +47,11 @@ class BenchSettings(OptionGroup):
     The command has no options for what few studies need; tables of papers and Python have them.
     """
 
-    trees: tuple[str, ...] = ("best", "defaults")
-    """Kinds of trees: best, defaults, static, growing, product, dense, chain, paths, adaptive. best: a head's better
-    one of static (of the most frequent paths) and growing (by confidence); product: Medusa's static tree, by
-    independent accuracies of the heads; dense: a full tree of random widths; chain; paths: static, as large as n paths
-    of the MLP Speculator (n in place of nodes); defaults: as `draftheads.load` drafts, which decides on the size by
-    itself and also copies from the text; adaptive: the same without copies."""
+    trees: tuple[TreeKind, ...] = ("best", "defaults")
+    """Kinds of trees. best: a head's better one of static (of the most frequent paths) and growing (by confidence);
+    dense: a full tree of random widths; chain; paths: static, as large as n paths of the MLP Speculator (n in place of
+    nodes); defaults: as `draftheads.load` drafts, which decides on the size by itself and also copies from the text;
+    adaptive: the same without copies."""
     num_nodes: tuple[int, ...] = (24,)
     """Nodes of every head's tree, root included."""
     batch_sizes: tuple[int, ...] = (1,)
@@ -86,8 +85,6 @@ class BenchSettings(OptionGroup):
             values = getattr(self, name)
             self._require(name, fine=len(values) > 0, fix="give at least one value")
             self._require(name, fine=len(set(values)) == len(values), fix="each value once")
-        kinds = get_args(TreeKind)
-        self._require("trees", fine=set(self.trees) <= set(kinds), fix=f"choose among {', '.join(kinds)}")
         fewest = 1 if set(self.trees) <= {"paths", *LOADED} else 2  # a path has further nodes
         self._require("num_nodes", fine=min(self.num_nodes) >= fewest, fix=f"must be at least {fewest}")
         self._require("batch_sizes", fine=min(self.batch_sizes) >= 1, fix="must be at least 1")
@@ -157,8 +154,6 @@ class BenchOptions:
     """Use only questions of these categories."""
     limit: int | None = None
     """Use only the first LIMIT questions of each category. Default: 4 of our own."""
-    quick: bool = False
-    """A short comparison of about five minutes. Six questions, the defaults of each head, answers of 64 tokens."""
     quality: tuple[Literal["agreement", "perplexity"], ...] = ()
     """Measure quality. agreement with plain decoding, and perplexity under the model."""
     out: Path | None = None

@@ -13,7 +13,6 @@ from draftheads.bench.settings import DRAWN, LOADED, BenchSettings, Variant
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search.replay import Replay, own_answers
-from draftheads.search.tree_search import product_order
 from draftheads.speculation.shapes import BestFirst, Sampled, Shape, in_words
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.speculation.tree import Tree
@@ -87,8 +86,6 @@ class TreeFinder:
             return _chosen(BestFirst(nodes)) if kind in ("best", "growing") else None
         found = self._replayed(contender, nodes)
         static, growing = found["static"], found["growing"]
-        if kind == "product":
-            return _chosen(Tree.from_paths(product_order(found["accuracy"], nodes)))
         if kind == "growing" or (kind == "best" and growing >= static):
             temperatures = tuple(found["confidence"])
             shape = BestFirst(nodes, top_k=found["top_k"], beam=found["beam"], temperatures=temperatures)

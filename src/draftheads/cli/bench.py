@@ -25,19 +25,18 @@ from draftheads.cli.show import (
     write_page,
 )
 from draftheads.data.records import Record, read_suite, select
+from draftheads.speculation.shapes import Drafting
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
 from draftheads.utils.provenance import machine_in_words
 
 _FEW = 4  # of our own questions of each category
-_QUICK = 6  # questions of a short comparison, at least
 _MOST_PROBLEMS = 5  # that are printed; all are in the files
 
 
 def run(options: BenchOptions, *, max_seconds: float = math.inf) -> None:
     console = Console(highlight=False)
     quiet_transformers()
-    options = quick(options) if options.quick else options
     check_json_path(options.json)
     questions = questions_of(options)
     out = None if options.out is None else check_writable(options.out / "bench.json").parent
@@ -46,8 +45,7 @@ def run(options: BenchOptions, *, max_seconds: float = math.inf) -> None:
             options.model,
             options.heads,
             questions,
-            draft_model=options.draft_model,
-            corpus=options.corpus,
+            drafting=Drafting(draft_model=options.draft_model, corpus=options.corpus),
             settings=options.settings,
             quality=options.quality,
             transformers=options.transformers,
@@ -85,23 +83,10 @@ def demo(options: DemoOptions) -> None:
     run(BenchOptions(**usual, transformers=True, settings=settings), max_seconds=options.seconds)
 
 
-def quick(options: BenchOptions) -> BenchOptions:
-    """The options of a short comparison: what is given counts, what is not gets smaller."""
-    usual, given = BenchSettings(), options.settings
-    small: dict[str, Any] = {"trees": ("defaults",), "max_new_tokens": 64}
-    changed = {name: value for name, value in small.items() if getattr(given, name) == getattr(usual, name)}
-    fewer = min(16, given.num_calibration_prompts)
-    return replace(options, settings=replace(given, **changed, num_calibration_prompts=fewer))
-
-
 def questions_of(options: BenchOptions) -> list[Record]:
     """The questions that the options choose."""
     questions, limit = read_suite(options.prompts or "tasks"), options.limit
-    if limit is None and options.quick:
-        limit = -(-_QUICK // len(options.category or {question.category for question in questions}))
-    elif limit is None and options.prompts is None:
-        limit = _FEW
-    return select(questions, options.category, limit)
+    return select(questions, options.category, _FEW if limit is None and options.prompts is None else limit)
 
 
 def write(console: Console, out: Path, comparison: Comparison) -> None:

@@ -1,4 +1,4 @@
-"""``draftheads info``: describes a saved head, lists the bundled heads, or draws a tree.
+"""``draftheads info``: describes a saved head, or lists the bundled heads.
 
 Reads configurations and headers only; no model is loaded.
 """
@@ -19,20 +19,15 @@ from draftheads.checkpoints.registry import (
     find_head,
     zoo_heads,
 )
-from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import head_methods
 from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.speculation.acceptance_profile import (
     DEFAULT_NODES,
     KINDS,
-    PROFILE_FILE,
     AcceptanceProfile,
     read_profile,
 )
-from draftheads.speculation.shapes import ByProfile, as_shape
-from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import byte_size, counted
-from draftheads.utils.files import user_path
 
 _WORDS = {"static": "static", "dynamic": "growing"}
 _SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
@@ -40,26 +35,18 @@ _SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """Show a draft head, the bundled heads, or a tree."""
+    """Show a draft head, or the bundled heads."""
 
     head: str | None = None
     """A draft head: a name, a folder or a Hugging Face id. All installed heads when left out."""
     model: str = "smollm2-135m"
     """The base model of the installed head."""
-    tree: str | None = None
-    """Draw this tree instead. A JSON list of rank paths such as '[[0],[1],[0,0]]', or a file that has one."""
-
-    def __post_init__(self) -> None:
-        if self.head is not None and self.tree is not None:
-            raise InvalidSettings(f"head is {self.head!r} and tree is {self.tree!r}: give one of them")
 
 
 def run(options: InfoOptions) -> None:
     """Prints what the options ask for."""
     console = Console()
-    if options.tree is not None:
-        _print_tree(console, _tree_of(options.tree))
-    elif options.head is not None:
+    if options.head is not None:
         _print_head(console, read_head_files(find_head(options.head, options.model)))
     else:
         _print_zoo(console)
@@ -109,8 +96,10 @@ def _print_head(console: Console, saved: HeadFiles) -> None:
         if lines:
             console.print(Text(f"\n{title}", style="bold"))
             console.print(table)
+    tree = saved.profile.tree(DEFAULT_NODES)
     console.print(Text("\nTree", style="bold"))
-    _print_tree(console, saved.profile.tree(DEFAULT_NODES))
+    console.print(Text(f"{counted(tree.num_nodes, 'node')}, root included; depth {tree.max_depth}"))
+    console.print(Text(tree.draw()), soft_wrap=True)
 
 
 def _described(profile: AcceptanceProfile) -> dict[str, object]:
@@ -130,20 +119,3 @@ def _described(profile: AcceptanceProfile) -> dict[str, object]:
 def _at(profile: AcceptanceProfile, nodes: int) -> dict[str, float]:
     """Tokens per step of each kind of tree with at most this many nodes."""
     return {kind: tokens[min(nodes, len(tokens)) - 1] for kind in KINDS if (tokens := profile.tokens(kind))}
-
-
-def _tree_of(text_or_path: str) -> Tree:
-    shape = as_shape(text_or_path)
-    if isinstance(shape, ByProfile) and shape.profile != "auto":
-        place = user_path(shape.profile)
-        place = place / PROFILE_FILE if place.is_dir() else place
-        if place.is_file():
-            return read_profile(place).tree(DEFAULT_NODES)
-    if not isinstance(shape, Tree):
-        raise InvalidTree(f"tree {text_or_path}: give rank paths such as [[0],[1],[0,0]], or a file that has them")
-    return shape
-
-
-def _print_tree(console: Console, tree: Tree) -> None:
-    console.print(Text(f"{counted(tree.num_nodes, 'node')}, root included; depth {tree.max_depth}"))
-    console.print(Text(tree.draw()), soft_wrap=True)

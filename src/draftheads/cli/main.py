@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "generate": Command("answer prompts", "cli.options"),
     "import": Command("read a head of another project", "cli.options", function="commands.import_"),
-    "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info", first="head"),
+    "info": Command("describe a head, or list the installed ones", "cli.info", first="head"),
     "merge": Command("merge a model and its adapter into one model", "train.options", function="commands.merge"),
     "serve": Command(
         "serve a model to many users, with OpenAI's HTTP interface",
@@ -117,15 +117,16 @@ def _show_notes() -> None:
     """Prints our own log lines on standard error, each once: what takes seconds without an output."""
     shown: set[str] = set()
 
-    class Once(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if (line := record.getMessage()) not in shown:
-                shown.add(line)
-                print(line, file=sys.stderr, flush=True)
+    def is_new(record: logging.LogRecord) -> bool:
+        count = len(shown)
+        shown.add(record.getMessage())
+        return len(shown) > count
 
+    handler = logging.StreamHandler()
+    handler.addFilter(is_new)
     logger = logging.getLogger("draftheads")
     logger.setLevel(logging.INFO)
-    logger.handlers[:] = [Once()]
+    logger.handlers[:] = [handler]
 
 
 def _command(arguments: list[str]) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeftColumn
@@ -36,26 +35,23 @@ _STYLES = {  # of parts of training texts
 }
 _SECONDS_OF_SPEED = 600.0  # over which a bar averages the speed: some work ends in bursts
 _BREAKS = re.compile(r"(?<=\S) (?=\S)|(?<=[/_])(?=\w)")  # where a heading goes on in the next line
-_FIRST_IDEOGRAPH = "\u2e80"  # from here on, scripts are written without spaces
-_PARTS = re.compile(f"\\s+|[^\\s{_FIRST_IDEOGRAPH}-\U0010ffff]+|[{_FIRST_IDEOGRAPH}-\U0010ffff]")
 
 
 def show_stream(events: "Iterable[StreamEvent]", request: "Request", tokenizer: Any, console: Console) -> None:
-    """Prints the text of one request as it grows; on a terminal words are not cut, and accepted draft tokens are green.
-
-    Elsewhere the text is written unchanged.
-    """
-    lines = _Lines(console)
+    """Prints the text of one request as it grows; on a terminal accepted draft tokens are green."""
+    pieces = TextStream(tokenizer)
     # a stop string cuts the text, not the tokens: then letters cannot be assigned to draft tokens
-    if console.color_system is not None and not request.settings.stop:
-        pieces = TextStream(tokenizer)
-        for event in events:
-            _write_coloured(lines, event, pieces)
-    else:
-        for event in events:
-            lines.write(event.text)
-    lines.flush()
-    console.print()
+    has_colours = console.color_system is not None and not request.settings.stop
+    for event in events:
+        if not has_colours:
+            console.file.write(event.text)
+            console.file.flush()
+            continue
+        ended = event.finish_reason == "stop"  # by its last token, which is not text
+        for place, token in enumerate(event.token_ids[:-1] if ended else event.token_ids):
+            style = DRAFTED if place < event.num_drafted else ""
+            console.print(Text(pieces.push([token]), style), end="", soft_wrap=True)
+    console.print(Text(pieces.flush()), soft_wrap=True)
 
 
 def drafted_text(result: "GenerationResult") -> Text:
@@ -75,47 +71,6 @@ def speed_words(answer: "GenerationResult | Request", seconds: float) -> str:
         f"{counted(tokens, 'token')} in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s, "
         f"{per_step:.2f} tokens/step{copied}, {end}"
     )
-
-
-def _write_coloured(lines: "_Lines", event: "StreamEvent", pieces: TextStream) -> None:
-    ended = event.finish_reason == "stop"  # by its last token, which is not text
-    for place, token in enumerate(event.token_ids[:-1] if ended else event.token_ids):
-        lines.write(pieces.push([token]), DRAFTED if place < event.num_drafted else "")
-    if event.finish_reason is not None:
-        lines.write(pieces.flush())
-
-
-class _Lines:
-    """Writes text piece by piece. On a terminal a word is written when it ends, and where there is place for it."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._column = console, 0
-        self._word: list[tuple[str, str]] = []  # its pieces so far, with their styles
-
-    def write(self, text: str, style: str = "") -> None:
-        if not self._console.is_terminal:
-            self._console.file.write(text)
-            self._console.file.flush()
-            return
-        for part in _PARTS.findall(text):
-            if not (is_word := part[0] > " " and part[0] < _FIRST_IDEOGRAPH):
-                self.flush()
-            self._word.append((part, style))
-            if not is_word:
-                self.flush()
-
-    def flush(self) -> None:
-        """Writes the word that has begun."""
-        word, self._word = Text.assemble(*self._word), []
-        width = self._console.width
-        if self._column and word.plain.strip() and word.cell_len <= width < self._column + word.cell_len:
-            self._console.print()
-            self._column = 0
-        if word:
-            self._console.print(word, end="", soft_wrap=True)
-            _, newline, last = word.plain.rpartition("\n")
-            column = (0 if newline else self._column) + cell_len(last)
-            self._column = (column - 1) % width + 1 if column else 0
 
 
 def check_json_path(path: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from html import escape
 from os import PathLike
 from threading import Lock
 from typing import Any
@@ -307,11 +306,6 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"Engine({', '.join(self._parts().values())})"
-
-    def _repr_html_(self) -> str:
-        """A table of the parts, for notebooks."""
-        rows = (f"<tr><th>{name}</th><td>{escape(part)}</td></tr>" for name, part in self._parts().items())
-        return f"<table>{''.join(rows)}</table>"
 
     def _parts(self) -> dict[str, str]:
         parts = {

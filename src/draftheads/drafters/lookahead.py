@@ -8,7 +8,7 @@ of the pool that begin with the root are the draft. The window is a tree, too, s
 merged.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -20,8 +20,6 @@ from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.utils.transfer import to_device
-
-_POOL = 4096  # n-grams' first tokens that a row remembers, those used last
 
 
 class _Trie:
@@ -45,7 +43,7 @@ class _Row:
     def __init__(self, drafter: "Lookahead", text: Sequence[int]) -> None:
         self.window, self.ngram, self.guesses = drafter.window, drafter.ngram, drafter.guesses
         self.levels: list[list[int]] = []  # up to N-1, each W tokens
-        self.pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
+        self.pool: dict[int, deque[tuple[int, ...]]] = {}  # the last n-grams by their first tokens
         self.seed = text[-self.window :]  # the first window is filled with these tokens
         self.ends: list[int] = []  # of this step: node at the end of each column
         self.root = 0
@@ -54,7 +52,7 @@ class _Row:
         """N-grams from the pool, the newest first, then the window."""
         trie = _Trie(root)
         self.root = root
-        for guess in list(reversed(self.pool.get(root, {})))[: self.guesses]:
+        for guess in reversed(self.pool.get(root, ())):
             node = 0
             for token in guess:
                 node = trie.add(node, token)
@@ -82,14 +80,10 @@ class _Row:
         self.levels.append(newest)
 
     def _remember(self, first: int, rest: tuple[int, ...]) -> None:
-        ngrams = self.pool.setdefault(first, OrderedDict())
-        self.pool.move_to_end(first)
-        ngrams[rest] = None
-        ngrams.move_to_end(rest)
-        if len(ngrams) > self.guesses:
-            ngrams.popitem(last=False)
-        if len(self.pool) > _POOL:
-            self.pool.popitem(last=False)
+        ngrams = self.pool.setdefault(first, deque(maxlen=self.guesses))
+        if rest in ngrams:
+            ngrams.remove(rest)
+        ngrams.append(rest)
 
 
 class Lookahead(Drafter):

@@ -98,30 +98,6 @@ def joint_order(values: Mapping[Path, float], num_nodes: int) -> list[Path]:
     return [path for path in best if path]
 
 
-def product_order(accuracies: Sequence[Sequence[float]], num_nodes: int) -> list[Path]:
-    """As :func:`joint_order`, by the product of the accuracies of a path's tokens, as if heads were independent.
-
-    This is the search of Medusa, section 3.3.3. It is only a baseline: the tokens of a path depend on each other.
-
-    Args:
-        accuracies: (K, R) how often the token of rank r of head i is the true one.
-        num_nodes: of the tree, root included.
-
-    >>> product_order([[0.6, 0.2], [0.5, 0.3]], 4)
-    [(0,), (0, 0), (1,)]
-    """
-    order: list[Path] = []
-    open_paths: list[tuple[float, Path]] = [(-1.0, ())]
-    while open_paths and len(order) < num_nodes:
-        product, path = heapq.heappop(open_paths)
-        order.append(path)
-        if len(path) < len(accuracies):
-            for rank, accuracy in enumerate(accuracies[len(path)]):
-                if accuracy > 0:
-                    heapq.heappush(open_paths, (product * accuracy, (*path, rank)))
-    return order[1:]
-
-
 def entries(ranks: Tensor, order: Sequence[Path]) -> Tensor:
     """(S, K) int64: the size of tree from which on the true token at each depth is in it.
 

@@ -13,6 +13,7 @@ from draftheads.bench.table import Row, copies_note
 from draftheads.bench.timing import PLAIN
 from draftheads.data.records import Record, read_suite, select
 from draftheads.errors import InvalidSettings
+from draftheads.speculation.shapes import Drafting
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import machine_in_words, provenance
@@ -114,7 +115,7 @@ def reproduce(
                 task.heads,
                 questions,
                 settings=settings,
-                draft_model=table.draft_model or None,
+                drafting=Drafting(draft_model=table.draft_model or None),
                 transformers=table.transformers,
                 quality=measures,
                 original_model=model if task.tuned else None,
