@@ -1,7 +1,7 @@
 """The comparison with other programs: failures are rows, turns are fair, and the smallest run is a real one."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -134,15 +134,12 @@ def test_the_smallest_run_of_draftheads_and_transformers(
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
 
 
-def test_every_script_explains_itself():
-    """All in one process; each imports what it needs."""
-    code = (
-        "import contextlib, runpy, sys; sys.path.insert(0, sys.argv[1])\n"
-        "for name in sys.argv[2:]:\n    sys.argv = [name, '--help']\n    print('#', name)\n"
-        "    with contextlib.suppress(SystemExit): runpy.run_path(f'{sys.path[0]}/{name}', run_name='__main__')"
-    )
-    command = [sys.executable, "-c", code, str(BENCHMARKS), *SCRIPTS]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for part in found.split("# ")[1:]:
-        assert "usage: " in part, part
-        assert "--" in part, part
+def test_every_script_explains_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name in SCRIPTS:
+        monkeypatch.setattr(sys, "argv", [name, "--help"])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+        shown = capsys.readouterr().out
+        assert not end.value.code, name
+        assert "usage: " in shown, name
+        assert "--" in shown, name

@@ -1,9 +1,12 @@
 """Scripts that measure the core run their smallest size on tiny models."""
 
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +29,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Script:
-    """Runs a script in this process, and returns what it prints."""
+    """Runs a script in this process, with the processes that it would start, and returns what it prints."""
+
+    start = subprocess.run
+
+    def process(command: list[str], **options: Any) -> Any:
+        if command[0] != sys.executable:
+            return start(command, **options)
+        return SimpleNamespace(stdout=script(Path(command[1]).name, *command[2:]))
 
     def script(name: str, *options: str) -> str:
         monkeypatch.chdir(folder)
         monkeypatch.setenv("DRAFTHEADS_CACHE", str(folder / "cache"))
         monkeypatch.syspath_prepend(BENCHMARKS)
         monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / name), *options])
+        monkeypatch.setattr(subprocess, "run", process)
         with torch.random.fork_rng():
             runpy.run_path(sys.argv[0], run_name="__main__")
         return capfd.readouterr().out

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -293,6 +293,18 @@ def test_a_level_is_drafted_if_enough_probability_reaches_it(min_level_probabili
     draft = world.grow(BestFirst(30, beam=1, min_level_probability=min_level_probability))
     assert world.head.stepped == [1] * further
     assert draft.num_nodes == 1 + 6 * (1 + further)
+
+
+def test_each_field_of_a_rule_changes_the_tree() -> None:
+    """A field that nothing reads would be ignored in silence."""
+    head, context, rule = random_head("hydra"), random_context(2), BestFirst(24, top_k=6, beam=4)
+    changes: dict[str, Any] = {"num_nodes": 23, "top_k": 2, "beam": 1, "max_depth": 2, "threshold": 0.3}
+    changes |= {"temperatures": (0.1,) * 3, "min_level_probability": 9.0}
+    assert [*changes] == [each.name for each in fields(BestFirst)]
+    trees = [propose(head, context, replace(rule, **{name: value})) for name, value in changes.items()]
+    usual = [paths_of(propose(head, context, rule), row) for row in range(2)]
+    same = [name for name, tree in zip(changes, trees, strict=True) if [paths_of(tree, 0), paths_of(tree, 1)] == usual]
+    assert not same
 
 
 # --- certain, impossible and equal draft tokens ---
