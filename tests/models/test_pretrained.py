@@ -26,12 +26,13 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from draftheads.errors import MissingDependency, ModelNotFound, StorageError, UnsupportedModel
+from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import gguf_models
 from draftheads.models.gguf_models import SMOLLM2_135M, SMOLLM2_HUB_ID, find_gguf, source_of
-from draftheads.models.model_config import default_dtype
+from draftheads.models.model_config import DTYPES, default_dtype
 from draftheads.models.model_names import resolve_model
 from draftheads.models.pretrained import load_pretrained
+from draftheads.utils.machine import NAMES
 from families import tiny_model
 from gguf_world import write_gguf
 
@@ -307,10 +308,17 @@ def test_a_damaged_folder_is_an_error(folder: Path, case: str) -> None:
 
 
 def test_the_default_type_follows_the_processor_or_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAMES["auto"], raising=False)
     for avx512, amx in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=avx512: has)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=amx: has)
         assert default_dtype("cpu") == (torch.bfloat16 if avx512 or amx else torch.float32)
+    for name in ("bf16", "fp32"):
+        monkeypatch.setenv(NAMES["auto"], name)
+        assert default_dtype("cpu") == DTYPES[name]
+    monkeypatch.setenv(NAMES["auto"], "fp16")
+    with pytest.raises(InvalidSettings, match="DRAFTHEADS_AUTO is 'fp16'; set bf16 or fp32"):
+        default_dtype("cpu")
     assert default_dtype("meta") == torch.float32
     capabilities = {torch.device("cuda", 0): (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)

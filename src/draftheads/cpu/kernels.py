@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.cpu.native_library import BLOCK, INT4, KINDS, Weight, load_library, native_threads
+from draftheads.errors import InvalidSettings
 from draftheads.utils.machine import Environment
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
@@ -334,7 +335,14 @@ def pack(layers: Sequence[PackedLinear], *, bits: int | None = None, portable: b
 
 
 def native_bf16() -> bool:
-    """Whether the CPU has bf16 instructions. Without them, bf16 is emulated and slower than fp32."""
+    """Whether the CPU has bf16 instructions. Without them, bf16 is emulated and slower than fp32.
+
+    Tests say it by a variable, so that they do the same on every machine.
+    """
+    if wanted := Environment().auto:
+        if wanted not in ("bf16", "fp32"):
+            raise InvalidSettings(f"DRAFTHEADS_AUTO is {wanted!r}; set bf16 or fp32, or unset it")
+        return wanted == "bf16"
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 

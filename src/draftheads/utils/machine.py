@@ -138,6 +138,7 @@ class Environment:
     cache: str | None = _variable("DRAFTHEADS_CACHE", "the folder of the cache")
     shared_cache: str | None = _variable("XDG_CACHE_HOME", "the folder that has the cache, where that is not set")
     kernels: str | None = _variable("DRAFTHEADS_KERNELS", "instructions of the native library, or `off`")
+    auto: str | None = _variable("DRAFTHEADS_AUTO", "only for tests: what `auto` is on a CPU, `bf16` or `fp32`")
     api_key: str | None = _variable("DRAFTHEADS_API_KEY", "a key that clients of `serve` need")
     admin_key: str | None = _variable("DRAFTHEADS_ADMIN_KEY", "the key for POST /admin/head of `serve`")
     num_threads: str | None = _variable("OMP_NUM_THREADS", "threads of PyTorch and of the native library")
