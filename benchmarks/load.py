@@ -109,20 +109,20 @@ def commands(options: Options) -> dict[str, list[str | Path]]:
     precision, threads = exact_precision(options.precision), str(options.threads)
     heads = ("--head", *options.heads) if options.heads else ()
     rows = str(max(options.users, default=16))
-    known: dict[str, list[Any]] = {
-        "draftheads": ["draftheads", "serve", options.model, *heads, "--precision", precision],
-        "llama-cpp": [
+    known: dict[str, Callable[[], list[Any]]] = {  # the model is converted for vllm alone
+        "draftheads": lambda: ["draftheads", "serve", options.model, *heads, "--precision", precision],
+        "llama-cpp": lambda: [
             *("llama_cpp.server", "--model", find_gguf(), "--n_ctx", "4096", "--n_threads", threads),
             *("--n_threads_batch", threads, "--interrupt_requests", "False"),
         ],
-        "vllm": [
+        "vllm": lambda: [
             *("vllm.entrypoints.openai.api_server", "--model", source_of(None), "--max-num-seqs", rows),
             *("--dtype", DTYPES.get(precision, "auto"), "--max-model-len", "4096"),
         ],
     }
     if unknown := set(options.servers) - set(known):
         sys.exit(f"error: no server {unknown.pop()!r}; choose among {', '.join(known)}")
-    return {name: [python_of(name, options.environments), "-m", *known[name]] for name in options.servers}
+    return {name: [python_of(name, options.environments), "-m", *known[name]()] for name in options.servers}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,11 @@ import doctest
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx2
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -15,6 +18,10 @@ import load
 import load_client
 from load import Load, LoadRow
 from load_client import Joining, Messages, RequestFailed, Sample, closed_loop, joining, parsed, poisson, throughput
+
+from cli_world import TEMPLATE
+from draftheads.cli.main import read_options
+from serve_world import NAME, running, tiny_engines
 
 
 def prompts(count: int) -> list[Messages]:
@@ -154,36 +161,53 @@ def test_the_longest_wait_is_that_of_the_time_in_which_the_long_prompt_was_read(
         joined(0.0, 0.1, sent=9.0)  # the streams end before the long prompt comes
 
 
-@pytest.mark.thorough
-def test_a_run_starts_our_server_and_names_the_servers_that_are_missing(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+@pytest.fixture
+def smallest(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> load.Options:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
-    options = load.Options(
-        servers=("draftheads", "llama-cpp"),
-        model=str(world / "model"),
-        heads=(str(world / "medusa"), str(world / "hydra")),
-        fixed_nodes=(4,),
-        precision="fp32",
-        prompts=world / "prompts.jsonl",
-        rates=(50.0,),
-        threads=1,
-        environments=tmp_path,
-        json=tmp_path / "load.json",
-        quick=True,
-    )
-    load.main(options)
-    printed = capsys.readouterr().out
-    assert "llama-cpp: skipped: no environment; run benchmarks/environments.sh llama-cpp" in printed
-    found = json.loads((tmp_path / "load.json").read_text(encoding="utf-8"))
-    names = ["plain", "medusa", "hydra", "medusa, 4 nodes"]
-    loads = [{"users": 1, "rate": None}, {"users": 2, "rate": None}, {"users": None, "rate": 50.0}]
-    assert {(row["name"], str(row["load"])) for row in found["rows"]} == {(n, str(one)) for n in names for one in loads}
-    for row in found["rows"]:
+    monkeypatch.setattr(load, "_PAUSE_SECONDS", 0)
+    places = {"environments": tmp_path, "json": tmp_path / "load.json", "prompts": world / "prompts.jsonl"}
+    return load.Options(**places, model=str(world / "model"), precision="fp32", threads=1, quick=True)
+
+
+def checked_rows(options: load.Options) -> dict[str, set[str]]:
+    """Loads by the name of the row, where every row is right."""
+    assert options.json
+    rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+    names = {row["name"] for row in rows}
+    for row in rows:
         assert [sample["num_tokens"] for sample in row["rounds"][0]] == [8, 8, 8]
         assert [sample["num_cached"] for sample in row["rounds"][0]] == [0, 0, 0], "each way reads its prompts"
         assert row["same_texts"] == 1.0, "in fp32 drafts do not change an answer"
         assert row["name"] != "plain" or row["tokens_per_step"] == 1.0
+    return {name: {str(Load(**row["load"])) for row in rows if row["name"] == name} for name in names}
+
+
+def test_a_server_answers_plain_and_with_its_head(smallest: load.Options, monkeypatch: pytest.MonkeyPatch):
+    """The server is in this process. Its command line is read as its own process would."""
+
+    def here(command: list[object], **_: object) -> object:
+        options = read_options("serve", list(map(str, command[4:])))
+        assert (options.model, options.head, options.load.precision) == (smallest.model, ("hydra",), "fp32")
+        models = httpx2.get(f"{server.url}/v1/models").json()["data"]
+        return SimpleNamespace(url=server.url, models=models, stop=lambda: None)
+
+    monkeypatch.setattr(load, "ServerProcess", here)
+    with running({NAME: tiny_engines(TEMPLATE)[NAME]}) as server:
+        load.main(replace(smallest, servers=("draftheads",), fixed_nodes=(4,)))
+    names, loads = ("plain", "medusa", "medusa, 4 nodes"), {"1 user", "2 users"}
+    assert checked_rows(smallest) == dict.fromkeys(names, loads)
+
+
+@pytest.mark.thorough
+def test_a_run_starts_our_server_and_names_the_servers_that_are_missing(
+    smallest: load.Options, world: Path, capsys: pytest.CaptureFixture[str]
+):
+    heads = (str(world / "medusa"), str(world / "hydra"))
+    load.main(replace(smallest, servers=("draftheads", "llama-cpp"), heads=heads, fixed_nodes=(4,), rates=(50.0,)))
+    missing = "llama-cpp: skipped: no environment; run benchmarks/environments.sh llama-cpp"
+    assert missing in capsys.readouterr().out
+    names, loads = ("plain", "medusa", "hydra", "medusa, 4 nodes"), {"1 user", "2 users", "50 requests/s"}
+    assert checked_rows(smallest) == dict.fromkeys(names, loads)
 
 
 def test_the_examples_in_docstrings_hold():
