@@ -23,7 +23,7 @@ CENTRAL := tests/test_lossless.py tests/test_loading_models.py::test_a_loaded_mo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-page test-thorough test-sanitized test-fast test-versions test-pure native check docs format clean
+.PHONY: help demo test test-all test-page test-thorough test-sanitized test-fast test-versions test-pure test-machines native check docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -59,6 +59,9 @@ test-versions: $(VENV)/lowest/.stamp $(VENV)/newest/.stamp  ## run the central t
 
 test-pure: $(DEV)  ## run the central tests without the native library, as where there is no C++ compiler
 	DRAFTHEADS_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) $(CENTRAL) tests/cpu
+
+test-machines: $(DEV)  ## run the central tests with each set of instructions of this CPU, auto being bf16 and fp32
+	.ci/machines $(BIN)/python $(FIXED) $(CENTRAL) tests/cpu
 
 native: $(DEV)  ## build the native library, after a change of its source
 	$(BIN)/python hatch_build.py

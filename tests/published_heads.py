@@ -141,7 +141,7 @@ def hydra(target: TargetModel, *, grounded: bool = True, prefix: bool = False, l
     tensors["input_embed_fn.weight"] = embedding.clone()
     layer = None
     if prefix:
-        layer = LlamaModel(LlamaConfig(**SIZES, attn_implementation="eager")).eval()  # type: ignore[arg-type]
+        layer = LlamaModel(LlamaConfig(**SIZES, attn_implementation="eager")).eval()  # type: ignore[arg-type, call-arg]
         for parameter in layer.parameters():
             parameter.data = numbers(*parameter.shape)
         tensors |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in layer.state_dict().items()}
@@ -218,7 +218,7 @@ def eagle(target: TargetModel, *, fusion_bias: bool = True, qkv_bias: bool = Fal
     """Version 1: a layer of Llama's kind without its first norm."""
     size = target.hidden_size
     rope = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if scaling else {}
-    config = LlamaConfig(**{**SIZES, **rope}, attention_bias=qkv_bias, attn_implementation="eager")  # type: ignore[arg-type]
+    config = LlamaConfig(**{**SIZES, **rope}, attention_bias=qkv_bias, attn_implementation="eager")  # type: ignore[arg-type, call-arg]
     layer = LlamaDecoderLayer(config, 0).eval()
     layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
     if qkv_bias:
@@ -310,7 +310,7 @@ class Eagle3(nn.Module):
 
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__()
-        config = LlamaConfig(**{**given, "dtype": torch.float32}, attn_implementation="eager")
+        config = LlamaConfig(**{**given, "dtype": torch.float32}, attn_implementation="eager")  # type: ignore[call-arg]
         size, epsilon = config.hidden_size, config.rms_norm_eps
         self.midlayer = nn.Module()
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):

@@ -28,6 +28,16 @@ def test_the_floors_are_those_of_import_linter():
     assert shown == [layer for layer in checked if layer]
 
 
+def test_every_script_has_strict_types():
+    """Of tests, mypy checks less."""
+    mypy = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    strict = mypy["overrides"][1]["module"]
+    places = ("benchmarks/*.py", "benchmarks/workers/*.py", "examples/*.py", "examples/custom_head/*.py", "tools/*.py")
+    scripts = {path.stem for place in places for path in ROOT.glob(place)} | {"hatch_build"}
+    packages = {f"{path.parent.name}.*" for path in ROOT.glob("packages/*/src/*/__init__.py")} | {"draftheads.*"}
+    assert {name if name.endswith("*") else name.rpartition(".")[2] for name in strict} == scripts | packages
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_in_a_page_exists(page: str):
     places = (ROOT, ROOT / "src" / "draftheads", ROOT / "docs")

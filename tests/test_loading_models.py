@@ -239,7 +239,8 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # text and image
 def test_a_model_of_text_and_images_is_its_text_model(kind: str, tmp_path: Path) -> None:
     """Its text has the same logits, hybrid layers follow trees, and the tensors that are not read are counted."""
     text, images = WRAPPERS[kind]
-    config = CONFIG_MAPPING[kind](text_config={**SMALL, "vocab_size": len(VOCAB), **text}, vision_config=images)
+    texts = {**SMALL, "vocab_size": len(VOCAB), **text}
+    config = CONFIG_MAPPING[kind](text_config=texts, vision_config=images)  # type: ignore[call-arg]
     torch.manual_seed(0)
     whole = AutoModelForImageTextToText.from_config(config).eval()
     for weight in whole.parameters():

@@ -24,7 +24,8 @@ import jinja2
 import tyro
 
 from draftheads.checkpoints import registry
-from draftheads.checkpoints.checkpoint import CARD_FILE, CONFIG_FILE, HEAD_FILES, read_head
+from draftheads.checkpoints.checkpoint import read_head
+from draftheads.checkpoints.head_files import CARD_FILE, CONFIG_FILE, HEAD_FILES
 from draftheads.cli.main import main as draftheads
 from draftheads.errors import DraftHeadsError
 from draftheads.train.options import TrainOptions

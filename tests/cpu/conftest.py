@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftheads.cpu.native_library import load_library, sets_here
+from draftheads.utils.machine import Environment
 
 
 @pytest.fixture
@@ -20,9 +21,14 @@ def choose() -> Iterator[Callable[[str], None]]:
     load_library().draftheads_kernels(before)
 
 
-@pytest.fixture(params=sets_here(load_library()) if load_library() else [])
+def _sets() -> list[str]:
+    asked = Environment().kernels
+    return [] if load_library() is None else [asked] if asked else sets_here(load_library())
+
+
+@pytest.fixture(params=_sets())
 def instructions(request: pytest.FixtureRequest, choose: Callable[[str], None]) -> str:
-    """Each set of instructions that this machine has."""
+    """Each set of instructions that this machine has, or the one that the environment names."""
     choose(request.param)
     return str(request.param)
 

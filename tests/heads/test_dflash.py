@@ -179,7 +179,7 @@ def test_a_saved_head_names_only_what_is_not_usual() -> None:
     """Heads that were saved before these options can be read."""
     made = head_classes("dspark")[0]
     assert not {"is_shifted", "own_embedding", "gate_reads_token"} & set(made(hidden_size=8, vocab_size=9).options())
-    assert made(hidden_size=8, vocab_size=9, is_shifted=False).options()["is_shifted"] is False
+    assert made(hidden_size=8, vocab_size=9, is_shifted=False).options()["is_shifted"] is False  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])

@@ -299,7 +299,7 @@ def test_ranks_of_drawn_children_have_no_gaps(paths: list[Path], named: str) -> 
 
 def test_to_draw_tokens_random_numbers_are_needed() -> None:
     with pytest.raises(ValueError, match="draws"):
-        sample(random_laws(0), SHAPES["one"], Context(*[torch.zeros(1, 1)] * 3, torch.zeros(1).long()))
+        sample(random_laws(0), SHAPES["one"], Context(*[torch.zeros(1, 1)] * 3, torch.zeros(1).long()))  # type: ignore[call-arg]
 
 
 # --- whole answers ---
