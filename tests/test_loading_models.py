@@ -275,7 +275,8 @@ def test_a_model_that_reads_prompts_in_both_directions_is_refused(tmp_path: Path
     """PaliGemma's text depends on later tokens of the prompt."""
     text = {**SMALL, "vocab_size": len(VOCAB), "model_type": "gemma"}
     images = {**TOWER, "model_type": "siglip_vision_model", "projection_dim": 32}
-    config = CONFIG_MAPPING["paligemma"](text_config=text, vision_config=images, projection_dim=32)
+    parts = {"text_config": text, "vision_config": images}
+    config = CONFIG_MAPPING["paligemma"](**parts, projection_dim=32)  # type: ignore[arg-type, call-arg]
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     with (
