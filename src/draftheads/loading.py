@@ -220,14 +220,13 @@ def engine_on(
     whole = Mixed.by_profile(drafter, acceptance, sources) if sources else drafter
     if isinstance(shape, ByProfile) and shape.static_nodes:
         shape = acceptance.tree(shape.static_nodes)
+    check = AcceptanceCheck(drafts.method, drafts.name, drafts.model, is_assumed=not acceptance.num_tokens)
+    options: dict[str, Any] = {"max_batch_size": max_batch_size, "check": check}
     if not isinstance(shape, ByProfile):
-        return Engine(target, whole, shape=calibrated(shape, acceptance.temperatures), max_batch_size=max_batch_size)
+        return Engine(target, whole, shape=calibrated(shape, acceptance.temperatures), **options)
     costs = costs_of(target, drafter, keep=keep_cost)
     return_freed_memory()
-    check = None
-    if not acceptance.temperature:  # greedy answers are compared with greedy ones
-        check = AcceptanceCheck(drafts.method, drafts.name, drafts.model, is_assumed=not acceptance.num_tokens)
-    return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, costs=costs, check=check)
+    return Engine(target, whole, profile=acceptance, costs=costs, **options)
 
 
 def sources_of(target: TargetModel, drafting: Drafting) -> list[Source]:

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.nn import functional as F
 
 import draftheads
 from adapter_world import saved_adapter
 from cli_world import PROMPTS, write_model
 from draftheads.decode.engine import Engine
-from draftheads.decode.planner import AcceptanceCheck
+from draftheads.decode.planner import AcceptanceCheck, CostCorrection
 from draftheads.errors import BaseModelWarning
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.drafter import Context
+from draftheads.speculation.shapes import Shape
 from draftheads.speculation.tree import Tree
 from families import TREES, PlantedDrafter, by_hand, tiny_model, tiny_profile
 from scheduler_world import run_to_end, scheduler_of, submit
@@ -22,6 +26,7 @@ from scheduler_world import run_to_end, scheduler_of, submit
 pytestmark = pytest.mark.usefixtures("one_thread", "cheap_nodes")
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
 PROMISING = tiny_profile(TREES["ragged"], dynamic_tokens=[1.0, *[2.5] * 23])  # far more than an untrained head gains
+SLOW = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 33, 500.0), ("static", 1, 1, 500.0)])
 CHEAP = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 1, 0.01)])
 
 
@@ -147,7 +152,40 @@ def test_a_profile_that_is_kept_is_not_warned_of() -> None:
 def test_fixed_trees_and_profiles_of_sampled_answers_are_not_compared(place: Path, tmp_path: Path) -> None:
     tiny_profile(TREES["ragged"], temperature=0.7).save(tmp_path / "acceptance.json")
     for tree in ("static:10", tmp_path):
-        assert loaded(place, tree=tree).check is None
+        engine = loaded(place, tree=tree)
+        engine.generate(TEXTS[:2], max_new_tokens=8)
+        assert engine.check.drafts
+        assert not engine.check.steps
+
+
+class Useless(PlantedDrafter):
+    """Drafts a token that is banned."""
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        assert isinstance(shape, Tree)
+        return Draft.on_tree(shape, F.pad(context.root_ids[:, None], (0, shape.num_nodes - 1)))
+
+
+@pytest.mark.parametrize("how", ["fixed tree", "profile of sampled answers", "assumed profile", "plain is faster"])
+def test_a_useless_head_is_named_after_500_steps_whatever_its_profile(how: str) -> None:
+    chain = Tree.chain(3)
+    check, drafter = AcceptanceCheck("eagle3", "useless", "tiny"), Useless(chain, {})
+    options: dict[str, Any] = {"costs": SLOW if how == "plain is faster" else CHEAP}
+    if how == "fixed tree":
+        options = {"shape": chain}
+    elif how == "profile of sampled answers":
+        options["profile"] = tiny_profile(chain, temperature=0.7, dynamic_tokens=[])
+    else:
+        options["profile"] = AcceptanceProfile.assumed(3)
+    engine = Engine(tiny_model("llama"), drafter, check=check, **options)
+    if engine.planner is not None and how == "plain is faster":
+        engine.planner.correction = CostCorrection()
+    settings = {"temperature": 0.8, "seed": 1, "logit_bias": ((0, -100.0),), "ignore_eos": True}
+    for _ in range(3):  # 360 steps of four rows
+        engine.generate([[5, 6], [7, 8], [9], [4]], max_new_tokens=31, **settings)
+    assert check.num_steps == 360
+    with pytest.warns(BaseModelWarning, match=r"useless gives 1\.00 tokens per step with tiny \(its last \d+ drafts"):
+        engine.generate([[5, 6], [7, 8], [9], [4]] * 2, max_new_tokens=31, **settings)
 
 
 def test_a_head_whose_profile_is_assumed_and_drafts_nothing_right_is_named(place: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.decode.planner import Planner
+from draftheads.decode.planner import AcceptanceCheck, Planner
 from draftheads.decode.prefix_cache import ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.token_rules import BatchRules, has_rules
@@ -59,6 +59,7 @@ class Batch:
         model, drafter: the target, and what drafts for it.
         shape: what it fills at each step; its default where left out.
         planner: chooses the shape at each step, in place of that.
+        check: gets the accepted draft tokens of each step.
         on_phase: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
             "verify", "on_verify" (what the drafter takes from the target's logits) and "rest".
 
@@ -76,6 +77,7 @@ class Batch:
         *,
         shape: Shape | None = None,
         planner: Planner | None = None,
+        check: AcceptanceCheck | None = None,
         on_phase: Callable[[str], object] = str,
     ) -> None:
         self.runner = runner_for(model, drafter.hidden_layers)
@@ -83,6 +85,7 @@ class Batch:
         self.session = drafter.start()
         self.shape = shape or drafter.default_shape
         self.plan = None if planner is None else planner.start()
+        self.check = check
         self.on_phase = on_phase
         self.requests: list[Request] = []
         self.rows: list[Row] = []  # of the requests
@@ -251,9 +254,13 @@ class Batch:
 
     def note(self, found: Verified, counts: Sequence[int], copied: Sequence[int], are_free: Sequence[bool]) -> None:
         """Tells the planner how many new tokens each row got, how many of them a copy brought, and how long it took."""
+        accepted = [count - 1 for count in counts]
+        if self.check is not None:
+            are_drafted = found.draft.num_nodes > 1 and (self.plan is None or self.plan.is_drafting)
+            self.check.note([of_all - n for of_all, n in zip(accepted, copied, strict=True)], are_drafted=are_drafted)
         if self.plan is not None:
             milliseconds = 1e3 * (found.drafted - found.begun), 1e3 * (time.perf_counter() - found.drafted)
-            self.plan.note(found.draft, [count - 1 for count in counts], copied, are_free, milliseconds)
+            self.plan.note(found.draft, accepted, copied, are_free, milliseconds)
 
     @torch.inference_mode()
     def keep(self, going: Sequence[int]) -> None:

@@ -64,7 +64,7 @@ class Engine:
                 list of rank paths, or as the JSON text of one.
             profile: what the drafter's trees gain. With ``costs`` it decides how much is drafted at each step.
             costs: of steps on this machine.
-            check: warns if draft tokens are accepted far less often than the profile expects.
+            check: warns if draft tokens are accepted far less often than the profile expects, or never.
         """
         if not isinstance(model, TargetModel):
             raise InvalidSettings(
@@ -247,8 +247,10 @@ class Engine:
         if draft_nodes is not None:
             temperatures = () if self.profile is None else self.profile.temperatures
             shape = calibrated(BestFirst(draft_nodes), temperatures or getattr(self.shape, "temperatures", ()))
-            return Batch(self.model, self.drafter, shape=shape, on_phase=on_phase)
-        return Batch(self.model, self.drafter, shape=self.shape, planner=self.planner, on_phase=on_phase)
+            return Batch(self.model, self.drafter, shape=shape, check=self.check, on_phase=on_phase)
+        return Batch(
+            self.model, self.drafter, shape=self.shape, planner=self.planner, check=self.check, on_phase=on_phase
+        )
 
     def check_draft_nodes(self, draft_nodes: int | None) -> None:
         """Can trees have so many nodes? None and 0 are always possible.

@@ -36,6 +36,7 @@ _LOOKS, _LOOK_EVERY = (16, 32), 128  # steps at which the other way, plain or dr
 _STEPS = 500  # of all rows that are compared with the profile, the last ones
 # accepted draft tokens for each expected one; measured, see "Heads of tuned copies" in research/LOG.md
 _LOW = 0.5
+_USELESS, _LEAST_DRAFTS = 0.02, 20  # accepted draft tokens of a draft, and drafts, of a head that is useless
 _LEAST_EXPECTED = 50.0  # draft tokens: texts differ much, and the steps of one text are alike
 
 
@@ -44,8 +45,9 @@ class AcceptanceCheck:
     """Whether a head's draft tokens are accepted about as often as its profile expects, by the last steps of an engine.
 
     A tuned copy of the base model can differ little in its weights and still accept half as many draft tokens, and a
-    head whose layers were read wrongly has none accepted. Steps in which a copy from the text was accepted are not
-    counted, and neither are requests with other settings than the profile's.
+    head whose layers were read wrongly has none accepted: this is said whatever the profile and the settings of the
+    requests are. Of comparisons with the profile, steps in which a copy from the text was accepted are not a part, and
+    neither are requests with other settings than the profile's.
     """
 
     method: str  # of the head
@@ -56,21 +58,40 @@ class AcceptanceCheck:
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS), init=False)
     is_said: bool = field(default=False, init=False)
 
+    num_steps: int = field(default=0, init=False)  # of rows, also without drafts
+    drafts: deque[int] = field(default_factory=lambda: deque(maxlen=_STEPS), init=False)  # accepted tokens of each
+
+    def note(self, accepted: Sequence[int], *, are_drafted: bool) -> None:
+        """A step was made: how many draft tokens of the head each row accepted, and whether the head drafted."""
+        self.num_steps += len(accepted)
+        self.drafts.extend(accepted if are_drafted else ())
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether so little was drafted yet that nothing would be known of the head after 500 steps."""
+        return len(self.drafts) < min(_LEAST_DRAFTS, self.num_steps * _LEAST_DRAFTS / _STEPS)
+
     def problem(self) -> str | None:
         """What is wrong, the first time that it is asked; None if nothing is."""
-        if self.is_said or not self.steps:
-            return None
-        accepted, expected = map(sum, zip(*self.steps, strict=True))
-        if expected < _LEAST_EXPECTED or accepted >= _LOW * expected:
+        accepted, expected = map(sum, zip((0, 0.0), *self.steps, strict=True))
+        is_low = expected >= _LEAST_EXPECTED and accepted < _LOW * expected
+        is_useless = self.num_steps >= _STEPS and len(self.drafts) >= _LEAST_DRAFTS
+        is_useless = is_useless and sum(self.drafts) <= _USELESS * len(self.drafts)
+        if self.is_said or not (is_low or is_useless):
             return None
         self.is_said = True
-        measured, usual = (1 + count / len(self.steps) for count in (accepted, expected))
-        whose = "a head is assumed to give" if self.is_assumed else "its acceptance profile expects"
+        if is_low:
+            measured, usual = (1 + count / len(self.steps) for count in (accepted, expected))
+            whose = "a head is assumed to give" if self.is_assumed else "its acceptance profile expects"
+            found = f"{measured:.2f} tokens per step with {self.model}, and {whose} {usual:.2f}"
+            place = f"the last {counted(len(self.steps), 'step')}, without copies"
+        else:
+            found = f"{1 + sum(self.drafts) / len(self.drafts):.2f} tokens per step with {self.model}"
+            place = f"its last {counted(len(self.drafts), 'draft')}"
         return (
-            f"{self.head} gives {measured:.2f} tokens per step with {self.model}, and {whose} {usual:.2f} (the last "
-            f"{counted(len(self.steps), 'step')}, without copies): the model or these texts differ from those that it "
-            f"was trained for. Train it further: `draftheads train --method {self.method} --start-from {self.head} "
-            f"--model {self.model} --data … --out …`"
+            f"{self.head} gives {found} ({place}): the model or these texts differ from those that it was trained for, "
+            "or its files name other layers of the model than it was trained on. Train it further: `draftheads train "
+            f"--method {self.method} --start-from {self.head} --model {self.model} --data … --out …`"
         )
 
     def warn(self) -> None:
@@ -211,8 +232,9 @@ class Planner:
             if by_nodes[at] > best[2]:
                 best = way, at + 1, float(by_nodes[at])
         is_drafting = best[2] > _SMALLEST_GAIN * plain
-        if follows and self.correction is not None and self._looks(is_drafting):
-            is_drafting = best[0] is not None and not is_drafting
+        if follows and self.correction is not None:
+            turns = self._looks(is_drafting) or (not is_drafting and self.check is not None and self.check.needs_draft)
+            is_drafting = (best[0] is not None and not is_drafting) if turns else is_drafting
         return best if is_drafting else (None, 1, plain)
 
     def _looks(self, is_drafting: bool) -> bool:  # noqa: FBT001 - a condition
@@ -243,6 +265,11 @@ class Plan:
         self._levels = 0  # of draft tokens of the head
         self._gain = 0.0  # expected accepted draft tokens per row by the profile
         self._expected: Sequence[Sequence[float]] = ()  # of each row, its own and copied draft tokens
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the head drafts in this step."""
+        return self._gain > 0.0
 
     @property
     def ratios(self) -> list[list[float]]:
@@ -314,7 +341,8 @@ class Plan:
         for record, due, accepted, copied, is_free in rows:
             record[:] = map(_noted, record, (accepted - copied, copied), due)
             # copies that are accepted are in the place of the head's nodes, of which the profile speaks
-            if is_free and self._gain and not copied and self.planner.check is not None:
+            is_compared = is_free and not copied and not self.planner.profile.temperature  # greedy ones
+            if self._gain and is_compared and self.planner.check is not None:
                 # of a tree that was cut
                 tokens = self.planner.profile.tokens("dynamic" if isinstance(self._shape, BestFirst) else "static")
                 expected = min(self._gain, tokens[min(draft.num_nodes, len(tokens)) - 1] - 1.0)
