@@ -258,6 +258,7 @@ def eagle3(
     """Version 3: SafeAILab's names (``midlayer.``), or speculators' (``layers.0.``); of a size of its own if given."""
     vocab = target.vocab_size
     known = {"fc_norm": False, "norm_output": False, "norm_before_residual": False, "attention_bias": False, **flags}
+    known |= {"norm_before_fc": False, **flags}
     count = len(DRAFTED) if trimmed else vocab
     given: dict[str, Any] = {**SIZES, "hidden_size": size, "draft_vocab_size": count, **known}
     given["target_hidden_size"] = target.hidden_size
@@ -325,6 +326,8 @@ class Eagle3(nn.Module):
         read = given["target_hidden_size"]
         self.fc = nn.Linear(3 * read, size, bias=False)
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(read, epsilon) for _ in range(3 * given["fc_norm"]))
+        if given["norm_before_fc"]:  # as in heads for gpt-oss
+            self.input_norm = LlamaRMSNorm(3 * read, epsilon)
         self.norm = LlamaRMSNorm(size, epsilon)
         self.lm_head = nn.Linear(size, given["draft_vocab_size"], bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
@@ -336,7 +339,7 @@ class Eagle3(nn.Module):
         if self.fc_norm:
             parts = hidden.chunk(3, -1)
             hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        fused: Tensor = self.fc(hidden)
+        fused: Tensor = self.fc(self.input_norm(hidden) if hasattr(self, "input_norm") else hidden)
         return fused
 
     def logits(self, state: Tensor) -> Tensor:

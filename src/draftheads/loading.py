@@ -22,6 +22,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.mixed import LOOKUP_TOKENS, Mixed
 from draftheads.drafters.sources import Corpus, Source, TextSoFar
 from draftheads.errors import (
+    BaseModelWarning,
     ChatTemplateWarning,
     InvalidSettings,
     no_such,
@@ -217,6 +218,9 @@ def engine_on(
         return Engine(target, untrained, max_batch_size=max_batch_size)
     drafter = load_drafter(drafts, target, fast=fast) if drafter is None else drafter
     acceptance = find_profile(drafts, shape.profile if isinstance(shape, ByProfile) else "auto")
+    assumed = [str(guess) for guess in drafts.provenance.get("assumed") or ()]
+    if assumed := assumed[: -1 if acceptance.num_tokens else None]:  # the last one is of a head that is not measured
+        warnings.warn(f"{drafts.name}: it is assumed {', and '.join(assumed)}", BaseModelWarning, stacklevel=3)
     whole = Mixed.by_profile(drafter, acceptance, sources) if sources else drafter
     if isinstance(shape, ByProfile) and shape.static_nodes:
         shape = acceptance.tree(shape.static_nodes)

@@ -176,6 +176,7 @@ def own_folder(tmp_path: Path) -> Path:
     return with_layer("qwen3.5", tmp_path / "model")
 
 
+@pytest.mark.filterwarnings("ignore:.*it is assumed that half of its draft tokens")
 def test_a_model_drafts_with_the_layer_of_its_own_folder(
     own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ from draftheads.errors import (
 from draftheads.formats.reading import convert, is_published
 from draftheads.interop.export import export_head
 from draftheads.models.model import TargetModel
+from draftheads.runners import runner_for
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, VOCAB, tiny_head, tiny_model
@@ -62,6 +63,7 @@ CASES: dict[str, Make] = {
     "eagle3": published.eagle3,
     "eagle3, residual after the norm": lambda target: published.eagle3(target, norm_before_residual=True),
     "eagle3.1": lambda target: published.eagle3(target, fc_norm=True, norm_output=True, trimmed=False),
+    "eagle3 of gpt-oss": lambda target: published.eagle3(target, norm_before_fc=True, layers=[2, 5, 8]),
     "eagle3 with layers of its own": lambda target: published.eagle3(target, layers=[1, 3, 6], attention_bias=True),
     "eagle3 with an embedding of its own": lambda target: published.eagle3(target, own_embedding=True),
     "eagle3 of another size": lambda target: published.eagle3(target, size=24, own_embedding=True, fc_norm=True),
@@ -103,7 +105,12 @@ def stored(tmp_path: Path) -> TargetModel:
     return TargetModel.load(on_disk(tmp_path / "model", **DEEP), dtype=torch.float32)
 
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 BACK = ("accelerator", "eagle", "speculators")  # the layouts that are written again with all their parts
+ASSUMED = pytest.mark.filterwarnings("ignore:.*it is assumed that half of its draft tokens")
 OWN_EMBEDDING = pytest.mark.filterwarnings("ignore:.*so it is read as the head's own")
 
 
@@ -169,6 +176,7 @@ def test_a_full_model_with_heads_is_its_own_base(
     assert import_head("./model", "more", model="model").config.num_heads == HEADS
 
 
+@ASSUMED
 def test_load_takes_a_published_head_and_keeps_it(
     stored: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +286,7 @@ def test_what_is_no_head_is_refused(target: TargetModel, tmp_path: Path) -> None
     assert not is_published(tmp_path / "empty")
 
 
+@ASSUMED
 def test_a_head_on_the_hub_is_downloaded_whatever_its_files_are_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +342,23 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
     [
         ("hydra", {"hidden_state_offset": 2}, {}, "2 layers before the last"),
         ("eagle", {"hidden_act": "gelu"}, {}, "gelu"),
+        ("eagle", {"partial_rotary_factor": 0.5, "rope_scaling": LLAMA3}, {}, "partial_rotary_factor is 0.5"),
+        ("speculators", {"transformer_layer_config": {"rope_parameters": PART}}, {}, "partial_rotary_factor is 0.5"),
+        ("eagle", {"sliding_window": 16}, {}, "attention within a window"),
+        ("eagle3", {"norm_before_fc": True}, {}, "norm_before_fc is True, and the tensors are those of False"),
+        ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, {}, "use_mtp_layernorm is True"),
+        (
+            "eagle3 with layers of its own",
+            {"eagle_config": {IDS: [1, 2, 3]}},
+            {},
+            "1, 2, 3. in eagle_config",
+        ),
+        ("accelerator", {"emb_dim": 48}, {}, "emb_dim is 48, and the hidden states of .* have 32"),
+        *(
+            (case, {"steering": 2}, {}, "nothing is known of steering")
+            for case in ("medusa v0.1", "vllm-medusa", "hydra", "accelerator", "eagle", "eagle3", "speculators")
+        ),
+        ("eagle3", {"eagle_config": {"steering": 2}}, {}, r"nothing is known of eagle_config\.steering"),
         ("eagle3", {}, {"d2t": torch.full((10,), 500)}, "d2t makes the ids .* different integers in 0 … 23"),
         ("eagle3", {}, {"t2d": torch.ones(24, dtype=torch.bool)}, "t2d and d2t name different draft tokens"),
         ("eagle3", {"target_hidden_size": 64}, {}, "states of 64 numbers, and those of .* 32"),
@@ -346,7 +372,7 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ("speculators", {"draft_vocab_size": 10**12}, {"lm_head.weight": None}, "theirs"),
         ("eagle", {"num_attention_heads": "4"}, {}, "theirs"),
         ("eagle", {"rope_scaling": "linear"}, {}, "theirs"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3000]}, {}, "theirs"),
+        ("eagle3", {IDS: [1, 2, 9]}, {}, r"layers are \[1, 2, 9\]; they must lie in 0 … 8"),
         ("eagle3", {"eagle_config": "text"}, {}, "theirs"),
         ("eagle3", {}, {"d2t": torch.zeros(())}, "theirs"),
         ("vllm-medusa", {}, {"medusa_heads.token_map": torch.tensor([500] * 10)}, "theirs"),
@@ -455,6 +481,30 @@ def test_layer_numbers_of_other_engines(target: TargetModel, tmp_path: Path) -> 
         head.config |= given if key == "top" else {"eagle_config": given}
         layout = convert(written(head, tmp_path / key), tmp_path / f"{key}_ours", base=target)
         assert layout.config.options()["layers"] == [number - 2, number, number + 3]
+
+
+def test_what_is_assumed_is_said_when_it_is_imported_and_when_it_is_loaded(
+    stored: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = written(made("eagle3", stored), tmp_path / "theirs")
+    assert main(["import", str(theirs), "--model", stored.model_id, "--out", str(tmp_path / "ours")]) == 0
+    guess = f"it is assumed that it reads the layers [2, 4, 5], as the files do not say it ({IDS}), and that half of"
+    assert guess in capsys.readouterr().out
+    for head in (tmp_path / "ours", theirs):
+        with pytest.warns(BaseModelWarning, match=re.escape(guess)) as said:
+            load(stored.model_id, head, precision="fp32")
+        assert len(said) == 1
+
+
+def test_a_head_reads_what_leaves_the_last_layer(stored: TargetModel) -> None:
+    """By hooks and in native passes: it is what the final norm makes the last hidden state of."""
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    behind, last = stored.hidden_states(ids, [8]).chunk(2, -1)
+    torch.testing.assert_close(stored.decoder.norm(behind), last)
+    fast = TargetModel.load(stored.model_id, dtype=torch.float32).sped_up()
+    assert fast.native is not None
+    _, _, hidden = runner_for(fast, (0, 8)).prefill([ids[0].tolist()])
+    torch.testing.assert_close(hidden[0][-1].chunk(2, -1)[1], behind[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_bias_behind_the_attention_is_refused_unless_it_is_zero(target: TargetModel, tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def test_other_threads_and_models_are_not_noted() -> None:
 
 def test_layers_that_the_model_does_not_have_are_refused() -> None:
     model = tiny_model("llama")
-    head = tiny_head("eagle3", model, layers=[0, 2])
-    with pytest.raises(InvalidSettings, match=r"layer 2 .* tiny-llama has 2 layers: choose among 0 … 1"):
+    head = tiny_head("eagle3", model, layers=[0, 3])
+    with pytest.raises(InvalidSettings, match=r"layer 3 .* tiny-llama has 2 layers: choose among 0 … 2"):
         Engine(model, head).generate([[5, 6]], max_new_tokens=2)
 
 

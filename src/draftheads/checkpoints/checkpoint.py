@@ -6,7 +6,7 @@ The files of a head and their keys: :mod:`draftheads.checkpoints.head_files`.
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -88,6 +88,7 @@ def save_head(
     profile: AcceptanceProfile | None = None,
     card: str = "",
     dtype: torch.dtype | str = torch.bfloat16,
+    assumed: Sequence[str] = (),
 ) -> None:
     """Writes a head and its acceptance profile to a folder.
 
@@ -101,6 +102,7 @@ def save_head(
         profile: its acceptance profile; by default an assumed one, which decoding corrects.
         card: Markdown; by default a line with the method and the base model.
         dtype: of the saved floating-point tensors.
+        assumed: of a head of another project, what its files do not say.
 
     Raises:
         StorageError: it cannot be written (a full disk, …); the previous content is unchanged.
@@ -122,7 +124,7 @@ def save_head(
                 "method": head.config.method,
                 "head": head.config.options(),
                 "base": {"model_id": base.model_id, "fingerprints": asdict(base.fingerprints)},
-                "provenance": provenance(),
+                "provenance": {**provenance(), **({"assumed": list(assumed)} if assumed else {})},
                 **({} if base.chat_template is None else {"chat_template": base.chat_template}),
             },
             indent=2,

@@ -50,6 +50,7 @@ def import_(options: ImportOptions) -> None:
 
     layout = import_head(options.source, options.out, model=options.model)
     print(f"read {layout.format}; saved in {options.out} as a head of the method {layout.config.method}")
+    print(f"it is assumed {', and '.join(layout.guesses)}")
     print(f"measure it: draftheads tune --model {options.model} --head {options.out}")
 
 

@@ -34,7 +34,7 @@ from draftheads.cpu.optimise import HalfEmbedding, RoundedEmbedding
 _MOST_HEAD_SIZE = 256
 _MOST_LAYERS = 800
 _MOST_OUTPUTS = 32 * ((1 << 14) - 8)  # of products that read the same rows
-_FINAL_NORMS = ("norm", "final_layer_norm", "ln_f")
+FINAL_NORMS = ("norm", "final_layer_norm", "ln_f")
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose cosines depend on the position alone
 _FIRST_POSITIONS = 1024
 OTHERWISE_BUILT = (AttributeError, AssertionError, KeyError, TypeError, RuntimeError, ValueError)
@@ -72,7 +72,7 @@ class NativeStep:
             windows: how many tokens a token of each layer sees; 0: all.
         """
         decoder = model.get_decoder()
-        final = getattr(decoder, next((name for name in _FINAL_NORMS if hasattr(decoder, name)), "norm"))
+        final = getattr(decoder, next((name for name in FINAL_NORMS if hasattr(decoder, name)), "norm"))
         self.dtype, self.size = final.weight.dtype, len(final.weight)
         embedding = model.get_input_embeddings()
         if not isinstance(embedding, nn.Embedding | HalfEmbedding | RoundedEmbedding):
@@ -123,7 +123,7 @@ class NativeStep:
         Args:
             token_ids: (M,) int64.
             texts: whose tokens they are, with memory for them.
-            layers: whose inputs are returned.
+            layers: whose inputs are returned; the number of layers stands for what enters the final norm.
             last_position: at which longer texts stay.
 
         Returns:

@@ -23,6 +23,7 @@ from draftheads.formats.layout import (
     Source,
     Written,
     changed_logits,
+    check_keys,
     distance,
     draft_vocab,
     lm_head_of,
@@ -31,7 +32,7 @@ from draftheads.formats.layout import (
     speculators_config,
     vocabulary_maps,
 )
-from draftheads.formats.llama import layer_names, layer_options, llama_config, scaled_otherwise
+from draftheads.formats.llama import LAYER_KEYS, layer_names, layer_options, llama_config, scaled_otherwise
 from draftheads.heads.base import MOST_DEPTH, DraftHead
 from draftheads.heads.dflash import BlockConfig, DFlashConfig
 from draftheads.heads.dspark import DSparkConfig, DSparkHead
@@ -50,6 +51,13 @@ _OTHERWISE: dict[str, tuple[float, str]] = {  # keys whose other values make oth
     "attention_sink_bias": (0, "attention sinks"),
     "final_logit_softcapping": (0, "capped logits"),
 }
+_KEYS = {  # beside those of its layers
+    *(_OF_ITSELF, *_SHIFTED, "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "target_layer_ids"),
+    *("num_target_layers", "input_embedding_scale", "draft_vocab_size", "target_hidden_size", "num_anchors"),
+    *("transformer_layer_config", "speculators_config", "markov_rank", "markov_head_type"),
+    *("enable_confidence_head", "confidence_head_with_markov", "projector_type"),
+}
+_PROJECTORS = (None, "dflash", "dspark")  # of ModelOpt
 _BODY = {"fc", "hidden_norm", "norm", "layers"}
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _MARKOV = ("markov_head", "markov_w1", "markov_w2", "gate_proj", "joint_proj")  # ModelOpt's have no prefix
@@ -70,6 +78,7 @@ def block_layout(source: Source, base: TargetModel) -> Layout:
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
     parts = {name.partition(".")[0] for name in source.shapes}
     is_markov = bool(parts & set(_MARKOV)) or bool(given.get("markov_rank"))
+    check_keys(source, [*_KEYS, *_OTHERWISE, *LAYER_KEYS], {**layer, **given})
     _refuse_others(source, given, layer, parts, changed_logits(base) if is_markov else {})
     is_shifted = _is_shifted(source, given, is_markov=is_markov)
     block = source.number("block_size", most=MOST_DEPTH, given=given)
@@ -114,6 +123,7 @@ def _refuse_others(
     others = sorted(set(given.get("architectures") or ()) - _ARCHITECTURES)
     unknown = sorted(parts - {*_BODY, *_MARKOV, *_CONFIDENCE, *_VERIFIER, "embed_tokens", "lm_head", "d2t", "t2d"})
     is_rnn = given.get("markov_head_type") == "rnn" or any("joint_proj." in name for name in source.shapes)
+    kind = given.get("projector_type")
     has_windows = "sliding_attention" in (layer.get("layer_types") or ())
     has_mask = source.config_file.with_name(_MASK_FILE).is_file()
     reasons |= {
@@ -123,6 +133,7 @@ def _refuse_others(
         "such as DFlash2 or Domino, which cannot be read": unknown,
         "its Markov head is of the kind rnn, which cannot be read; vanilla and gated ones can": is_rnn,
         "layer_types has sliding_attention, and windows cannot be read": has_windows,
+        f"projector_type is {kind!r}, and of these only dspark and dflash can be read": kind not in _PROJECTORS,
         f"{_MASK_FILE} is beside it, and a mask with an embedding of its own cannot be read": has_mask,
     }
     refuse(reasons, UnsupportedModel, f"{source.path}: ")
@@ -152,12 +163,9 @@ def _is_shifted(source: Source, given: Mapping[str, Any], *, is_markov: bool) ->
 def _layers(source: Source, given: Mapping[str, Any], base: TargetModel) -> list[int]:
     key, shift = ("aux_hidden_state_layer_ids", 0) if _SPECULATORS in given else ("target_layer_ids", 1)
     layers = [int(layer) + shift for layer in given.get(key) or ()]
-    known = range(int(base.config.num_hidden_layers))
-    if not layers or any(layer not in known for layer in layers):
-        raise source.wrong(
-            f"{key} makes the layers {layers}; {base.model_id} has {len(known)}, and states that leave the last one "
-            "cannot be read"
-        )
+    most = int(base.config.num_hidden_layers)
+    if not layers or not all(0 <= layer <= most for layer in layers):
+        raise source.wrong(f"{key} makes the layers {layers}; they must lie in 0 … {most}, what leaves the last one")
     return layers
 
 

@@ -17,6 +17,7 @@ from draftheads.formats.layout import (
     Made,
     Source,
     Written,
+    check_keys,
     distance,
     draft_vocab,
     lm_head_of,
@@ -24,7 +25,7 @@ from draftheads.formats.layout import (
     speculators_config,
     vocabulary_maps,
 )
-from draftheads.formats.llama import layer_names, layer_options, llama_config, scaled_otherwise
+from draftheads.formats.llama import LAYER_KEYS, layer_names, layer_options, llama_config, scaled_otherwise
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead
 from draftheads.heads.eagle import EagleConfig
@@ -37,6 +38,18 @@ _EMBEDDING = "embed_tokens.weight"
 _MOST_DEPTH = 32
 _DEPTH = 5  # of drafts, where the files do not say it: what both papers draft
 _SGLANG = f"{SGLANG} --speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 12"
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_KEYS = {  # beside those of its layer
+    *("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "draft_vocab_size", "target_hidden_size"),
+    *(_IDS, "eagle_config", "transformer_layer_config", "speculators_config", "target_model_type"),
+}
+_ALWAYS: dict[str, Any] = {  # what ModelOpt's files may say of a head, and what it is in those that can be read
+    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"), True),
+    "use_aux_hidden_state": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+_NORMS = {"fc_norm": "fc_norm.0", "norm_before_fc": "input_norm"}  # before fc: a key, and a tensor
 _NUM_STATES = 3  # hidden states of a token that engines give to an EAGLE-3 head
 
 
@@ -55,6 +68,7 @@ def is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def eagle_layout(source: Source, base: TargetModel) -> Layout:
     """Biases are there or not, whatever the configuration says."""
+    check_keys(source, LAYER_KEYS, source.config)
     sizes = layer_options(source, base, source.config, base.hidden_size, _SPECULATORS)
     config = EagleConfig(**sizes, fusion_bias="fc.bias" in source.shapes, num_heads=_depth(source))
     copies = {_EMBEDDING: "embedding"}
@@ -78,6 +92,14 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         )
     prefix = _PUBLISHED if f"{_PUBLISHED}self_attn.q_proj.weight" in shapes else _SPECULATORS
     layer: dict[str, Any] = given.get("transformer_layer_config") or given
+    of_eagle = given.get("eagle_config") or {}
+    check_keys(source, [*_KEYS, *(LAYER_KEYS if layer is given else ())], given)
+    check_keys(source, LAYER_KEYS, {} if layer is given else layer, "transformer_layer_config.")
+    check_keys(source, [*_KEYS, *_ALWAYS], of_eagle, "eagle_config.")
+    if others := [
+        f"{name} is {of_eagle[name]}" for name, usual in _ALWAYS.items() if of_eagle.get(name, usual) != usual
+    ]:
+        raise UnsupportedModel(f"{source.config_file}: {others[0]}, and heads of this kind cannot be read")
     size = shapes["fc.weight"][0]
     sizes = layer_options(source, base, layer, size, prefix)
     own_embedding = size != base.hidden_size or _has_own_embedding(source, base)
@@ -88,14 +110,18 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
             f"{base.hidden_size}"
         )
     count = shapes["fc.weight"][1] // base.hidden_size
-    layers = _layers(source, base, count)
+    layers, guesses = _layers(source, base, count)
+    flags: dict[str, Any] = {name: f"{theirs}.weight" in shapes for name, theirs in _NORMS.items()}
+    for name, is_there in flags.items():
+        if (said := source.config.get(name, of_eagle.get(name))) is not None and bool(said) != is_there:
+            raise source.wrong(f"{name} is {said}, and the tensors are those of {is_there}")
     num_tokens = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else source.number("draft_vocab_size")
     maps = tuple(name for name in ("d2t", "t2d") if name in shapes)
     is_trimmed = "d2t" in shapes and (num_tokens != base.vocab_size or bool(source.tensor("d2t").any()))
     config = Eagle3Config(
         **sizes,
         layers=layers,
-        fc_norm="fc_norm.0.weight" in shapes,
+        **flags,
         norm_output=source.flag("norm_output"),
         norm_before_residual=source.flag("norm_before_residual"),
         lm_head="own" if "lm_head.weight" in shapes or size != base.hidden_size else "shared",
@@ -109,7 +135,7 @@ def eagle3_layout(source: Source, base: TargetModel) -> Layout:
         names["draft_vocab"] = Made(maps, partial(draft_vocab, source, base.vocab_size))
     unused = {*_unused(source), *(() if is_trimmed else maps)}
     copies = {} if own_embedding else {_EMBEDDING: "embedding"}
-    return Layout("an EAGLE-3 head", config, names, copies=copies, unused=unused)
+    return Layout("an EAGLE-3 head", config, names, copies=copies, unused=unused, guesses=guesses)
 
 
 def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, str]:
@@ -117,6 +143,7 @@ def eagle3_names(config: Eagle3Config, prefix: str = _PUBLISHED) -> dict[str, st
     names = {"fc.weight": "fc.weight", "norm.weight": "norm.weight"}
     if config.fc_norm:
         names |= {f"fc_norm.norms.{i}.weight": f"fc_norm.{i}.weight" for i in range(max(1, len(config.layers)))}
+    names |= {"fc_norm.weight": "input_norm.weight"} if config.norm_before_fc else {}
     names |= layer_names(config, "layer.", prefix, input_norm=False)
     names |= {"embedding.weight": _EMBEDDING} if config.own_embedding else {}
     names |= {
@@ -155,6 +182,7 @@ def write_eagle3(head: DraftHead, target: TargetModel, _: str = "", *, prefix: s
         "draft_vocab_size": config.num_draft_tokens,
         "norm_before_residual": config.norm_before_residual,
         "fc_norm": config.fc_norm,
+        "norm_before_fc": config.norm_before_fc,
         "norm_output": config.norm_output,
         "eagle_aux_hidden_state_layer_ids": list(config.layers),
         "eagle_config": {
@@ -173,7 +201,7 @@ def write_speculators(head: DraftHead, target: TargetModel, name: str) -> Writte
     given, tensors = write_eagle3(head, target, prefix=_SPECULATORS)
     config: Any = head.config
     layer = {"model_type": "llama", **llama_config(config, target), "hidden_size": config.state_size}
-    kept = ("norm_before_residual", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
+    kept = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output", _IDS)
     about = {
         "architectures": ["Eagle3DraftModel"],
         **speculators_config(config, layer, target, name),
@@ -233,20 +261,26 @@ def _depth(source: Source) -> int:
     return min(depth, _MOST_DEPTH) if isinstance(depth, int) and depth > 0 else _DEPTH
 
 
-def _layers(source: Source, base: TargetModel, count: int) -> list[int]:
-    given = source.config
-    layers = given.get("eagle_aux_hidden_state_layer_ids")
-    if layers is None:
-        before = (given.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = None if before is None else [layer + 1 for layer in before]
+def _layers(source: Source, base: TargetModel, count: int) -> tuple[list[int], tuple[str, ...]]:
+    """The layers, and what was assumed of them. ``eagle_config`` names the layer before; some files say both alike."""
+    named, before = source.config.get(_IDS), (source.config.get("eagle_config") or {}).get(_IDS)
+    shifted = None if before is None else [layer + 1 for layer in before]
+    guesses: tuple[str, ...] = ()
+    if named is not None and before not in (None, named) and shifted != named:
+        raise source.wrong(f"{_IDS} is {named}, and {before} in eagle_config, where the layer before each is named")
+    layers = shifted if named is None else named
     if layers is None:
         layers = three_layers(int(base.config.num_hidden_layers)) if count > 1 else []
-    known = range(int(base.config.num_hidden_layers))
+        guesses = (f"that it reads the layers {layers}, as the files do not say it ({_IDS})",) if layers else ()
+    elif named is None:
+        guesses = (f"that eagle_config counts layers by what leaves them, so that it reads the layers {layers}",)
+    known = range(int(base.config.num_hidden_layers) + 1)
     if max(1, len(layers)) != count or any(layer not in known for layer in layers):
         raise CheckpointCorrupt(
-            f"{source.path}: fc reads {count} hidden states, and the layers are {layers} of {len(known)}"
+            f"{source.path}: fc reads {count} hidden states, and the layers are {layers}; they must lie in 0 … "
+            f"{known[-1]}, the number of layers, which stands for what leaves the last one"
         )
-    return list(layers)
+    return list(layers), guesses
 
 
 def _unused(source: Source) -> set[str]:

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from draftheads.errors import (
     DraftHeadsError,
     InvalidSettings,
     ModelNotFound,
+    UnsupportedModel,
     first_line,
 )
 from draftheads.heads.base import LARGEST_SIZE, DraftHead, HeadConfig
@@ -32,6 +33,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_config import fits
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
+from draftheads.utils.messages import first_names
 
 CLOSE = 1e-2  # how far a copy of the base's weights may be from them, relative: 16-bit types differ by less
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, and the tensors by name
@@ -170,6 +172,7 @@ class Layout:
         copies: tensors that repeat the base model's ``embedding`` or ``lm_head``, which are checked if they are there.
         unused: the file's tensors that no head needs.
         tree: on which it was drafted with it, if the file says it.
+        guesses: what the file does not say and was assumed, each a clause.
     """
 
     format: str
@@ -178,6 +181,7 @@ class Layout:
     copies: Mapping[str, str] = field(default_factory=dict)
     unused: Collection[str] = ()
     tree: Tree | None = None
+    guesses: tuple[str, ...] = ()
 
     def read(self, source: Source, base: TargetModel) -> dict[str, Tensor]:
         """The head's tensors by name."""
@@ -253,6 +257,35 @@ def distance(given: Tensor, own: Tensor) -> float | None:
     if given.shape != own.shape:
         return None
     return float((given.float() - own).norm() / own.norm().clamp_min(1e-30))
+
+
+@cache
+def _of_transformers() -> frozenset[str]:
+    """Keys of every configuration of ``transformers``, and of how a whole model writes texts."""
+    from transformers import GenerationConfig, PreTrainedConfig  # noqa: PLC0415 - slow to import
+
+    return frozenset({**PreTrainedConfig().to_dict(), **GenerationConfig().to_dict()})
+
+
+_HARMLESS = {  # keys of names, of training, and of what the tensors show
+    *("_name_or_path", "transformers_version", "torch_dtype", "auto_map", "tie_word_embeddings", "vocab_size"),
+    *("hidden_size", "num_hidden_layers", "attention_bias", "mlp_bias", "bias", "qkv_bias", "initializer_range"),
+    *("attention_dropout", "hidden_dropout", "dropout_rate", "resid_pdrop", "pretraining_tp", "max_window_layers"),
+    *("base_model_name_or_path", "speculators_version", "speculators_model_type", "embed_requires_grad", "debug"),
+}
+
+
+def check_keys(source: Source, used: Collection[str], given: Mapping[str, Any], place: str = "") -> None:
+    """Raises :class:`UnsupportedModel` if a configuration has other keys than used ones and those that change nothing.
+
+    Keys that are off (null, false, 0, empty) change nothing, either.
+    """
+    known = {*used, *_HARMLESS, *_of_transformers()}
+    if unknown := sorted(name for name, value in given.items() if value and name not in known):
+        raise UnsupportedModel(
+            f"{source.config_file}: nothing is known of {place}{first_names(unknown)}, which may change what the head "
+            "computes: delete what does not"
+        )
 
 
 def numbers_in(shapes: Collection[str], pattern: str) -> list[tuple[int, ...]]:

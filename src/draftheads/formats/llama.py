@@ -17,6 +17,9 @@ _OF_LAYER = (
 )
 
 
+LAYER_KEYS = {*_OF_LAYER, "hidden_act", "partial_rotary_factor", "sliding_window", "use_sliding_window", "layer_types"}
+
+
 def layer_options(
     source: Source, base: TargetModel, given: Mapping[str, Any], size: int, prefix: str
 ) -> dict[str, Any]:
@@ -24,6 +27,18 @@ def layer_options(
     from transformers import LlamaConfig  # noqa: PLC0415 - slow to import
 
     source.need_config("it says how many heads the layer's attention has, and its rotary positions")
+    rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    has_windows = given.get("use_sliding_window", given.get("sliding_window")) and given.get("sliding_window")
+    reasons = {
+        f"partial_rotary_factor is {part}, and a head turns all numbers of queries and keys": part not in (None, 1)
+        for part in (given.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
+    }
+    windows = "attention within a window (sliding_window) cannot be read"
+    refuse(
+        {**reasons, windows: has_windows or "sliding_attention" in (given.get("layer_types") or ())},
+        UnsupportedModel,
+        f"{source.path}: ",
+    )
     if (act := given.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(f"{source.path}: the layer's activation is {act!r}; only silu can be read")
     kept = {name: given[name] for name in _OF_LAYER if given.get(name) is not None}

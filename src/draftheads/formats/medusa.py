@@ -23,6 +23,7 @@ from draftheads.formats.layout import (
     Reasons,
     Source,
     Written,
+    check_keys,
     draft_ids,
     numbers_in,
     partial_vocabulary,
@@ -38,6 +39,11 @@ from draftheads.heads.medusa import MedusaConfig
 from draftheads.models.model import TargetModel
 from draftheads.speculation.tree import Tree
 
+_KEYS = {  # numbers of heads and layers are those of the tensors
+    *("medusa_num_heads", "medusa_num_layers", "medusa_choices", "version", "num_heads", "max_paths", "topk"),
+    *("truncated_vocab_size", "original_lm_head", "medusa_fc_bias", "hidden_state_offset"),
+    *("hydra_num_heads", "hydra_num_layers", "hydra_head_arch", "grounded_heads"),
+}
 _IN_MODEL = "medusa_head."  # of version 1.0, beside the base model's tensors
 _MOST_CHOICES = 1024  # published trees have 64
 _OF_VLLM = "medusa_heads."
@@ -63,6 +69,8 @@ def medusa_layout(source: Source, base: TargetModel) -> Layout:
     has_own = f"{prefix}0.{layers}.weight" in shapes
     config = MedusaConfig(**sizes_of(base), num_heads=heads, num_layers=layers, lm_head="own" if has_own else "shared")
     names = {ours: prefix + theirs for ours, theirs in medusa_names(config).items()}
+    if not prefix:
+        check_keys(source, _KEYS, source.config)
     kind = "a full model with Medusa heads" if prefix else "Medusa heads" if has_own else "Medusa heads, version 2"
     beside = [name for name in shapes if prefix and not name.startswith(prefix)]
     name = base.model_id  # of a model on the Hub, the folder of its files has the name with "--" for "/"
@@ -95,6 +103,7 @@ def vllm_layout(source: Source, base: TargetModel) -> Layout:
     prefix = _OF_VLLM if any(name.startswith(_OF_VLLM) for name in shapes) else ""
     start = re.escape(prefix)
     heads, layers = _counts(source, numbers_in(shapes, rf"{start}blocks\.(\d+)\.layers\.(\d+)\.weight"))
+    check_keys(source, _KEYS, source.config)
     tokens = prefix + "token_map"
     count = shapes[tokens][0] if tokens in shapes else None
     config = MedusaConfig(**sizes_of(base), num_heads=heads, num_layers=layers, lm_head="own", draft_vocab_size=count)
@@ -180,6 +189,7 @@ def hydra_layout(source: Source, base: TargetModel) -> Layout:
             f"{source.path}: the heads read the hidden states {offset} layers before the last (hidden_state_offset); "
             "only heads on the last layer's can be read"
         )
+    check_keys(source, _KEYS, source.config)
     has_prefix = any(name.startswith(_PREFIX) for name in shapes)
     is_grounded = any(".res_connection." in name for name in shapes)
     heads, layers = _counts(source, numbers_in(shapes, r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"))

@@ -19,6 +19,7 @@ from draftheads.formats.layout import (
     Made,
     Source,
     Written,
+    check_keys,
     numbers_in,
     partial_vocabulary,
     refuse,
@@ -33,6 +34,7 @@ from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
 
 _PREFIX = "speculator."
+_KEYS = {"emb_dim", "inner_dim", "n_predict", "n_candidates", "top_k_tokens_per_head", "tie_weights", "scale_input"}
 _MOST_PATHS = 10_000  # of which the likeliest are looked for
 _MORE = 8  # numbers that a state gets where the lm_heads need a bias: one would do, kernels like multiples of 8
 _CONSTANT = 8.0  # what they are: GELU(8) = 8
@@ -53,6 +55,9 @@ def mlp_layout(source: Source, base: TargetModel) -> Layout:
     """Some files are marked as tied and hold different lm_heads: only what is equal counts as tied."""
     shapes = source.shapes
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in shapes) else ""
+    check_keys(source, _KEYS, source.config)
+    if (size := source.number("emb_dim")) not in (None, base.hidden_size):
+        raise source.wrong(f"emb_dim is {size}, and the hidden states of {base.model_id} have {base.hidden_size}")
     known = {theirs: _stages(source, prefix, theirs) for theirs, _ in _PARTS.values()}
     stages = source.number("n_predict", most=MOST_DEPTH) or max(known.values())
     may_be_tied = source.config.get("tie_weights", known["emb"] < stages)

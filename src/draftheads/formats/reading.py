@@ -70,7 +70,10 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
     head = weightless_head(layout.config)
     head.load_state_dict(tensors, strict=True, assign=True)
     card = f"# {layout.config.method} head for {base.model_id}\n\nRead from {layout.format} in {Path(source).name}."
-    save_head(head, out, base=base, profile=_profile(layout), card=card, dtype=dtype)
+    tree = "of one chain" if layout.tree is None else "of the tree that its files name"
+    measured = f"that half of its draft tokens {tree} are accepted, until `draftheads tune` measures it"
+    layout = replace(layout, guesses=(*layout.guesses, measured))
+    save_head(head, out, base=base, profile=_profile(layout), card=card, dtype=dtype, assumed=layout.guesses)
     return layout
 
 

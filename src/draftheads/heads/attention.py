@@ -76,8 +76,9 @@ class SeveralLayersConfig(LayerConfig, EmbeddingConfig):
     """The option of heads that read hidden states of several layers of the target."""
 
     layers: list[int] = field(default_factory=list)
-    """Layers of the target whose inputs are read, from 0; index 0 is the embedding. If empty, the last hidden state h_t
-    is read. Training takes 2, L // 2 and L - 3 of L layers where it is not given."""
+    """Layers of the target whose inputs are read, from 0; index 0 is the embedding, and index L what leaves the last
+    of L layers. If empty, the last hidden state h_t is read. Training takes 2, L // 2 and L - 3 where it is not
+    given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,6 +30,8 @@ class Eagle3Config(SeveralLayersConfig):
 
     fc_norm: bool = False
     """Whether fc reads RMS-normed hidden states (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """Whether fc reads all hidden states behind one RMS norm, as heads for gpt-oss do."""
     norm_output: bool = False
     """Whether deeper predictions read the layer's output after the final norm (EAGLE-3.1), not before it."""
 
@@ -44,13 +46,17 @@ class Eagle3Config(SeveralLayersConfig):
     method: ClassVar[str] = "eagle3"
     description: ClassVar[str] = "as eagle, from hidden states of three layers, without a loss on features"
     paper: ClassVar[str] = "Li et al. 2025"
-    optional = SeveralLayersConfig.optional | {"norm_before_residual", "inner_size", "own_embedding"}
+    optional = SeveralLayersConfig.optional | {
+        *("norm_before_residual", "norm_before_fc", "inner_size", "own_embedding")
+    }
     one_layer: ClassVar[str] = "EAGLE-3"
     one_lm_head: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, inner_size=self.inner_size)
+        if self.fc_norm and self.norm_before_fc:
+            raise InvalidSettings("fc_norm and norm_before_fc are true: give one of them")
         if self.state_size != self.hidden_size and (not self.own_embedding or self.lm_head == "shared"):
             sizes = f"inner_size is {self.inner_size} and the target's hidden_size {self.hidden_size}"
             raise InvalidSettings(f"{sizes}: give own_embedding=true and --lm-head own")
@@ -105,7 +111,8 @@ class Eagle3Head(OneLayerHead):
         size, epsilon = config.state_size, config.norm_epsilon
         count = max(1, len(config.layers))  # n, the hidden states of a token that are read
         self.norm_output = config.norm_output
-        self.fc_norm = NormedParts(count, config.hidden_size, epsilon) if config.fc_norm else nn.Identity()
+        norm = RmsNorm(count * config.hidden_size, epsilon) if config.norm_before_fc else nn.Identity()
+        self.fc_norm = NormedParts(count, config.hidden_size, epsilon) if config.fc_norm else norm
         self.fc = nn.Linear(count * config.hidden_size, size, bias=False)
         self.embedding = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.layer = Eagle3Layer(config)

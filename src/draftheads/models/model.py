@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftheads.cpu.kernels import Native, NativeInt8, PackedLinear
 from draftheads.cpu.native_library import single_torch_thread
-from draftheads.cpu.native_step import NativeStep, native_step
+from draftheads.cpu.native_step import FINAL_NORMS, NativeStep, native_step
 from draftheads.cpu.optimise import TYPICAL_TEXT, RoundedEmbedding, speed_up
 from draftheads.errors import InvalidSettings, UnsupportedModel
 from draftheads.models.chat_template import unused_token
@@ -319,12 +319,15 @@ class TargetModel:
         raise UnsupportedModel(f"{self.model_id} has no list of {count} layers")
 
     def check_layers(self, layers: Sequence[int]) -> None:
-        """Raises :class:`InvalidSettings` if the model has fewer layers than those whose inputs a drafter reads."""
+        """Raises :class:`InvalidSettings` if the model has fewer layers than those whose inputs a drafter reads.
+
+        The number of its layers stands for what leaves the last one, before the final norm.
+        """
         count = len(self.layer_kinds)
-        if wrong := [layer for layer in layers if not 0 <= layer < count]:
+        if wrong := [layer for layer in layers if not 0 <= layer <= count]:
             raise InvalidSettings(
                 f"hidden states of layer {wrong[0]} are to be read, but {self.model_id} has {counted(count, 'layer')}: "
-                f"choose among 0 … {count - 1}"
+                f"choose among 0 … {count}"
             )
 
     @cached_property
@@ -389,7 +392,8 @@ class TargetModel:
         if not layers:  # nothing is noted: such a pass can be captured
             last = self.in_own_type(self.decoder(**inputs).last_hidden_state)
             return last, last
-        with layer_inputs([self.layers[layer] for layer in layers]) as read:
+        norm = next((getattr(self.decoder, name) for name in FINAL_NORMS if hasattr(self.decoder, name)), self.decoder)
+        with layer_inputs([[*self.layers, norm][layer] for layer in layers]) as read:
             last = self.in_own_type(self.decoder(**inputs).last_hidden_state)
         for layer, states in zip(layers, read, strict=True):
             if states is None or states.shape != last.shape:

@@ -597,6 +597,12 @@ void pass_of(const Job &job, uint32_t number) {
                 for (int i = 0; i < size; i++) row[i] += m.positions[int64_t(work.tokens[token].position) * size + i];
         }))
         return;
+    auto keep = [&](int layer, int token) {  // what enters a layer, or behind the last one the final norm
+        for (int i = 0; i < p.kept; i++)
+            if (p.kept_layers[i] == layer)
+                kernels->store(m.state_kind, state(token), size,
+                               static_cast<char *>(p.kept_states) + (int64_t(token) * p.kept + i) * row_bytes);
+    };
     for (int index = 0; index < m.layers; index++) {
         const Outline outline{outlines[index].load(std::memory_order_acquire)};
         if (outline.number() != number) return;  // the job is over
@@ -604,10 +610,7 @@ void pass_of(const Job &job, uint32_t number) {
         const bool goes_on =
             each([&](int token) {
                 if (index) add_mlp(m.of_layers[index - 1], token);
-                for (int i = 0; i < p.kept; i++)
-                    if (p.kept_layers[i] == index)
-                        kernels->store(m.state_kind, state(token), size,
-                                       static_cast<char *>(p.kept_states) + (int64_t(token) * p.kept + i) * row_bytes);
+                keep(index, token);
                 prepare(now.qkv, 3, normed(now.norm, token), token);
             }) &&
             pool->share(part++, number, outline.qkv_blocks(), [&](int block) {
@@ -694,6 +697,7 @@ void pass_of(const Job &job, uint32_t number) {
     each([&](int token) {
         float *row = state(token);
         add_mlp(m.of_layers[m.layers - 1], token);
+        keep(m.layers, token);
         kernels->norm(m.final, row, size, row);
         kernels->store(m.state_kind, row, size, static_cast<char *>(p.states) + token * row_bytes);
     });
