@@ -17,7 +17,7 @@ from draftheads.train.recipes import RECIPES
 from draftheads.train.tuned_model import ALPHA, DROPOUT, RANK
 from draftheads.utils.progress import NoProgress
 from joint_world import on_disk, train_jointly_for
-from thorough import some_rows
+from thorough import some, some_rows
 from training_world import chat_model, counting_chats, distilled_chats, lines, train_for, write_chats
 
 
@@ -84,15 +84,16 @@ def test_an_unknown_recipe_is_named(capsys: pytest.CaptureFixture[str]):
 def has_learned(out: Path) -> bool:
     """Whether the heads' losses on training text fell, from the first third of the steps to the last.
 
-    With five seeds they fall to 0.79 … 0.85 of that (eagle3), 0.80 … 0.83 (small), 0.74 … 0.79 (dflash, dspark) and at
-    most 0.75 (others). Held-out text is no measure here: so few places of it have labels at all depths that one draft
-    token decides.
+    With five seeds they fall to 0.82 ± 0.02 of that (eagle3, in bf16 as in fp32; mean and standard deviation), and to
+    less with other recipes; without a rate to 0.96 ± 0.015, since batches differ. Held-out text is no measure here: so
+    few places of it have labels at all depths that one draft token decides.
     """
     losses = [sum(line["head_losses"]) for line in lines(out)]  # of one made of more than heads, too
     third = len(losses) // 3
-    return sum(losses[-third:]) < 0.9 * sum(losses[:third])
+    return sum(losses[-third:]) < 0.91 * sum(losses[:third])
 
 
+@pytest.mark.parametrize("precision", some(["fp32", "bf16"], "fp32"))
 @pytest.mark.parametrize(
     ("name", "rate", "learns"),
     some_rows(
@@ -100,14 +101,16 @@ def has_learned(out: Path) -> bool:
         *[("medusa-2", 0.02, True), ("hydra", 1e-9, False)],
     ),
 )
-def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str, rate: float, learns: bool):
+def test_every_recipe_learns(
+    target: TargetModel, tmp_path: Path, *, name: str, rate: float, learns: bool, precision: str
+):
     """A tiny model needs higher rates, smaller batches than the papers' models. Without a rate, nothing is learned."""
     data = write_chats(tmp_path / "chats.jsonl", [*distilled_chats(target) * 4, *counting_chats(20)])
     settings = RECIPES[name].settings
     tunes = "joint" in settings
     options = parsed(
         *(() if "method" in settings else ("--method", "medusa")),
-        *("--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data)),
+        *("--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data), "--precision", precision),
         *("--learning-rate", str(rate / 4 if tunes else rate)),  # the heads' own is four times the model's
         *shlex.split("--batch-tokens 128 --draft-vocab-size 48 --save-steps 1000"),
         *(("--warmup", "0.05") if settings.get("warmup", 0) >= 1 else ()),
