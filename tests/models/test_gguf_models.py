@@ -149,6 +149,12 @@ def test_old_names_and_missing_keys_have_the_meaning_of_llama_cpp(tmp_path: Path
     torch.testing.assert_close(logits(read(tmp_path / "b.gguf")[0]), logits(written), rtol=1e-4, atol=1e-4)
 
 
+def test_the_largest_gemma_has_the_scale_that_its_files_do_not_say(tmp_path: Path) -> None:
+    changes = {**GEMMA, "num_hidden_layers": 46, "query_pre_attn_scalar": 8, "initializer_range": 0.05}
+    written = write(tmp_path / "model.gguf", "gemma2", changes)
+    torch.testing.assert_close(logits(read(tmp_path / "model.gguf")[0]), logits(written), rtol=1e-4, atol=1e-4)
+
+
 ONES = torch.ones(4)
 
 
@@ -170,6 +176,12 @@ ONES = torch.ones(4)
         ({"family": "qwen2", "keys": {"{arch}.attention.sliding_window": 8}}, r"sliding_window None, and the file 8"),
         ({"family": "gemma3_text", "keys": {"{arch}.attention.sliding_window": None}}, r"no field .*sliding_window"),
         ({"family": "phi3", "keys": {"{arch}.rope.scaling.factor": 4.0}}, r"a phi3 model has only longrope"),
+        (
+            {"family": "qwen2", "left_out": ["model.layers.1.self_attn.q_proj.bias"]},
+            r"no tensor for blk\.1\.attn_q\.bias",
+        ),
+        ({"keys": {"{arch}.embedding_length": 64}}, r"token_embd\.weight has the shape \(24, 32\), not \(24, 64\)"),
+        ({"keys": {"{arch}.attention.head_count": 32}}, r"blk\.0\.attn_q\.weight has another shape"),
         ({"more": {"output.bias": ONES}}, r"output\.bias"),
         ({"family": "qwen2", "more": {"blk.0.attn_output.bias": ONES}}, r"blk\.0\.attn_output\.bias"),
         ({"more": {"rope_freqs.weight": torch.tensor([1.0, 2.0, 3.0, 1.0])}}, r"rope_freqs\.weight has other factors"),
@@ -244,6 +256,7 @@ def test_the_beginning_and_the_end_of_texts_are_those_of_the_file(tmp_path: Path
         ({"eom": 4, "eot": 5}, {1, 4, 5}),
         ({"eog": 4}, {1, 4}),
         ({"tokens": ["<s>", "</s>", "<unk>", "ab", *LETTERS[:-1], "<|im_end|>"]}, {1, 23}),
+        ({"tokens": ["<s>", "</s>", "<|end|>", "ab", *LETTERS[:-2], "<|return|>", "<|call|>"]}, {1, 22, 23}),
     ],
 )
 def test_all_tokens_that_end_a_turn_end_an_answer(keys: dict[str, Any], ends: set[int], tmp_path: Path) -> None:
@@ -275,6 +288,8 @@ def test_a_tokenizer_with_scores_is_that_of_sentencepiece(tmp_path: Path) -> Non
         assert ids(path, "abc<own>aé b") == [place[token] for token in wanted]
         assert found.tokenizer.decode(ids(path, "abc aé b")[1:]) == "abc aé b"
         assert found.eos_ids == {2}
+    write(tmp_path / "phi.gguf", "phi3", {"vocab_size": len(tokens)}, keys=told)
+    assert ids(tmp_path / "phi.gguf", "a</s>  \nb")[2:] == [2, place["▁"], place["b"]], "Phi-3's own tokens take spaces"
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,9 @@ def config_of(file: GgufFile) -> Any:
             if name != "rope_parameters" and (own := getattr(config, name)) != value and (own or value):
                 raise UnsupportedModel(f"a {found.model_type} model has {name} {own}, and the file {value}")  # noqa: TRY301
     except Exception as error:  # its classes depend on what is wrong
-        raise UnsupportedModel(f"{file.name} has a {file.architecture} model: {first_line(error)}") from error
+        raise UnsupportedModel(
+            f"{file.name} has a {file.architecture} model: {first_line(error.__cause__ or error)}"
+        ) from error
     return config
 
 
@@ -209,9 +211,7 @@ class _Keys:
             local = float(self._take("rope.freq_base_swa", 10000.0))
             return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
         if rope["rope_type"] not in ("default", "longrope") and self._kind == "phi3":
-            raise UnsupportedModel(
-                f"rotary positions are scaled by {rope['rope_type']}; a phi3 model has only longrope"
-            )
+            raise UnsupportedModel(f"rope.scaling.type is {rope['rope_type']}; a phi3 model has only longrope")
         return rope
 
     def _scaling(self, theta: float, size: int, longest: int) -> dict[str, Any]:
@@ -221,9 +221,7 @@ class _Keys:
         kind = self._take("rope.scaling.type", "none" if factor == 1.0 else "linear")
         attention = float(self._take("rope.scaling.attn_factor", 1.0))
         original = {"original_max_position_embeddings": self._take("rope.scaling.original_context_length", longest)}
-        betas = {
-            f"beta_{end}": float(self._take(f"rope.scaling.yarn_beta_{end}", usual)) for end, usual in _BETAS.items()
-        }
+        fast, slow = (float(self._take(f"rope.scaling.yarn_beta_{key}", n)) for key, n in (("fast", 32), ("slow", 1)))
         sets = [f"rope_factors_{name}.weight" for name in ("short", "long")]
         has_sets = any(name in file.tensors for name in sets)
         if has_sets and factor == 1.0 and kind in ("none", "longrope"):
@@ -231,22 +229,16 @@ class _Keys:
             factors = {"short_factor": short_factor, "long_factor": long_factor, "attention_factor": attention}
             return {"rope_type": "longrope", "factor": longest / next(iter(original.values())), **original, **factors}
         if has_sets or (attention != 1.0 and kind != "yarn"):
-            raise self._refused(
-                "rope.scaling.type", kind, "; with it, factors of positions or of attention are not known"
-            )
+            raise self._refused("rope.scaling.type", kind, "; with it, no factors of positions or attention are known")
         if "rope_freqs.weight" in file.tensors and kind == "none":
             return llama3(file.tensor("rope_freqs.weight"), theta, size)
         if "rope_freqs.weight" in file.tensors or kind not in ("none", "linear", "yarn"):
-            raise self._refused(
-                "rope.scaling.type", kind, "; known are none, linear and yarn; none with rope_freqs.weight"
-            )
+            raise self._refused("rope.scaling.type", kind, "; known are linear, yarn, and none with rope_freqs.weight")
         if kind == "yarn":
             attention *= 0.1 * math.log(max(factor, 1.0)) + 1.0
+            betas = {"beta_fast": fast, "beta_slow": slow}
             return {"rope_type": "yarn", "factor": factor, "attention_factor": attention, **original, **betas}
         return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {}
-
-
-_BETAS = {"fast": 32.0, "slow": 1.0}
 
 
 def llama3(factors: Tensor, theta: float, size: int) -> dict[str, Any]:

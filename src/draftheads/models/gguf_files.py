@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftheads.errors import MissingDependency, ModelNotFound, UnsupportedModel
-from draftheads.utils.messages import first_names
+from draftheads.utils.messages import first_names, printable
 
 if TYPE_CHECKING:  # each import takes a second, and a start from the cache needs none
     from gguf import GGUFReader
@@ -83,7 +82,7 @@ class GgufFile:
             what = _NOT_OF_MODELS.get(self.architecture, f"of the type {kind} (general.type)")
             raise UnsupportedModel(f"{self.name} is no language model but {what}: give the model's own file")
         if wrong := [key for key in self.keys if key.startswith(_PREFIXES)]:
-            raise UnsupportedModel(f"{self.name} has the key {wrong[0]}, which draftheads cannot follow")
+            raise UnsupportedModel(f"{self.name} has the key {printable(wrong[0])}, which no language model has")
         if (count := self.keys.get("split.count", 0)) > 1 and count != len(readers):
             raise UnsupportedModel(
                 f"{self.name} is part {self.keys.get('split.no', 0) + 1} of {count} of a split model: give the parts "
@@ -115,11 +114,6 @@ class GgufFile:
         except NotImplementedError:
             kind = tensor.tensor_type.name
             raise UnsupportedModel(f"{self.name}: {name} has the type {kind}, which gguf does not unpack") from None
-
-    @cached_property
-    def kinds(self) -> set[str]:
-        """The types of all tensors that are not vectors."""
-        return {tensor.tensor_type.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
 
 
 def _open(path: Path) -> "GGUFReader":

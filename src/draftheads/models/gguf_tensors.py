@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import UnsupportedModel
+from draftheads.errors import UnsupportedModel, first_line
 from draftheads.models.gguf_config import BIASES
 from draftheads.models.gguf_files import GgufFile
 from draftheads.utils.counts import counted
@@ -22,9 +22,6 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NOT_WEIGHTS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 _LLAMAS = {"llama", "mistral", "mixtral", "granite"}  # queries and keys have llama.cpp's order of rows
 _FROM_ONE = {"gemma", "gemma2", "gemma3_text", "nemotron"}  # norms multiply by 1 + w, in files by w
-_MAY_BE_ZERO = re.compile(
-    rf"blk\.\d+\.({'|'.join(sorted({part for parts in BIASES.values() for part in parts}))})\.bias"
-)
 
 
 def model_of(file: GgufFile, config: Any, advance: Callable[[], None]) -> Any:
@@ -37,25 +34,25 @@ def model_of(file: GgufFile, config: Any, advance: Callable[[], None]) -> Any:
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
 
-    dtypes = {_DTYPES.get(kind) for kind in file.kinds}
+    dtypes = {_DTYPES.get(tensor.tensor_type.name) for tensor in file.tensors.values() if len(tensor.shape) > 1}
     dtype = torch.bfloat16 if None in dtypes else dtypes.pop() if len(dtypes) == 1 else torch.float32
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     places = _places(file, model)
-    _check(file, {part for parts in places.values() for part in parts})
+    _check(file, config, {part for parts in places.values() for part in parts})
     tensors: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
-        parts = [_undone(file, part, config, advance) for part in places.get(name, ())]
-        if not parts:  # tied
-            continue
-        tensor = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        tensor = (
-            tensor.view(weight.shape) if tensor.numel() == weight.numel() and weight.ndim != tensor.ndim else tensor
-        )
-        if tensor.shape != weight.shape:
-            shape, wanted = tuple(tensor.shape), tuple(weight.shape)
-            raise UnsupportedModel(f"{file.name}: {', '.join(places[name])} has the shape {shape}, not {wanted}")
-        tensors[name] = tensor.to(dtype)
+        if parts := places[name]:  # none of a weight that is tied
+            try:
+                tensor = torch.cat([_undone(file, part, config) for part in parts], dim=1 if len(parts) > 1 else 0)
+            except (RuntimeError, ValueError) as error:
+                raise UnsupportedModel(f"{file.name}: {parts[0]} has another shape: {first_line(error)}") from error
+            if tensor.shape != weight.shape:
+                shape, wanted = tuple(tensor.shape), tuple(weight.shape)
+                raise UnsupportedModel(f"{file.name}: {', '.join(parts)} has the shape {shape}, not {wanted}")
+            tensors[name] = tensor.to(dtype)
+            for _ in parts:
+                advance()
     for name in model.state_dict().keys() - tensors.keys():
         tensors[name] = tensors[next(each for each, parts in places.items() if "token_embd.weight" in parts)]
     model.load_state_dict(tensors, assign=True)
@@ -82,25 +79,26 @@ def _places(file: GgufFile, model: Any) -> dict[str, list[str]]:
     return places
 
 
-def _check(file: GgufFile, wanted: set[str]) -> None:
+def _check(file: GgufFile, config: Any, wanted: set[str]) -> None:
+    """Refuses tensors that are left over or missing. A layer that has a bias in no block may lack it: it is zero."""
     have = set(file.tensors)
     if left := {name for name in have - wanted if not _NOT_WEIGHTS.fullmatch(name)}:
-        raise UnsupportedModel(
-            f"{file.name} has a {file.architecture} model with {counted(len(left), 'tensor')} which cannot be read: "
-            f"{first_names(left)}"
-        )
-    if missing := {name for name in wanted - have if not _MAY_BE_ZERO.fullmatch(name)}:
+        what = f"a {file.architecture} model with {counted(len(left), 'tensor')} that no part of it takes"
+        raise UnsupportedModel(f"{file.name} has {what}: {first_names(left)}")
+    optional = {f"{part}.bias" for name, parts in BIASES.items() if hasattr(config, name) for part in parts}
+    optional -= {name.split(".", 2)[-1] for name in have}
+    if missing := {name for name in wanted - have if name.split(".", 2)[-1] not in optional}:
         raise UnsupportedModel(f"{file.name} has no tensor for {first_names(missing)}")
 
 
-def _undone(file: GgufFile, name: str, config: Any, advance: Callable[[], None]) -> Tensor:
+def _undone(file: GgufFile, name: str, config: Any) -> Tensor:
     """A tensor as ``transformers`` has it."""
-    kind, heads = config.model_type, config.num_attention_heads
-    part = name.split(".")[-2]
-    if name not in file.tensors:  # of layers of which only some have a bias
+    kind, heads, part = config.model_type, config.num_attention_heads, name.split(".")[-2]
+    if name not in file.tensors:
         return torch.zeros(file.shape(f"{name.removesuffix('bias')}weight")[0])
     tensor = file.tensor(name)
-    advance()
+    if part == "ffn_gate_inp_shexp":
+        return tensor.view(1, -1)
     if kind in _LLAMAS and part in ("attn_q", "attn_k"):
         rows = heads if part == "attn_q" else config.num_key_value_heads
         tensor = tensor.view(rows, len(tensor) // rows // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
