@@ -26,14 +26,8 @@ ROLES = {"bos": 0, "eos": 1, "unknown": 2, "padding": 1}
 THETA = {"rope_theta": 1234.0}
 PARTIAL = {"rope_parameters": {"rope_type": "default", **THETA, "partial_rotary_factor": 0.5}}
 LINEAR = {"rope_type": "linear", "rope_theta": 4321.0, "factor": 4.0}
-YARN = {
-    "rope_type": "yarn",
-    **THETA,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 16.0,
-    "beta_slow": 2.0,
-}
+YARN = {"rope_type": "yarn", **THETA, "factor": 4.0, "original_max_position_embeddings": 256}
+YARN |= {"beta_fast": 6.0, "beta_slow": 4.0}  # far enough from 32 and 1 to change the frequencies of so small a head
 LLAMA3 = {"rope_type": "llama3", **THETA, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {
     "rope_type": "longrope", **THETA, "original_max_position_embeddings": 64, "attention_factor": 1.25,
@@ -328,7 +322,7 @@ def test_chat_templates_with_names_stay(tmp_path: Path) -> None:
 # --- files ---
 
 
-def split(path: Path) -> list[Path]:
+def split(path: Path, told: int | None = None) -> list[Path]:
     """The file's tensors in two parts, as llama-gguf-split writes them."""
     reader, parts = gguf.GGUFReader(path), [path.with_name(f"part-0000{i}-of-00002.gguf") for i in (1, 2)]
     for number, part in enumerate(parts):
@@ -340,7 +334,7 @@ def split(path: Path) -> list[Path]:
                 )
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", 2)
-        writer.add_int32("split.tensors.count", len(reader.tensors))
+        writer.add_int32("split.tensors.count", told or len(reader.tensors))
         for tensor in reader.tensors[number::2]:
             writer.add_tensor(tensor.name, tensor.data)
         writer.write_header_to_file()
@@ -352,6 +346,9 @@ def split(path: Path) -> list[Path]:
 
 def test_the_parts_of_a_split_model_are_read_together(tmp_path: Path) -> None:
     written = write(tmp_path / "whole.gguf")
+    first, second = split(tmp_path / "whole.gguf", told=99)
+    with pytest.raises(ModelNotFound, match="tensors, not 99"):
+        read(first)
     first, second = split(tmp_path / "whole.gguf")
     (tmp_path / "whole.gguf").unlink()
     for path in (first, second, tmp_path):  # a folder with one model
