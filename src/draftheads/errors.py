@@ -222,6 +222,10 @@ class TextOnlyWarning(DraftHeadsWarning):
     """A model reads more than text, and is used for text alone."""
 
 
+class AdapterWarning(DraftHeadsWarning):
+    """An adapter has settings that the installed peft does not know; they are switched off."""
+
+
 class GenerationWarning(DraftHeadsWarning):
     """The model's generation configuration changes texts of ``generate`` in ways that are not applied here."""
 

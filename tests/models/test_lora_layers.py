@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import draftheads
 from adapter_world import change_config, merged, saved_adapter
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.engine import Engine
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnsupportedModel
+from draftheads.errors import AdapterWarning, CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.models.model_layers import with_lora
 from draftheads.runners import runner_for
@@ -190,6 +192,49 @@ def test_the_record_of_a_joint_run_decides_about_the_base(tmp_path: Path) -> Non
     assert with_lora(base, folder).vocab_size == 64
     with pytest.raises(CheckpointMismatch, match="embedding and lm_head are those of another model"):
         with_lora(chat_model(seed=1), folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [4]},
+        {"target_parameters": ["weight"]},
+        {"layer_replication": [[0, 2], [0, 1]]},
+        {"alora_invocation_tokens": [5]},
+        {"use_qalora": True},
+        {"megatron_config": {"a": 1}},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+    ],
+    ids=str,
+)
+def test_fields_that_are_not_used_beside_a_base_are_refused_by_name(config: dict[str, Any], tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    folder = saved_adapter(base, tmp_path / "a", **config)
+    with pytest.raises(UnsupportedModel, match=rf"has {next(iter(config))}=.*draftheads merge"):
+        with_lora(base, folder)
+
+
+@given(name=st.from_regex(r"[a-z]{3,9}_new", fullmatch=True), value=st.sampled_from([True, 3, "x", [1], False, None]))
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_unknown_keys_and_tensors_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    folder = saved_adapter(base, tmp_path / name, targets=("q_proj",))
+    for read in (with_lora, merged):
+        change_config(folder, **{name: value})
+        wanted = pytest.raises(UnsupportedModel, match=name) if value else pytest.warns(AdapterWarning, match=name)
+        with wanted:
+            read(base, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    del config[name]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = folder / "adapter_model.safetensors"
+    save_file({**load_file(weights), f"base_model.model.{name}.weight": torch.ones(2)}, weights)
+    for read in (with_lora, merged):
+        with pytest.raises((UnsupportedModel, CheckpointCorrupt), match=name):
+            read(base, folder)
 
 
 @needs_library

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftheads.errors import (
+    AdapterWarning,
     CheckpointCorrupt,
     CheckpointMismatch,
     MissingDependency,
@@ -26,12 +27,22 @@ from draftheads.errors import (
 )
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model_config import fits
-from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, model_id_of
+from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, json_in, model_id_of
 from draftheads.utils.messages import first_names
 from draftheads.utils.strict_json import checked, read_dataclass, read_object
 
 FORMAT_VERSION = 1  # of ``base.json``
 _WEIGHTS_FILE = "adapter_model.safetensors"
+# of LoRA, what adapters beside their base follow or what only matters in training; other fields must be as by default
+_USED_BESIDE = frozenset(
+    {
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "runtime_config", "lora_dropout", "bias", "megatron_core", "layers_pattern"),
+        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "init_lora_weights"),
+        *("target_modules", "exclude_modules", "layers_to_transform"),
+    }
+)
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # others change the weights of the base, too
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,13 @@ def _lora_layers(model: Any, folder: Path) -> dict[str, Any]:
     with _reading(folder) as (peft, config):
         if config.peft_type != "LORA" or config.use_dora:
             raise _not_beside_base(folder, f"is {'DoRA' if config.peft_type == 'LORA' else config.peft_type.value}")
+        given, usual = vars(config), vars(type(config)())
+        others = {name for name in given if (given[name] or None) != (usual.get(name) or None)} - _USED_BESIDE
+        if config.init_lora_weights not in _PLAIN_STARTS:
+            others.add("init_lora_weights")
+        if others:
+            named = ", ".join(f"{name}={given[name]!r}" for name in sorted(others))
+            raise _not_beside_base(folder, f"has {named} in its {ADAPTER_CONFIG}")
         with torch.device("meta"):
             tuned = peft.PeftModel(type(model)(settings), config).get_base_model()
     return {name: module for name, module in tuned.named_modules() if hasattr(module, "lora_A") and module.lora_A}
@@ -134,6 +152,7 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
     with quiet():
         try:
             config = peft.PeftConfig.from_pretrained(str(folder))
+            _check_keys(folder, config, peft.__version__)
             if config.task_type not in (None, "CAUSAL_LM"):
                 raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
             weights = folder / _WEIGHTS_FILE
@@ -145,6 +164,17 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
             raise CheckpointCorrupt(f"{folder} cannot be read: {first_line(error)}") from None
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning) as error:
             raise CheckpointCorrupt(f"{folder} does not fit the model: {' '.join(str(error).split())[:300]}") from error
+
+
+def _check_keys(folder: Path, config: Any, version: str) -> None:
+    """Refuses settings of other versions of peft, which peft ignores; names once those that are switched off."""
+    given = json_in(folder / ADAPTER_CONFIG)
+    unknown = given.keys() - vars(config).keys() - {"runtime_config"}
+    what = f"{folder / ADAPTER_CONFIG} has settings that peft {version} does not know"
+    if on := [name for name in unknown if given[name]]:
+        raise UnsupportedModel(f"{what}: {first_names(on)}. Install the version of peft that wrote it")
+    if unknown:
+        warnings.warn(f"{what}, and which are switched off: {first_names(unknown)}", AdapterWarning, stacklevel=2)
 
 
 def _untie(model: Any) -> None:
@@ -226,6 +256,7 @@ def quiet() -> Iterator[None]:
     """Ignores peft's warnings of tied or transposed matrices, which are handled here; missing tensors are errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("always", category=AdapterWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft 0.21 uses names that transformers 6 drops
         warnings.filterwarnings("error", message="(?s).*missing adapter keys", category=UserWarning)
         yield
