@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,17 +19,27 @@ from families import by_hand
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as thorough the variants of a test beyond those that its marker ``few`` leaves."""
+    """Marks as thorough the variants of a test beyond those that its marker ``few`` leaves.
+
+    One after the other, the variant is left whose values were left least so far: so all values of a parameter are. Of
+    equal ones those come first that are evenly spread over all.
+    """
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("thorough"):
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in variants.values():
         (most,) = same[0].get_closest_marker("few").args
-        kept = {place * len(same) // most for place in range(most)}
-        for place, item in enumerate(same):
-            if place not in kept:
-                item.add_marker(pytest.mark.thorough)
+        spread = {place * len(same) // most for place in range(min(most, len(same)))}
+        others = [item for _, item in sorted(enumerate(same), key=lambda found: found[0] not in spread)]
+        values = {item: [(name, id(value)) for name, value in item.callspec.params.items()] for item in same}
+        used: Counter[tuple[str, int]] = Counter()
+        for _ in range(len(spread)):
+            left = min(others, key=lambda item: sum(used[value] for value in values[item]))
+            used.update(values[left])
+            others.remove(left)
+        for item in others:
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_report_header() -> str:

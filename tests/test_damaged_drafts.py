@@ -79,7 +79,7 @@ def plain() -> list[tuple[int, ...]]:
     return ids(decode(None, None))
 
 
-@pytest.mark.few(5)  # both methods, with copies and without; every fourth variant would be of one method
+@pytest.mark.few(5)
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("method", ["hydra", "medusa"])
 @pytest.mark.parametrize("shape", FEW_SHAPES)
