@@ -230,5 +230,9 @@ class GenerationWarning(DraftHeadsWarning):
     """The model's generation configuration changes texts of ``generate`` in ways that are not applied here."""
 
 
+class DataWarning(DraftHeadsWarning):
+    """Files of data have columns that are not read, or lines that were left out."""
+
+
 class CacheWarning(DraftHeadsWarning):
     """The cache of measurements is damaged or cannot be written; decoding works without it."""

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a model (``model``) and two heads for it (``medusa``, ``hydra``)."""
     place = tmp_path_factory.mktemp("cli")
     write_model(place, profile=tiny_profile(TREES["ragged"]))
-    (place / "bad.jsonl").write_text('{"prompt": "abc"}\n{"prompt": \n', encoding="utf-8")
+    (place / "bad.jsonl").write_text('\n{"prompt": \n', encoding="utf-8")
     (place / "empty.jsonl").write_text("\n", encoding="utf-8")
     return place
 

@@ -14,10 +14,19 @@ import pytest
 from pyarrow import parquet
 
 from draftheads.data import files
-from draftheads.data.files import READERS, read_values
+from draftheads.data.files import READERS, read_lines, read_values
 from draftheads.errors import DataError, MissingDependency
 
 RECORDS = [{"a": 1}, {"b": ["x, ]", {"c": []}]}, {"d": "[\n"}]
+
+
+def rows_of(path: Path) -> list[Any]:
+    """The rows of a place; the parts of a text are joined."""
+    rows = []
+    for file, number, value in read_values(path):
+        is_text = file.name.removesuffix(".gz").endswith(".txt")
+        rows.append((file, number, {"text": "".join(value["text"])} if is_text else value))
+    return rows
 
 
 def json_lines(values: list[Any]) -> str:
@@ -34,6 +43,7 @@ def json_lines(values: list[Any]) -> str:
         ("[\r\n" + ",\r\n".join(map(json.dumps, RECORDS)) + "\r\n]\r\n", [2, 3, 4]),
         ("\ufeff" + json_lines(RECORDS), [1, 2, 3]),
         ("\ufeff" + json.dumps(RECORDS), [1, 1, 1]),
+        ("\ufeff" + json_lines(RECORDS[:1]) + "\ufeff" + json_lines(RECORDS[1:]), [1, 2, 3]),  # files that were joined
     ],
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.json.gz", "no_suffix", "other.data"])
@@ -79,7 +89,7 @@ def test_a_file_of_each_kind_is_read_alone_and_in_a_folder(tmp_path: Path, suffi
     (inside.parent / "README.md").write_text("# Not read")
     (inside.parent / f".hidden{suffix}").write_text("{")
     for place in (inside, inside.parent):
-        assert list(read_values(place)) == [(inside, *each) for each in values]
+        assert rows_of(place) == [(inside, *each) for each in values]
 
 
 def test_of_a_folder_all_files_are_read_by_name_and_of_each_what_is_whole(tmp_path: Path):
@@ -109,6 +119,10 @@ CUT = gzip.compress(json_lines([{"a": "x y" * 1000}]).encode(), mtime=0)
         ("a.json", b"[" + b"9" * 5000 + b"]", "line 1: "),
         ("a.jsonl", b'{"\xff', r"line 1: .*byte 0xff; .*\.parquet"),
         ("a.txt", b"x\xff", r"line 1: .*byte 0xff"),
+        *(
+            (name, '{"a": 1}\n'.encode("utf-16"), "line 1: .*save it as UTF-8")
+            for name in ("a.jsonl", "a.txt", "a.csv")
+        ),
         ("a.csv", b'a,b\n1,2\n1,2,3\n"', "a.csv, line 3: .* more cells"),
         ("a.csv", b'a,b\n"1', "a.csv, line 2: not CSV"),
         ("a.parquet", b"x", "a.parquet: .*Parquet"),
@@ -125,7 +139,44 @@ def test_an_error_names_the_place(tmp_path: Path, name: str, content: bytes | No
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=named):
-        list(read_values(tmp_path / name.partition("/")[0]))
+        rows_of(tmp_path / name.partition("/")[0])
+
+
+@pytest.mark.parametrize("part", [1, 7, 1000])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, indent: int | None):
+    monkeypatch.setattr(files, "PART", part)
+    values = [*RECORDS, 12, -3.5e3, "a\\n]", None, [], True] * 3
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(values, indent=indent))
+    assert [value for *_, value in read_values(path)] == values
+    text = json.dumps([1, {"a": 2}], indent=indent)
+    path.write_text(text := text[:-1] + " 7]")
+    with pytest.raises(json.JSONDecodeError) as whole:
+        json.loads(text)
+    where = f"line {whole.value.lineno}: not JSON: {whole.value.msg} at character {whole.value.colno}"
+    with pytest.raises(DataError, match=where):
+        list(read_values(path))
+
+
+def test_a_large_array_takes_the_memory_of_a_part(tmp_path: Path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"a": "x" * 1000}] * 20_000))
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_values(path)) == 20_000
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2 << 20
+
+
+def test_a_bad_line_among_others_stands_for_itself(tmp_path: Path):
+    for name, text in (("a.jsonl", '{"a": "1"}\n{"a\n{"a": "2"}\n'), ("a.csv", "a\n1\n2,3\n2\n")):
+        (tmp_path / name).write_text(text)
+        first, bad, last = [value for *_, value in read_lines(tmp_path / name, says=False)]
+        assert (first, last) == ({"a": "1"}, {"a": "2"})
+        assert isinstance(bad, DataError)
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

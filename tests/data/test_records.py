@@ -1,6 +1,7 @@
 """Prompts, chats and suites of questions are read in one way, and every error names the file and the line."""
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftheads.data.lines import LeftOut
 from draftheads.data.records import (
     SUITES,
     Record,
+    check_chats,
     own_prompts,
     prompts_in,
     read_chats,
@@ -21,7 +24,7 @@ from draftheads.data.records import (
     read_suite,
     select,
 )
-from draftheads.errors import DataError, InvalidSettings, MissingDependency
+from draftheads.errors import DataError, DataWarning, InvalidSettings, MissingDependency
 from training_world import chat, counting_chats, write_chats
 
 
@@ -76,8 +79,8 @@ def test_a_prompt_and_its_completion_are_texts_or_messages(tmp_path: Path):
 
 BOTH = [
     ("hello", "not JSON"),
-    ("[" * 100_000, r"nested .*'\[{57}…'"),
-    ('{"messages": ["w1"]}', "message 0 is 'w1'"),
+    ("[" * 100_000, "not JSON"),
+    ('{"messages": ["w1"]}', r"messages is \['w1'\]"),
     ('{"messages": [{"role": "user"}]}', "message 0: content is None"),
     ('{"messages": [{"role": "assistant", "tool_calls": [{"name": 5}]}]}', "a call is {'name': 5}"),
     ('{"messages": [{"role": "user", "content": "w1"}], "tools": [5]}', r"tools is \[5\]"),
@@ -85,7 +88,12 @@ BOTH = [
     ('{"mesages": []}', "'mesages'; did you mean 'messages'"),
 ]
 NO_CHATS = [
-    *((line, "a chat is") for line in ("[1, 2]", '{"messages": "w1"}', '{"messages": []}')),
+    *((line, "a chat is") for line in ("7", '{"messages": []}')),
+    ('{"messages": "w1"}', "messages is 'w1'"),
+    ('{"input_ids": [5, 6], "labels": [-100, 7]}', "labels must have one value .* 2 input_ids"),
+    ('{"input_ids": [5, 6], "loss_mask": [1]}', "loss_mask must have one value"),
+    ('{"input_ids": [5, 6], "loss_mask": [0, 0]}', "not to learn"),
+    ('{"input_ids": [5, "x"]}', "input_ids is"),
     ('{"prompt": [], "completion": []}', "a chat is"),
     ('{"prompt": "w1", "complet": "w2"}', "'complet'; did you mean 'completion'"),
     ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
@@ -97,7 +105,7 @@ NO_PROMPTS = [
     *((line, 'needs "prompt"') for line in ('"hello"', "{}", '{"prompt": 5}', '{"prompt": ""}', '{"prompt": " "}')),
     *((f'{{"{name}": {value}}}', "needs") for name, value in (("messages", "[]"), ("turns", "[]"), ("turns", '[""]'))),
     ('{"promt": "w1"}', "'promt'; did you mean 'prompt'"),
-    ('{"messages": [{"role": "assistant", "content": "w1"}]}', "needs"),
+    ('{"messages": [{"role": "assistant", "content": "w1"}]}', "no question of the user"),
     ('{"turns": "w1"}', "needs"),
     ('{"turns": ["w1", 5]}', "message 1: content is 5"),
 ]
@@ -107,22 +115,30 @@ NO_PROMPTS = [
     ("reader", "line", "named"),
     [*((read_chats, *case) for case in (*BOTH, *NO_CHATS)), *((read_prompts, *case) for case in (*BOTH, *NO_PROMPTS))],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, reader: Any, line: str, named: str):
+def test_a_line_that_cannot_be_used_is_left_out_with_its_reason_and_never_all_of_them(
+    tmp_path: Path, reader: Any, line: str, named: str
+):
     path = tmp_path / "lines.jsonl"
     path.write_text(f"{json.dumps(chat('w1', 'w2'))}\n\n{line}\n", encoding="utf-8")  # empty lines count, too
-    found = reader(path)
-    assert next(found).line_number == 1
-    with pytest.raises(DataError, match=named) as caught:
-        next(found)
-    assert f"{path}, line 3" in str(caught.value)
-    assert caught.value.line_number == 3
+    left_out: LeftOut = {}
+    first, *others = reader(path) if reader is read_chats else reader(path, left_out=left_out)
+    assert first.line_number == 1
+    left_out |= {chat.problem: [chat.source] for chat in others}
+    ((reason, places),) = left_out.items()
+    assert re.search(named, reason)
+    assert places == [f"{path}:3"]
+    path.write_text(f"{line}\n{line}\n", encoding="utf-8")
+    with pytest.raises(
+        DataError, match=str(path) + (".* line 1" if named == "not JSON" else ".*: 2 .* left out: .*:1")
+    ):
+        check_chats(path) if reader is read_chats else list(reader(path))
 
 
 def test_there_are_64_different_calibration_prompts_and_each_eight_in_a_row_are_of_all_kinds():
     records = [json.loads(line) for line in own_prompts("calibration").read_text(encoding="utf-8").splitlines()]
     assert prompts_in(own_prompts("calibration")) == [record["prompt"] for record in records]
     assert len(records) == len({record["prompt"] for record in records}) == 64
-    kinds = [record["kind"] for record in records]
+    kinds = [record["category"] for record in records]
     assert all(len({*kinds[start : start + 8]}) == len({*kinds}) == 8 for start in range(0, 64, 8))
 
 
@@ -163,7 +179,8 @@ def test_a_suite_is_a_file_or_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     write_chats(tmp_path / "a.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     for source in ("a.jsonl", str(tmp_path)):
-        records = read_suite(source)
+        with pytest.warns(DataWarning, match=r"1 prompt was left out: .*a.jsonl:3"):
+            records = read_suite(source)
         assert [record.user_turns for record in records] == [("one", "two"), ("q?",), ("p",)]
         assert [record.reference for record in records] == [["a"], "7", None]
         assert [record.category for record in records] == ["writing", "", ""]
@@ -176,10 +193,10 @@ def test_a_suite_is_a_file_or_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
         ("taskz", "'taskz'.*calibration, demo, tasks"),
         ("a/b/c", "'a/b/c'"),
         *((name, f"{name}: ") for name in ("data/missing.jsonl", "missing.parquet", "empty.jsonl", "folder")),
-        ("bad.jsonl", r"bad.jsonl, line 2: "),
+        ("bad.jsonl", r"bad.jsonl: 1 prompt was left out: .*bad.jsonl:2"),
         ("nobody/nothing", r"nobody/nothing: .*Couldn't reach [^\n]* Hub$"),
         ("openai/gsm8k:main:validation", "openai/gsm8k:main:validation: "),
-        ("me/a-bad-line", "me/a-bad-line, line 2: "),
+        ("me/a-bad-line", "me/a-bad-line: 1 prompt was left out: .*me/a-bad-line:1"),
     ],
 )
 @pytest.mark.usefixtures("hub")
@@ -187,7 +204,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"ask": "x"}\n')
+    (tmp_path / "bad.jsonl").write_text('\n{"ask": "x"}\n')
     with pytest.raises(DataError, match=named):
         read_suite(source)
 
@@ -196,7 +213,7 @@ TRAIN, TEST = [{"prompt": "train"}], [GSM8K, {"question": "r?", "answer": "8"}]
 DATA_SETS = {
     "openai/gsm8k": {"train": TRAIN, "test": TEST},
     "me/only-train": {"train": TRAIN},
-    "me/a-bad-line": {"train": [GSM8K, {"text": "x"}]},
+    "me/a-bad-line": {"train": [{"text": "x"}]},
 }
 
 

@@ -1,14 +1,17 @@
 """Chats as texts to learn from: how many are read, and which are left out."""
 
+import tracemalloc
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from draftheads.data.texts import left_out_lines, load_texts
+from draftheads.data.lines import LeftOut, left_out_lines
+from draftheads.data.texts import known_texts, load_blocks, load_texts
 from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
 from think_world import think_model
-from training_world import TEMPLATE, chat, chat_model, chat_tokenizer, counting_chats, write_chats
+from training_world import EOS, TEMPLATE, chat, chat_model, chat_tokenizer, counting_chats, write_chats
 
 
 def test_reading_stops_at_max_tokens(target: TargetModel, tmp_path: Path):
@@ -16,6 +19,54 @@ def test_reading_stops_at_max_tokens(target: TargetModel, tmp_path: Path):
     every = load_texts(target, [path], max_length=64)
     some = load_texts(target, [path, path], max_length=64, max_tokens=len(every[0].token_ids) + 1)
     assert some == every[:2]
+
+
+def test_of_a_large_text_no_more_is_read_than_needed(target: TargetModel, tmp_path: Path):
+    path, lines = tmp_path / "a.txt", [f"w{i % 50} w{i % 7}\n" for i in range(300_000)]
+    path.write_text("".join(lines))
+    tracemalloc.start()
+    try:
+        blocks = load_blocks(target.tokenizer, [path], eos_ids=frozenset({EOS}), length=64, max_tokens=1000)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [len(block.token_ids) for block in blocks] == [64] * 16
+    assert [*chain(*(block.token_ids for block in blocks))] == target.tokenizer("".join(lines[:1000]))["input_ids"][
+        :1024
+    ]
+    assert most < path.stat().st_size / 2
+    path.write_text("\ufeffw1 w2")
+    (block,) = load_blocks(target.tokenizer, [path], eos_ids=frozenset({EOS}), length=64)
+    assert block.token_ids == (*target.tokenizer("w1 w2")["input_ids"], EOS)
+
+
+def test_texts_that_cannot_be_read_are_left_out_and_never_all_of_them(target: TargetModel, tmp_path: Path):
+    path, options = tmp_path / "a.jsonl", {"eos_ids": frozenset({EOS}), "length": 64}
+    path.write_text('{"text": "w1"}\n{"messages": []}\n{"text": "\\ud800"}\n{"te\n{"text": 5}\n')
+    left_out: LeftOut = {}
+    (block,) = load_blocks(target.tokenizer, [path], left_out=left_out, **options)
+    assert [len(places) for places in left_out.values()] == [2, 1, 1]
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(DataError, match=r"1 text was left out: .*--data"):
+        load_blocks(target.tokenizer, [path], **options)
+    assert known_texts([block], max(block.token_ids) + 1) == [block]
+    with pytest.raises(DataError, match="a token is not one of the model"):
+        known_texts([block], max(block.token_ids))
+
+
+def test_marks_and_masks_are_the_loss_mask(tmp_path: Path):
+    said = [message for record in counting_chats(2) for message in record["messages"]]
+    plain, marked = ([dict(message) for message in said] for _ in range(2))
+    marked[1]["weight"] = 0
+    tokens = {"input_ids": [3, 4, 5, 6, 7], "labels": [-100, 4, 5, 6, -100], "attention_mask": [1, 1, 1, 0, 1]}
+    path = write_chats(tmp_path / "a.jsonl", [{"messages": plain}, {"messages": marked}, tokens, {"input_ids": [3, 4]}])
+    first, second, third, fourth = load_texts(chat_model(), [path], max_length=200)
+    assert second.token_ids == first.token_ids
+    (start, *_), learned = (sorted(i for i, one in enumerate(text.loss_mask) if one) for text in (first, second))
+    assert start not in learned
+    assert set(learned) < {i for i, one in enumerate(first.loss_mask) if one}
+    assert (third.token_ids, third.loss_mask) == ((3, 4, 5, 7), (False, True, True, False))
+    assert fourth.loss_mask == (True, True)
 
 
 REFUSING = "{% if messages[0].content == 'w9' %}{{ raise_exception('no w9') }}{% endif %}" + TEMPLATE

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from draftheads.cpu.optimise import TYPICAL_TEXT
 from draftheads.data.features import LiveStore
 from draftheads.data.texts import EncodedChat
 from draftheads.data.vllm_features import ExtractedStore
-from draftheads.errors import DataError
+from draftheads.errors import DataError, DataWarning
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
 from families import FAMILIES, tiny_model
@@ -80,7 +80,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path, layer_ids: list[int], tensor
 
 @pytest.mark.parametrize(
     ("other", "named"),
-    [({"seed": 1}, "nearest differs"), ({"hidden_size": 64}, r"\[40, 2, 64\].*\[40 tokens, layers, 32\]"), (None, "")],
+    [
+        ({"seed": 1}, "nearest differs"),
+        ({"hidden_size": 64}, r"\[\d+, 2, 64\].*\[\d+ tokens, layers, 32\]"),
+        (None, ""),
+    ],
 )
 def test_files_of_another_model_or_size_are_refused(tmp_path: Path, other: dict[str, int] | None, named: str):
     target, folder = tiny_model("llama"), tmp_path / "states"
@@ -88,6 +92,35 @@ def test_files_of_another_model_or_size_are_refused(tmp_path: Path, other: dict[
         extract_as_vllm(tiny_model("llama", **other), texts_of(target), folder, [1, 2])
     with pytest.raises(DataError, match=f"{folder}.*{named}"):
         ExtractedStore(target, texts_of(target), folder)
+
+
+def test_each_file_is_compared_and_what_is_not_read_is_named(tmp_path: Path):
+    target, folder = tiny_model("llama"), tmp_path / "states"
+    same = texts_of(target)
+    texts = [
+        EncodedChat((*same[0].token_ids[:9], *text.token_ids), (False, *[True] * (len(text.token_ids) + 8)))
+        for text in same
+    ]
+    extract_as_vllm(target, texts, folder, [2])
+    *_, last = sorted(folder.glob("*.safetensors"))
+    tensors = load_file(last)
+    other = load_file(min(folder.glob("*.safetensors")))["hidden_states"][: len(tensors["token_ids"])]
+    for changed, named in (
+        ({"hidden_states": other}, "not those of the tokens: the logits differ by"),
+        ({"hidden_states": tensors["hidden_states"][:-1]}, r"\[\d+, 1, 32\], expected"),
+        ({"hidden_states": tensors["hidden_states"].long()}, "I64"),
+        ({"hidden_states": tensors["hidden_states"].repeat(1, 2, 1)}, "has 2 layers"),
+        ({"hidden_states": tensors["hidden_states"] * float("nan")}, "nan"),
+    ):
+        save_file({**tensors, **changed}, last)
+        with pytest.raises(DataError, match=f"{folder}.*{named}"):
+            ExtractedStore(target, texts, folder)
+    tensors["hidden_states"][-1] = float("inf")
+    save_file({**tensors, "loss_mask": tensors["token_ids"].clone()}, last)
+    with pytest.warns(DataWarning, match=f"{folder}: tensors loss_mask are not read"):
+        store = ExtractedStore(target, texts, folder)
+    with pytest.raises(DataError, match=f"{last}: hidden_states have NaN"):
+        list(store)
 
 
 @pytest.mark.thorough

@@ -186,8 +186,8 @@ def test_empty_or_unfinished_questions_are_dropped(tmp_path: Path, text: str, re
 
 def test_equal_prompts_are_answered_once(target: TargetModel, tmp_path: Path):
     chosen = options(tmp_path)
-    same = [{"prompt": "w1  w2"}, {"prompt": " w1 w2\n"}, {"turns": ["w1 w2"]}, {"turns": ["w1", "w2"]}]
-    system = {"messages": [{"role": "system", "content": "w5"}, {"role": "user", "content": "w1 w2"}]}
+    same = [{"prompt": "w1  w2"}, {"prompt": "w1  w2"}, {"turns": ["w1  w2"]}, {"turns": ["w1", "w2"]}]
+    system = {"messages": [{"role": "system", "content": "w5"}, {"role": "user", "content": "w1  w2"}]}
     write_prompts(chosen.prompts[0], [*same, system])
     outcome = run(target, chosen)
     found = records(chosen)

@@ -150,8 +150,8 @@ def test_plain_text_is_cut_into_blocks_of_equal_length(target: TargetModel, book
     ("content", "message"),
     [
         ('{"text": 3}\n', r"bad\.jsonl.*1.*plain text is an object"),
-        ('{"text": "\\ud800"}\n', r"bad\.jsonl, line 1: text holds half a character"),
-        ('{"text": "w1 w2"}\n{"messages": []}\n', r"bad\.jsonl.*2.*chats go to --data"),
+        ('{"text": "\\ud800"}\n', r"bad\.jsonl.*text holds half a character"),
+        ('{"messages": []}\n{"messages": []}\n', r"bad\.jsonl.*2.*chats go to --data"),
         ("", "no text in"),
     ],
 )

@@ -34,6 +34,8 @@ def run(options: DistillOptions) -> None:
     if outcome.was_complete:
         console.print(f"{options.out} was complete already; nothing was left to do", soft_wrap=True)
     console.print(_table(outcome))
+    for sentence in outcome.left_out:
+        console.print(sentence, soft_wrap=True, markup=False)
     for prompt in outcome.refused[:_MOST_REFUSED]:
         console.print(f"refused: {prompt['source']}: {prompt['reason']}", soft_wrap=True, markup=False)
     console.print(f"wrote {options.out} and {manifest_path(options.out).name}", soft_wrap=True)

@@ -1,7 +1,7 @@
 """The values of files, one by one: ``READERS`` has a reader for each kind of file, by its suffix; ``.gz`` may follow.
 
 A reader gives objects with the fields of a line: a text file is one object, and a CSV file has one for each row. Every
-error names the file and the line.
+error names the file and the line. No file is in memory as a whole.
 """
 
 import csv
@@ -9,22 +9,25 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader, TextIOWrapper
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
+from draftheads.data.lines import noted
 from draftheads.errors import DataError, MissingDependency, first_line
 from draftheads.utils.messages import short
 
 MOST_CHARACTERS = 1 << 26  # of a line; a small zipped file may expand to an endless line
-
+_ROWS = 256  # of a table, that are read at once
+PART = 1 << 16  # characters that are read at once of a long text or a JSON array
 _RULE = "each line must be one JSON object"
 _BEFORE_ELEMENT = re.compile(r"\s*[\[,]\s*(?=[^\s\]])")
+_AFTER_ELEMENT = re.compile(r"\s*[,\]]")
 _END_OF_ARRAY = re.compile(r"\s*\]\s*")
 
 
@@ -35,7 +38,24 @@ def read_values(path: Path) -> Iterator[tuple[Path, int, Any]]:
     incomplete: a server may be writing it.
     """
     for file in files_in(path):
-        yield from _values_of(file, in_folder=path.is_dir())
+        for row in _values_of(file, in_folder=path.is_dir()):
+            if isinstance(row[-1], DataError):
+                raise row[-1].__cause__ or row[-1]
+            yield row
+
+
+def read_lines(*paths: Path, says: bool = True) -> Iterator[tuple[Path, int, Any]]:
+    """As :func:`read_values`, of several paths, with a :class:`Line` for each object.
+
+    A line that cannot be read is a :class:`DataError` in place of its value; the first one of a file is raised.
+
+    Warns:
+        DataWarning: once for each file, with the columns that were not read while its lines were used; not if ``says``
+            is False.
+    """
+    for path in paths:
+        for file in files_in(path):
+            yield from noted(_values_of(file, in_folder=path.is_dir()), file, says=says)
 
 
 def files_in(path: Path) -> list[Path]:
@@ -88,70 +108,111 @@ class _Source:
         # editors of Windows begin files with a byte order mark
         return self.held.enter_context(TextIOWrapper(self.file, encoding="utf-8-sig", newline=newline))
 
-    def lines(self, text: IO[str]) -> Iterator[tuple[int, str]]:
-        for number, line in enumerate(iter(partial(text.readline, MOST_CHARACTERS + 1), ""), start=1):
+    def lines(self, text: IO[str], begun: str = "", first: int = 1) -> Iterator[tuple[int, str]]:
+        """The lines and their numbers; ``begun`` is what was read of the first one."""
+        for number in count(first):
+            line = begun if begun.endswith("\n") else begun + text.readline(MOST_CHARACTERS + 1 - len(begun))
             if len(line) > MOST_CHARACTERS:
                 raise self.error(f"the line has more than {MOST_CHARACTERS:,} characters; {_RULE}", number)
+            if not line:
+                return
             yield number, line
+            begun = ""
 
     def error(self, problem: str, line_number: int) -> DataError:
         return DataError(problem, path=self.path, line_number=line_number)
 
 
 def _values_of(path: Path, *, in_folder: bool) -> Iterator[tuple[Path, int, Any]]:
-    line_number = 0
+    read = [0]  # the number of the last line
+    with (
+        _named_errors(path, read),
+        gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file,
+        ExitStack() as held,
+    ):
+        for read[0], value in READERS.get(_kind(path), _json_values)(_Source(file, path, in_folder, held)):
+            yield path, read[0], value
+
+
+@contextmanager
+def _named_errors(path: Path, read: Sequence[int]) -> Iterator[None]:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file, ExitStack() as held:
-            for line_number, value in READERS.get(_kind(path), _json_values)(_Source(file, path, in_folder, held)):
-                yield path, line_number, value
+        yield
     except UnicodeDecodeError as error:
-        problem = f"not UTF-8 text: byte 0x{error.object[error.start]:02x}; give a file of a known kind ({KINDS})"
-        raise DataError(problem, path=path, line_number=line_number + 1) from None
+        what = f"not UTF-8 text: byte 0x{error.object[error.start]:02x}"
+        problem = f"{what}; save it as UTF-8, or give a file of a known kind ({KINDS})"
+        raise DataError(problem, path=path, line_number=read[0] + 1) from None
     except (OSError, EOFError, zlib.error) as error:
-        place = line_number + 1 if line_number else None
-        raise DataError(f"cannot be read: {error}", path=path, line_number=place) from None
+        raise DataError(f"cannot be read: {error}", path=path, line_number=read[0] + 1 if read[0] else None) from None
 
 
 def _json_values(source: _Source) -> Iterator[tuple[int, Any]]:
     """JSON lines, or the elements of one JSON array, which may have several lines."""
-    is_first, text = True, source.text()
-    for number, line in source.lines(text):
-        if is_first and line.lstrip().startswith("["):
-            yield from _elements(source, line + text.read(), number)
-            return
-        if line.strip():
+    text, first, begun = source.text(), 0, "\n"
+    while begun and not begun.strip():  # up to the first value
+        first, begun = first + 1, text.readline(PART)
+    if begun.lstrip().startswith("["):
+        yield from _elements(source, text, begun, first)
+        return
+    for number, line in source.lines(text, begun, first):
+        if (plain := line.lstrip("\ufeff").rstrip("\n")).strip():  # joined files have byte order marks inside
             try:
-                value = _json(source, line.rstrip("\n"), number)
-            except DataError:
+                value = _json(source, plain, number)
+            except DataError as error:
                 if source.in_folder and not line.endswith("\n"):
                     return
-                raise
-            is_first = False
+                if number == first:
+                    raise
+                value = _unreadable(f"not JSON: {_RULE}", error)
             yield number, value
 
 
-def _elements(source: _Source, text: str, first_line: int) -> Iterator[tuple[int, Any]]:
-    """The elements of an array, each with the line in which it begins."""
-    place, line_number, decode = 0, first_line, json.JSONDecoder().raw_decode
-    while begin := _BEFORE_ELEMENT.match(text, place):
-        try:
-            value, end = decode(text, begin.end())
-        except (ValueError, RecursionError):
+def _unreadable(reason: str, error: DataError) -> DataError:
+    """What stands for a line that cannot be read: the reason, because of the error that names the place."""
+    value = DataError(reason)
+    value.__cause__ = error
+    return value
+
+
+def _elements(source: _Source, file: IO[str], text: str, number: int) -> Iterator[tuple[int, Any]]:
+    """The elements of an array, each with the line in which it begins; ``text`` is the beginning of the file."""
+    place = before = 0  # in the text, and characters of its first line that come before it
+    start, is_all, decode = "", False, json.JSONDecoder().raw_decode
+    while True:
+        begin, value, end = _BEFORE_ELEMENT.match(text, place), None, -1
+        with suppress(ValueError, RecursionError):
+            value, end = decode(text, begin.end()) if begin else (None, -1)
+        if not is_all and (end < 0 or not _AFTER_ELEMENT.match(text, end)):  # there may be more of it
+            before = _column(text, place, before)
+            more = file.read(max(PART, len(text) - place))
+            text, place, is_all = text[place:] + more, 0, not more
+            if len(text) > 2 * MOST_CHARACTERS:
+                raise source.error(f"an element has more than {MOST_CHARACTERS:,} characters", number)
+        elif begin is None or end < 0:
             break
-        line_number += text.count("\n", place, begin.end())
-        yield line_number, value
-        line_number += text.count("\n", begin.end(), end)
-        place = end
+        else:
+            number += text.count("\n", place, begin.end())
+            yield number, value
+            number += text.count("\n", begin.end(), end)
+            place, start = end, "[0"  # stands for the elements so far
     if not _END_OF_ARRAY.fullmatch(text, place):  # an empty array, or an error
-        _json(source, text, first_line, rule="a file that begins with [ must be one JSON array")
+        rule = "a file that begins with [ must be one JSON array"
+        _json(source, start + text[place:], number, rule=rule, before=_column(text, place, before) - len(start))
 
 
-def _json(source: _Source, text: str, line_number: int, *, rule: str = _RULE) -> Any:
-    """The JSON value of a text that begins in a line."""
+def _column(text: str, place: int, before: int) -> int:
+    """Characters of the line of a place that come before it; of the text's first line there were some before it."""
+    line_end = text.rfind("\n", 0, place)
+    return place - 1 - line_end if line_end >= 0 else before + place
+
+
+def _json(source: _Source, text: str, line_number: int, *, rule: str = _RULE, before: int = 0) -> Any:
+    """The JSON value of a text that begins in a line, after so many characters of it."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        problem = f"not JSON: {error.msg} at character {error.colno}; {rule}"
+        column = error.colno + (before if error.lineno == 1 else 0)
+        problem = f"not JSON: {error.msg} at character {column}; {rule}"
         raise source.error(problem, line_number + error.lineno - 1) from None
     except ValueError as error:
         raise source.error(f"not JSON: {error}", line_number) from None
@@ -167,8 +228,10 @@ def _csv_rows(source: _Source) -> Iterator[tuple[int, Any]]:
     try:
         for row in rows:
             if None in row:
-                raise source.error("the row has more cells than the header", rows.line_num)
-            yield rows.line_num, {name: cell or None for name, cell in row.items()}
+                problem = "the row has more cells than the header"
+                yield rows.line_num, _unreadable(problem, source.error(problem, rows.line_num))
+            else:
+                yield rows.line_num, {name: cell or None for name, cell in row.items()}
     except csv.Error as error:
         raise source.error(f"not CSV: {error}", rows.reader.line_num) from None
 
@@ -179,14 +242,20 @@ def _parquet_rows(source: _Source) -> Iterator[tuple[int, Any]]:
     except ImportError:
         raise MissingDependency("parquet files need pyarrow", pip_install="'draftheads[bench]'") from None
     try:
-        batches = parquet.ParquetFile(source.file).iter_batches()
+        batches = parquet.ParquetFile(source.file).iter_batches(batch_size=_ROWS)
         yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1)
     except ArrowException as error:
         raise DataError(f"cannot be read: {first_line(error)}", path=source.path) from error
 
 
 def _text(source: _Source) -> Iterator[tuple[int, Any]]:
-    yield 1, {"text": source.text().read()}
+    yield 1, {"text": _parts(source)}
+
+
+def _parts(source: _Source) -> Iterator[str]:
+    """The parts of a text, to be read before the next value."""
+    with _named_errors(source.path, (0,)):
+        yield from iter(partial(source.text().read, PART), "")
 
 
 READERS: Mapping[str, Callable[[_Source], Iterator[tuple[int, Any]]]] = {

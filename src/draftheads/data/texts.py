@@ -4,7 +4,7 @@ The blocks of plain text follow each other without padding, and the loss covers 
 end-of-text token, and a block may contain the end of one text and the start of the next.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, islice
@@ -12,15 +12,23 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftheads.data.files import at_line, read_values
+from draftheads.data.files import at_line, read_lines
+from draftheads.data.lines import LeftOut, leave_out, none_left, tell
 from draftheads.data.records import NO_ANSWER, Record, read_chats
 from draftheads.errors import DataError, UnlearnableChat, first_line
-from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, template_of, thinking_tags
+from draftheads.models.chat_template import (
+    BUILT_IN,
+    ChatReader,
+    continuing_ids,
+    ids_around,
+    render,
+    template_of,
+    thinking_tags,
+)
 from draftheads.models.fingerprint import tokenizer_fingerprint
+from draftheads.models.token_pieces import token_pieces
 from draftheads.utils.counts import counted
-from draftheads.utils.messages import Message, half_character, short
-
-LeftOut = dict[str, list[str]]  # FILE:LINE of chats that nothing can be learned from, by the reason
+from draftheads.utils.messages import Message, half_character
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ def encode_chat(
     max_length: int,
     tools: Sequence[Mapping[str, Any]] = (),
     is_generated: bool = False,
+    num_before: int = 0,
 ) -> EncodedChat:
     """Tokens and loss mask of a chat, cut after ``max_length`` tokens.
 
@@ -53,7 +62,8 @@ def encode_chat(
 
     Words that a model wrote after its generation prompt (``is_generated``, or cut off) are learned as they are, also
     where the template would write them in another way. If the template later changes a turn, such as by leaving out its
-    thought, each turn has a text of its own: the result is that of the last turn, and ``earlier`` has the others.
+    thought, each turn has a text of its own: the result is that of the last turn, and ``earlier`` has the others. The
+    first ``num_before`` messages are not learned.
     """
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
@@ -61,14 +71,16 @@ def encode_chat(
     template = _Template(reader, tools)
     texts: list[EncodedChat] = []
     turns = [
-        template.turn(messages[: place + 1], finished=finished or place != places[-1], is_generated=is_generated)
+        template.turn(
+            messages[: place + 1], finished=finished or place != places[-1], is_generated=is_generated
+        )._replace(is_learned=place >= num_before)
         for place in places
     ]
     while turns:  # as many turns as follow each other in one text
         whole, end = turns[0].prompt + turns[0].words, 1
         while end < len(turns) and turns[end].prompt.startswith(whole):
             whole, end = turns[end].prompt + turns[end].words, end + 1
-        texts.append(_encoded(reader, turns[:end], max_length))
+        texts.append(_cut(_segments(reader, turns[:end]), max_length))
         turns = turns[end:]
     return replace(texts[-1], earlier=tuple(texts[:-1]))
 
@@ -77,25 +89,24 @@ def encode_completion(
     reader: ChatReader, prompt: str, completion: str, *, finished: bool, max_length: int
 ) -> EncodedChat:
     """A text and its completion, without a chat template; the loss covers the completion and the end of the text."""
-    prompt_ids = reader.tokenizer(prompt)["input_ids"] if prompt else []
-    answer_ids = continuing_ids(reader.tokenizer, completion)
-    if finished and reader.eos_ids:
-        answer_ids.append(min(reader.eos_ids))
-    return encode_answer(prompt_ids, answer_ids, max_length=max_length)
+    before, _ = ids_around(reader.tokenizer)
+    end = [min(reader.eos_ids)] if finished and reader.eos_ids else []
+    prompt_ids = token_pieces(reader.tokenizer, prompt) if prompt else ()
+    answer_ids = token_pieces(reader.tokenizer, completion, first=continuing_ids)
+    segments = (
+        (before, False),
+        *((ids, False) for ids in prompt_ids),
+        *((ids, True) for ids in answer_ids),
+        (end, True),
+    )
+    return _cut(segments, max_length)
 
 
-def encode_answer(prompt_ids: Sequence[int], answer_ids: Sequence[int], *, max_length: int) -> EncodedChat:
-    """A prompt and an answer that are tokens already; the loss covers the answer."""
-    token_ids = (*prompt_ids, *answer_ids)
-    loss_mask = (False,) * len(prompt_ids) + (True,) * len(answer_ids)
-    return EncodedChat(token_ids[:max_length], loss_mask[:max_length], is_cut=len(token_ids) > max_length)
-
-
-def _encoded(reader: ChatReader, turns: Sequence["_Turn"], max_length: int) -> EncodedChat:
-    """The text of turns that follow each other."""
+def _cut(segments: Iterable[tuple[Sequence[int], bool]], max_length: int) -> EncodedChat:
+    """The text of token ids piece by piece, each learned or not, read as far as it is used."""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
-    for ids, is_said in _segments(reader, turns):
+    for ids, is_said in segments:
         token_ids += ids
         loss_mask += [is_said] * len(ids)
         if len(token_ids) > max_length:
@@ -105,22 +116,24 @@ def _encoded(reader: ChatReader, turns: Sequence["_Turn"], max_length: int) -> E
 
 
 def _segments(reader: ChatReader, turns: Sequence["_Turn"]) -> Iterator[tuple[list[int], bool]]:
-    """Token ids piece by piece, and whether the assistant said them."""
-    done = 0  # characters that are tokens already
+    """Token ids piece by piece, and whether they are learned."""
+    done, ends = 0, False  # characters that are tokens already; whether the turn before is learned
     for turn in turns:
-        text = turn.prompt[done:]
         if not done:  # a text of its own, as in generation; the template writes special tokens itself
-            yield list(reader.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else [], False
+            for ids in token_pieces(reader.tokenizer, turn.prompt) if turn.prompt else ():
+                yield ids, False
         else:  # it begins with the end of the turn before, which the assistant says
-            ids = continuing_ids(reader.tokenizer, text)
-            num_said = int(bool(ids) and ids[0] in reader.eos_ids)
-            yield ids[:num_said], True
-            yield ids[num_said:], False
-        yield continuing_ids(reader.tokenizer, turn.words), True
-        done = len(turn.prompt) + len(turn.words)
+            num_said = None
+            for ids in token_pieces(reader.tokenizer, turn.prompt[done:], first=continuing_ids):
+                num_said = int(bool(ids) and ids[0] in reader.eos_ids) if num_said is None else 0
+                yield ids[:num_said], ends
+                yield ids[num_said:], False
+        for ids in token_pieces(reader.tokenizer, turn.words, first=continuing_ids):
+            yield ids, turn.is_learned
+        done, ends = len(turn.prompt) + len(turn.words), turn.is_learned
     closing = continuing_ids(reader.tokenizer, turns[-1].closing)
     if closing and closing[0] in reader.eos_ids:
-        yield closing[:1], True
+        yield closing[:1], ends
 
 
 class _Turn(NamedTuple):
@@ -129,6 +142,7 @@ class _Turn(NamedTuple):
     prompt: str  # what the model reads before it, the whole chat so far
     words: str  # what the assistant says
     closing: str  # what the template writes after it; empty if the turn was cut off
+    is_learned: bool = True
 
 
 class _Template:
@@ -268,22 +282,8 @@ def load_texts(
         if max_tokens is not None and num_tokens >= max_tokens:
             break
     if not texts:
-        what = "no chat to learn from" if left_out else "no chat"
-        raise DataError(": ".join([f"{what} in {', '.join(map(str, paths))}", *left_out_lines(left_out)]))
+        raise none_left(left_out, paths, "chat")
     return texts
-
-
-def left_out_lines(left_out: LeftOut) -> list[str]:
-    """What to tell of chats that were left out.
-
-    >>> left_out_lines({"no answer": ["a.jsonl:3", "a.jsonl:7"]})
-    ['2 chats were left out: no answer (the first is a.jsonl:3)']
-    """
-    return [
-        f"{counted(len(places), 'chat')} {'was' if len(places) == 1 else 'were'} left out: {reason} "
-        f"(the first is {places[0]})"
-        for reason, places in sorted(left_out.items(), key=lambda item: -len(item[1]))
-    ]
 
 
 def limited(length: int, model: ChatReader) -> int:
@@ -292,75 +292,111 @@ def limited(length: int, model: ChatReader) -> int:
 
 
 def _text_of(model: ChatReader, chat: Record, max_length: int, own_fingerprint: Callable[[], str]) -> EncodedChat:
-    """The text of a chat, or of tokens that a server recorded."""
+    """The text of a chat, or of a line with tokens."""
     if chat.tokens is not None:
-        if (own := own_fingerprint()) != (other := chat.tokens.tokenizer):
+        ids, mask, other = chat.tokens
+        if other is not None and (own := own_fingerprint()) != other:
             fix = "give the model that was served"
-            raise DataError(f"recorded with a tokenizer of fingerprint {other}; that of this model is {own}: {fix}")
-        return encode_answer(chat.tokens.prompt_ids, chat.tokens.answer_ids, max_length=max_length)
+            raise UnlearnableChat(
+                f"recorded with a tokenizer of fingerprint {other}; that of this model is {own}: {fix}"
+            )
+        return EncodedChat(ids[:max_length], mask[:max_length], is_cut=len(ids) > max_length)
     if chat.problem:
         raise UnlearnableChat(chat.problem)
     if not chat.is_completion:
         return encode_chat(
             model,
-            chat.messages,
+            (*chat.before, *chat.messages),
             finished=chat.finished,
             max_length=max_length,
             tools=chat.tools,
             is_generated=chat.is_generated,
+            num_before=len(chat.before),
         )
     prompt, completion = (message["content"] for message in chat.messages)
     return encode_completion(model, prompt, completion, finished=chat.finished, max_length=max_length)
 
 
-def check_known(texts: Sequence[EncodedChat], vocab_size: int) -> None:
-    """Raises :class:`DataError` if a text has a token of the tokenizer that the model does not have."""
+def known_texts(texts: Sequence[EncodedChat], vocab_size: int, left_out: LeftOut | None = None) -> list[EncodedChat]:
+    """The texts without tokens that the model does not have; others are added to ``left_out``."""
+    left_out, known = {} if left_out is None else left_out, []
     for text in texts:
-        if (token := max(text.token_ids, default=0)) >= vocab_size:
-            raise DataError(
-                f"{text.source}: token {token} is one of the tokenizer, and the model has the tokens 0 … "
-                f"{vocab_size - 1}: leave this text out"
-            )
+        if max(text.token_ids, default=0) < vocab_size:
+            known.append(text)
+        else:
+            reason = f"a token is not one of the model, which has the tokens 0 … {vocab_size - 1}"
+            left_out.setdefault(reason, []).append(text.source)
+    if texts and not known:
+        raise none_left(left_out, ["the data"], "text")
+    return known
 
 
-def read_texts(path: Path) -> Iterator[tuple[str, str]]:
-    """The plain texts of a file or a folder, and their ``FILE:LINE``: .txt files, and "text" of lines and rows."""
-    for file, line_number, record in read_values(path):
-        text = record.get("text") if isinstance(record, dict) else None
-        with at_line(file, line_number):
-            if not isinstance(text, str):
-                shown = short(repr(record))
-                raise DataError(f'plain text is an object such as {{"text": "…"}}, not {shown}; chats go to --data')
-            if problem := half_character(text):
-                raise DataError(f"text {problem}")
-            yield text, f"{file}:{line_number}"
+def read_texts(
+    path: Path, left_out: LeftOut | None = None, *, says: bool = True
+) -> Iterator[tuple[Iterable[str], str]]:
+    """The plain texts of a file or a folder, and their ``FILE:LINE``: .txt files, and "text" of lines and rows.
+
+    A text is in parts, to be read before the next text. ``left_out`` and ``says`` as for
+    :func:`draftheads.data.records.read_prompts`.
+    """
+    lost: LeftOut = {} if left_out is None else left_out
+    is_used = False
+    for file, line_number, record in read_lines(path, says=says):
+        text: Any = record.get("text") if isinstance(record, dict) else None
+        reason = str(record) if isinstance(record, DataError) else ""
+        if not reason and not isinstance(text, str | Iterator):
+            reason = 'plain text is an object such as {"text": "…"}; chats go to --data'
+        if isinstance(text, str) and (problem := half_character(text)):
+            reason = f"text {problem}"
+        if reason:
+            lost.setdefault(reason, []).append(f"{file}:{line_number}")
+            leave_out(record)
+            continue
+        is_used = True
+        yield [text.removeprefix("\ufeff")] if isinstance(text, str) else text, f"{file}:{line_number}"
+    if lost and not is_used:
+        raise none_left(lost, [path], "text")
+    if left_out is None and says:
+        tell(lost, "text")
 
 
 def load_blocks(
-    tokenizer: Any, paths: Sequence[Path], *, eos_ids: frozenset[int], length: int, max_tokens: int | None = None
+    tokenizer: Any,
+    paths: Sequence[Path],
+    *,
+    eos_ids: frozenset[int],
+    length: int,
+    max_tokens: int | None = None,
+    left_out: LeftOut | None = None,
 ) -> list[EncodedChat]:
-    """All texts as blocks of ``length`` tokens, at most about ``max_tokens``; a block's source is its first text."""
+    """All texts as blocks of ``length`` tokens, at most about ``max_tokens``; a block's source is its first text.
+
+    The ids are those of the whole text, and no more of it is read than needed. ``left_out`` as for :func:`read_texts`.
+    """
     most = None if max_tokens is None else -(-max_tokens // length)
-    blocks = list(islice(_blocks(tokenizer, paths, eos_ids, length), most))
+    texts = chain.from_iterable(read_texts(path, left_out) for path in paths)
+    blocks = list(islice(_blocks(tokenizer, texts, eos_ids, length), most))
     if not blocks:
         raise DataError(f"no text in {', '.join(map(str, paths))}")
     return blocks
 
 
-def _blocks(tokenizer: Any, paths: Sequence[Path], eos_ids: frozenset[int], length: int) -> Iterator[EncodedChat]:
+def _blocks(
+    tokenizer: Any, texts: Iterable[tuple[Iterable[str], str]], eos_ids: frozenset[int], length: int
+) -> Iterator[EncodedChat]:
     ids: list[int] = []  # tokens that do not fill a block yet; ``source`` is the place of their first text
     source = ""
-    for text, place in chain.from_iterable(map(read_texts, paths)):
+    before, after = ids_around(tokenizer)
+    end = after if after and after[-1] in eos_ids else [*after, *sorted(eos_ids)[:1]]
+    for parts, place in texts:
         source = source if ids else place
-        own = list(tokenizer(text)["input_ids"])
-        if eos_ids and (not own or own[-1] not in eos_ids):
-            own.append(min(eos_ids))
-        ids += own
-        whole = len(ids) // length * length
-        for start in range(0, whole, length):
-            yield _block(ids[start : start + length], source)
-            source = place
-        ids = ids[whole:]
+        for more in chain([before], token_pieces(tokenizer, parts), [end]):
+            ids += more
+            whole = len(ids) // length * length
+            for start in range(0, whole, length):
+                yield _block(ids[start : start + length], source)
+                source = place
+            ids = ids[whole:]
     if len(ids) > 1:
         yield _block(ids, source)
 

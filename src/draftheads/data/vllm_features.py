@@ -2,13 +2,17 @@
 
 vLLM writes a file for each request: ``token_ids`` (T,) and ``hidden_states`` (T, n, D), the outputs of n chosen layers.
 Those of the last layer are not normed; h_t is, so the target's last norm is applied here. A file does not say which
-layers it has. They are found by comparing the beginning of a few texts with what the target computes for them.
+layers it has. They are found by comparing the beginning of a few texts with what the target computes for them. Of each
+file the first tokens that only its text has are compared, too.
 """
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from operator import itemgetter
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,15 @@ from torch import Tensor, nn
 
 from draftheads.data.features import Document, LiveStore, read_alone
 from draftheads.data.texts import EncodedChat
-from draftheads.errors import DataError, UnsupportedModel
+from draftheads.errors import DataError, DataWarning, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 
 NUM_COMPARED = 3  # texts
 MOST_COMPARED = 256  # tokens of each
+_NUM_OWN = 8  # tokens that are compared of every file
+_TENSORS = {"token_ids", "hidden_states"}
+_AGAIN = "delete it and extract its text again"
 LIMIT = 0.15  # of differences, see _difference; bf16 and fp32 differ by 0.02, neighbouring layers by 0.3 or more
 
 
@@ -42,25 +49,40 @@ class ExtractedStore(LiveStore):
         self._files = _files_of(self, folder)
         self._norm = last_norm(target)
         self._places = self._find_places()
+        self._check_each()
 
     def __getitem__(self, index: int) -> Document:
         token_ids = self.token_ids[index]
         states = self._states(index)
         *inputs, last = (states[:, place] for place in self._places)
         hidden = torch.cat([*inputs, self._normed(last)], -1)
+        if not hidden.isfinite().all():
+            raise DataError(f"{self._files[index]}: hidden_states have NaN or infinite values; {_AGAIN}")
         return Document(hidden.to("cpu", torch.bfloat16), token_ids, self.loss_masks[index])
 
-    def _states(self, index: int) -> Tensor:
-        """(T, n, D) of a text, in the target's type."""
-        path = self._files[index]
-        length, size = len(self.token_ids[index]), self.target.hidden_size
-        with _opened(path) as file:
-            stored = file.get_slice("hidden_states")
-            shape = stored.get_shape()
-            if len(shape) != 3 or shape[0] < length or shape[2] != size:
-                raise DataError(f"{path}: hidden_states are {shape}, expected [{length} tokens, layers, {size}]")
-            states: Tensor = stored[:length]
+    def _states(self, index: int, most: int | None = None) -> Tensor:
+        """(T, n, D) of a text or its first tokens, in the target's type."""
+        with _opened(self._files[index]) as file:
+            states: Tensor = file.get_slice("hidden_states")[: len(self.token_ids[index][:most])]
         return states.to(self.target.device, self.target.dtype)
+
+    def _check_each(self) -> None:
+        """Compares the first tokens that a text does not share with the others: its file may be of another text."""
+        texts = [ids.tolist() for ids in self.token_ids]
+        shared = [0] * len(texts)
+        for one, other in pairwise(sorted(range(len(texts)), key=texts.__getitem__)):
+            length = len(commonprefix((texts[one], texts[other])))  # noqa: RUF071 - of lists, not of paths
+            shared[one], shared[other] = max(shared[one], length), length
+        for index, length in enumerate(shared):
+            most = min(length + _NUM_OWN, MOST_COMPARED)
+            expected = read_alone(self.target, self.token_ids[index][:most])[-_NUM_OWN:].to(self.target.device)
+            found = self._normed(self._states(index, most)[-_NUM_OWN:, self._places[-1]])
+            difference = _difference(self._logits(found), self._logits(expected))
+            if not difference <= LIMIT:
+                raise DataError(
+                    f"{self._files[index]}: the hidden states are not those of the tokens: the logits differ by "
+                    f"{difference:.1%} from {self.target.model_id}'s, and at most {LIMIT:.0%} is allowed; {_AGAIN}"
+                )
 
     @torch.inference_mode()
     def _normed(self, states: Tensor) -> Tensor:
@@ -73,9 +95,6 @@ class ExtractedStore(LiveStore):
         texts = range(min(NUM_COMPARED, len(self)))
         computed = [read_alone(self.target, self.token_ids[i][:MOST_COMPARED], self.layers).float() for i in texts]
         stored = [self._states(i)[:MOST_COMPARED] for i in texts]
-        widths = sorted({states.shape[1] for states in stored})
-        if len(widths) > 1:
-            raise DataError(f"{self._files[0].parent}: files of {widths[0]} and of {widths[1]} layers; give one kind")
         *inputs, last = torch.cat(computed).to(self.target.device).split(self.target.hidden_size, -1)
         candidates = torch.cat(stored).unbind(1)
         places = []
@@ -135,11 +154,22 @@ def _difference(states: Tensor, expected: Tensor) -> float:
 
 def _files_of(store: LiveStore, folder: Path) -> list[Path]:
     files: list[tuple[bytes, Path]] = []
+    unread, width, size = set[str](), None, store.target.hidden_size
     for path in folder.rglob("*.safetensors"):
         with _opened(path) as file:
-            files.append((_key(file.get_tensor("token_ids").flatten()), path))
+            unread |= {*file.keys()} - _TENSORS
+            token_ids, stored = file.get_tensor("token_ids").flatten(), file.get_slice("hidden_states")
+            shape, is_float = stored.get_shape(), "F" in stored.get_dtype()
+            if token_ids.is_floating_point() or not is_float or shape[::2] != [len(token_ids), size] or len(shape) != 3:
+                what = f"{stored.get_dtype()} {shape}, expected floats [{len(token_ids)} tokens, layers, {size}]"
+                raise DataError(f"{path}: hidden_states are {what}, and token_ids whole numbers; {_AGAIN}")
+            if shape[1] != (width := width or shape[1]):
+                raise DataError(f"{path} has {shape[1]} layers, and files before it have {width}; give one kind")
+            files.append((_key(token_ids), path))
     if not files:
         raise DataError(f"{folder} has no .safetensors file")
+    if unread:
+        warnings.warn(f"{folder}: tensors {', '.join(sorted(unread))} are not read", DataWarning, stacklevel=3)
     files.sort()
     of_texts: list[Path] = []
     missing: list[int] = []
@@ -168,8 +198,8 @@ def _key(token_ids: Tensor) -> bytes:
 def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            if missing := {"token_ids", "hidden_states"} - set(file.keys()):
+            if missing := _TENSORS - set(file.keys()):
                 raise DataError(f"{path} has no {' and no '.join(sorted(missing))}, so it is not one of vLLM's files")
             yield file
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: {error}; delete it and extract its text again") from None
+        raise DataError(f"{path}: {error}; {_AGAIN}") from None

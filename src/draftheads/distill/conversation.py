@@ -5,17 +5,16 @@ Files are read twice, once to count and once to answer, so that a million prompt
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from draftheads.data.files import at_line
+from draftheads.data.files import PART
+from draftheads.data.lines import LeftOut, none_left
 from draftheads.data.records import read_prompts
 from draftheads.data.texts import read_texts
 from draftheads.distill.options import DistillOptions
-from draftheads.errors import DataError
-from draftheads.utils.messages import short
 
 SELF_TALK = "self-talk"
 
@@ -30,10 +29,6 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = ()  # functions that the model may call, as JSON schemas
     is_document: bool = False  # the one turn is a text whose beginning is continued, without a chat template
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return (self.system, *self.turns) if self.system is not None else self.turns
-
 
 @dataclass(frozen=True)
 class Survey:
@@ -45,18 +40,19 @@ class Survey:
 
 
 class Seen:
-    """Remembers lists of texts by eight bytes each; texts that differ only in white space are the same.
+    """Remembers prompts by eight bytes each: all that the model reads counts, white space and tools, too.
 
     >>> seen = Seen()
-    >>> seen.add(["Why is", "the sky?"]), seen.add([" Why  is", "the sky?"]), seen.add(["Why is the", "sky?"])
+    >>> seen.add(["Why is", "the sky?"]), seen.add(["Why is", "the sky?"]), seen.add(["Why is the", "sky?"])
     (True, False, True)
     """
 
     def __init__(self) -> None:
         self._digests: set[int] = set()
 
-    def add(self, texts: Iterable[str]) -> bool:
-        plain = json.dumps([" ".join(text.split()) for text in texts])
+    def add(self, prompt: Any) -> bool:
+        """Whether a JSON value is new."""
+        plain = json.dumps(prompt, sort_keys=True)
         digest = int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=8).digest())
         is_new = digest not in self._digests
         self._digests.add(digest)
@@ -69,39 +65,51 @@ def unique_prompts(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Ite
     The model answers anew: answers in the files are ignored.
     """
     seen = Seen()
-    return (prompt for prompt in _read_all(paths, documents) if seen.add(prompt.texts))
+    return (prompt for prompt in _read_all(paths, documents, {}, says=False) if seen.add(_read_of(prompt)))
 
 
-def survey(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Survey:
-    """Reads all files once."""
-    seen, digest = Seen(), hashlib.sha256()
+def survey(paths: Sequence[Path], documents: Sequence[Path] = (), left_out: LeftOut | None = None) -> Survey:
+    """Reads all files once; lines that cannot be asked are added to ``left_out``.
+
+    Raises:
+        DataError: there is no prompt.
+    """
+    seen, digest, left_out = Seen(), hashlib.sha256(), {} if left_out is None else left_out
     num_prompts = num_duplicates = 0
-    for prompt in _read_all(paths, documents):
-        if seen.add(prompt.texts):
+    for prompt in _read_all(paths, documents, left_out, says=True):
+        if seen.add(_read_of(prompt)):
             num_prompts += 1
             digest.update(json.dumps([prompt.turns, prompt.system, prompt.source, *prompt.tools]).encode())
         else:
             num_duplicates += 1
     files = (*paths, *documents)
     if files and not num_prompts:
-        raise DataError(f"no prompts in {', '.join(map(str, files))}")
+        raise none_left(left_out, files, "prompt")
     return Survey(num_prompts, num_duplicates, digest.hexdigest()[:16])
 
 
-def _read_all(paths: Sequence[Path], documents: Sequence[Path]) -> Iterator[Prompt]:
-    for record in read_prompts(*paths):
-        unknown = {message["role"] for message in record.messages} - {"system", "user", "assistant"}
-        with at_line(record.path, record.line_number):  # the user's turns are asked one by one
-            if unknown:
-                raise DataError(f"role is {short(repr(min(unknown)))}; distill knows only system, user and assistant")
-            if not all(text.strip() for text in record.user_turns):
-                raise DataError("a turn of the user is empty: leave it out")
-        system = "\n\n".join(message["content"] for message in record.messages if message["role"] == "system") or None
-        yield Prompt(record.user_turns, system, f"{record.path.name}:{record.line_number}", record.tools)
+def _read_of(prompt: Prompt) -> Any:
+    """What the model reads of a prompt."""
+    return [prompt.system, prompt.turns, prompt.tools, prompt.is_document]
+
+
+def _read_all(paths: Sequence[Path], documents: Sequence[Path], left_out: LeftOut, *, says: bool) -> Iterator[Prompt]:
+    for record in read_prompts(*paths, left_out=left_out, says=says):
+        roles = {message["role"] for message in record.messages}
+        problem = "a turn of the user is empty" if not all(text.strip() for text in record.user_turns) else ""
+        if calls := roles & {"tool", "function", "ipython"}:  # the user's turns are asked one by one
+            problem = f"it has a message of role {min(calls)!r}, which answers a call that the model may not make again"
+        if problem:
+            left_out.setdefault(problem, []).append(record.source)
+            continue
+        told = (message["content"] for message in record.messages if message["role"] in ("system", "developer"))
+        source = f"{record.path.name}:{record.line_number}"
+        yield Prompt(record.user_turns, "\n\n".join(told) or None, source, record.tools)
     for path in documents:
-        for text, place in read_texts(path):
+        for parts, place in read_texts(path, left_out, says=says):
+            text = next(iter(parts), "")  # the model reads the beginning
             if text.strip():
-                yield Prompt((text,), None, f"{path.name}{place.removeprefix(str(path))}", is_document=True)
+                yield Prompt((text[:PART],), None, f"{path.name}{place.removeprefix(str(path))}", is_document=True)
 
 
 # --- a conversation ---

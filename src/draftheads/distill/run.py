@@ -20,6 +20,7 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from draftheads.data.lines import LeftOut, left_out_lines
 from draftheads.distill.conversation import SELF_TALK, Dialogue, Prompt, Seen, Source, Survey, survey, unique_prompts
 from draftheads.distill.options import DistillOptions
 from draftheads.errors import DataError, DistillationInterrupted, EndpointError, InvalidSettings
@@ -144,10 +145,11 @@ def _line(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, ensure_ascii=False) + "\n").encode()
 
 
-def _questions(record: Mapping[str, Any]) -> list[str]:
+def _questions(record: Mapping[str, Any]) -> list[Any]:
     if "completion" in record:
         return [record["prompt"]]
-    return [message["content"] for message in record["messages"] if message["role"] != "assistant"]
+    asked = [message for message in record["messages"] if message["role"] != "assistant"]
+    return [asked, record.get("tools", [])]
 
 
 def part_path(out: Path) -> Path:
@@ -170,6 +172,7 @@ class Outcome:
     counts: Mapping[str, int]  # answers, generations (also of what is left out), …
     was_complete: bool  # before this call
     refused: Sequence[Mapping[str, Any]] = ()  # prompts that the server did not answer: source and reason
+    left_out: Sequence[str] = ()  # what to tell of lines that cannot be asked
 
 
 def distill(options: DistillOptions, load_source: Callable[[], Source], progress: Progress) -> Outcome:
@@ -179,12 +182,16 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     """
     check_writable(options.out)
     progress.stage("reading prompts")
-    prompt_survey = survey(options.prompts, options.documents)
+    left_out: LeftOut = {}
+    prompt_survey = survey(options.prompts, options.documents, left_out)
+    lines = left_out_lines(left_out, "prompt")
     with dated(date_of(options.out)):
-        return _distil(options, load_source(), progress, prompt_survey)
+        return _distil(options, load_source(), progress, prompt_survey, lines)
 
 
-def _distil(options: DistillOptions, source: Source, progress: Progress, prompt_survey: Survey) -> Outcome:
+def _distil(
+    options: DistillOptions, source: Source, progress: Progress, prompt_survey: Survey, lines: Sequence[str]
+) -> Outcome:
     total = prompt_survey.num_prompts + options.num_self_talk
     settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
     with Journal.locked(options.out, {**source.identity, **settings, **asdict(prompt_survey)}) as journal:
@@ -196,9 +203,10 @@ def _distil(options: DistillOptions, source: Source, progress: Progress, prompt_
             except KeyboardInterrupt:
                 done = f"{len(journal.places):,} of {counted(total, 'conversation')}"
                 raise DistillationInterrupted(f"stopped after {done}: the same command continues") from None
-            journal.finish({"options": as_json_values(asdict(options)), "provenance": provenance()})
+            told = {"left_out": lines, "options": as_json_values(asdict(options))}
+            journal.finish({**told, "provenance": provenance()})
     manifest: Any = journal.manifest
-    return Outcome(prompt_survey, Counter(manifest["counts"]), was_complete, manifest["refused"])
+    return Outcome(prompt_survey, Counter(manifest["counts"]), was_complete, manifest["refused"], lines)
 
 
 def _answer(options: DistillOptions, source: Source, journal: Journal, progress: Progress, total: int) -> None:

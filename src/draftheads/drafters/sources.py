@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple, Protocol, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from draftheads.errors import InvalidSettings
+from draftheads.models.token_pieces import token_pieces
 from draftheads.utils.files import user_path
 
 MAX_NGRAM = 4  # tokens of the longest n-gram that is looked up in a text
 MOST_PLACES = 8  # of a text's last tokens that are looked at
 _NGRAM, _CANDIDATES = 3, 256  # of a corpus: tokens that are looked up, and places that are compared
-_MOST_CHARACTERS, _LINES = 32_000_000, 256  # of a corpus, and of a piece that is tokenized
+_MOST_CHARACTERS = 32_000_000  # of a corpus
 _NONE = -1  # in place of a token that is none of the model's
 _FACTORS = np.array([1_000_003, 8_191, 1])  # of a hash
 CopyProbs = Sequence[Sequence[float]]  # that a copied token is right, by the length of the match
@@ -68,22 +70,24 @@ class Corpus:
 
     @classmethod
     def read(cls, path: str, tokenizer: Any, vocab_size: int) -> Self:
-        """The text in a file.
+        """The text in a file; engines share it.
 
         Raises:
-            InvalidSettings: it cannot be read, or is larger than 32 MB: a token takes about 300 bytes meanwhile.
+            InvalidSettings: it cannot be read, or has more than 32 million characters.
         """
         try:
-            text = user_path(path).read_text(encoding="utf-8")
+            state = user_path(path).stat()
+            key = user_path(path).resolve(), state.st_mtime_ns, state.st_size, tokenizer, vocab_size
+            if (known := _READ.get(key)) is not None:
+                return known  # type: ignore[return-value]
+            text = user_path(path).read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise InvalidSettings(f"corpus {path} cannot be read: give a text file ({error})") from None
         if len(text) > _MOST_CHARACTERS:
             size = f"{len(text):,} characters; {_MOST_CHARACTERS:,} are allowed"
             raise InvalidSettings(f"corpus {path} has {size}: give the part that answers quote")
-        lines = text.splitlines(keepends=True)
-        pieces = ["".join(lines[start : start + _LINES]) for start in range(0, len(lines), _LINES)]
-        each = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
-        return cls([token for ids in each for token in ids], vocab_size)
+        corpus = _READ[key] = cls([token for ids in token_pieces(tokenizer, text) for token in ids], vocab_size)
+        return corpus
 
     def copies(self, text: "TextIndex", count: int, longest: int) -> list[Copy]:
         if len(text.ids) < _NGRAM:
@@ -99,6 +103,9 @@ class Corpus:
         found = zip(places[best].tolist(), matches[best].tolist(), strict=True)
         following = ((list(takewhile(_NONE.__ne__, self.ids[at : at + count].tolist())), match) for at, match in found)
         return [Copy(ids, match) for ids, match in following if match]
+
+
+_READ: WeakValueDictionary[Any, Corpus] = WeakValueDictionary()  # as long as an engine has it
 
 
 class TextIndex:

@@ -192,10 +192,10 @@ def continuing_ids(tokenizer: Any, text: str) -> list[int]:
     if not text:
         return []
     for anchor in _ANCHORS:
-        before, whole = _ids(tokenizer, anchor), _ids(tokenizer, anchor + text)
+        before, whole = ids_of(tokenizer, anchor), ids_of(tokenizer, anchor + text)
         if whole[: len(before)] == before:
             return whole[len(before) :]
-    return _ids(tokenizer, text)
+    return ids_of(tokenizer, text)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -242,14 +242,16 @@ def _added_tokens(tokenizer: Any) -> tuple[Mapping[int, str], str, int]:
     return _ADDED[tokenizer]
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text, without the special tokens around it."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def token_ids_of(reader: ChatReader, text: str, **options: bool) -> list[int]:
-    """The token ids of a text; ``options`` are the tokenizer's.
+    """The token ids of a text that a model continues; ``options`` are the tokenizer's.
 
-    A text that is far too long is refused by its beginning: all of it could take seconds.
+    They end with the text, also where a tokenizer writes an end token behind texts. A text that is far too long is
+    refused by its beginning: all of it could take seconds.
     """
     limit, read = reader.max_positions, partial(reader.tokenizer, **options)
     if limit is not None and len(text) > _LETTERS * limit:
@@ -257,7 +259,17 @@ def token_ids_of(reader: ChatReader, text: str, **options: bool) -> list[int]:
         if len(read(beginning)["input_ids"]) > 2 * limit:
             name = shown_name(reader.model_id)
             raise PromptTooLong(f"the prompt has more than {limit:,} tokens; {name} takes at most {limit - 1}")
-    return list(read(text)["input_ids"])
+    ids = list(read(text)["input_ids"])
+    if options.get("add_special_tokens", True) and ids and ids[-1] in reader.eos_ids:
+        return ids[: len(ids) - len(ids_around(reader.tokenizer)[1])]
+    return ids
+
+
+def ids_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer writes before a text, such as its BOS, and behind it."""
+    plain, whole = ids_of(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    return whole[:start], whole[start + len(plain) :]
 
 
 @lru_cache(1)

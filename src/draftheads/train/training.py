@@ -22,8 +22,8 @@ from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.data.features import LiveStore, read_meta
 from draftheads.data.files import check_readable
-from draftheads.data.records import NO_ANSWER, read_chats
-from draftheads.data.texts import LeftOut, left_out_lines
+from draftheads.data.lines import LeftOut, left_out_lines
+from draftheads.data.records import check_chats
 from draftheads.data.texts import read_texts as plain_texts
 from draftheads.errors import DataError, MissingDependency
 from draftheads.heads.base import DraftHead
@@ -125,15 +125,10 @@ class Run:
         """
         check_readable(self.options.data)
         for path in self.options.data:
-            problem = NO_ANSWER
-            for chat in read_chats(path):
-                if not (problem := chat.problem):  # up to the first one
-                    break
-            if problem:
-                raise DataError(problem, path=path)
+            check_chats(path)
         check_readable(self.options.text)
         for path in self.options.text:
-            next(plain_texts(path), None)
+            next(plain_texts(path, says=False), None)
         folder = self.options.features
         if folder is not None and not self.has_texts and read_meta(folder) is None:
             raise DataError(f"--features {folder} has no hidden states: give --data FILE… or --text FILE… to make them")

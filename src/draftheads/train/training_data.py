@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
 from draftheads.data.features import Documents, FeatureStore, LiveStore, build_shards, claim, has_room, read_meta
-from draftheads.data.texts import EncodedChat, check_known, limited, load_blocks, load_texts
+from draftheads.data.texts import EncodedChat, known_texts, limited, load_blocks, load_texts
 from draftheads.data.vllm_features import ExtractedStore
 from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
@@ -61,16 +61,18 @@ class TrainingData:
 def read_texts(
     target: TargetModel, options: TrainOptions, left_out: dict[str, list[str]] | None = None
 ) -> list[EncodedChat]:
-    """Plain texts in blocks, and chats; ``left_out`` as for :func:`load_texts`."""
+    """Plain texts in blocks, and chats; ``left_out`` gets the lines that cannot be used."""
     texts: list[EncodedChat] = []
     most = options.max_tokens
     if options.text:
         length = limited(options.max_length, target)
-        texts += load_blocks(target.tokenizer, options.text, eos_ids=target.eos_ids, length=length, max_tokens=most)
+        eos_ids = target.eos_ids
+        texts += load_blocks(
+            target.tokenizer, options.text, eos_ids=eos_ids, length=length, max_tokens=most, left_out=left_out
+        )
     if options.data:
         texts += load_texts(target, options.data, max_length=options.max_length, max_tokens=most, left_out=left_out)
-    check_known(texts, target.vocab_size)
-    return texts
+    return known_texts(texts, target.vocab_size, left_out)
 
 
 def with_hidden_states(
