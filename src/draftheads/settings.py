@@ -148,6 +148,11 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((_integer(token), _number(bias)) for token, bias in pairs))
 
 
+def _seed(value: Any) -> int | None:
+    """-1 is a random seed, as in vLLM and llama.cpp."""
+    return None if (seed := _integer(value)) == -1 else seed
+
+
 def _integers(least: int, most: float = math.inf, also: str = "") -> Rule:
     words = f"an integer of at least {least}" if most == math.inf else f"an integer from {least} to {most}"
     return Rule(_integer, lambda number: least <= number <= most, words + also)
@@ -158,7 +163,7 @@ _SHARE = Rule(_number, lambda share: 0.0 < share <= 1.0, "a number above 0 and a
 _POSITIVE = Rule(_number, lambda number: 0.0 < number < math.inf, "a positive number, or None")
 _DELTA = Rule(_number, lambda delta: delta > 0.0, "a positive number, or None")
 _PENALTY = Rule(_number, lambda p: abs(p) <= MOST_PENALTY, f"a number from {-MOST_PENALTY:g} to {MOST_PENALTY:g}")
-_SEED = Rule(_integer, lambda n: -(2**63) <= n < 2**64, "an integer of at least -2**63 and below 2**64, or None")
+_SEED = Rule(_seed, lambda n: n is None or 0 <= n < 2**64, "an integer from 0 to 2**64 - 1, or -1 or None for a random one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +189,7 @@ class SamplingOptions:
     ] = 0.0
     """0 takes the most likely token (greedy); above 0 samples."""
     seed: Annotated[int | None, _SEED] = None
-    """Makes sampling repeatable; drawn at random if left out."""
+    """Makes sampling repeatable. It is drawn at random if it is -1 or left out."""
 
     def __post_init__(self) -> None:
         for name, annotated in ((field.name, field.type) for field in fields(self)):

@@ -171,7 +171,9 @@ def test_a_place_in_the_answer_has_its_number_however_it_is_reached() -> None:
 
 def test_seeds_make_the_numbers() -> None:
     assert request_of(seed=1).uniforms(4) == request_of(seed=1).uniforms(4)
-    assert request_of(seed=1).uniforms(4) != request_of(seed=2).uniforms(4)
+    for seed in (2, -1):  # -1 is another one in each request
+        assert request_of(seed=1).uniforms(4) != request_of(seed=seed).uniforms(4)
+    assert request_of(seed=-1).uniforms(4) != request_of(seed=-1).uniforms(4)
     assert request_of().uniforms(4) != request_of().uniforms(4)
 
 

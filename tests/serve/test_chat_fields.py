@@ -11,6 +11,7 @@ import pytest
 from draftheads.serve import request_params
 from draftheads.serve.chat_completions import ChatFields
 from draftheads.serve.completions import CompletionFields, read_completion
+from draftheads.serve.fields import ApiError
 from draftheads.serve.responses import ResponseFields
 from draftheads.settings import SamplingSettings
 from serve_world import NAME, PLAIN, USER, Running, check_wrong, chunks_of, error_of, running, texts_of, tiny_engines
@@ -142,7 +143,9 @@ def test_a_seed_of_minus_one_is_a_random_one(server: Running):
         return [request.settings.seed for request in server.chat_call(seed=seed, n=2).requests]
 
     assert seeds(-1) == seeds(None) == [None, None]
-    assert (seeds(-2), seeds(0), seeds(2**64 - 1)) == ([-2, -1], [0, 1], [2**64 - 1, 0])
+    assert (seeds(0), seeds(2**64 - 1)) == ([0, 1], [2**64 - 1, 0])
+    with pytest.raises(ApiError, match="seed is -2; it must be an integer from 0"):
+        seeds(-2)
 
 
 def test_errors_name_the_folder_of_the_model_and_no_path(tmp_path: Path):

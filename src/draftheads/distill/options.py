@@ -52,7 +52,7 @@ class DistillOptions(OptionGroup):
     often."""
     max_new_tokens: Annotated[int, FROM_1] = 256
     """An answer is cut off after this many tokens. The conversation then ends."""
-    seed: int = 0
+    seed: Annotated[int, FROM_0] = 0
     """Decides every random choice."""
     batch_size: Annotated[int, FROM_1] = 64
     """Conversations that are answered together."""

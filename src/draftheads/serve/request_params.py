@@ -201,8 +201,6 @@ def read_params(fields: CommonFields, service: Service, grammar: Grammar | None)
     defaults = {"temperature": 1.0, "top_k": 0, **engine.generation.sampling}
     sampling = {**defaults, **fields.model_dump(include={*_SAMPLING}, exclude_unset=True)}
     sampling["logit_bias"] = {int(token): bias for token, bias in fields.logit_bias.items()}
-    if sampling.get("seed") == -1:  # a random one, as in other servers
-        sampling["seed"] = None
     if sampling["top_k"] < 1:  # all tokens, as in vLLM
         sampling["top_k"] = None
     if sampling.get("top_p") == 0:  # only the most likely token is left
