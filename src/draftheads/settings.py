@@ -163,7 +163,7 @@ _SHARE = Rule(_number, lambda share: 0.0 < share <= 1.0, "a number above 0 and a
 _POSITIVE = Rule(_number, lambda number: 0.0 < number < math.inf, "a positive number, or None")
 _DELTA = Rule(_number, lambda delta: delta > 0.0, "a positive number, or None")
 _PENALTY = Rule(_number, lambda p: abs(p) <= MOST_PENALTY, f"a number from {-MOST_PENALTY:g} to {MOST_PENALTY:g}")
-_SEED = Rule(_seed, lambda n: n is None or 0 <= n < 2**64, "an integer from 0 to 2**64 - 1, or -1 or None for a random one")
+_SEED = Rule(_seed, lambda n: n is None or 0 <= n < 2**64, "an integer from 0 to 2**64 - 1; -1 or None is random")
 
 
 @dataclass(frozen=True, kw_only=True)

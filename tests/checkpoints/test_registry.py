@@ -88,7 +88,7 @@ def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert find_head("runs/mine", "any") == Path("runs/mine"), "the Hub comes later"
     (tmp_path / "smollm2-135m" / "medusa").mkdir(parents=True)
     assert find_head("smollm2-135m/medusa", "any") == Path("smollm2-135m/medusa"), "so do installed heads of a base"
-    with pytest.raises(ModelNotFound, match="no head '/medusa'"):
+    with pytest.raises(ModelNotFound, match="no such file or folder: /medusa"):
         find_head("/medusa", "smollm2-135m")
 
 
@@ -114,7 +114,7 @@ def test_an_unknown_name_lists_what_is_bundled(zoo: Path, name: str, model: str,
 @pytest.mark.parametrize("name", ["../head", "/no/such/head", "a/b/../c", "a/b/c/", "owner/", "a b/c"])
 def test_a_name_that_is_not_a_hub_id_causes_no_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
-    with pytest.raises(ModelNotFound, match="Hub"):
+    with pytest.raises(ModelNotFound, match=r"Hub|no such file or folder"):
         find_head(name, "smollm2-135m")
 
 

@@ -39,7 +39,9 @@ print(json.dumps(found))
 """
 # the words that the line has
 REFUSED = {
-    "generate a --model ./modle": "./modle (did you mean ./model?) is not a folder here",
+    "generate a --model ./modle": "no such file or folder: ./modle (did you mean ./model?)",
+    "generate a --model model --draft-model ~/none.gguf": "no such file or folder: ~/none.gguf",
+    "generate a --model here/none.gguf": "no such file or folder: here/none.gguf",
     "generate a --model medusa": "medusa is a draft head (medusa for",
     "chat --model 'no such model'": "no such model is not a folder here",
     "serve --model empty": "empty is here, but it is not a model folder",
@@ -53,7 +55,7 @@ REFUSED = {
     "distill --prompts none.jsonl --out o.jsonl": "none.jsonl: cannot be read",
     "tune model ./medusa --prompts none.jsonl": "none.jsonl: cannot be read",
     "train --method medusa --data chats.jsonl none.jsonl --out out": "none.jsonl: cannot be read",
-    "train --joint text --model model --start-from ./hydar --data chats.jsonl --out out": "no head './hydar'",
+    "train --joint text --model model --start-from ./hydar --data chats.jsonl --out out": "file or folder: ./hydar",
     "generate a --model model --chat-template none.jinja": "chat template 'none.jinja' cannot be read",
     "generate a --model model --tree 0": "num_nodes is 0",
 }

@@ -216,7 +216,7 @@ def test_the_page_is_of_the_same_batch_and_escapes_words(capsys: pytest.CaptureF
         ("--index -1", "--index is -1: must be at least 0"),
         ("--held-out 1", "--held-out is 1.0: must be at least 0 and below 1"),
         ("--max-length 3", "34 chats were left out: no answer within the first 3 tokens (the first is chats.jsonl:1)"),
-        ("--model none/none/none", "none/none/none is not a folder here"),
+        ("--model none/none/none", "no such file or folder: none/none/none"),
         ("--html chats.jsonl/page.html", "cannot save chats.jsonl/page.html"),
     ],
 )

@@ -236,3 +236,9 @@ def test_a_folder_for_other_engines(target: TargetModel, tmp_path: Path) -> None
     kept(tiny_head("amphista", target), target, tmp_path / "amphista")
     with pytest.raises(InvalidSettings, match="heads of the method amphista are not written for other projects"):
         export_head(tmp_path / "amphista", tmp_path / "other", model=name)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])
+def test_the_advice_for_an_engine_that_reads_several_kinds_is_eagle3(engine: str) -> None:
+    with pytest.raises(InvalidSettings, match=f"For {engine} train another head: `draftheads train --method eagle3`"):
+        format_for("medusa", engine, {})

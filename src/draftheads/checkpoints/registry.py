@@ -22,6 +22,7 @@ from draftheads.models.gguf_models import SMOLLM2_135M
 from draftheads.models.model_names import (
     base_of,
     check_model_can_exist,
+    check_path,
     config_of,
     hint_at,
     json_in,
@@ -112,6 +113,7 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
         )
     if match := _HUB_ID.fullmatch(name):
         return _download(match["repo"], match["subfolder"], base_name)
+    check_path(name, longest_id=len(name))
     check_model_can_exist(base_name)
     methods = [head.method for head in zoo_heads() if head.base_name == base_name]
     raise ModelNotFound(
@@ -143,6 +145,7 @@ def find_published(name: str | PathLike[str], base_name: str) -> Path:
         return path
     match = _HUB_ID.fullmatch(name)
     if match is None:
+        check_path(name, longest_id=len(name))
         raise ModelNotFound(
             f"no head {name!r}: neither a file or folder here nor an id on the Hugging Face Hub (owner/name)"
         )

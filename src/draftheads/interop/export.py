@@ -26,6 +26,7 @@ from draftheads.loading import Loadable, load_target, name_of
 from draftheads.models.model_names import base_of, model_id_of
 from draftheads.utils.files import atomic_directory, user_path
 
+_ADVISED = "eagle3"  # for engines that read several kinds: most of them run it best
 _TOKEN_MAP, _OWN_HEADS = "token_map.pt", "medusa_lm_head.pt"
 # an option of EAGLE-3 heads: what engines do that do not know it
 _LITTLE_KNOWN = {
@@ -148,9 +149,10 @@ def format_for(method: str, to: str | None, options: Mapping[str, Any]) -> Forma
     if found := named or [form for form in fitting if to in map(str.lower, form.commands)]:
         return found[0]
     readers = "; ".join(f"--to {form.name} is read by {' and '.join(form.commands)}" for form in fitting)
+    methods = [each for form in written if to in (form.name, *map(str.lower, form.commands)) for each in form.methods]
     raise InvalidSettings(
         f"--to {to} is not for heads of the method {method}: {serves}; {readers}. For {to} "
-        f"train another head: `draftheads train --method {known[to].methods[0]}`"
+        f"train another head: `draftheads train --method {_ADVISED if _ADVISED in methods else methods[0]}`"
     )
 
 

@@ -194,6 +194,12 @@ def _resolve_embedded_on_hub() -> Path | str:
         ) from error
 
 
+def check_path(name: str, *, longest_id: int) -> None:
+    """Refuses the name of nothing here that only a path can have: ids on the Hub have up to ``longest_id`` slashes."""
+    if name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf") or name.count("/") > longest_id:
+        raise ModelNotFound(f"no such file or folder: {name}{hint_at(name)}")
+
+
 def check_model_can_exist(name: str) -> None:
     """Whether the name is one of a folder that is here, or could be an id on the Hub; the Hub is not asked."""
     from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
@@ -201,6 +207,7 @@ def check_model_can_exist(name: str) -> None:
 
     if user_path(name).exists():
         return
+    check_path(name, longest_id=1)
     try:
         validate_repo_id(name)
     except HFValidationError:
