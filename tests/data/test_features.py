@@ -110,6 +110,21 @@ def shorten(folder: Path) -> None:
     save_file(short, shard_path(folder, 1), metadata={"sources": '["", "", "", ""]'})
 
 
+def with_nan(folder: Path) -> None:
+    tensors = load_file(shard_path(folder, 2))
+    tensors["hidden"][3, 5] = float("nan")
+    save_file(tensors, shard_path(folder, 2), metadata={"sources": '["", ""]'})
+
+
+def with_token(token: int) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        tensors = load_file(shard_path(folder, 1))
+        tensors["token_ids"][4] = token
+        save_file(tensors, shard_path(folder, 1), metadata={"sources": '["", "", "", ""]'})
+
+    return change
+
+
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "meta.json").unlink(), "no meta.json"),
     (lambda folder: (folder / "meta.json").write_text("{"), "Expecting"),
@@ -119,11 +134,16 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (changed("num_documents", 11), "10 texts in the shards"),
     (lambda folder: shard_path(folder, 1).write_bytes(b"x" * 99), "damaged shard"),
     (shorten, "have sizes"),
+    (with_nan, "00002.*NaN or infinite hidden"),
+    *((with_token(token), "made of other texts or weights") for token in (-1, 7, 99_999)),
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_a_damaged_store_is_an_error(store: FeatureStore, damage: Callable[[Path], object], message: str):
+def test_a_damaged_store_is_an_error(
+    target: TargetModel, store: FeatureStore, damage: Callable[[Path], object], message: str
+):
+    store.check(target)
     damage(store.folder)
     with pytest.raises(DataError, match=message):
-        FeatureStore(store.folder)
+        FeatureStore(store.folder).check(target)

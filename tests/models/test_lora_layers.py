@@ -217,6 +217,17 @@ def test_fields_that_are_not_used_beside_a_base_are_refused_by_name(config: dict
         with_lora(base, folder)
 
 
+def test_biases_of_an_adapter_are_merged_only_into_layers_that_have_one(tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    folder = saved_adapter(base, tmp_path / "a", targets=("q_proj",), lora_bias=True)
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    of_b = [key for key in tensors if "lora_B" in key]
+    save_file({**tensors, **{key.replace(".weight", ".bias"): tensors[key][:, 0].clone() for key in of_b}}, weights)
+    with pytest.raises(UnsupportedModel, match=r"cannot be merged: .*lora_bias"):
+        merged(base, folder)
+
+
 @given(name=st.from_regex(r"[a-z]{3,9}_new", fullmatch=True), value=st.sampled_from([True, 3, "x", [1], False, None]))
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_unknown_keys_and_tensors_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:

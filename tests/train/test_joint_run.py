@@ -30,11 +30,14 @@ from draftheads.train.report import Report, measure
 from draftheads.train.run import train
 from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
+from families import tiny_model
 from joint_world import joint_options, on_disk, train_jointly_for
 from thorough import some_rows
 from training_world import (
+    VOCAB,
     KilledError,
     chat_model,
+    chat_tokenizer,
     counting_chats,
     lines,
     stop_by_crash,
@@ -165,6 +168,17 @@ def test_joint_training_continues_a_trained_head(
     report = train_jointly_for(target, joint_options(tmp_path / "out", chats, **more))
     before = json.loads((start / "metrics.json").read_text())["top1"]
     assert report.top1 == pytest.approx(before, abs=0.03)  # bf16 features there
+
+
+def test_what_is_not_adapted_of_a_mixture_of_experts_is_said(chats: Path, tmp_path: Path):
+    model = tiny_model("qwen3_moe", vocab_size=len(VOCAB)).model
+    progress = FakeProgress()
+    options = joint_options(tmp_path / "out", chats, epochs=1)
+    train_jointly_for(TargetModel(model, chat_tokenizer(), "tiny-moe"), options, progress)
+    (said,) = (stage for stage in progress.stages if stage.startswith("not adapted"))
+    numbers = {name: parameter.numel() for name, parameter in model.named_parameters() if ".mlp." in name}
+    assert all(name.replace(".0.", ".*.") in said for name in numbers if ".0." in name)
+    assert f"({sum(numbers.values()):,} parameters)" in said
 
 
 def test_a_loss_that_is_not_finite_stops_joint_training_and_names_the_texts(chats: Path, tmp_path: Path):

@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from draftheads.data import features as stores
 from draftheads.data.batches import split_held_out
-from draftheads.data.features import LiveStore, has_room, needed_bytes
+from draftheads.data.features import LiveStore, has_room, needed_bytes, shard_path
 from draftheads.data.texts import load_blocks, load_texts
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
@@ -226,10 +227,19 @@ def test_an_out_that_is_a_file_and_a_single_text_are_errors(target: TargetModel,
         run.train(chat_options(one, data=(one,)), FakeProgress())
 
 
-def test_the_fingerprint_depends_on_the_weights(target: TargetModel, chats: Path):
+def test_stored_hidden_states_are_those_of_the_texts_and_the_weights(target: TargetModel, chats: Path, tmp_path: Path):
     texts = load_texts(target, [chats], max_length=64)
     before = LiveStore(target, texts).fingerprint
     assert before == LiveStore(chat_model(), texts).fingerprint
     other = chat_model()
     other.model.model.layers[1].mlp.down_proj.weight += 1.0
     assert LiveStore(other, texts).fingerprint != before
+    folder = tmp_path / "features"
+    build_features(target, texts, folder)
+    with pytest.raises(DataError, match="made of other texts or weights"):
+        train_for(other, chat_options(tmp_path / "out", features=folder))
+    tensors = load_file(shard_path(folder, 0))
+    tensors["token_ids"][3] += 1
+    save_file(tensors, shard_path(folder, 0), metadata={"sources": json.dumps([text.source for text in texts])})
+    with pytest.raises(DataError, match="made of other texts or weights"):
+        train_for(target, chat_options(tmp_path / "out", data=(chats,), features=folder))

@@ -37,6 +37,24 @@ def test_only_the_named_layers_are_adapted():
         Adapter(chat_model().model, rank=2, alpha=4, dropout=0.0, targets=("no_such",))
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_that_are_no_linear_layers_are_left_out_by_name(family: str):
+    """Their matrices are one tensor each, which no layer of LoRA is put around."""
+    target = tiny_model(family)
+    adapter = Adapter(target.model, rank=2)
+    experts = [
+        (name, parameter)
+        for name, parameter in target.model.named_parameters()
+        if (".experts." in name or name.endswith((".gate.weight", ".router.weight"))) and parameter.ndim > 1
+    ]
+    layers = len(target.layer_kinds)
+    assert experts
+    assert sum(adapter.left_out.values()) == sum(parameter.numel() for _, parameter in experts)
+    assert set(adapter.left_out) == {name.replace(".0.", ".*.") for name, _ in experts if ".0." in name}
+    assert len(adapter.left_out) * layers == len(experts)
+    assert not Adapter(chat_model().model).left_out
+
+
 def test_labels_of_the_tuned_model_have_its_soft_cap(chats: Path):
     """With an adapted lm_head, too (Gemma-2 caps its logits)."""
     gemma = tiny_model("gemma2", vocab_size=len(VOCAB), final_logit_softcapping=2.0, tie_word_embeddings=False)

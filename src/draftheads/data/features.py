@@ -37,6 +37,7 @@ from draftheads.utils.strict_json import read_dataclass, read_object
 
 FORMAT_VERSION = 2
 TOKENS_PER_SHARD = 4096  # a run that is stopped loses at most the work for about as many
+_NUM_CHECKED = 16  # rows of each shard that are looked at when a store is opened
 _MOST_SHARDS = 4096  # their files are open at the same time
 T = TypeVar("T")
 
@@ -159,6 +160,17 @@ class FeatureStore(Documents):
             hidden = hidden.unflatten(1, (-1, self.meta.hidden_size))[:, self._parts].flatten(1)
         return Document(hidden, token_ids, self.loss_masks[index])
 
+    def check(self, target: TargetModel) -> None:
+        """Raises DataError unless the store was made of the texts in its shards, by this target in this precision."""
+        of = zip(self.token_ids, self.loss_masks, self.is_plain, strict=True)
+        texts = [EncodedChat(tuple(ids.tolist()), tuple(mask.tolist()), is_plain=plain) for ids, mask, plain in of]
+        if (now := fingerprint_of(target, texts)) != self.fingerprint:
+            raise DataError(
+                f"{self.folder} was made of other texts or weights, or in another precision, than its shards and "
+                f"{target.model_id} ({target.dtype}) have now (fingerprint {self.fingerprint}, now {now}): "
+                "name another folder or delete this one"
+            )
+
     def _open(self, index: int) -> None:
         path = shard_path(self.folder, index)
         if not path.exists():
@@ -178,6 +190,8 @@ class FeatureStore(Documents):
         expected = ([len(token_ids), width], *(3 * [len(token_ids)]), len(lengths), len(lengths))
         if sizes != expected:
             raise DataError(f"{path}: its parts have sizes {sizes}, expected {expected}")
+        if not hidden[:_NUM_CHECKED].isfinite().all():
+            raise DataError(f"{path} has NaN or infinite hidden states: delete it; the same command makes it again")
         self._shards.append(hidden)
         self._starts += [(index, sum(lengths[:i])) for i in range(len(lengths))]
         self.token_ids += token_ids.split(lengths)

@@ -79,6 +79,8 @@ def merged(tuned: Any) -> Any:
             raise _not_mergeable(tuned.active_peft_config.peft_type) from error
         except ValueError as error:
             raise CheckpointCorrupt(f"the adapter cannot be merged: {first_line(error)}") from error
+        except RuntimeError as error:  # lora_bias=True, and the layers of the base have no bias
+            raise UnsupportedModel(f"the adapter cannot be merged: {first_line(error)}") from error
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False

@@ -32,6 +32,7 @@ from draftheads.train.trainer import Steps, computes_in_bf16, make_optimizer
 from draftheads.train.training import Run
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, rise_and_cosine
 from draftheads.train.tuned_model import Adapter, TunedModel, measure_movement
+from draftheads.utils.counts import counted
 from draftheads.utils.files import atomic_directory
 
 BackboneLoss = Literal["text", "original"]
@@ -223,6 +224,9 @@ class JointRun(Run):
         target = self.target
         torch.manual_seed(self.options.seed)
         self.adapter = Adapter(target.model)
+        if left_out := self.adapter.left_out:
+            names, number = ", ".join(sorted(left_out)), sum(left_out.values())
+            self.progress.stage(f"not adapted, as they are no linear layers: {names} ({counted(number, 'parameter')})")
         self.tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)", target.chat_template)
         self.learner = self.learner_on(in_float32(target.weights))
         self.joint = JointLearner(self.learner, self.tuned, self.adapter, backbone_loss=self.tuning.towards)

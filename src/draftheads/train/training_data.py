@@ -98,7 +98,9 @@ def with_hidden_states(
     processes.wait()  # no process writes into a folder that holds something else
     build_shards(target, texts, folder, progress, share=(processes.number(), processes.count()))
     processes.wait()
-    return FeatureStore(folder, layers)
+    store = FeatureStore(folder, layers)
+    store.check(target)
+    return store
 
 
 def finished_features(target: TargetModel, options: TrainOptions, layers: Sequence[int]) -> FeatureStore:
@@ -111,6 +113,7 @@ def finished_features(target: TargetModel, options: TrainOptions, layers: Sequen
             f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
             f"not of {target.model_id} (size {target.hidden_size})"
         )
+    store.check(target)
     return store
 
 

@@ -8,6 +8,8 @@ not change the other.
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,6 +75,20 @@ class Adapter:
     def parameters(self) -> list[nn.Parameter]:
         """The A and B of all layers."""
         return [parameter for name, parameter in self.peft_model.named_parameters() if "lora_" in name]
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Matrices that are not adapted, such as experts in one tensor: numbers of parameters by name, * for numbers.
+
+        Embeddings, and an lm_head whose matrix is the embedding, are not among them.
+        """
+        model, found = self.peft_model.get_base_model(), Counter[str]()
+        known = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        known |= {id(p) for m in model.modules() if hasattr(m, "lora_A") for p in m.parameters()}
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and id(parameter) not in known:
+                found[re.sub(r"\b\d+\b", "*", name)] += parameter.numel()
+        return dict(found)
 
     @contextmanager
     def off(self) -> Iterator[None]:
