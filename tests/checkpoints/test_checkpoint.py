@@ -346,6 +346,7 @@ BROKEN: list[tuple[str, Callable[[Any], object], str] | tuple[str, Callable[[Any
     (TENSORS_FILE, lambda all_: all_.update({f"x.{i}": torch.zeros(1) for i in range(5)}), r"x\.0, x\.1, x\.2 and 2"),
     (TENSORS_FILE, put(BIAS, value=torch.zeros(31)), rf"{BIAS} is \(31,\)"),
     (TENSORS_FILE, put(BIAS, value=torch.zeros(32).to(torch.float8_e4m3fn)), f"{BIAS} holds F8_E4M3"),
+    (TENSORS_FILE, put(BIAS, value=torch.full((32,), torch.nan)), f"{BIAS} has a NaN or infinite number"),
     (TENSORS_FILE, put("draft_vocab", value=torch.zeros(16)), "draft_vocab holds F32"),
     (TENSORS_FILE, lambda all_: all_["draft_vocab"].__setitem__(2, -1), "draft_vocab has ids -1"),
     (TENSORS_FILE, lambda all_: all_["draft_vocab"].__setitem__(2, VOCAB), f"draft_vocab has ids .* {VOCAB}"),

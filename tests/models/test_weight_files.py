@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import draftheads
 from cli_world import letters_tokenizer
 from draftheads.errors import CheckpointCorrupt, UnsupportedModel
+from draftheads.models.file_checks import check_config
 from draftheads.models.model import TargetModel
 from draftheads.models.model_layers import with_lora
 from draftheads.models.pretrained import load_pretrained
@@ -304,3 +305,69 @@ def test_adapters_are_read_as_strictly(kind: str, tmp_path: Path) -> None:
     base = TargetModel.load(tmp_path / "model", dtype="fp32", device="cpu")
     with pytest.raises((CheckpointCorrupt, UnsupportedModel), match=part):
         with_lora(base, tmp_path / "lora")
+
+
+NOT_FINITE = [("shards", float("nan")), ("pickle", float("inf")), ("lora", float("-inf"))]
+
+
+@pytest.mark.parametrize(("kind", "number"), NOT_FINITE)
+def test_a_number_that_is_not_finite_is_named(kind: str, number: float, tmp_path: Path):
+    folder = written(tmp_path / "model", **({"max_shard_size": "20KB"} if kind == "shards" else {}))
+    asked, file = folder, max(folder.glob("*.safetensors"))
+    if kind == "lora":
+        write_adapter(asked := tmp_path / "lora", folder)
+        file = asked / "adapter_model.safetensors"
+    key = min(load_file(file))
+    change(file.parent, lambda tensors: tensors[key].view(-1)[-1].fill_(number), file.name)
+    if kind == "pickle":
+        torch.save(load_file(file), folder / "pytorch_model.bin")
+        file.unlink()
+        file = folder / "pytorch_model.bin"
+    with pytest.raises(UnsupportedModel, match=rf"the tensor {key} in .*{file.name} has a NaN or infinite number"):
+        ask(asked)
+
+
+def test_a_number_that_is_too_large_for_fp16_is_refused(tmp_path: Path):
+    folder, key = written(tmp_path / "model"), "model.norm.weight"
+    change(folder, lambda tensors: tensors[key].view(-1)[0].fill_(1e30))
+    load_pretrained(folder, device="cpu", dtype="fp32")
+    with pytest.raises(UnsupportedModel, match=f"{key} has numbers that are too large for torch.float16: use bf16 or"):
+        load_pretrained(folder, device="cpu", dtype="fp16")
+
+
+ABSURD: dict[str, tuple[dict[str, Any], str]] = {
+    "wide": ({"hidden_size": 10**9}, "hidden_size is 1,000,000,000; at most 16,384 is possible: no tensor of"),
+    "deep": ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000; at most 1,024 is possible: its files"),
+    "words": ({"vocab_size": 10**12}, "vocab_size is 1,000,000,000,000; at most"),
+    "inner": ({"text_config": {"moe_intermediate_size": 1e9}}, "moe_intermediate_size is 1,000,000,000.0; at most"),
+    "experts": ({"num_local_experts": 10**7}, "num_local_experts is 10,000,000; at most"),
+    "positions": ({"max_position_embeddings": 10**12}, "max_position_embeddings is .*; at most 16,777,216"),
+    "infinity": ({"rope_theta": float("inf")}, "rope_theta is inf; it must be a finite number"),
+    "not a number": ({"rope_parameters": {"factor": [float("nan")]}}, "factor is nan; it must be a finite number"),
+    "nested": ({"extra": json.loads("[" * 500 + "]" * 500)}, "is nested 501 deep; 64 is allowed"),
+}
+
+
+@pytest.mark.parametrize("case", ABSURD)
+def test_a_configuration_beyond_its_tensors_is_refused_before_the_model_is_made(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, (changes, message) = written(tmp_path / "model"), ABSURD[case]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("made the model"))
+    with pytest.raises(UnsupportedModel, match=rf"config\.json:? (is )?.*{message.removeprefix('is ')}"):
+        ask(folder)
+
+
+def test_a_configuration_that_is_nested_without_end_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 10**6)
+    with pytest.raises(UnsupportedModel, match="nested too deep"):
+        ask(tmp_path)
+
+
+def test_the_endless_time_steps_of_mamba_are_read(tmp_path: Path):
+    folder = written(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
+    check_config(folder)

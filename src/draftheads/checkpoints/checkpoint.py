@@ -29,6 +29,7 @@ from draftheads.checkpoints.registry import find_head
 from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, InvalidSettings, InvalidTree
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.models.file_checks import not_finite
 from draftheads.models.fingerprint import (
     MAX_DIFFERENCE,
     TUNED_DIFFERENCE,
@@ -254,7 +255,10 @@ def read_tensors(folder: Path, *, ignore_profile: bool = False) -> tuple[SavedHe
 
     def read() -> tuple[SavedHead, dict[str, Tensor]]:
         saved = read_head(folder, ignore_profile=ignore_profile)
-        return saved, load_file(saved.tensors_file)
+        tensors = load_file(saved.tensors_file)
+        if (name := not_finite(tensors.items())) is not None:
+            raise CheckpointCorrupt(f"{saved.tensors_file}: {name} has a NaN or infinite number: get it anew")
+        return saved, tensors
 
     return read_set(folder, HEAD_FILES, read)
 

@@ -16,6 +16,7 @@ from draftheads.drafters.mixed import node_values
 from draftheads.errors import CheckpointCorrupt, DraftHeadsError, ModelNotFound, StorageError
 from draftheads.formats import dflash, eagle, gguf, llama, medusa, mlp_speculator, mtp
 from draftheads.formats.layout import Format, Layout, Source
+from draftheads.models.file_checks import not_finite
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import kind_of_folder
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
@@ -63,6 +64,8 @@ def convert(source: str | PathLike[str], out: str | PathLike[str], *, base: Targ
         raise
     except Exception as error:  # a file of others may be wrong in any way
         raise CheckpointCorrupt(f"{source} cannot be read: {error!r}") from error
+    if (name := not_finite(tensors.items())) is not None:
+        raise CheckpointCorrupt(f"{source}: the tensor {name} has a NaN or infinite number: get it anew")
     types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     dtype = torch.float32 if len(types) > 1 else next(iter(types))
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -25,6 +25,7 @@ from draftheads.errors import (
     UnsupportedModel,
     first_line,
 )
+from draftheads.models.file_checks import check_stored
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model_config import fits
 from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, json_in, model_id_of
@@ -63,6 +64,7 @@ def load_merged(model: Any, folder: Path) -> Any:
         # it writes a whole embedding or lm_head twice if there are more tokens
         if surplus := [key for key in left_over if not key.endswith(".modules_to_save.weight")]:
             raise ValueError(f"tensors that belong to no layer: {first_names(surplus)}")
+    check_stored(str(folder), folder)
     return merged(tuned)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, close_name, first_line
+from draftheads.models.file_checks import check_config
 from draftheads.models.gguf_files import find_gguf_file
 from draftheads.models.gguf_models import (
     SMOLLM2_135M,
@@ -144,6 +145,7 @@ def _check_is_model(name: str, folder: Path) -> None:
         )
     if find_gguf_file(folder) is None and not (folder / "config.json").is_file():
         raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
+    check_config(folder)
 
 
 def json_in(path: Path) -> dict[str, Any]:

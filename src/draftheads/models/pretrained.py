@@ -30,6 +30,7 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.models.adapter import load_merged, require_peft
+from draftheads.models.file_checks import check_config, check_finite, model_file, weight_files
 from draftheads.models.gguf_models import config_of_gguf, without_bars, without_logs
 from draftheads.models.model_config import (
     FLOATS,
@@ -123,6 +124,7 @@ def load_pretrained(
         model, tokenizer = _load_files(name, source, tokenizer, dtype=compute, whole=whole, **how)
     if getattr(model, "hf_quantizer", None) is None and "device_map" not in given:
         model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
+    check_finite(name, model, source)
     return model.eval().requires_grad_(requires_grad=False), tokenizer, model_id_of(name)
 
 
@@ -173,6 +175,8 @@ def _load_files(
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
         trusted = options["trust_remote_code"]
+        if path := model_file(source, "config.json"):
+            check_config(path.parent)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
         is_quantised = check_quantisation(name, config, options["quantization_config"], source=source)
         if tokenizer is None:
@@ -346,7 +350,7 @@ def check_quantisation(name: str, config: Any, given: Any = None, *, source: Pat
             given,
         )
     )
-    if not stored and source is not None and (path := _file(source, "hf_quant_config.json")):  # of ModelOpt
+    if not stored and source is not None and (path := model_file(source, "hf_quant_config.json")):  # of ModelOpt
         try:
             written = json.loads(path.read_text(encoding="utf-8"))["quantization"]
             stored = {"quant_method": "modelopt", **written} if written.get("quant_algo") else {}
@@ -432,19 +436,4 @@ def _stored(source: Path | str) -> dict[str, Tensor]:
     """All tensors in a model's files, without their values."""
     from transformers.modeling_utils import load_state_dict  # noqa: PLC0415 - slow to import
 
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        index = _file(source, f"{single}.index.json")
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index else {single}
-        if files := [file for shard in sorted(shards) if (file := _file(source, shard))]:
-            return {key: tensor for file in files for key, tensor in load_state_dict(file, "meta").items()}
-    return {}
-
-
-def _file(source: Path | str, name: str) -> Path | None:
-    from transformers.utils.hub import cached_file  # noqa: PLC0415 - slow to import
-
-    try:
-        path: Any = cached_file(source, name)
-        return Path(path)
-    except OSError:
-        return None
+    return {key: tensor for file in weight_files(source) for key, tensor in load_state_dict(file, "meta").items()}

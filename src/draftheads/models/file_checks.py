@@ -1,0 +1,134 @@
+"""What a model's files may hold: sizes that fit their tensors, and finite numbers. Nothing slow is imported here."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftheads.errors import UnsupportedModel
+from draftheads.utils.strict_json import depth_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SIZES = re.compile(
+    r"\w*hidden_size|\w*intermediate_size|n_embd|n_embed|d_model|d_ff|d_inner|n_inner|ffn_dim|state_size|"
+    r"\w*head_dim|\w*_rank|n(um)?_(\w*_)?(heads?|experts)"
+)
+_VOCABULARIES = re.compile(r"\w*vocab_size\w*")
+_LAYERS = re.compile(r"n(um)?_(\w*_)?layers?")
+_POSITIONS = re.compile(r"max_position_embeddings|n_positions|n_ctx|max_seq_len")
+_MOST, _DEEPEST = 1 << 24, 64  # of any size or length; objects and lists inside each other
+_FEW, _FEW_TOKENS, _FEW_LAYERS = (
+    1 << 14,
+    1 << 20,
+    1024,
+)  # are possible whatever the tensors are: parts that are not read take no memory
+_PACKED = 8  # weights in a number, where they are quantised
+_ENDLESS = "time_step_limit"  # of Mamba, whose upper end is infinite
+
+
+def check_config(folder: Path) -> None:
+    """Refuses a ``config.json`` whose model would take more memory than its files explain.
+
+    Raises:
+        UnsupportedModel: a size or number of layers is beyond the tensors, a number is not finite, or it is nested
+            too deep.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if (depth := depth_of(config)) > _DEEPEST:
+            raise UnsupportedModel(f"{path} is nested {depth} deep; {_DEEPEST} is allowed")
+    except RecursionError:
+        raise UnsupportedModel(f"{path} is nested too deep; {_DEEPEST} is allowed") from None
+    except (OSError, ValueError):  # transformers says what is wrong
+        return
+    shapes = list(_shapes_in(folder))
+    largest = max((size for shape in shapes for size in shape), default=_MOST)
+    packed = largest * (_PACKED if "quantization_config" in config else 1)
+    no_larger = f"no tensor of its files is larger than {largest:,}"
+    limits = (
+        (_SIZES, min(_MOST, max(_FEW, packed)), no_larger),
+        (_VOCABULARIES, min(_MOST, max(_FEW_TOKENS, packed)), no_larger),
+        (_LAYERS, max(_FEW_LAYERS, len(shapes)), f"its files have {len(shapes):,} tensors"),
+        (_POSITIONS, _MOST, "no model has so many"),
+    )
+    for key, number in _numbers(config):
+        if not math.isfinite(number) and key != _ENDLESS:
+            raise UnsupportedModel(f"{path}: {key} is {number}; it must be a finite number")
+        for pattern, most, why in limits:
+            if number > most and pattern.fullmatch(key):
+                raise UnsupportedModel(f"{path}: {key} is {number:,}; at most {most:,} is possible: {why}")
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else ((key, each) for each in value):
+            yield from _numbers(inner, name)
+    elif isinstance(value, int | float):
+        yield key, value
+
+
+def _shapes_in(folder: Path) -> Iterator[list[int]]:
+    """By the headers of its safetensors files; of a damaged one transformers says what is wrong."""
+    for path in folder.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size)))
+            yield from (entry["shape"] for name, entry in header.items() if name != "__metadata__")
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            continue
+
+
+def not_finite(tensors: "Iterable[tuple[str, Tensor]]") -> str | None:
+    """The name of the first tensor with a NaN or an infinity; numbers of 8 bits and less are not looked at."""
+    for name, tensor in tensors:
+        # the sum reads each number once and makes no copy; that of finite ones may be too large
+        is_number = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
+        if is_number and not math.isfinite(tensor.sum()) and not bool(tensor.isfinite().all()):
+            return name
+    return None
+
+
+def check_finite(name: str, model: Any, source: Path | str) -> None:
+    """Refuses a loaded model with a weight that is no finite number. The tensor and its file are looked for.
+
+    Raises:
+        UnsupportedModel: there is one in the files at ``source``, or it became one in the model's type.
+    """
+    if (found := not_finite(model.state_dict().items())) is not None:
+        check_stored(name, source)
+        raise UnsupportedModel(f"{name}: {found} has numbers that are too large for {model.dtype}: use bf16 or fp32")
+
+
+def check_stored(name: str, source: Path | str) -> None:
+    """As :func:`check_finite`, of the files alone, which are read as a whole."""
+    from transformers.modeling_utils import load_state_dict  # noqa: PLC0415 - slow to import
+
+    for file in weight_files(source):
+        if (found := not_finite(load_state_dict(file, "cpu").items())) is not None:
+            raise UnsupportedModel(f"{name}: the tensor {found} in {file} has a NaN or infinite number: get it anew")
+
+
+def weight_files(source: Path | str) -> list[Path]:
+    """The files with a model's or an adapter's weights."""
+    for single in ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin"):
+        index = model_file(source, f"{single}.index.json")
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index else {single}
+        if files := [file for shard in sorted(shards) if (file := model_file(source, shard))]:
+            return files
+    return []
+
+
+def model_file(source: Path | str, name: str) -> Path | None:
+    """A file of a folder or of a Hub model; None if there is none."""
+    from transformers.utils.hub import cached_file  # noqa: PLC0415 - slow to import
+
+    try:
+        path: Any = cached_file(source, name)
+        return Path(path)
+    except OSError:
+        return None
