@@ -108,6 +108,7 @@ def test_help_has_a_line_for_each_option(name: str, run: Run, monkeypatch: pytes
     for option in help_options(*options_of(name)):
         assert option.text, f"{option.name} is not explained"
         assert f"{option.flag} {option.line}" in " ".join(out.split())
+        assert option.name not in ("model", "draft_model") or "a folder or a Hugging" not in option.text
     assert "None" not in out
 
 

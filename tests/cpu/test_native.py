@@ -21,7 +21,8 @@ from draftheads.cpu.native_step import NativeStep, SequenceBatch
 from draftheads.decode.engine import Engine
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
-from draftheads.runners.structure import check_trees
+from draftheads.runners import runner_for
+from draftheads.runners.structure import check_trees, checked
 from draftheads.settings import ROUNDED_BITS
 from draftheads.speculation.draft import Draft
 from draftheads.speculation.tree import Tree
@@ -316,6 +317,54 @@ def test_weights_of_one_input_in_several_forms(instructions: str) -> None:
     native, stock = sped_up("llama", "fp32", model)
     found = check_trees(native, stock=stock)
     assert (found - stock).abs().max() / stock.abs().max() < 1e-5
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *(("llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **rope}}) for kind, rope in ROPES.items()),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    ("llama", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 0.1}),
+    ("llama", {"hidden_act": "relu", "tie_word_embeddings": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("mistral", {"sliding_window": 4}),
+    ("gemma2", {"final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 3}),
+    ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}),
+    ("granite", {"attention_multiplier": 0.9, "logits_scaling": 7.0, "embedding_multiplier": 3.0}),
+    ("granite", {"residual_multiplier": 0.3, "attention_bias": True, "mlp_bias": True}),
+    ("cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
+    ("cohere2", {"logit_scale": 0.3, "attention_bias": True, "layer_types": ["full_attention", "sliding_attention"]}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 0.5}}),
+    ("glm", {"attention_bias": True, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}),
+    ("stablelm", {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}),
+    ("gpt_neox", {"rotary_pct": 0.5, "use_parallel_residual": False, "attention_bias": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=lambda value: str(value)[:60])
+def test_settings_of_models_change_the_native_pass_as_they_change_transformers(
+    family: str, changes: dict[str, Any]
+) -> None:
+    """The native pass has the logits of transformers, or is not taken. Biases and norms are not their usual values."""
+    stock = tiny_model(family, **changes)
+    for weight in stock.model.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    text = [(3 + 7 * place) % stock.vocab_size for place in range(24)]
+    expected = stock.model(torch.tensor([text])).logits[:, -1]
+    model = checked(stock, lambda: stock, fast=True)
+    torch.testing.assert_close(
+        runner_for(model).prefill([text])[1], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+    )
 
 
 def states_of(model: TargetModel, prompt: Sequence[int], layers: Sequence[int]) -> Tensor:

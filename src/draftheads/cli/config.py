@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from draftheads.checkpoints.registry import check_head
-from draftheads.cli.help import options_of
+from draftheads.cli.help import MODELS, options_of
 from draftheads.errors import DataError, no_such
 from draftheads.models.chat_template import read_template
 from draftheads.models.gguf_models import SMOLLM2_135M
@@ -22,7 +22,6 @@ from draftheads.utils.files import user_path, write_atomic
 from draftheads.utils.provenance import as_json_values
 
 # options by their names, which mean the same in every command
-_MODELS = ("model", "draft_model")
 _HEADS = ("head", "heads", "start_from")
 _INPUTS = ("prompts", "data", "text", "documents", "json_schema", "costs", "corpus")
 
@@ -119,7 +118,7 @@ def check_names(given: Iterable[tuple[str, Any]]) -> None:
             raise DataError("cannot be read: there is no such file or folder", path=value)
     is_remote = dict(pairs).get("endpoint") is not None  # then no model is loaded here
     for name, value in pairs:
-        if name in _MODELS and value is not None and not is_remote:
+        if name in MODELS and value is not None and not is_remote:
             check_model(value)
         elif name == "chat_template":
             read_template(value)

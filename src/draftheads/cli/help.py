@@ -24,6 +24,8 @@ CONFIG_HELP = {
     "--config PATH": "A YAML file of options, such as learning_rate: 0.001",
     "--print-config": "Print all options as such a file, and end",
 }
+MODELS = ("model", "draft_model")  # options that name a model, which may be a file, too
+_FOLDER, _FOLDER_OR_FILE = "a folder or a Hugging", "a folder, a GGUF file or a Hugging"
 _OWN = "Options"  # heading of options without a group
 
 
@@ -74,6 +76,7 @@ def options_of(kind: Any, default: Any = None, group: str = "") -> Iterator[Opti
         elif _HIDDEN not in marks:
             helps = [mark.help for mark in marks if getattr(mark, "help", None)]  # of tyro.conf.arg
             text = next(iter(helps), documented(kind).get(field.name, ""))
+            text = text.replace(_FOLDER, _FOLDER_OR_FILE) if field.name in MODELS else text
             yield Option(field.name, group or _OWN, _POSITIONAL in marks, hint, text, value)
 
 
