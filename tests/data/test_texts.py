@@ -5,10 +5,12 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from draftheads.data.lines import LeftOut, left_out_lines
 from draftheads.data.texts import known_texts, load_blocks, load_texts
 from draftheads.errors import DataError
+from draftheads.models.chat_template import ids_of, token_ids_of
 from draftheads.models.model import TargetModel
 from think_world import think_model
 from training_world import EOS, TEMPLATE, chat, chat_model, chat_tokenizer, counting_chats, write_chats
@@ -67,6 +69,24 @@ def test_marks_and_masks_are_the_loss_mask(tmp_path: Path):
     assert set(learned) < {i for i, one in enumerate(first.loss_mask) if one}
     assert (third.token_ids, third.loss_mask) == ((3, 4, 5, 7), (False, True, True, False))
     assert fourth.loss_mask == (True, True)
+
+
+@pytest.mark.parametrize("single", ["$A", "<s> $A", "<s> $A <e>", "$A <e>"])
+@pytest.mark.parametrize("prompt", ["", "w1 w2"])
+def test_a_completion_follows_what_generation_reads(tmp_path: Path, single: str, prompt: str):
+    """A prompt, also an empty one, begins with the tokenizer's BOS and has no EOS behind it."""
+    tokenizer = chat_tokenizer()
+    specials = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "<e>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
+    model = TargetModel(chat_model().model, tokenizer, "tiny-chat")
+    [text] = load_texts(
+        model, [write_chats(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": "w3"}])], max_length=9
+    )
+    read = [i for i, is_learned in zip(text.token_ids, text.loss_mask, strict=True) if not is_learned]
+    expected = [dict(specials)["<s>"]] * ("<s>" in single) + ids_of(tokenizer, prompt)
+    assert read == expected
+    if prompt:
+        assert token_ids_of(model, prompt) == expected
 
 
 REFUSING = "{% if messages[0].content == 'w9' %}{{ raise_exception('no w9') }}{% endif %}" + TEMPLATE
