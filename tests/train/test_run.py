@@ -181,7 +181,7 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
     settings = train_options(tmp_path / "out", None, data=(data,), chat_template=str(one), epochs=1)
     with pytest.raises(TrainingInterrupted):
         run.train(settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
-    with pytest.raises(DataError, match=r"texts or the model have changed since .* start again with another --out"):
+    with pytest.raises(InvalidSettings, match=r"settings have changed: chat_template was .* and is None"):
         run.train(replace(settings, resume=True, chat_template=None), FakeProgress())
     run.train(replace(settings, resume=True, chat_template=str(other)), FakeProgress())
     # a run that starts from this head reads chats as it does

@@ -57,8 +57,6 @@ class LowRank:
 def load_merged(model: Any, folder: Path) -> Any:
     """An ordinary model: this one, which is changed, with a saved adapter of peft merged into its weights."""
     with _reading(folder) as (peft, config):
-        if config.is_prompt_learning:
-            raise _not_mergeable(config.peft_type)
         tuned = peft.PeftModel.from_pretrained(model, str(folder))
         left_over = tuned.load_adapter(str(folder), "default").unexpected_keys  # peft does not mention them
         # it writes a whole embedding or lm_head twice if there are more tokens
@@ -156,6 +154,8 @@ def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
     with quiet():
         try:
             config = peft.PeftConfig.from_pretrained(str(folder))
+            if config.is_prompt_learning:
+                raise _not_mergeable(config.peft_type)
             _check_keys(folder, config, peft.__version__)
             if config.task_type not in (None, "CAUSAL_LM"):
                 raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
