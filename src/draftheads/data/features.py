@@ -28,7 +28,7 @@ from torch import Tensor
 
 from draftheads.data.texts import EncodedChat
 from draftheads.errors import CheckpointError, DataError
-from draftheads.models.chat_template import date_now
+from draftheads.models.chat_template import date_now, reads_variable
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
@@ -263,7 +263,7 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layer
         num_shards=len(_parts(texts)),
         fingerprint=fingerprint_of(target, texts),
         layers=list(layers),
-        date=there.date if there else date_now(),
+        date=there.date if there else date_now() if reads_variable(target, "strftime_now") else "",
     )
     if there is None:
         write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())

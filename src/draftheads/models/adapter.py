@@ -56,7 +56,7 @@ class LowRank:
 
 def load_merged(model: Any, folder: Path) -> Any:
     """An ordinary model: this one, which is changed, with a saved adapter of peft merged into its weights."""
-    with _reading(folder) as (peft, config):
+    with _reading(folder) as (peft, _):
         tuned = peft.PeftModel.from_pretrained(model, str(folder))
         left_over = tuned.load_adapter(str(folder), "default").unexpected_keys  # peft does not mention them
         # it writes a whole embedding or lm_head twice if there are more tokens
