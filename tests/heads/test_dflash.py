@@ -75,7 +75,8 @@ def test_training_and_drafting_follow_the_published_layout(method: str, options:
     chosen = torch.randn(slow.shape, generator=torch.Generator().manual_seed(0))
     gradients = [torch.autograd.grad((logits * chosen).sum(), parameters) for logits in (fast, slow)]
     for (name, _), one, other in zip(head.named_parameters(), *gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=f"the gradient of {name}")
+        rounding = 1e-4 * float(other.abs().max())  # sums of terms with both signs; each CPU adds in another order
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=rounding, msg=f"the gradient of {name}")
 
     drafted = [*text]
     with torch.inference_mode():
