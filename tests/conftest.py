@@ -14,6 +14,7 @@ from cli_world import PROMPTS, write_model
 from draftheads import loading
 from draftheads.checkpoints import registry
 from draftheads.decode import step_costs as cost
+from draftheads.models import packed_weights
 from draftheads.utils.machine import OtherPrograms
 from families import by_hand
 
@@ -67,6 +68,7 @@ def _idle_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr("draftheads.decode.planner.CostCorrection", lambda: None)
         patch.setattr(cost, "cache_folder", place)
         patch.setattr(registry, "cache_folder", place)
+        patch.setattr(packed_weights, "cache_folder", place)
         patch.setattr(OtherPrograms, "busy_cores", lambda _, **__: 0.0)
         patch.setattr(cost, "_still_right", lambda *_: True)
         patch.setattr(cost.logger, "disabled", True)  # where nothing is measured yet differs from run to run

@@ -35,6 +35,7 @@ from draftheads.models.chat_template import read_template, unread_variables
 from draftheads.models.model import TargetModel
 from draftheads.models.model_config import DTYPES, device_named
 from draftheads.models.model_names import kind_of_folder, model_name, name_of_loaded
+from draftheads.models.packed_weights import PackedWeights
 from draftheads.models.pretrained import LoadOptions, tokenizer_of
 from draftheads.runners.structure import checked
 from draftheads.settings import ROUNDED_BITS, Precision
@@ -131,7 +132,7 @@ def load(
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
-        CacheWarning: the cache of measured costs is damaged or cannot be written.
+        CacheWarning: the cache of measured costs or of packed weights is damaged or cannot be written.
         SpeedWarning: the faster products do not fit this version of transformers.
         RoundingWarning: a pass over a tree differs from a text's by more than the model's own rounding in 16 bits.
         LengthWarning: texts end before the model's own greatest length.
@@ -334,14 +335,15 @@ def load_target(
     tokenizer = tokenizer_of(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
     ours: dict[str, Any] = {"chat_template": chat_template, "max_length": max_length}
 
-    def read() -> TargetModel:
-        if _is_loaded(model):
+    def read(packed: PackedWeights | None = None) -> TargetModel:
+        if _is_loaded(model):  # the cache knows files alone
             target = TargetModel.of(model, tokenizer, **ours)
             _check_as_loaded(target, precision, None if device is None else place, options)
         else:
             _check_rounded(precision, None if options.get("device_map") else place)
+            kept: dict[str, Any] = {"packed": packed}
             target = TargetModel.load(
-                model, tokenizer=tokenizer, dtype=PRECISIONS[precision], device=device, **ours, **options
+                model, tokenizer=tokenizer, dtype=PRECISIONS[precision], device=device, **kept, **ours, **options
             )
         if cuda_graphs and target.is_recurrent:
             raise InvalidSettings(
@@ -351,7 +353,7 @@ def load_target(
         target.step_mode.graphs = cuda_graphs
         return target
 
-    target = read()
+    target = read(None if bits is None else PackedWeights(bits))
     quantised = f"{target.model_id}, whose weights are quantised" if target.is_quantised else None
     _check_rounded(precision, target.device, fast=fast, quantised=quantised)
     target = checked(target, read, fast=fast, bits=bits)

@@ -45,4 +45,4 @@ def test_clear_deletes_all_parts_or_one_but_not_what_another_process_uses(cache:
     assert ((cache / COST).exists(), (cache / BENCH).exists()) == (True, False)
     assert "costs" in run(["cache", "clear"]).out
     assert run(["cache", "clear"]).out == f"{cache}\n"
-    assert "no part 'cost'; its parts are smollm2-135m, gguf, costs," in run(["cache", "clear", "cost"], code=1).err
+    assert "no part 'cost'; its parts are smollm2-135m, gguf, weights," in run(["cache", "clear", "cost"], code=1).err

@@ -22,6 +22,7 @@ FILES = {
     "profiles": "profiles/markov-medusa-0123456789abcdef/acceptance.json",
     "answers": "answers/0123456789abcdef/answers-000.json",
     "bench": "bench/0123456789abcdef/found/0.json",
+    "weights": "weights/04d6347cd77c26e13234ed0c.packed",
     "gguf": "gguf/some-0123456789abcdef-v1/model.safetensors",
 }
 

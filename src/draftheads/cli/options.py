@@ -140,7 +140,7 @@ class ImportOptions:
 class CacheOptions:
     """Show what is in the cache, or clear it.
 
-    The cache has what draftheads measured and converted. Models from the Hugging Face Hub are in another cache.
+    The cache has what draftheads measured, converted and packed. Models from the Hugging Face Hub are in another cache.
     """
 
     action: tyro.conf.Positional[Literal["show", "clear"]] = "show"

@@ -6,7 +6,7 @@ native library sum every output in the same order, so the bits of a row do not d
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from draftheads.utils.machine import Environment
 
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (research/LOG.md)
 _PART_SIZE = 2**22  # numbers that are converted at a time
+_SAVED = ("out_features", "in_features", "dtype", "bias", "_stored", "_packed", "_smooth")
 _MOST_INT8_INPUTS = 65_536  # 127 times 255 for each
 
 
@@ -75,7 +76,10 @@ class Native(Product):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
-        self._pack(in_16_bits(weight) if weight.dtype == torch.float32 else weight, None, None)
+        held = in_16_bits(weight) if weight.dtype == torch.float32 else weight
+        self._stored = held.dtype
+        self._make_room(KINDS[held.dtype], None)
+        self._convert(held.contiguous())
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -138,15 +142,17 @@ class Native(Product):
         """Of its weight in memory."""
         return self._packed.nbytes
 
-    def _pack(self, held: Tensor, scales: Tensor | None, smooth: Tensor | None) -> None:
-        self._stored, self._scales = held.dtype, scales
-        self._make_room(KINDS[held.dtype], smooth)
-        self._convert(held.contiguous(), scales)
+    def saved(self) -> dict[str, Any]:
+        """What :func:`restored` needs: tensors, numbers and words."""
+        return {"name": self.name, "kind": self.given.kind, **{name: getattr(self, name) for name in _SAVED}}
 
-    def _make_room(self, kind: int, smooth: Tensor | None) -> None:
+    def _make_room(self, kind: int, smooth: Tensor | None, packed: Tensor | None = None) -> None:
         sizes = (self.out_features, self.in_features)
         self._native = load_library()
-        self._packed = torch.empty(self._native.draftheads_packed_size(kind, *sizes), dtype=torch.uint8)
+        size = self._native.draftheads_packed_size(kind, *sizes)
+        self._packed = torch.empty(size, dtype=torch.uint8) if packed is None else packed
+        if self._packed.nbytes != size:
+            raise ValueError(f"a weight of {sizes} takes {size} bytes and not {self._packed.nbytes}")
         self._bias = None if self.bias is None else self.bias.detach().float().contiguous()
         self._smooth = smooth
         self.rows_kind = KINDS[self.dtype]
@@ -154,12 +160,18 @@ class Native(Product):
         pointers = (self._packed.data_ptr(), _pointer(self._bias), _pointer(smooth))
         self.given = Weight(kind, inputs, *sizes, *pointers)
 
-    def _convert(self, held: Tensor, scales: Tensor | None = None, *, first: int = 0, back: bool = False) -> None:
+    def _convert(self, held: Tensor, of_inputs: Tensor | None = None, *, first: int = 0, back: bool = False) -> None:
         """Packs the weights of the outputs from ``first`` on, or unpacks them; blocks of outputs stay whole."""
         kind, size = self.given.kind, self.in_features
         at = self._packed.data_ptr() + self._native.draftheads_packed_size(kind, first, size)
         self._native.draftheads_threads(native_threads())
-        self._native.draftheads_pack(kind, held.data_ptr(), _pointer(scales), len(held), size, at, back)
+        self._native.draftheads_pack(kind, held.data_ptr(), _pointer(of_inputs), len(held), size, at, back)
+
+    def _round(self, weight: Tensor, of_inputs: Tensor | None) -> None:
+        first = 0
+        for (part,) in _in_parts(weight):
+            self._convert(part.float().contiguous(), of_inputs, first=first)
+            first += len(part)
 
     def _held(self) -> Tensor:
         held = torch.empty(self.out_features, self.in_features, dtype=self._stored)
@@ -183,12 +195,9 @@ class NativeInt8(Native):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, smooth: Tensor | None = None) -> None:
         Product.__init__(self, weight, bias)
-        held, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-        for part, numbers, scale in _in_parts(weight, held, scales):
-            exact = part.float() if smooth is None else part.float() / smooth
-            scale.copy_((exact.abs().amax(1) / 127).clamp_min(1e-12))
-            numbers.copy_((exact / scale[:, None]).round())
-        self._pack(held, scales, smooth)
+        self._stored = torch.int8
+        self._make_room(KINDS[torch.int8], smooth)
+        self._round(weight, smooth)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -198,13 +207,17 @@ class NativeInt8(Native):
     @property
     def weight(self) -> Tensor:
         """(out, in): as it was rounded."""
-        assert self._scales is not None
         rounded = self._held() * self._scales[:, None]
         return (rounded if self._smooth is None else rounded * self._smooth).to(self.dtype)
 
+    @property
+    def _scales(self) -> Tensor:
+        """(out,) behind the numbers of each block, before their sums."""
+        blocks = self._packed.view(-1, self._packed.numel() // -(-self.out_features // BLOCK))
+        return blocks[:, -8 * BLOCK : -4 * BLOCK].contiguous().view(torch.float32).flatten()[: self.out_features]
+
     def rows_of(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs, (…) -> (…, in), as an embedding has them."""
-        assert self._scales is not None
         groups = -(-self.in_features // 4)
         numbers = self._packed.view(torch.int8).view(-1, self._packed.numel() // -(-self.out_features // BLOCK))
         numbers = numbers[:, : 4 * groups * BLOCK].view(-1, groups, BLOCK, 4)[outputs // BLOCK, :, outputs % BLOCK]
@@ -231,10 +244,20 @@ class NativeInt4(Native):
         self._make_room(INT4, None)
         if sizes is not None:  # other texts may have inputs that this one has not
             sizes = sizes.clamp_min(1e-4 * float(sizes.mean())).contiguous()
-        first = 0
-        for (part,) in _in_parts(weight):
-            self._convert(part.float().contiguous(), sizes, first=first)
-            first += len(part)
+        self._round(weight, sizes)
+
+
+def restored(saved: Mapping[str, Any]) -> Native:
+    """The product that :meth:`Native.saved` describes, which shares the memory of its tensors.
+
+    Raises:
+        ValueError: the packed weight has another size.
+    """
+    kind = next(kind for kind in (Native, NativeInt8, NativeInt4) if kind.name == saved["name"])
+    product = kind.__new__(kind)
+    vars(product).update({name: saved[name] for name in _SAVED})
+    product._make_room(saved["kind"], saved["_smooth"], saved["_packed"])  # noqa: SLF001 - it is a new one
+    return product
 
 
 def smoothing(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -150,9 +150,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what they return, and their argume
 
 
 def _layout() -> str:
-    """Name, offset and size of each field, a line each, as the library tells them."""
+    """What functions do besides, then name, offset and size of each field, a line each, as the library tells them."""
     fields = ((each, name, getattr(each, name)) for each in STRUCTURES for name, *_ in each._fields_)
-    return "".join(f"{each.__name__}.{name.rstrip('_')} {at.offset} {at.size}\n" for each, name, at in fields)
+    return "rounds int8\n" + "".join(
+        f"{each.__name__}.{name.rstrip('_')} {at.offset} {at.size}\n" for each, name, at in fields
+    )
 
 
 @cache

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from draftheads.cpu.attention import GROUPED_ATTENTION
 from draftheads.cpu.kernels import (
+    Native,
     NativeInt8,
     PackedLinear,
     Plain,
@@ -57,11 +58,8 @@ def speed_up(model: Any, *, bits: int | None = None, typical_ids: Tensor | None 
         return
     if bits is not None:
         _check_quantisable(model, f"int{bits}")
-    if model.config.get_text_config()._attn_implementation == "sdpa":
-        model.get_decoder().set_attn_implementation(GROUPED_ATTENTION)
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
-        replace_experts(model)
-        layers = replace_linears(model)
+        layers = _replace_modules(model)
         if typical_ids is not None and bits:
             _observe_inputs(model, layers, typical_ids)
         lm_head = model.get_output_embeddings()
@@ -73,6 +71,36 @@ def speed_up(model: Any, *, bits: int | None = None, typical_ids: Tensor | None 
         _let_go_of_file(model)
         if is_tied and not is_rounded:
             lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
+
+
+def restore(model: Any, products: Sequence[Native], embedding: Tensor | NativeInt8) -> None:
+    """Gives a stock model the fast modules that :func:`speed_up` made of it before; its own large weights are not read.
+
+    Args:
+        model: in fp32 on a CPU.
+        products: of its linear layers, in their order.
+        embedding: the one in 8 bits, or the weights.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        layers = _replace_modules(model)
+        for layer, product in zip(layers, products[: len(layers)], strict=True):
+            layer.product = product
+        original, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        scale = float(getattr(original, "embed_scale", 1.0))
+        if isinstance(embedding, NativeInt8):
+            model.set_input_embeddings(RoundedEmbedding(embedding, scale))
+        elif embedding.dtype != torch.float32:
+            model.set_input_embeddings(HalfEmbedding(embedding, torch.float32, scale))
+        _let_go_of_file(model, but=None if isinstance(embedding, NativeInt8) else embedding)
+        if not isinstance(embedding, NativeInt8) and getattr(model.config, "tie_word_embeddings", False):
+            lm_head.tied = model.get_input_embeddings().weight
+
+
+def _replace_modules(model: Any) -> list[PackedLinear]:
+    if model.config.get_text_config()._attn_implementation == "sdpa":
+        model.get_decoder().set_attn_implementation(GROUPED_ATTENTION)
+    replace_experts(model)
+    return replace_linears(model)
 
 
 class HalfEmbedding(nn.Module):
@@ -161,12 +189,14 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
                 groups.append(([share.amax(0), size.square().mean(0)], []))
                 held[:] = [rows]
             groups[-1][1].append(observed[id(self)])
-            return super().__call__(rows)
+            # nothing reads the logits: they take a third of the time in a model with a large vocabulary
+            return rows.new_zeros(1).expand(len(rows), self.out_features) if self is last else super().__call__(rows)
 
     plain = [layer.product for layer in layers]
     for layer in layers:
         layer.product = Observing(layer.product.weight, layer.bias)
     observed = {id(layer.product): layer for layer in layers}
+    last = getattr(model.get_output_embeddings(), "product", None)
     model(input_ids=token_ids, use_cache=False)
     for layer, product in zip(layers, plain, strict=True):
         layer.product = product
@@ -176,9 +206,11 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
             layer.smooth, layer.sizes = smooth, squares
 
 
-def _let_go_of_file(model: Any) -> None:
+def _let_go_of_file(model: Any, *, but: Tensor | None = None) -> None:
     """Copies the tensors that are not packed, such as norms. Otherwise they keep the whole mapped file in memory."""
     copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor that two modules share stays shared
+    if but is not None:
+        copies[but.data_ptr(), but.shape] = but
 
     def copied(old: Tensor) -> Tensor:
         place = (old.data_ptr(), old.shape)

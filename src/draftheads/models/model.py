@@ -50,6 +50,7 @@ from draftheads.models.model_layers import (
     use_long_rope,
 )
 from draftheads.models.model_names import name_of_loaded
+from draftheads.models.packed_weights import PackedWeights
 from draftheads.models.pretrained import LoadOptions, check_quantisation, load_pretrained
 from draftheads.speculation.draft import TargetWeights, as_logits
 from draftheads.utils.counts import counted
@@ -89,6 +90,7 @@ class TargetModel:
     facts: WeightFacts | None = None  # of a model with faster modules
     native: NativeStep | None = None  # computes all layers of a pass on a CPU
     max_length: int | None = None  # most tokens of a text, in place of what the configuration says
+    packed: PackedWeights | None = None  # of the cache, until the model has faster modules
 
     def __post_init__(self) -> None:
         check_length(self.config, self.max_length, self.model_id, switches=self.long_rope is not None)
@@ -113,7 +115,11 @@ class TargetModel:
             LengthWarning: texts must be shorter than the configuration allows.
         """
         parts = load_pretrained(name, tokenizer=tokenizer, dtype=dtype, device=device, **options)
-        return cls(*parts, chat_template=chat_template, max_length=max_length).warned()
+        packed, facts = options.get("packed"), None
+        if packed is not None and packed.found:
+            facts = WeightFacts(torch.float32, f"int{packed.bits}", *packed.found["fingerprints"])
+        ours: Any = {"chat_template": chat_template, "max_length": max_length}
+        return cls(*parts, **ours, facts=facts, packed=packed).warned()
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, *, chat_template: str | None = None, max_length: int | None = None) -> Self:
@@ -153,12 +159,19 @@ class TargetModel:
 
         See :func:`draftheads.cpu.optimise.speed_up`.
         """
-        facts, typical = self.weight_facts(), None  # before packing, which changes the facts
-        if bits is not None:
-            typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
-            facts = replace(facts, precision=f"int{bits}")
-        speed_up(self.model, bits=bits, typical_ids=typical)
-        return self.changed(self.model, facts, native=native_step(self.model, self.windows))
+        facts, packed = self.weight_facts(), self.packed  # before packing, which changes the facts
+        if packed is not None and packed.found:
+            packed.give(self.model)
+        else:
+            typical = None
+            if bits is not None:
+                limit = max_positions_of(self.config, switches=self.long_rope is not None)
+                typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][:limit]]) % self.vocab_size
+                facts = replace(facts, precision=f"int{bits}")
+            speed_up(self.model, bits=bits, typical_ids=typical)
+            if packed is not None:
+                packed.keep(self.model, (facts.weights_fingerprint, facts.layers_fingerprint))
+        return self.changed(self.model, facts, native=native_step(self.model, self.windows), packed=None)
 
     def weight_facts(self) -> WeightFacts:
         """Of its modules as they are."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from draftheads.cpu.optimise import TYPICAL_TEXT
 from draftheads.errors import (
     DraftHeadsError,
     InvalidSettings,
@@ -42,6 +43,7 @@ from draftheads.models.model_config import (
     max_positions_of,
 )
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
+from draftheads.models.packed_weights import PackedWeights
 from draftheads.models.wrappers import wrapper_class
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
@@ -67,6 +69,7 @@ class LoadOptions(TypedDict, total=False):
     attn_implementation: str | None  # ``sdpa`` or ``eager``
     trust_remote_code: bool  # whether code that comes with the model may run
     whole: bool  # also what reads images, which text does not need but a copy on disk does
+    packed: "PackedWeights | None"  # of the cache: they are used in place of those in the files
     check: "Callable[[Any], None] | None"  # called with the configuration before weights are read; may raise an error
 
 
@@ -95,7 +98,7 @@ def load_pretrained(
     name = model_name(name)
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     check, trusted = given.pop("check", None), given.pop("trust_remote_code", False)
-    whole = given.pop("whole", False)
+    packed, whole = given.pop("packed", None), given.pop("whole", False)
     _check_options(device, **given)
     place, source = device_named(device), resolve_model(name)
     adapter = find_adapter(source) if isinstance(source, Path) else None
@@ -121,10 +124,11 @@ def load_pretrained(
         quantisation = _four_bit_config(compute) if given.get("four_bit") else given.get("quantization_config")
         on_place = None if quantisation is None else {"": str(place)}  # quantised weights are loaded onto the device
         how |= {"quantization_config": quantisation, "device_map": given.get("device_map", on_place)}
-        model, tokenizer = _load_files(name, source, tokenizer, dtype=compute, whole=whole, **how)
+        model, tokenizer = _load_files(name, source, tokenizer, packed, dtype=compute, whole=whole, **how)
     if getattr(model, "hf_quantizer", None) is None and "device_map" not in given:
         model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
-    check_finite(name, model, source)
+    if packed is None or not packed.found:  # they were finite when they were packed
+        check_finite(name, model, source)
     return model.eval().requires_grad_(requires_grad=False), tokenizer, model_id_of(name)
 
 
@@ -168,7 +172,7 @@ def _four_bit_config(dtype: torch.dtype) -> Any:
 
 
 def _load_files(
-    name: str, source: Path | str, tokenizer: Any, *, whole: bool = False, **options: Any
+    name: str, source: Path | str, tokenizer: Any, packed: Any, *, whole: bool = False, **options: Any
 ) -> tuple[Any, Any]:
     """A model and its tokenizer; another one that is given stays. Options that are None are those of the model."""
     with _as_our_errors(name), without_bars():
@@ -182,12 +186,16 @@ def _load_files(
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
         options = {key: value for key, value in options.items() if value is not None}
-        loaded: Any
+        loaded: Any = None
         wrapper = wrapper_class(config, whole=whole)
+        if packed is not None and wrapper is None and not getattr(config, "auto_map", None):  # its own code may change
+            of_inputs = [list(tokenizer(TYPICAL_TEXT)["input_ids"]), options.get("attn_implementation")]
+            if packed.find([*weight_files(source), *filter(None, [model_file(source, "config.json")])], of_inputs):
+                loaded = _load_packed(config, packed, source, **options)
         try:
             # transformers would list all tensors of what is left out
             with without_logs() if wrapper else contextlib.nullcontext():
-                loaded = (wrapper or AutoModelForCausalLM).from_pretrained(
+                loaded = loaded or (wrapper or AutoModelForCausalLM).from_pretrained(
                     source, output_loading_info=True, ignore_mismatched_sizes=True, **options
                 )
         except RuntimeError:  # tensors of which transformers makes one, such as experts, do not fit each other
@@ -239,17 +247,39 @@ def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_
     """The tokenizer of the model ``name``; its weights are not read. Errors as of :func:`load_pretrained`."""
     source, tokenizer_source = _base_and_tokenizer(name)
     with _as_our_errors(name):
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: PLC0415
+        from transformers import AutoConfig, AutoTokenizer  # noqa: PLC0415
 
         tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        try:
-            generation = GenerationConfig.from_pretrained(source)
-        except OSError:  # no such file: transformers derives it from the configuration, too
-            generation = GenerationConfig.from_model_config(config)
+        generation = _generation_config(source, config)
         config = config.get_text_config()
         eos_ids = eos_ids_of(generation, config, tokenizer, vocab_size=getattr(config, "vocab_size", None))
         return ModelTokenizer(tokenizer, eos_ids, chat_template, max_positions_of(config), name)
+
+
+def _generation_config(source: Path | str, config: Any) -> Any:
+    from transformers import GenerationConfig  # noqa: PLC0415 - slow to import
+
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:  # no such file: transformers derives it from the configuration, too
+        return GenerationConfig.from_model_config(config)
+
+
+def _load_packed(config: Any, packed: PackedWeights, source: Path | str, **options: Any) -> Any:
+    """A model with the small weights that the cache has, and transformers' report of it; None if they do not fit."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
+
+    with torch.device("meta"):
+        skeleton: Any = AutoModelForCausalLM.from_config(config)
+    options |= {"config": skeleton.config, "state_dict": packed.state(skeleton), "ignore_mismatched_sizes": True}
+    model, report = type(skeleton).from_pretrained(None, output_loading_info=True, **options)
+    if any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        packed.found = None  # the family has other names in memory than in files
+        return None
+    model.config.name_or_path = config.name_or_path
+    model.generation_config = _generation_config(source, model.config)
+    return model, report
 
 
 def tokenizer_of(tokenizer: Any, *, trust_remote_code: bool) -> Any:

@@ -45,9 +45,11 @@ def checked(
 ) -> TargetModel:
     """The target if its trees are lossless; ``fast``: with faster products and, on a CPU, the native pass.
 
-    ``target`` is changed, and ``read`` reads it again.
+    ``target`` is changed, and ``read`` reads it again, without what the cache has.
     """
     probe = probe_of(target)
+    if probe is None and target.packed is not None:  # it is checked itself, with all its weights
+        target = read()
     stock = check_trees(probe) if probe else check_trees(target, num_tokens=_SHORT_TEXT)
     own = None if bits else own_numbers(target)
     if fast:
@@ -100,7 +102,10 @@ def probe_of(target: TargetModel) -> TargetModel | None:
         try:
             # what transformers says of the configuration, it said when the model was loaded
             with torch.random.fork_rng(devices=[]), without_logs(), warnings.catch_warnings(action="ignore"):
-                model = _built(target, _probe_config(target, few=few, narrow=narrow))
+                config = _probe_config(target, few=few, narrow=narrow)
+                if narrow:
+                    _few_heads_of_mixers(config)
+                model = _built(target, config)
             known = {type(module) for module in model.modules()}
             if not target.is_quantised and any(type(module) not in known for module in target.model.modules()):
                 return None
@@ -150,6 +155,14 @@ def _probe_config(target: TargetModel, *, few: bool, narrow: bool) -> Any:
     return config
 
 
+def _few_heads_of_mixers(config: Any) -> None:
+    """Of recurrent layers, with as many values for each key."""
+    names = [name for name in ("linear_num_key_heads", "linear_num_value_heads") if hasattr(config, name)]
+    factor, rest = divmod(min((getattr(config, name) for name in names), default=_PROBE_HEADS), _PROBE_HEADS)
+    for name in () if rest else names:
+        setattr(config, name, getattr(config, name) // factor)
+
+
 def _built(target: TargetModel, config: Any) -> Any:
     stock = target.model
     if target.config is stock.config:
@@ -193,7 +206,10 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None, num_tokens: 
         rows, _, _ = runner.prefill(texts)
         draft = Draft.on_tree(_TREE, tokens)
         in_tree = runner.verify(rows, draft)[0].flatten(0, 1)  # (2·N, V)
-        in_text = runner_for(model).prefill(paths)[1] if model.native is not None else _logits_after(paths, model)
+        if model.native is not None:
+            in_text = runner_for(model).prefill(paths)[1]
+        else:  # fast products in the same passes are compared with the stock ones alone
+            in_text = in_tree if stock is not None else _logits_after(paths, model)
     except _MISFITS as error:
         raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
     is_exact = model.precision == "fp32"
@@ -209,10 +225,11 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None, num_tokens: 
 
 
 def _logits_after(paths: Sequence[Sequence[int]], model: TargetModel) -> Tensor:
-    """(n, V) after the last token of n texts, without a cache."""
-    last = torch.tensor([len(path) - 1 for path in paths], device=model.device)
-    ids = torch.tensor([[*path, *[0] * (int(last.max()) + 1 - len(path))] for path in paths], device=model.device)
-    return model.logits(model.hidden_states(ids)[torch.arange(len(paths), device=model.device), last])
+    """(n, V) after the last token of n texts, without a cache. What another text begins with is not read again."""
+    whole = [path for path in paths if not any(other[: len(path)] == path != other for other in paths)]
+    read = [(path, model.hidden_states(torch.tensor([path], device=model.device))[0]) for path in whole]
+    last = [next(states[len(path) - 1] for text, states in read if text[: len(path)] == path) for path in paths]
+    return model.logits(torch.stack(last))
 
 
 def _gap(logits: Tensor, expected: Tensor) -> float:

@@ -90,6 +90,7 @@ PARTS = (
         _DEFAULT_MODEL, "the default model, converted", "converted again, or downloaded", rf"{_DEFAULT_MODEL}-v\d+"
     ),
     CachePart("gguf", "models converted from GGUF files", "converted again", rf"[^/]+-{_DIGEST}-v\d+"),
+    CachePart("weights", "packed int8 and int4 weights", "packed again by the next load", rf"{_LONG_DIGEST}\.packed"),
     CachePart("costs", "milliseconds of steps, by model, head", "measured again in a second for each head", _MEASURED),
     CachePart("profiles", "profiles by `draftheads tune`", "lost: heads use their own", rf"[\w.+-]+-{_DIGEST}"),
     CachePart("answers", "prompts of `draftheads tune`, with answers", "answered again by the next tune", _DIGEST),

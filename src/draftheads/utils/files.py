@@ -58,12 +58,15 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
         raise StorageError(f"cannot save {target}: {problem}") from None
 
 
-def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:
+def write_atomic(
+    path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object], *, flush: bool = True
+) -> None:
     """Writes one complete file, or nothing. An existing file is replaced by one rename; missing folders are made.
 
     Args:
         path: of the file.
         content: the bytes, or a function that writes them to the binary file it is given.
+        flush: off for a large file with a checksum: after a loss of power it may be damaged.
     """
     target = Path(path)
     temporary = _sibling(target, _TEMPORARY_SUFFIX)
@@ -74,7 +77,8 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[Binary
             else:
                 file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         temporary.replace(target)
         with contextlib.suppress(FileNotFoundError):  # `draftheads cache clear` was faster
             _sync(target.parent)

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -989,6 +990,202 @@ void attend(int kind, const Query *queries, int count, int size, const char *key
     of(queries, count, {keys, bytes, size}, {values, bytes, size}, scaling, cap, scratch);
 }
 
+// --- packing ---
+
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+
+// The product itself: a sum with it is not one instruction, which would round otherwise.
+inline Vec times(Vec a, Vec b) {
+    Vec product = a * b;
+#if defined(__x86_64__)
+    asm("" : "+x"(product));
+#elif defined(__aarch64__)
+    asm("" : "+w"(product));
+#endif
+    return product;
+}
+
+inline Vec min(Vec a, Vec b) { return b < a ? b : a; }
+
+inline Vec rounded_to_bf16(Vec x) {
+    UIntVec bits = (UIntVec)(x);
+    return (Vec)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+}
+
+// The numbers of a block as they are stored, in any kind but int4.
+void pack_exact(const Packing &p, int block) {
+    const int group = group_of(p.kind), bytes = bytes_of(p.kind), step = group * bytes;
+    char *rows[kBlock], *to = p.packed + block * block_bytes(p.kind, p.in);
+    for (int o = 0; o < kBlock; o++) {
+        const int64_t row = block * kBlock + o;
+        rows[o] = row < p.out ? p.weight + row * p.in * bytes : nullptr;
+    }
+    for (int k = 0; k < p.in; k += group) {
+        const int count = (group < p.in - k ? group : p.in - k) * bytes;
+        for (int o = 0; o < kBlock; o++, to += step) {
+            char *at = rows[o] + int64_t(k) * bytes;
+            if (p.back) {
+                if (rows[o]) std::memcpy(at, to, count);
+                continue;
+            }
+            if (!rows[o] || count < step) std::memset(to, 0, step);
+            if (!rows[o]) continue;
+            if (count == 4) std::memcpy(to, at, 4);  // most often: no call
+            else std::memcpy(to, at, count);
+        }
+    }
+}
+
+// A block of int8 from fp32 numbers: each output is divided by its largest number / 127.
+void pack_int8(const Packing &p, int block) {
+    char *to = p.packed + block * block_bytes(kInt8, p.in);
+    const int groups = (p.in + 3) / 4;
+    std::vector<float> exact(p.in);
+    std::vector<int8_t> numbers(4 * groups);
+    for (int o = 0; o < kBlock; o++) {
+        const int64_t row = block * kBlock + o;
+        float scale = 0.0f;
+        int32_t sum = 0;
+        if (row < p.out) {
+            const float *weight = reinterpret_cast<const float *>(p.weight) + row * p.in;
+            uint32_t largest = 0;  // the bits of |x| have the order of |x|, and those of no number are above all
+            for (int k = 0; k < p.in; k++) exact[k] = p.of_inputs ? weight[k] / p.of_inputs[k] : weight[k];
+            for (int k = 0; k < p.in; k++) {
+                uint32_t bits;
+                std::memcpy(&bits, &exact[k], 4);
+                bits &= 0x7fffffff;
+                largest = bits > largest ? bits : largest;
+            }
+            std::memcpy(&scale, &largest, 4);
+            scale /= 127.0f;
+            scale = scale < 1e-12f ? 1e-12f : scale;
+            for (int k = 0; k < p.in; k++) numbers[k] = int8_t(int32_t(exact[k] / scale + kMagic - kMagic));
+            for (int k = 0; k < p.in; k++) sum += numbers[k];
+        } else {
+            std::memset(numbers.data(), 0, numbers.size());
+        }
+        for (int k = 0; k < groups; k++) std::memcpy(to + (int64_t(k) * kBlock + o) * 4, &numbers[4 * k], 4);
+        char *end = to + int64_t(groups) * kBlock * 4;
+        std::memcpy(end + 4 * o, &scale, 4);
+        std::memcpy(end + 4 * kBlock + 4 * o, &sum, 4);
+    }
+}
+
+// For each output and kInputs numbers x of it a scale a, a least number b and the q from 0 to 15 that make a q + b nearest
+// to them. Several steps of a grid are tried; each has the a and b of least squares, weighted by the sizes of the inputs,
+// for its q, and then its q again. A lane is an output.
+void round_to_int4(const Vec *x, const float *sizes, uint8_t (*rounded)[kLanes], float *scales, float *least) {
+    constexpr float kSteps[] = {12.0f, 12.5714286f, 13.1428571f, 13.7142857f, 14.2857143f, 14.8571429f, 15.4285714f, 16.0f};
+    Vec low = x[0], high = x[0], strange = {};  // not a number if one of them is none
+    Vec of_x = {}, of_xx = {};                  // sums of sizes * x and * x * x
+    float whole = 0.0f;                         // the sum of sizes
+    for (int i = 0; i < kInputs; i++) {
+        low = min(low, x[i]);
+        high = max(high, x[i]);
+        strange += times(x[i], Vec{});
+        const Vec weighted = times(all(sizes[i]), x[i]);
+        whole += sizes[i];
+        of_x += weighted;
+        of_xx += times(weighted, x[i]);
+    }
+    auto nearest = [&](int i, Vec factor, Vec b) {
+        return min(max(times(x[i] - b, factor), Vec{}), all(15.0f)) + all(kMagic) - all(kMagic);
+    };
+    auto inverse = [](Vec a) { return a > Vec{} ? all(1.0f) / a : Vec{}; };
+    const Vec range = high - low;
+    Vec best_a = rounded_to_bf16(range / all(15.0f)), best_b = low, from_a = best_a, from_b = low, fewest = all(INFINITY);
+    for (const float steps : kSteps) {  // as many make the whole range
+        Vec a = range / all(steps);
+        Vec b = times(all(0.5f), low + high) - times(all(7.5f), a);
+        IntVec differ = low == low;  // a lane whose numbers are all the same stops
+        for (int again = 0; again < 2; again++) {
+            const Vec factor = inverse(a), made_a = a, made_b = b;
+            Vec of_q = {}, of_qq = {}, of_xq = {};
+            for (int i = 0; i < kInputs; i++) {
+                const Vec q = nearest(i, factor, b), weighted = times(all(sizes[i]), q);
+                of_q += weighted;
+                of_qq += times(weighted, q);
+                of_xq += times(weighted, x[i]);
+            }
+            const Vec sum = all(whole), determinant = times(sum, of_qq) - times(of_q, of_q);
+            differ &= determinant > times(times(all(1e-6f), sum), of_qq);
+            a = rounded_to_bf16((times(sum, of_xq) - times(of_q, of_x)) / determinant);
+            b = rounded_to_bf16((of_x - times(a, of_q)) / sum);
+            const Vec error = of_xx - times(all(2.0f), times(a, of_xq) + times(b, of_x)) +
+                              times(a, times(a, of_qq) + times(times(all(2.0f), b), of_q)) + times(times(b, b), sum);
+            const IntVec is_better = differ & (error < fewest);
+            fewest = is_better ? error : fewest;
+            best_a = is_better ? a : best_a;
+            best_b = is_better ? b : best_b;
+            from_a = is_better ? made_a : from_a;
+            from_b = is_better ? made_b : from_b;
+        }
+    }
+    const Vec factor = inverse(from_a);
+    for (int i = 0; i < kInputs; i++) {
+        const Vec q = nearest(i, factor, from_b);
+        for (int lane = 0; lane < kLanes; lane++) rounded[i][lane] = uint8_t(q[lane]);
+    }
+    store(scales, best_a + strange);
+    store(least, best_b);
+}
+
+// A block of int4 from fp32 numbers.
+void pack_int4(const Packing &p, int block) {
+    auto *to = reinterpret_cast<uint8_t *>(p.packed + block * block_bytes(kInt4, p.in));
+    for (int first = 0; first < p.in; first += kInputs, to += kInputsBytes) {
+        const int count = kInputs < p.in - first ? kInputs : p.in - first;
+        float sizes[kInputs] = {};
+        for (int i = 0; i < count; i++) sizes[i] = p.of_inputs ? p.of_inputs[first + i] : 1.0f;
+        for (int begin = 0; begin < kBlock; begin += kLanes) {
+            Vec x[kInputs] = {};
+            for (int lane = 0; lane < kLanes; lane++) {
+                const int64_t row = block * kBlock + begin + lane;
+                if (row >= p.out) continue;
+                const float *numbers = reinterpret_cast<const float *>(p.weight) + row * p.in + first;
+                for (int i = 0; i < count; i++) x[i][lane] = numbers[i];
+            }
+            uint8_t rounded[kInputs][kLanes];
+            float scales[kLanes], least[kLanes];
+            round_to_int4(x, sizes, rounded, scales, least);
+            for (int lane = 0; lane < kLanes; lane++) {
+                uint8_t *bytes = to + 4 * (begin + lane), *of_scale = to + scale_at(begin + lane);
+                const uint16_t scale = to_bf16(scales[lane]), lowest = to_bf16(least[lane]);
+                std::memcpy(of_scale, &scale, 2);
+                std::memcpy(of_scale + 32, &lowest, 2);
+                for (int i = 0; i < kInputs; i += 8)
+                    for (int j = 0; j < 4; j++)
+                        bytes[i / 2 * kBlock + j] = uint8_t(rounded[i + j][lane] | rounded[i + 4 + j][lane] << 4);
+            }
+        }
+    }
+}
+
+void unpack_int4(const Packing &p, int block) {
+    auto *from = reinterpret_cast<const uint8_t *>(p.packed + block * block_bytes(kInt4, p.in));
+    for (int first = 0; first < p.in; first += kInputs, from += kInputsBytes)
+        for (int o = 0; o < kBlock; o++) {
+            const int64_t row = block * kBlock + o;
+            if (row >= p.out) break;
+            const int count = kInputs < p.in - first ? kInputs : p.in - first;
+            float *numbers = reinterpret_cast<float *>(p.weight) + row * p.in + first;
+            uint32_t pair[2] = {};  // scale and least number, in bf16
+            std::memcpy(reinterpret_cast<char *>(pair) + 2, from + scale_at(o), 2);
+            std::memcpy(reinterpret_cast<char *>(pair + 1) + 2, from + scale_at(o) + 32, 2);
+            float scale, least;
+            std::memcpy(&scale, pair, 4);
+            std::memcpy(&least, pair + 1, 4);
+            const uint8_t *bytes = from + 4 * o;
+            for (int i = 0; i < count; i++)
+                numbers[i] = float(bytes[i / 8 * 4 * kBlock + i % 4] >> (i % 8 / 4 * 4) & 15) * scale + least;
+        }
+}
+
+void pack(const Packing &p, int block) {
+    if (p.kind == kInt4) (p.back ? unpack_int4 : pack_int4)(p, block);
+    else (p.kind == kInt8 && !p.back ? pack_int8 : pack_exact)(p, block);
+}
+
 // --- the largest of many numbers ---
 
 // Of equal numbers the first one counts. NaN counts as minus infinity.
@@ -1054,6 +1251,6 @@ constexpr Level kLevel = kLevelAvx2;
 #else
 constexpr Level kLevel = kLevelPortable;
 #endif
-const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, norm, turn, dots, gate, add_silu, store_as, load_from, attend, top};
+const Kernels KERNELS = {KERNELS_NAME, kLevel, input_bytes, prepare, block, pack, norm, turn, dots, gate, add_silu, store_as, load_from, attend, top};
 
 }  // namespace draftheads

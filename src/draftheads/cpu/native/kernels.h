@@ -45,6 +45,14 @@ inline int64_t block_bytes(int kind, int in) {
     return int64_t(in + group - 1) / group * group * kBlock * bytes_of(kind) + (kind == kInt8 ? 8 * kBlock : 0);
 }
 
+// A weight (out, in) to be packed, or to be unpacked: fp32 for int4, and for int8 before it is rounded.
+struct Packing {
+    char *weight;
+    const float *of_inputs;  // (in,) what int8 divides the weights by, or the sizes of the inputs of int4; or null
+    char *packed;
+    int kind, out, in, back;
+};
+
 // x / rms(x) * scale + shift; if it is centred, of x - mean(x).
 struct Norm {
     const float *scale, *shift;  // null: there is no norm; no shift
@@ -86,6 +94,8 @@ struct Kernels {
     void (*prepare)(const Weight &weight, const float *row, void *prepared);
     // `rows` prepared rows times one block of a weight: y (rows, kBlock), without the bias.
     void (*block)(const Weight &weight, int number, const void *prepared, int rows, float *y);
+    // Packs a block of outputs, or unpacks it; all sets of instructions round alike.
+    void (*pack)(const Packing &packing, int block);
     void (*norm)(const Norm &norm, const float *x, int size, float *out);
     // Turns the first `size` numbers of a head by its position: pairs of number i of the first and the second half, or of
     // neighbours.

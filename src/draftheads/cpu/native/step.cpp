@@ -792,150 +792,12 @@ void best_of(const Job &job, uint32_t number) {
 
 // --- packing ---
 
-struct Packing {
-    char *weight;
-    const float *scales;
-    char *packed;
-    int kind, out, in, back;
-};
 static_assert(sizeof(Packing) <= sizeof(Job::words), "a job holds it");
-
-void pack_block(const Packing &p, int block) {
-    const int group = group_of(p.kind), bytes = bytes_of(p.kind), step = group * bytes;
-    char *rows[kBlock], *to = p.packed + block * block_bytes(p.kind, p.in);
-    int32_t sums[kBlock] = {};
-    for (int o = 0; o < kBlock; o++) {
-        const int64_t row = block * kBlock + o;
-        rows[o] = row < p.out ? p.weight + row * p.in * bytes : nullptr;
-    }
-    for (int k = 0; k < p.in; k += group) {
-        const int count = std::min(group, p.in - k) * bytes;
-        for (int o = 0; o < kBlock; o++, to += step) {
-            char *at = rows[o] + int64_t(k) * bytes;
-            if (p.back) {
-                if (rows[o]) std::memcpy(at, to, count);
-                continue;
-            }
-            if (!rows[o] || count < step) std::memset(to, 0, step);
-            if (!rows[o]) continue;
-            if (count == 4) std::memcpy(to, at, 4);  // most often: no call
-            else std::memcpy(to, at, count);
-            if (p.kind == kInt8)
-                for (int j = 0; j < count; j++) sums[o] += static_cast<signed char>(to[j]);
-        }
-    }
-    if (p.kind != kInt8 || p.back) return;
-    for (int o = 0; o < kBlock; o++) {
-        const float scale = rows[o] ? p.scales[(rows[o] - p.weight) / p.in] : 0.0f;
-        std::memcpy(to + 4 * o, &scale, 4);
-        std::memcpy(to + 4 * kBlock + 4 * o, &sums[o], 4);
-    }
-}
-
-uint16_t to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return x == x ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t(0x7fc0);
-}
-
-float of_bf16(uint16_t x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}
-
-// A scale a, a least number b and for each x the q from 0 to 15 that makes a q + b nearest to it. Several steps of a grid
-// are tried; each has the a and b of least squares, weighted by the sizes of the inputs, for its q, and then its q again.
-void round_to_int4(const float *x, const float *sizes, int count, uint8_t *rounded, uint16_t *scale, uint16_t *least) {
-    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
-    constexpr int kTrials = 8, kWide = 8;
-    float low = x[0], high = x[0], strange = 0.0f;  // not a number if one of them is none
-    for (int i = 0; i < count; i++) {
-        low = std::min(low, x[i]);
-        high = std::max(high, x[i]);
-        strange += x[i] * 0.0f;
-    }
-    float whole[kInputs];
-    auto round = [&](float a, float b) {
-        const float factor = a > 0.0f ? 1.0f / a : 0.0f;
-        for (int i = 0; i < kInputs; i++) {
-            const float near = std::min(std::max((x[i] - b) * factor, 0.0f), 15.0f) + kMagic;
-            whole[i] = near - kMagic;
-        }
-    };
-    auto keep = [&](float a, float b) {
-        *scale = to_bf16(a + strange);
-        *least = to_bf16(b);
-        for (int i = 0; i < kInputs; i++) rounded[i] = uint8_t(whole[i]);
-    };
-    const float range = high - low, plain = of_bf16(to_bf16(range / 15.0f));
-    round(plain, low);
-    keep(plain, low);
-    float fewest = INFINITY;
-    for (int trial = 0; trial < kTrials; trial++) {
-        float a = range / (12.0f + 4.0f / (kTrials - 1) * float(trial)), b = 0.5f * (low + high) - 7.5f * a;
-        for (int again = 0; again < 2; again++) {
-            round(a, b);
-            float lanes[6][kWide] = {};
-            for (int i = 0; i < kInputs; i += kWide)
-                for (int j = 0; j < kWide; j++) {
-                    const float w = sizes[i + j], q = whole[i + j], n = x[i + j];
-                    lanes[0][j] += w;
-                    lanes[1][j] += w * q;
-                    lanes[2][j] += w * q * q;
-                    lanes[3][j] += w * n;
-                    lanes[4][j] += w * n * q;
-                    lanes[5][j] += w * n * n;
-                }
-            float sums[6] = {};
-            for (int j = 0; j < kWide; j++)
-                for (int of = 0; of < 6; of++) sums[of] += lanes[of][j];
-            const float determinant = sums[0] * sums[2] - sums[1] * sums[1];
-            if (!(determinant > 1e-6f * sums[0] * sums[2])) break;  // they are all the same
-            a = of_bf16(to_bf16((sums[0] * sums[4] - sums[1] * sums[3]) / determinant));
-            b = of_bf16(to_bf16((sums[3] - a * sums[1]) / sums[0]));
-            const float error = sums[5] - 2.0f * (a * sums[4] + b * sums[3]) + a * (a * sums[2] + 2.0f * b * sums[1]) + b * b * sums[0];
-            if (!(error < fewest)) continue;
-            fewest = error;
-            keep(a, b);
-        }
-    }
-}
-
-// A block of int4 from fp32 numbers, and back. The scales are the sizes of the inputs.
-void pack_int4(const Packing &p, int block) {
-    auto *weight = reinterpret_cast<float *>(p.weight);
-    auto *to = reinterpret_cast<uint8_t *>(p.packed + block * block_bytes(kInt4, p.in));
-    for (int first = 0; first < p.in; first += kInputs, to += kInputsBytes)
-        for (int o = 0; o < kBlock; o++) {
-            const int64_t row = block * kBlock + o;
-            const int count = std::min(kInputs, p.in - first);
-            float *numbers = weight + row * p.in + first, x[kInputs] = {}, sizes[kInputs] = {};
-            uint8_t rounded[kInputs], *bytes = to + 4 * o, *of_scale = to + scale_at(o);
-            uint16_t scale, least;
-            if (p.back) {
-                if (row >= p.out) continue;
-                std::memcpy(&scale, of_scale, 2);
-                std::memcpy(&least, of_scale + 32, 2);
-                for (int i = 0; i < count; i++)
-                    numbers[i] = float(bytes[i / 8 * 4 * kBlock + i % 4] >> (i % 8 / 4 * 4) & 15) * of_bf16(scale) + of_bf16(least);
-                continue;
-            }
-            if (row < p.out) std::memcpy(x, numbers, 4 * count);
-            for (int i = 0; i < count; i++) sizes[i] = p.scales ? p.scales[first + i] : 1.0f;
-            round_to_int4(x, sizes, count, rounded, &scale, &least);
-            std::memcpy(of_scale, &scale, 2);
-            std::memcpy(of_scale + 32, &least, 2);
-            for (int i = 0; i < kInputs; i += 8)
-                for (int j = 0; j < 4; j++) bytes[i / 2 * kBlock + j] = uint8_t(rounded[i + j] | rounded[i + 4 + j] << 4);
-        }
-}
 
 void packing_of(const Job &job, uint32_t number) {
     Packing p;
     std::memcpy(&p, job.words, sizeof p);
-    pool->share(0, number, blocks_of(p.out), [&](int block) { (p.kind == kInt4 ? pack_int4 : pack_block)(p, block); });
+    pool->share(0, number, blocks_of(p.out), [&](int block) { kernels->pack(p, block); });
 }
 
 // --- drafting ---
@@ -1211,7 +1073,7 @@ const char *draftheads_layout() {
     };
 #undef FIELD
     static const std::string text = [] {
-        std::string all;
+        std::string all = "rounds int8\n";  // what else has changed
         for (const auto &field : fields)
             all += std::string(field.name) + " " + std::to_string(field.offset) + " " + std::to_string(field.size) + "\n";
         return all;
@@ -1246,11 +1108,11 @@ void draftheads_forked() {
 // How many bytes a packed weight (out, in) has, with padding.
 int64_t draftheads_packed_size(int kind, int out, int in) { return blocks_of(out) * block_bytes(kind, in); }
 
-// Packs a weight (out, in), of int8 with the scales of its outputs (out,), or unpacks it. int4 takes and gives fp32, and
-// the sizes of the inputs (in,), or null, in place of scales.
-void draftheads_pack(int kind, void *weight, const float *scales, int out, int in, void *packed, int back) {
+// Packs a weight (out, in), or unpacks it. int8 and int4 round fp32 numbers; `of_inputs` (in,) is, or null, what int8
+// divides them by and what int4 weights errors by. Back, int8 gives its whole numbers, and int4 fp32.
+void draftheads_pack(int kind, void *weight, const float *of_inputs, int out, int in, void *packed, int back) {
     std::lock_guard<std::mutex> lock(turns);
-    pool->run(job_of(packing_of, Packing{static_cast<char *>(weight), scales, static_cast<char *>(packed), kind, out, in, back}), 1);
+    pool->run(job_of(packing_of, Packing{static_cast<char *>(weight), of_inputs, static_cast<char *>(packed), kind, out, in, back}), 1);
 }
 
 void draftheads_multiply(const Weight *weight, const void *x, int x_kind, int rows, void *y) {
