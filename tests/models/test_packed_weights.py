@@ -102,13 +102,15 @@ def test_a_second_load_has_the_same_bits(family: str, precision: Precision, tmp_
 
 @pytest.mark.parametrize("precision", ROUNDED_BITS)
 @pytest.mark.parametrize("tie", [False, True])
-def test_embeddings_are_as_without_the_cache(tie: bool, precision: Precision, tmp_path: Path) -> None:
+def test_embeddings_are_as_without_the_cache(tie: bool, precision: Precision, tmp_path: Path, found: list[str]) -> None:
     """In fp32 where they are not exact in 16 bits, in 16 or in 8 bits, and once where the lm_head is the same."""
     for dtype in (torch.float32, torch.bfloat16):
         folder = saved(tmp_path / str(dtype), "llama", dtype=dtype, tie_word_embeddings=tie)
         first, second = load(folder, precision), load(folder, precision)
         kinds = [type(target.model.get_input_embeddings()) for target in (first, second)]
         assert kinds[0] is kinds[1]
+        assert len(found) == 1
+        found.clear()
         assert torch.equal(first.weights.embedding, second.weights.embedding)
         assert torch.equal(first.weights.lm_head, second.weights.lm_head)
         assert (second.weights.embedding.data_ptr() == second.weights.lm_head.data_ptr()) == (

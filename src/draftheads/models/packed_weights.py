@@ -104,9 +104,11 @@ class PackedWeights:
         else:
             place = next(name for name, weight in model.named_parameters() if weight is embedding.weight)
         content = {"key": self._key, "fingerprints": fingerprints, "embedding": place}
-        content |= {"state": dict(model.state_dict()), "products": [product.saved() for product in products]}
+        # a tied lm_head names the embedding again
+        state = {name: each for name, each in model.state_dict().items() if not name.endswith(".tied")}
+        content |= {"state": state, "products": [product.saved() for product in products]}
         content["checksum"] = _checksum(content)
-        size = sum(each.nbytes for each in content["state"].values()) + sum(each.nbytes for each in products)
+        size = sum(each.nbytes for each in state.values()) + sum(each.nbytes for each in products)
         try:
             if _has_room(self._path().parent, size):
                 write_atomic(self._path(), lambda file: torch.save(content, file), flush=False)
