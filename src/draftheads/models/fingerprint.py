@@ -37,6 +37,16 @@ class Fingerprints:
     layers: str | None = None  # as of the embedding, spread over all layers; None if they are quantised, or not known
 
 
+@dataclass(frozen=True)
+class WeightFacts:
+    """What faster modules do not show of the weights that they were made from."""
+
+    dtype: torch.dtype
+    precision: str
+    weights_fingerprint: str
+    layers_fingerprint: str | None
+
+
 def difference(fingerprint: str, other: str) -> float:
     """The relative difference of two matrices by their fingerprints: |a - b| / |a|. About 1.4 if they are unrelated.
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,3 +128,13 @@ def _bias_of(rule: Any, vocab_size: int) -> dict[int, float] | None:
             return None
         biases = {token: bias for (token,), bias in sequences.items()}
     return {token: bias for token, bias in biases.items() if 0 <= token < vocab_size}
+
+
+def generation_config(source: Path | str, config: Any) -> Any:
+    """The generation configuration of the model at ``source``."""
+    from transformers import GenerationConfig  # noqa: PLC0415 - slow to import
+
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:  # no such file: transformers derives it from the configuration, too
+        return GenerationConfig.from_model_config(config)

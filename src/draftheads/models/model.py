@@ -23,6 +23,7 @@ from draftheads.errors import InvalidSettings, UnsupportedModel
 from draftheads.models.chat_template import unused_token
 from draftheads.models.fingerprint import (
     Fingerprints,
+    WeightFacts,
     fingerprint_of,
     sampled_layers,
     tokenizer_fingerprint,
@@ -54,16 +55,6 @@ from draftheads.models.packed_weights import PackedWeights
 from draftheads.models.pretrained import LoadOptions, check_quantisation, load_pretrained
 from draftheads.speculation.draft import TargetWeights, as_logits
 from draftheads.utils.counts import counted
-
-
-@dataclass(frozen=True)
-class WeightFacts:
-    """What faster modules do not show of the weights that they were made from."""
-
-    dtype: torch.dtype
-    precision: str
-    weights_fingerprint: str
-    layers_fingerprint: str | None
 
 
 @dataclass
@@ -115,11 +106,9 @@ class TargetModel:
             LengthWarning: texts must be shorter than the configuration allows.
         """
         parts = load_pretrained(name, tokenizer=tokenizer, dtype=dtype, device=device, **options)
-        packed, facts = options.get("packed"), None
-        if packed is not None and packed.found:
-            facts = WeightFacts(torch.float32, f"int{packed.bits}", *packed.found["fingerprints"])
-        ours: Any = {"chat_template": chat_template, "max_length": max_length}
-        return cls(*parts, **ours, facts=facts, packed=packed).warned()
+        packed = options.get("packed")
+        facts: Any = {"packed": packed, "facts": packed and packed.facts}
+        return cls(*parts, chat_template=chat_template, max_length=max_length, **facts).warned()
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, *, chat_template: str | None = None, max_length: int | None = None) -> Self:
@@ -155,22 +144,19 @@ class TargetModel:
         return self.changed(sharing_weights(self.model), self.weight_facts())
 
     def sped_up(self, *, bits: int | None = None) -> Self:
-        """This model with faster kernels on a CPU. It takes the modules of this one over.
-
-        See :func:`draftheads.cpu.optimise.speed_up`.
-        """
+        """This model with faster kernels, by :func:`draftheads.cpu.optimise.speed_up`; it takes the modules over."""
         facts, packed = self.weight_facts(), self.packed  # before packing, which changes the facts
         if packed is not None and packed.found:
             packed.give(self.model)
         else:
             typical = None
             if bits is not None:
-                limit = max_positions_of(self.config, switches=self.long_rope is not None)
-                typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][:limit]]) % self.vocab_size
+                most = max_positions_of(self.config, switches=self.long_rope is not None)
+                typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][:most]]) % self.vocab_size
                 facts = replace(facts, precision=f"int{bits}")
             speed_up(self.model, bits=bits, typical_ids=typical)
             if packed is not None:
-                packed.keep(self.model, (facts.weights_fingerprint, facts.layers_fingerprint))
+                packed.keep(self.model, facts)
         return self.changed(self.model, facts, native=native_step(self.model, self.windows), packed=None)
 
     def weight_facts(self) -> WeightFacts:

@@ -24,6 +24,7 @@ from draftheads.cpu.kernels import Native, PackedLinear, restored
 from draftheads.cpu.native_library import FILE, load_library
 from draftheads.cpu.optimise import RoundedEmbedding, restore
 from draftheads.errors import CacheWarning, InvalidSettings, StorageError, first_line
+from draftheads.models.fingerprint import WeightFacts
 from draftheads.utils.cache import PARTS, cache_folder
 from draftheads.utils.counts import byte_size
 from draftheads.utils.files import write_atomic
@@ -72,6 +73,11 @@ class PackedWeights:
             path.touch()  # those that were not used for the longest time are deleted first
         return True
 
+    @property
+    def facts(self) -> WeightFacts | None:
+        """Of the weights that were found."""
+        return WeightFacts(torch.float32, f"int{self.bits}", *self.found["fingerprints"]) if self.found else None
+
     def state(self, skeleton: Any) -> dict[str, Tensor]:
         """For a stock model on no device: its small weights, and zeros without memory in place of the packed ones."""
         assert self.found is not None
@@ -88,7 +94,7 @@ class PackedWeights:
         embedding = self.found["embedding"]
         restore(model, products, products[embedding] if isinstance(embedding, int) else self.found["state"][embedding])
 
-    def keep(self, model: Any, fingerprints: Sequence[str | None]) -> None:
+    def keep(self, model: Any, facts: WeightFacts) -> None:
         """Writes the packed weights of a model with fast modules, if its files did not change since :meth:`find`.
 
         Warns:
@@ -103,6 +109,7 @@ class PackedWeights:
             place: Any = products.index(embedding.product)
         else:
             place = next(name for name, weight in model.named_parameters() if weight is embedding.weight)
+        fingerprints = facts.weights_fingerprint, facts.layers_fingerprint
         content = {"key": self._key, "fingerprints": fingerprints, "embedding": place}
         # a tied lm_head names the embedding again
         state = {name: each for name, each in model.state_dict().items() if not name.endswith(".tied")}
@@ -139,6 +146,22 @@ class PackedWeights:
         if content["key"] != self._key:
             raise ValueError("its weights are other ones")
         return content
+
+
+def load_packed(config: Any, packed: PackedWeights, generation: Any, **options: Any) -> Any:
+    """A model with the small weights that the cache has, and transformers' report of it; None if they do not fit."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
+
+    with torch.device("meta"):
+        skeleton: Any = AutoModelForCausalLM.from_config(config)
+    options |= {"config": skeleton.config, "state_dict": packed.state(skeleton), "ignore_mismatched_sizes": True}
+    model, report = type(skeleton).from_pretrained(None, output_loading_info=True, **options)
+    if any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        packed.found = None  # the family has other names in memory than in files
+        return None
+    model.config.name_or_path = config.name_or_path
+    model.generation_config = generation
+    return model, report
 
 
 def _checksum(content: Any) -> str:

@@ -32,6 +32,7 @@ from draftheads.errors import (
 )
 from draftheads.models.adapter import load_merged, require_peft
 from draftheads.models.file_checks import check_config, check_finite, model_file, weight_files
+from draftheads.models.generation import generation_config
 from draftheads.models.gguf_models import config_of_gguf, without_bars, without_logs
 from draftheads.models.model_config import (
     FLOATS,
@@ -43,7 +44,7 @@ from draftheads.models.model_config import (
     max_positions_of,
 )
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
-from draftheads.models.packed_weights import PackedWeights
+from draftheads.models.packed_weights import PackedWeights, load_packed
 from draftheads.models.wrappers import wrapper_class
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import first_names
@@ -191,7 +192,7 @@ def _load_files(
         if packed is not None and wrapper is None and not getattr(config, "auto_map", None):  # its own code may change
             of_inputs = [list(tokenizer(TYPICAL_TEXT)["input_ids"]), options.get("attn_implementation")]
             if packed.find([*weight_files(source), *filter(None, [model_file(source, "config.json")])], of_inputs):
-                loaded = _load_packed(config, packed, source, **options)
+                loaded = load_packed(config, packed, generation_config(source, config), **options)
         try:
             # transformers would list all tensors of what is left out
             with without_logs() if wrapper else contextlib.nullcontext():
@@ -251,35 +252,10 @@ def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_
 
         tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        generation = _generation_config(source, config)
+        generation = generation_config(source, config)
         config = config.get_text_config()
         eos_ids = eos_ids_of(generation, config, tokenizer, vocab_size=getattr(config, "vocab_size", None))
         return ModelTokenizer(tokenizer, eos_ids, chat_template, max_positions_of(config), name)
-
-
-def _generation_config(source: Path | str, config: Any) -> Any:
-    from transformers import GenerationConfig  # noqa: PLC0415 - slow to import
-
-    try:
-        return GenerationConfig.from_pretrained(source)
-    except OSError:  # no such file: transformers derives it from the configuration, too
-        return GenerationConfig.from_model_config(config)
-
-
-def _load_packed(config: Any, packed: PackedWeights, source: Path | str, **options: Any) -> Any:
-    """A model with the small weights that the cache has, and transformers' report of it; None if they do not fit."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
-
-    with torch.device("meta"):
-        skeleton: Any = AutoModelForCausalLM.from_config(config)
-    options |= {"config": skeleton.config, "state_dict": packed.state(skeleton), "ignore_mismatched_sizes": True}
-    model, report = type(skeleton).from_pretrained(None, output_loading_info=True, **options)
-    if any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-        packed.found = None  # the family has other names in memory than in files
-        return None
-    model.config.name_or_path = config.name_or_path
-    model.generation_config = _generation_config(source, model.config)
-    return model, report
 
 
 def tokenizer_of(tokenizer: Any, *, trust_remote_code: bool) -> Any:

@@ -21,7 +21,8 @@ from draftheads.checkpoints.checkpoint import resolve_head
 from draftheads.errors import InvalidSettings, MissingDependency, UnsupportedModel
 from draftheads.heads.base import DraftHead
 from draftheads.loading import load_drafter
-from draftheads.models.model import TargetModel, WeightFacts
+from draftheads.models.fingerprint import WeightFacts
+from draftheads.models.model import TargetModel
 from draftheads.models.model_config import DTYPES
 from draftheads.models.pretrained import load_tokenizer
 from draftheads_vllm.request_chains import RequestChains
