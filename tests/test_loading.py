@@ -23,7 +23,7 @@ from draftheads.serve.options import ServeOptions
 from draftheads.settings import LoadSettings, Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.drafter import NoDraft
-from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.shapes import BestFirst, Drafting
 from draftheads.speculation.tree import Tree
 from families import HAS_RECURRENT, by_hand, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB, chat_tokenizer
@@ -85,7 +85,8 @@ def test_a_corpus_is_a_source_of_drafts_wherever_it_is_given(world: Path, cost: 
     [served], engines = load_served(options)
     assert (served.name, served.base, served.head, *engines) == ("tiny", "tiny", "head", "tiny")
     assert engines["tiny"].max_batch_size == 3
-    contender = next(load_contenders({"head": resolve(head, model)}, engines["tiny"].model, corpus=corpus))
+    drafting = Drafting(corpus=corpus)
+    contender = next(load_contenders({"head": resolve(head, model)}, engines["tiny"].model, drafting=drafting))
     for engine in (load(world, corpus=corpus), engines["tiny"], contender.as_loaded(True)):
         assert isinstance(engine.drafter, Mixed)
         assert [type(source) for source in engine.drafter.sources] == [TextSoFar, Corpus]

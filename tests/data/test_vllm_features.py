@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, layer_ids: list[int], tensor
     ("other", "named"),
     [
         ({"seed": 1}, "nearest differs"),
-        ({"hidden_size": 64}, r"\[\d+, 2, 64\].*\[\d+ tokens, layers, 32\]"),
+        ({"hidden_size": 64}, r"\[\d+, 2, 64\].*\[\d+, layers, 32\]"),
         (None, ""),
     ],
 )

@@ -362,6 +362,7 @@ def test_the_same_random_numbers_give_the_same_text(world: World, end: int | Non
     assert torch.equal(generate(model, known, **SAMPLED, eos_token_id=end), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*tokens per step")  # the head is random
 def test_sampled_rows_have_the_distribution_of_the_model(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that are ahead of each other: Pearson's test on the joint distribution of three tokens."""
     model, head = world()

@@ -144,8 +144,12 @@ def test_an_error_of_the_hub_becomes_a_clear_message(
 
 
 def test_a_path_that_is_no_model_is_refused_without_a_request(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="cannot be an id on the Hugging Face Hub"):
-        resolve_model(str(tmp_path / "absent"))
+    for name, words in (
+        (str(tmp_path / "absent"), "no such file or folder: "),
+        ("a b", "cannot be an id on the Hugging"),
+    ):
+        with pytest.raises(ModelNotFound, match=words):
+            resolve_model(name)
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
 

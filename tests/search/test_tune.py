@@ -188,7 +188,7 @@ def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pyt
     out = ["--out", str(tmp_path / "no")]
     one = ["tune", "./model", "./hydra", "--precision", "fp32", "--prompts", "one.jsonl", *QUICK, *out]
     assert "1 prompt to calibrate on" in refused(one, capsys)
-    assert "no head" in refused(["tune", "./model", "./nothing", *out], capsys)
+    assert "no such file or folder: ./nothing" in refused(["tune", "./model", "./nothing", *out], capsys)
     assert "cannot be read" in refused(["tune", "./model", "./hydra", "--prompts", "none.jsonl", *out], capsys)
     (tmp_path / "file").write_text("")
     assert "file is not a folder" in refused(tune("hydra", "--out", str(tmp_path / "file" / "x")), capsys)

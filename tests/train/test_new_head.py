@@ -139,14 +139,14 @@ def test_heads_start_with_the_predictions_of_their_start(
 
 
 def test_a_head_is_trained_further_after_the_layers_were_tuned(
-    target: TargetModel, features: Path, hydra: Path, chats: Path, tmp_path: Path
+    target: TargetModel, hydra: Path, chats: Path, tmp_path: Path
 ):
     tuned = chat_model()  # the embeddings are the same
     for parameter in tuned.model.model.layers.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     with pytest.warns(BaseModelWarning, match="--start-from"):
         load_head(hydra, tuned)
-    settings = options(tmp_path / "out", features, start_from=str(hydra), epochs=1)
+    settings = options(tmp_path / "out", None, data=(chats,), start_from=str(hydra), epochs=1)
     train_for(tuned, settings)  # without a warning
     heads = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 36, "start_from": str(hydra)}
     joint = joint_options(tmp_path / "joint", chats, epochs=1, **heads)

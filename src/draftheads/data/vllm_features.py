@@ -161,7 +161,7 @@ def _files_of(store: LiveStore, folder: Path) -> list[Path]:
             token_ids, stored = file.get_tensor("token_ids").flatten(), file.get_slice("hidden_states")
             shape, is_float = stored.get_shape(), "F" in stored.get_dtype()
             if token_ids.is_floating_point() or not is_float or shape[::2] != [len(token_ids), size] or len(shape) != 3:
-                what = f"{stored.get_dtype()} {shape}, expected floats [{len(token_ids)} tokens, layers, {size}]"
+                what = f"{stored.get_dtype()} {shape}, expected floats [{len(token_ids)}, layers, {size}]"
                 raise DataError(f"{path}: hidden_states are {what}, and token_ids whole numbers; {_AGAIN}")
             if shape[1] != (width := width or shape[1]):
                 raise DataError(f"{path} has {shape[1]} layers, and files before it have {width}; give one kind")

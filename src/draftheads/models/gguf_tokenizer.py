@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from draftheads.errors import UnsupportedModel
 from draftheads.models.gguf_files import GgufFile
+from draftheads.utils.counts import counted
 from draftheads.utils.messages import printable, short
 
 if TYPE_CHECKING:  # its import takes a second, and a start from the cache needs none
@@ -77,7 +78,7 @@ def tokenizer_of(file: GgufFile, most_tokens: int) -> "PreTrainedTokenizerFast":
     tokens, kind = file.needed("tokenizer.ggml.tokens"), file.needed("tokenizer.ggml.model")
     kinds = get("token_type", [_NORMAL] * len(tokens))
     if not len(set(tokens)) == len(tokens) == len(kinds):
-        counts = f"{len(tokens)} tokens, {len(set(tokens))} of them different, and {len(kinds)} types of tokens"
+        counts = f"{counted(len(tokens), 'token')}, {len(set(tokens))} of them different, and {len(kinds)} types"
         raise UnsupportedModel(f"{file.name} has {counts}")
     usual = _LLAMA_IDS if kind == "llama" else {}
     ids = {role: get(f"{name}_token_id", usual.get(role)) for role, name in _ROLES.items()}
@@ -124,7 +125,7 @@ def end_ids(file: GgufFile, *, by_name: bool = True) -> list[int]:
     ends = _ENDS - ({"<|end|>"} if {"<|return|>", "<|call|>"} <= set(tokens) else set())
     named = [i for i, token in enumerate(tokens) if token in ends] if by_name else []
     if wrong := [i for i in found if not 0 <= i < len(tokens)]:
-        raise UnsupportedModel(f"{file.name} has the end token {wrong[0]} of {len(tokens)} tokens")
+        raise UnsupportedModel(f"{file.name} has the end token {wrong[0]}; it must lie in 0 … {len(tokens) - 1}")
     return list(dict.fromkeys(found + named))
 
 
