@@ -227,7 +227,7 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # text and image
         {"model_type": "cohere2", "sliding_window": 4, "logit_scale": 0.25, "num_key_value_heads": 2},
         {"model_type": "siglip_vision_model", **TOWER},
     ),
-    "qwen3_5": (ALL_FAMILIES["qwen3_5_text"], {**BLOCKS, "patch_size": 4}),
+    "qwen3_5": (ALL_FAMILIES.get("qwen3_5_text", {}), {**BLOCKS, "patch_size": 4}),  # of a newer transformers
 }
 
 
