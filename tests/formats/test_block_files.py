@@ -257,7 +257,7 @@ def test_a_confidence_head_is_named_as_not_used(tmp_path: Path, model: TargetMod
         ({"form": "zlab", "layer_types": ["sliding_attention"] * 2}, UnsupportedModel, "windows cannot be read"),
         (own(target_layer_ids=[0, 2]), CheckpointCorrupt, r"makes the layers \[1, 3\]; they must lie in 0 … 2"),
         (own(projector_type="domino"), UnsupportedModel, "projector_type is 'domino'"),
-        (own(steering=2), UnsupportedModel, "nothing is known of steering"),
+        (own(steering=2), UnsupportedModel, "unknown key steering"),
         (own(target_layer_ids=[]), CheckpointCorrupt, r"makes the layers \[\]"),
         (own(mask_token_id=None), CheckpointCorrupt, "mask_token_id None; give both"),
         ({"form": "zlab", "block_size": 1}, CheckpointCorrupt, "block_size is 1"),

@@ -355,12 +355,13 @@ def test_nothing_is_overwritten(target: TargetModel, tmp_path: Path) -> None:
         ),
         ("accelerator", {"emb_dim": 48}, {}, "emb_dim is 48, and the hidden states of .* have 32"),
         *(
-            (case, {"steering": 2}, {}, "nothing is known of steering")
+            (case, {"steering": 2}, {}, "unknown key steering")
             for case in ("medusa v0.1", "vllm-medusa", "hydra", "accelerator", "eagle", "eagle3", "speculators")
         ),
-        ("eagle3", {"eagle_config": {"steering": 2}}, {}, r"nothing is known of eagle_config\.steering"),
+        ("eagle3", {"eagle_config": {"steering": 2}}, {}, r"unknown key eagle_config\.steering"),
         ("eagle3", {}, {"d2t": torch.full((10,), 500)}, "d2t makes the ids .* different integers in 0 … 23"),
         ("eagle3", {}, {"t2d": torch.ones(24, dtype=torch.bool)}, "t2d and d2t name different draft tokens"),
+        ("eagle3", {}, {"fc.weight": torch.full((32, 96), torch.nan)}, r"the tensor .*fc\.weight has a NaN"),
         ("eagle3", {"target_hidden_size": 64}, {}, "states of 64 numbers, and those of .* 32"),
         ("medusa v0.1", {}, {"999999999.0.linear.weight": torch.zeros(2, 2)}, "theirs"),
         ("accelerator", {"scale_input": "false"}, {}, "theirs"),

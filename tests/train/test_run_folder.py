@@ -124,7 +124,7 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
 
 
 def test_the_best_head_is_kept_beside_the_last_one_by_a_killed_run_too(data: Path, tmp_path: Path):
-    """The held-out loss rises: these heads learn the training text by heart, at a far too high rate."""
+    """The held-out loss rises: at a far too high learning rate, these heads overfit the training text."""
     changes: dict[str, Any] = {"learning_rate": 0.3, "epochs": 6, "loss": "hard", "noise_alpha": 0.0}
     whole, settings = (options(tmp_path / name, data, **changes) for name in ("whole", "out"))
     report = train_for(chat_model(), whole)

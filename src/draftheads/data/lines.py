@@ -57,7 +57,7 @@ def _given(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def leave_out(value: Any) -> None:
-    """Nothing of a line is used, which is told with its reason: none of its fields is named."""
+    """Marks all fields of a line as read. The line is left out with a reason, so no field of it is named as unread."""
     if isinstance(value, Line):
         value.read |= {*value}
         value.inner_lines.clear()

@@ -283,8 +283,8 @@ def check_keys(source: Source, used: Collection[str], given: Mapping[str, Any], 
     known = {*used, *_HARMLESS, *_of_transformers()}
     if unknown := sorted(name for name, value in given.items() if value and name not in known):
         raise UnsupportedModel(
-            f"{source.config_file}: nothing is known of {place}{first_names(unknown)}, which may change what the head "
-            "computes: delete what does not"
+            f"{source.config_file}: unknown key {place}{first_names(unknown)}, which may change what the head "
+            "computes; if it does not, delete it from the file"
         )
 
 
