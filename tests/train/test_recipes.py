@@ -41,7 +41,7 @@ def test_each_value_of_a_recipe_has_one_source(name: str):
     found = RECIPES[name]
     assert list(found.sources) == list(found.settings)
     assert sum(map(len, found.parts.values())) == len(found.settings)
-    places = ("section ", "equation ", "appendix ", "the paper", "its code", "ours")
+    places = ("section ", "equation ", "table ", "appendix ", "the paper", "its code", "ours")
     assert all(place.startswith(places) for place in found.parts)
 
 
@@ -55,7 +55,9 @@ def test_the_manual_has_the_table_of_recipes():
             kind = next((kind for kind, places in kinds.items() if place in places), "from the paper")
             values = (" ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in part.values())
             text = ", ".join(f"`{setting}={value}`" for setting, value in zip(part, values, strict=True))
-            cells[kind].append(f"{place}: {text}" if place.startswith(("section", "equation", "appendix")) else text)
+            cells[kind].append(
+                f"{place}: {text}" if place.startswith(("section", "equation", "table", "appendix")) else text
+            )
         rows.append([f"`{name}`", found.description, *("; ".join(parts) for parts in cells.values())])
     table = "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * 5, *rows[1:]])
     assert table in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8"), f"\n{table}"

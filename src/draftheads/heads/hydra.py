@@ -35,7 +35,7 @@ class FusionBlock(nn.Module):
 
 
 class HydraHead(DraftHead):
-    """Grounded Hydra heads, f_i(h_t, x_{t+1}, …, x_{t+1+i}) (section 3, equation 2)."""
+    """Grounded Hydra heads, f_i(h_t, x_{t+1}, …, x_{t+1+i}) (section 3)."""
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config, lm_head_bias=True)  # as in the reference code

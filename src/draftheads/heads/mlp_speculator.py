@@ -1,4 +1,4 @@
-"""IBM's MLP Speculator: a small recurrent network over the draft tokens so far (Wertheimer et al. 2024, section 3).
+"""IBM's MLP Speculator: stages that each read a state and a draft token (Wertheimer et al. 2024, section 3).
 
 Its own way of drafting, the top k of each stage expanded and the likeliest whole candidates kept, is not here: static
 trees of as many nodes make 6 to 8 % more tokens per step.
@@ -35,7 +35,7 @@ class MlpSpeculatorConfig(EmbeddingConfig):
     """Whose embeddings of tokens: own ones for each stage (IBM's), or the target's, projected."""
 
     method: ClassVar[str] = "mlp-speculator"
-    description: ClassVar[str] = "a small recurrent network over the draft tokens"
+    description: ClassVar[str] = "a stage for each draft token, which reads the state of the stage before it"
     paper: ClassVar[str] = "Wertheimer et al. 2024"
     one_layer: ClassVar[str] = "a stage of the MLP Speculator"
 

@@ -46,12 +46,22 @@ _MEDUSA = (
 )
 _JOINT: Mapping[str, Any] = {"method": "medusa", "learning_rate": 2.5e-4}  # of --joint without a recipe
 _HYDRA = (
-    _from("section 3", **_OWN_LM_HEADS, num_layers=1)
+    _from("section 3", num_layers=1)
     | _from("section 5", learning_rate=1e-3, betas=(0.9, 0.999), epochs=1)
-    | _from("its code", num_heads=4, depth_decay=1.0)
+    | _from("table 1", num_heads=4)
+    | _from("its code", **_OWN_LM_HEADS, depth_decay=1.0)
 )
-_AMPHISTA = _from("section 3", method="amphista", **_OWN_LM_HEADS, loss="amphista", depth_decay=1.0) | _from(
-    "section 4.1", num_heads=4, learning_rate=1e-3, betas=(0.9, 0.999), epochs=4
+_HYDRA_PLUS_PLUS = (
+    _from("section 3.1", method="hydra++", num_layers=4, loss="teacher")
+    | _from("section 5", betas=(0.9, 0.999), epochs=10)
+    | _from("table 1", num_heads=4)
+    | _from("its code", **_OWN_LM_HEADS, depth_decay=1.0)
+)
+_AMPHISTA = (
+    _from("section 3", method="amphista", loss="amphista")
+    | _from("equation 6", **_OWN_LM_HEADS)
+    | _from("section 4.1", num_heads=4, learning_rate=1e-3, betas=(0.9, 0.999), epochs=4)
+    | _from(OURS, depth_decay=1.0)
 )
 # the decay is exp(-1/γ), γ = 4 for blocks of eight
 _BLOCKS_CODE = _from("its code", depth_decay=0.779, learning_rate=6e-4, warmup=0.04, epochs=10)
@@ -75,27 +85,32 @@ RECIPES: Mapping[str, Recipe] = {
         _from(OURS, epochs=2),
     ),
     "hydra": Recipe(
-        "Hydra: four grounded heads, one epoch on the text", _HYDRA, _from("equation 2", method="hydra", loss="hard")
+        "Hydra: four grounded heads, one epoch on the text",
+        _HYDRA,
+        _from("section 3", method="hydra"),
+        _from("appendix A.1", loss="hard"),
     ),
     "hydra-teacher": Recipe(
         "Hydra: the same with the model's own distribution as the label",
         _HYDRA,
-        _from("equation 2", method="hydra"),
-        _from("appendix A", loss="teacher"),
+        _from("section 3", method="hydra"),
+        _from("appendix A.1", loss="teacher"),
     ),
     "prefix-mlp": Recipe(
         "Hydra: as hydra-teacher, with a prefix attention layer",
         _HYDRA,
-        _from("appendix A", loss="teacher"),
+        _from("appendix A.1", loss="teacher"),
         _from("appendix A.2", method="hydra++"),
     ),
     "hydra++": Recipe(
         "Hydra: a prefix layer, four layers per head; rates and decay of its code, without its dropout",
-        _from("section 3.1", method="hydra++", **_OWN_LM_HEADS, num_layers=4, loss="teacher"),
-        _from("section 5", betas=(0.9, 0.999), epochs=10),
-        # section 5 has a learning rate of 1e-3
-        _from("its code", num_heads=4, depth_decay=1.0, learning_rate=5e-4, final_learning_rate=0.33, warmup=100),
-        _from("its code", weight_decay=0.1),
+        _HYDRA_PLUS_PLUS,
+        _from("its code", learning_rate=5e-4, final_learning_rate=0.33, warmup=100, weight_decay=0.1),
+    ),
+    "hydra++-paper": Recipe(
+        "Hydra: as hydra++, with the paper's learning rate of 1e-3 and no weight decay",
+        _HYDRA_PLUS_PLUS,
+        _from("section 5", learning_rate=1e-3),
     ),
     "amphista": Recipe("Amphista: four heads, four epochs", _AMPHISTA),
     "amphista-alpha": Recipe(
