@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
+from draftheads.data.records import Record
 from draftheads.data.texts import EncodedChat, encode_chat
 from draftheads.errors import DataError, UnlearnableChat
 from draftheads.models.chat_template import read_template, render
@@ -15,7 +16,9 @@ from training_world import EOS, TEMPLATE, VOCAB, chat, chat_tokenizer
 
 def encode(record: dict[str, Any], *, max_length: int = 100, template: str = TEMPLATE, eos: int = EOS) -> EncodedChat:
     reader = ModelTokenizer(chat_tokenizer(template), frozenset({eos}))
-    return encode_chat(reader, record["messages"], finished=record.get("finished", True), max_length=max_length)
+    return encode_chat(
+        reader, Record(tuple(record["messages"]), finished=record.get("finished", True)), max_length=max_length
+    )
 
 
 def said(text: EncodedChat) -> list[str]:
@@ -52,7 +55,7 @@ def test_special_tokens_are_the_templates_matter():
     processor = processors.TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 1)])
     tokenizer.backend_tokenizer.post_processor = processor
     messages = chat("w1", "w2", "w3", "w4")["messages"]
-    found = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS})), messages, finished=True, max_length=99)
+    found = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS})), Record(tuple(messages)), max_length=99)
     assert found == encode({"messages": messages})
 
 
@@ -126,7 +129,7 @@ def test_no_second_space_is_put_before_an_answer(style: str, template: str):
     tokenizer = spaced_tokenizer(style)
     reader = ModelTokenizer(tokenizer, frozenset({tokenizer.eos_token_id}), read_template(template))
     messages = chat("hi", "yes  b", "go", "no")["messages"]
-    text = encode_chat(reader, messages, finished=True, max_length=2000)
+    text = encode_chat(reader, Record(tuple(messages)), max_length=2000)
     words = tokenizer.convert_ids_to_tokens(list(text.token_ids))
     said = "".join(word for word, is_said in zip(words, text.loss_mask, strict=True) if is_said)
     assert said == "▁yes▁▁b</s>▁no</s>"

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from draftheads.data.records import Record
 from draftheads.data.texts import EncodedChat, _Template, encode_chat
 from draftheads.errors import UnlearnableChat
 from draftheads.models.chat_template import render
@@ -17,7 +18,7 @@ E = "<e>"
 def encode(name: str, messages: list[dict[str, Any]], *, finished: bool = True, **options: Any) -> list[EncodedChat]:
     """The texts of a chat, each checked to begin as generation does."""
     reader = ModelTokenizer(think_tokenizer(name), frozenset({EOS}))
-    last = encode_chat(reader, messages, finished=finished, max_length=500, **options)
+    last = encode_chat(reader, Record(tuple(messages), finished=finished, **options), max_length=500)
     return [*last.earlier, last]
 
 
@@ -137,11 +138,13 @@ def test_a_template_that_reads_thoughts_by_another_name_and_begins_with_a_channe
     )
     reader = ModelTokenizer(think_tokenizer("never"), frozenset({EOS}), template)
     messages = chat("w1", "w2")["messages"]
-    assert learned([encode_chat(reader, messages, finished=True, max_length=99)]) == [f"w51 w2 {E}"]
+    assert learned([encode_chat(reader, Record(tuple(messages)), max_length=99)]) == [f"w51 w2 {E}"]
     messages[1]["reasoning_content"] = "w8"
-    assert learned([encode_chat(reader, messages, finished=True, max_length=99)]) == [f"w50 w8 \n w51 w2 {E}"]
+    assert learned([encode_chat(reader, Record(tuple(messages)), max_length=99)]) == [f"w50 w8 \n w51 w2 {E}"]
     messages[1]["content"] = "w5"  # a part of another word that the template writes before it
-    assert learned([encode_chat(reader, messages, finished=False, max_length=99)]) == ["w50 w8 \n w51 w5"]
+    assert learned([encode_chat(reader, Record(tuple(messages), finished=False), max_length=99)]) == [
+        "w50 w8 \n w51 w5"
+    ]
 
 
 @pytest.mark.parametrize("name", ["optional", "always"])
@@ -203,5 +206,5 @@ def test_a_template_that_hides_the_second_call_is_no_text_to_learn(calls: tuple[
     template = TEMPLATES["calling"].replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")
     reader = ModelTokenizer(think_tokenizer("calling"), frozenset({EOS}), template)
     with pytest.raises(UnlearnableChat, match="does not write calls"):
-        encode_chat(reader, calling(calls=calls), finished=True, max_length=99)
-    assert encode_chat(reader, calling(calls=calls[:1]), finished=True, max_length=99)
+        encode_chat(reader, Record(tuple(calling(calls=calls))), max_length=99)
+    assert encode_chat(reader, Record(tuple(calling(calls=calls[:1]))), max_length=99)

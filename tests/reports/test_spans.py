@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
+from draftheads.data.records import Record
 from draftheads.data.texts import EncodedChat, encode_chat
 from draftheads.models.pretrained import ModelTokenizer
 from draftheads.reports.batch_page import VISIBLE, pieces_of
@@ -95,7 +96,7 @@ def test_a_token_without_words_is_not_unseen():
 def test_the_mask_of_a_chat_is_what_the_assistant_says():
     record = chat("w1 w2", "w3 w4", "w5", "w6")
     tokenizer = chat_tokenizer()
-    text = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS})), record["messages"], finished=True, max_length=99)
+    text = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS})), Record(tuple(record["messages"])), max_length=99)
     pieces = [(words.strip(" "), classes) for words, classes in pieces_of(tokenizer, text)]
     learned = [piece for piece in pieces if piece[1].startswith("learned")]
     end = ("<e>", "learned special")

@@ -1,13 +1,15 @@
 """Which fields of a line were read, and which lines were left out: what nothing reads is named, once for each file."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from draftheads.errors import DataError, DataWarning
 from draftheads.utils.counts import counted
 
+T = TypeVar("T")
+Row = tuple[Path, int, Any]  # a file, a line number from 1 on, and the value there
 LeftOut = dict[str, list[str]]  # FILE:LINE of the lines that cannot be used, by the reason
 
 _MOST_NAMED = 20  # columns, or reasons
@@ -63,7 +65,7 @@ def leave_out(value: Any) -> None:
         value.inner_lines.clear()
 
 
-def noted(rows: Iterable[tuple[Path, int, Any]], source: object, *, says: bool) -> Iterator[tuple[Path, int, Any]]:
+def noted(rows: Iterable[Row], source: object, *, says: bool) -> Iterator[Row]:
     """The rows of one file or data set, with a :class:`Line` for each object, without its nulls.
 
     Warns:
@@ -100,10 +102,39 @@ def left_out_lines(left_out: LeftOut, what: str = "chat") -> list[str]:
     return [f"{counted(n, what)} {'was' if n == 1 else 'were'} left out: {why}" for n, why in told]
 
 
-def tell(left_out: LeftOut, what: str) -> None:
-    """Warns of the lines that were left out."""
-    for sentence in left_out_lines(left_out, what):
-        warnings.warn(sentence, DataWarning, stacklevel=3)
+def usable(
+    rows: Iterable[Row],
+    convert: Callable[[Any], T],
+    *,
+    what: str,
+    sources: Iterable[object],
+    left_out: LeftOut | None,
+    says: bool,
+) -> Iterator[tuple[Path, int, T]]:
+    """The rows with their values converted; those for which that raises DataError are left out.
+
+    They are added to ``left_out``. If that is None, they are told in warnings at the end; not without ``says``.
+
+    Raises:
+        DataError: all rows are left out.
+    """
+    lost: LeftOut = {} if left_out is None else left_out
+    is_used = False
+    for path, number, value in rows:
+        try:
+            if isinstance(value, DataError):
+                raise value
+            converted = convert(value)
+        except DataError as error:
+            lost.setdefault(str(error), []).append(f"{path}:{number}")
+            leave_out(value)
+            continue
+        is_used = True
+        yield path, number, converted
+    if lost and not is_used:
+        raise none_left(lost, sources, what)
+    for sentence in left_out_lines(lost, what) if left_out is None and says else ():
+        warnings.warn(sentence, DataWarning, stacklevel=2)
 
 
 def none_left(left_out: LeftOut, sources: Iterable[object], what: str) -> DataError:

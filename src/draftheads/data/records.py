@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from draftheads.data.files import KINDS, is_known, read_lines
 from draftheads.data.forms import KNOWN_FORMS, is_learned, json_value, messages_of, own_form
-from draftheads.data.lines import LeftOut, Line, leave_out, none_left, noted, tell
+from draftheads.data.lines import LeftOut, Line, Row, leave_out, none_left, noted, usable
 from draftheads.errors import (
     DataError,
     InvalidSettings,
@@ -123,33 +123,18 @@ def read_prompts(*paths: Path, left_out: LeftOut | None = None, says: bool = Tru
     Warns:
         DataWarning: a file has columns that are not read, or lines are left out.
     """
-    return _usable(read_lines(*paths, says=says), paths, left_out, says=says)
+    return _prompts_of(read_lines(*paths, says=says), paths, left_out, says=says)
 
 
-def _usable(
-    rows: Iterable[tuple[Path, int, Any]], sources: Sequence[object], left_out: LeftOut | None, *, says: bool
+def _prompts_of(
+    rows: Iterable[Row], sources: Sequence[object], left_out: LeftOut | None = None, *, says: bool = True
 ) -> Iterator[Record]:
-    lost: LeftOut = {} if left_out is None else left_out
-    is_used = False
-    for path, number, value in rows:
-        try:
-            record = replace(_prompt_of(value), path=path, line_number=number)
-        except DataError as error:
-            lost.setdefault(str(error), []).append(f"{path}:{number}")
-            leave_out(value)
-            continue
-        is_used = True
-        yield record
-    if lost and not is_used:
-        raise none_left(lost, sources, "prompt")
-    if left_out is None and says:
-        tell(lost, "prompt")
+    found = usable(rows, _prompt_of, what="prompt", sources=sources, left_out=left_out, says=says)
+    return (replace(record, path=path, line_number=number) for path, number, record in found)
 
 
 def _prompt_of(value: Any) -> Record:
     """What is asked in the value of a line."""
-    if isinstance(value, DataError):
-        raise value
     fields = own_form(value) if isinstance(value, Line) else value
     record = _conversation(fields, _PROMPT_FORMS)
     if record is None or not any(text.strip() for text in record.user_turns):
@@ -210,7 +195,7 @@ def read_suite(source: str) -> list[Record]:
             (``openai/gsm8k:main:test``). The default split is ``test``, or the first one.
     """
     path = own_prompts(source) if source in SUITES else Path(source)
-    rows: Iterable[tuple[Path, int, Any]]
+    rows: Iterable[Row]
     if path.exists() or is_known(path):
         rows = read_lines(path)
     elif _HUB_NAME.fullmatch(source):
@@ -218,8 +203,7 @@ def read_suite(source: str) -> list[Record]:
     else:
         fix = f"give {', '.join(SUITES)}, a file ({KINDS}), a folder, or OWNER/NAME of a data set on the Hub"
         raise DataError(f"no file, folder or suite has the name {source!r}: {fix}")
-    records = list(_usable(rows, [source], None, says=True))
-    if not records:
+    if not (records := list(_prompts_of(rows, [source]))):
         raise DataError("there is no question in it", path=source)
     return records
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftheads.data.files import at_line, read_lines
-from draftheads.data.lines import LeftOut, leave_out, none_left, tell
-from draftheads.data.records import NO_ANSWER, Record, read_chats
+from draftheads.data.lines import LeftOut, none_left, usable
+from draftheads.data.records import Record, read_chats
 from draftheads.errors import DataError, UnlearnableChat, first_line
 from draftheads.models.chat_template import (
     BUILT_IN,
@@ -43,16 +43,7 @@ class EncodedChat:
     earlier: tuple["EncodedChat", ...] = ()  # texts of earlier turns, if they are no part of this text
 
 
-def encode_chat(
-    reader: ChatReader,
-    messages: Sequence[Message],
-    *,
-    finished: bool,
-    max_length: int,
-    tools: Sequence[Mapping[str, Any]] = (),
-    is_generated: bool = False,
-    num_before: int = 0,
-) -> EncodedChat:
+def encode_chat(reader: ChatReader, chat: Record, *, max_length: int) -> EncodedChat:
     """Tokens and loss mask of a chat, cut after ``max_length`` tokens.
 
     Prompts and answers are tokenized separately, as in generation: the model reads the tokens of a prompt and continues
@@ -63,19 +54,17 @@ def encode_chat(
     Words that a model wrote after its generation prompt (``is_generated``, or cut off) are learned as they are, also
     where the template would write them in another way. If the template later changes a turn, such as by leaving out its
     thought, each turn has a text of its own: the result is that of the last turn, and ``earlier`` has the others. The
-    first ``num_before`` messages are not learned.
+    messages ``before`` are not learned.
     """
+    messages = (*chat.before, *chat.messages)
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not places:
-        raise UnlearnableChat(NO_ANSWER)
-    template = _Template(reader, tools)
+    template = _Template(reader, chat.tools)
     texts: list[EncodedChat] = []
-    turns = [
-        template.turn(
-            messages[: place + 1], finished=finished or place != places[-1], is_generated=is_generated
-        )._replace(is_learned=place >= num_before)
-        for place in places
-    ]
+    turns: list[_Turn] = []
+    for place in places:
+        finished = chat.finished or place != places[-1]
+        turn = template.turn(messages[: place + 1], finished=finished, is_generated=chat.is_generated)
+        turns.append(turn._replace(is_learned=place >= len(chat.before)))
     while turns:  # as many turns as follow each other in one text
         whole, end = turns[0].prompt + turns[0].words, 1
         while end < len(turns) and turns[end].prompt.startswith(whole):
@@ -85,21 +74,14 @@ def encode_chat(
     return replace(texts[-1], earlier=tuple(texts[:-1]))
 
 
-def encode_completion(
-    reader: ChatReader, prompt: str, completion: str, *, finished: bool, max_length: int
-) -> EncodedChat:
+def encode_completion(reader: ChatReader, chat: Record, *, max_length: int) -> EncodedChat:
     """A text and its completion, without a chat template; the loss covers the completion and the end of the text."""
+    prompt, completion = (message["content"] for message in chat.messages)
     before, _ = ids_around(reader.tokenizer)
-    end = [min(reader.eos_ids)] if finished and reader.eos_ids else []
-    prompt_ids = token_pieces(reader.tokenizer, prompt) if prompt else ()
-    answer_ids = token_pieces(reader.tokenizer, completion, first=continuing_ids)
-    segments = (
-        (before, False),
-        *((ids, False) for ids in prompt_ids),
-        *((ids, True) for ids in answer_ids),
-        (end, True),
-    )
-    return _cut(segments, max_length)
+    end = [min(reader.eos_ids)] if chat.finished and reader.eos_ids else []
+    prompt_ids = chain([before], token_pieces(reader.tokenizer, prompt) if prompt else ())
+    answer_ids = chain(token_pieces(reader.tokenizer, completion, first=continuing_ids), [end])
+    return _cut([*((ids, False) for ids in prompt_ids), *((ids, True) for ids in answer_ids)], max_length)
 
 
 def _cut(segments: Iterable[tuple[Sequence[int], bool]], max_length: int) -> EncodedChat:
@@ -293,28 +275,15 @@ def limited(length: int, model: ChatReader) -> int:
 
 def _text_of(model: ChatReader, chat: Record, max_length: int, own_fingerprint: Callable[[], str]) -> EncodedChat:
     """The text of a chat, or of a line with tokens."""
-    if chat.tokens is not None:
-        ids, mask, other = chat.tokens
-        if other is not None and (own := own_fingerprint()) != other:
-            fix = "give the model that was served"
-            raise UnlearnableChat(
-                f"recorded with a tokenizer of fingerprint {other}; that of this model is {own}: {fix}"
-            )
-        return EncodedChat(ids[:max_length], mask[:max_length], is_cut=len(ids) > max_length)
     if chat.problem:
         raise UnlearnableChat(chat.problem)
-    if not chat.is_completion:
-        return encode_chat(
-            model,
-            (*chat.before, *chat.messages),
-            finished=chat.finished,
-            max_length=max_length,
-            tools=chat.tools,
-            is_generated=chat.is_generated,
-            num_before=len(chat.before),
-        )
-    prompt, completion = (message["content"] for message in chat.messages)
-    return encode_completion(model, prompt, completion, finished=chat.finished, max_length=max_length)
+    if chat.tokens is None:
+        return (encode_completion if chat.is_completion else encode_chat)(model, chat, max_length=max_length)
+    ids, mask, other = chat.tokens
+    if other is not None and (own := own_fingerprint()) != other:
+        served = f"a tokenizer of fingerprint {other}; that of this model is {own}: give the model that was served"
+        raise UnlearnableChat(f"recorded with {served}")
+    return EncodedChat(ids[:max_length], mask[:max_length], is_cut=len(ids) > max_length)
 
 
 def known_texts(texts: Sequence[EncodedChat], vocab_size: int, left_out: LeftOut | None = None) -> list[EncodedChat]:
@@ -339,25 +308,20 @@ def read_texts(
     A text is in parts, to be read before the next text. ``left_out`` and ``says`` as for
     :func:`draftheads.data.records.read_prompts`.
     """
-    lost: LeftOut = {} if left_out is None else left_out
-    is_used = False
-    for file, line_number, record in read_lines(path, says=says):
-        text: Any = record.get("text") if isinstance(record, dict) else None
-        reason = str(record) if isinstance(record, DataError) else ""
-        if not reason and not isinstance(text, str | Iterator):
-            reason = 'plain text is an object such as {"text": "…"}; chats go to --data'
-        if isinstance(text, str) and (problem := half_character(text)):
-            reason = f"text {problem}"
-        if reason:
-            lost.setdefault(reason, []).append(f"{file}:{line_number}")
-            leave_out(record)
-            continue
-        is_used = True
-        yield [text.removeprefix("\ufeff")] if isinstance(text, str) else text, f"{file}:{line_number}"
-    if lost and not is_used:
-        raise none_left(lost, [path], "text")
-    if left_out is None and says:
-        tell(lost, "text")
+    lines = read_lines(path, says=says)
+    texts = usable(lines, _plain_text, what="text", sources=[path], left_out=left_out, says=says)
+    return ((parts, f"{file}:{number}") for file, number, parts in texts)
+
+
+def _plain_text(record: Any) -> Iterable[str]:
+    text = record.get("text") if isinstance(record, dict) else None
+    if isinstance(text, Iterator):
+        return text
+    if not isinstance(text, str):
+        raise DataError('plain text is an object such as {"text": "…"}; chats go to --data')
+    if problem := half_character(text):
+        raise DataError(f"text {problem}")
+    return [text.removeprefix("\ufeff")]
 
 
 def load_blocks(

@@ -158,7 +158,7 @@ class Made(NamedTuple):
     """A tensor of ours that is computed from some of the file's."""
 
     of: tuple[str, ...]
-    make: Callable[..., Tensor]
+    make: Callable[..., Tensor] = lambda tensor: tensor
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,13 @@ class Layout:
 
     def read(self, source: Source, base: TargetModel) -> dict[str, Tensor]:
         """The head's tensors by name."""
-        expected = weightless_head(self.config).state_dict()
-        used = {name for where in self.names.values() for name in (where.of if isinstance(where, Made) else [where])}
-        counts = f"it needs {counted(len(used), 'tensor')} and has {len(source.shapes)}"
-        counts = f"read as {self.format} with {self._sizes()}, {counts}"
+        expected, config = weightless_head(self.config).state_dict(), self.config
+        heads = f"{counted(config.num_heads, 'head')} of {counted(config.num_layers, 'layer')}"
+        tokens = counted(config.num_draft_tokens, "draft token")
+        read_as = f"{self.format} with {heads}, hidden_size {config.hidden_size} and {tokens}"
+        made = {name: where if isinstance(where, Made) else Made((where,)) for name, where in self.names.items()}
+        used = {part for where in made.values() for part in where.of}
+        counts = f"read as {read_as}, it needs {counted(len(used), 'tensor')} and has {len(source.shapes)}"
         check_names(source.path, source.shapes, used, counts, unused={*self.copies, *self.unused})
         for name, part in self.copies.items():
             if name not in source.shapes:
@@ -201,32 +204,18 @@ class Layout:
                     "model that the head was trained for"
                 )
         tensors = {}
-        for name, where in self.names.items():
-            shape = tuple(expected[name].shape)
-            if isinstance(where, Made):
-                tensor = where.make(*map(source.tensor, where.of))
-                shapes = [f"{part} {source.shapes[part]}" for part in where.of]
-                where = f"made of {' and '.join(shapes)}"  # noqa: PLW2901 - for the message
-            else:
-                tensor = source.tensor(where)
-            if tuple(tensor.shape) != shape:
-                raise CheckpointCorrupt(
-                    f"{source.path}: tensor {where} is {tuple(tensor.shape)}; {self.format} with {self._sizes()} "
-                    f"makes it {shape}"
-                )
-            if not fits(tensor.dtype, expected[name].dtype):
-                raise CheckpointCorrupt(
-                    f"{source.path}: tensor {where} holds {tensor.dtype}, which is no value of {expected[name].dtype}"
-                )
+        for name, where in made.items():
+            tensor, own = where.make(*map(source.tensor, where.of)), expected[name]
+            shape, wanted = tuple(tensor.shape), tuple(own.shape)
+            stored = {part: source.shapes[part] for part in where.of}
+            parts = (part if size == shape else f"{part} {size}" for part, size in stored.items())
+            start = f"{source.path}: tensor {' and '.join(parts)}"
+            if shape != wanted:
+                raise CheckpointCorrupt(f"{start} is {shape}; {read_as} makes it {wanted}")
+            if not fits(tensor.dtype, own.dtype):
+                raise CheckpointCorrupt(f"{start} holds {tensor.dtype}, which is no value of {own.dtype}")
             tensors[name] = tensor
         return tensors
-
-    def _sizes(self) -> str:
-        config = self.config
-        return (
-            f"{counted(config.num_heads, 'head')} of {counted(config.num_layers, 'layer')}, hidden_size "
-            f"{config.hidden_size} and {counted(config.num_draft_tokens, 'draft token')}"
-        )
 
 
 class Format(NamedTuple):
@@ -296,6 +285,11 @@ def numbers_in(shapes: Collection[str], pattern: str) -> list[tuple[int, ...]]:
     """
     found = (re.fullmatch(pattern, name) for name in shapes)
     return sorted(tuple(map(int, match.groups())) for match in found if match)
+
+
+def has_names(pattern: str) -> Callable[[Collection[str]], bool]:
+    """Whether any name matches a pattern, of names that come later."""
+    return lambda names: any(re.fullmatch(pattern, name) for name in names)
 
 
 def refuse(reasons: Reasons, error: type[DraftHeadsError] = InvalidSettings, start: str = "") -> None:

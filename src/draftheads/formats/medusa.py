@@ -25,6 +25,7 @@ from draftheads.formats.layout import (
     Written,
     check_keys,
     draft_ids,
+    has_names,
     numbers_in,
     partial_vocabulary,
     refuse,
@@ -47,25 +48,19 @@ _KEYS = {  # numbers of heads and layers are those of the tensors
 _IN_MODEL = "medusa_head."  # of version 1.0, beside the base model's tensors
 _MOST_CHOICES = 1024  # published trees have 64
 _OF_VLLM = "medusa_heads."
+# names with the numbers of a head and of a layer in it
+_BLOCKS = rf"(?:{re.escape(_IN_MODEL)})?(\d+)\.(\d+)\.linear\.weight"
+_VLLM_BLOCKS = rf"(?:{re.escape(_OF_VLLM)})?blocks\.(\d+)\.layers\.(\d+)\.weight"
+_HYDRA_BLOCKS = r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"
 _PREFIX = "prefix_embeding_layer."  # as Hydra's project spells it
 _EMBEDDING = "input_embed_fn.weight"
-
-
-def is_medusa(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """The layout of the project itself."""
-    return any(re.fullmatch(rf"({re.escape(_IN_MODEL)})?\d+\.\d+\.linear\.weight", name) for name in shapes)
-
-
-def is_vllm_medusa(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    return any(re.fullmatch(rf"({re.escape(_OF_VLLM)})?blocks\.\d+\.layers\.\d+\.weight", name) for name in shapes)
 
 
 def medusa_layout(source: Source, base: TargetModel) -> Layout:
     """Published configurations say other numbers of heads than the files have: the tensors count."""
     shapes = source.shapes
     prefix = _IN_MODEL if any(name.startswith(_IN_MODEL) for name in shapes) else ""
-    start = re.escape(prefix)
-    heads, layers = _counts(source, numbers_in(shapes, rf"{start}(\d+)\.(\d+)\.linear\.weight"))
+    heads, layers = _counts(source, _BLOCKS)
     has_own = f"{prefix}0.{layers}.weight" in shapes
     config = MedusaConfig(**sizes_of(base), num_heads=heads, num_layers=layers, lm_head="own" if has_own else "shared")
     names = {ours: prefix + theirs for ours, theirs in medusa_names(config).items()}
@@ -101,8 +96,7 @@ def vllm_layout(source: Source, base: TargetModel) -> Layout:
     """Biases may be missing: they are zero. lm_heads of the whole vocabulary are cut to the draft tokens."""
     shapes = source.shapes
     prefix = _OF_VLLM if any(name.startswith(_OF_VLLM) for name in shapes) else ""
-    start = re.escape(prefix)
-    heads, layers = _counts(source, numbers_in(shapes, rf"{start}blocks\.(\d+)\.layers\.(\d+)\.weight"))
+    heads, layers = _counts(source, _VLLM_BLOCKS)
     check_keys(source, _KEYS, source.config)
     tokens = prefix + "token_map"
     count = shapes[tokens][0] if tokens in shapes else None
@@ -168,17 +162,13 @@ def _choices(source: Source, heads: int) -> Tree | None:
         raise source.wrong(f"medusa_choices: {error}") from None
 
 
-def _counts(source: Source, places: list[tuple[int, ...]]) -> tuple[int, int]:
-    """Heads and layers of each; an error where one is missing."""
+def _counts(source: Source, pattern: str) -> tuple[int, int]:
+    """Heads and layers of each, by the numbers in names; an error where one is missing."""
+    places = numbers_in(source.shapes, pattern)
     heads, layers = 1 + places[-1][0], len({layer for _, layer in places})
     if heads * layers > len(places):
         raise CheckpointCorrupt(f"{source.path}: layers are missing: {heads} × {layers}, and {len(places)} are there")
     return heads, layers
-
-
-def is_hydra(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the heads' tensors have the project's names."""
-    return any(name.startswith("hydra_mlp.") for name in shapes)
 
 
 def hydra_layout(source: Source, base: TargetModel) -> Layout:
@@ -192,7 +182,7 @@ def hydra_layout(source: Source, base: TargetModel) -> Layout:
     check_keys(source, _KEYS, source.config)
     has_prefix = any(name.startswith(_PREFIX) for name in shapes)
     is_grounded = any(".res_connection." in name for name in shapes)
-    heads, layers = _counts(source, numbers_in(shapes, r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"))
+    heads, layers = _counts(source, _HYDRA_BLOCKS)
     given: dict[str, Any] = {**sizes_of(base), "num_heads": heads, "num_layers": layers, "lm_head": "own"}
     config: HeadConfig
     if has_prefix and not is_grounded:
@@ -227,7 +217,7 @@ def hydra_names(config: HeadConfig) -> dict[str, str]:
 FORMATS = (
     Format(
         "medusa",
-        is_medusa,
+        has_names(_BLOCKS),
         medusa_layout,
         methods=("medusa",),
         write=write_medusa,
@@ -239,6 +229,6 @@ FORMATS = (
         },
         file="medusa_lm_head.safetensors",
     ),
-    Format("vllm-medusa", is_vllm_medusa, vllm_layout),
-    Format("hydra", is_hydra, hydra_layout),
+    Format("vllm-medusa", has_names(_VLLM_BLOCKS), vllm_layout),
+    Format("hydra", has_names(_HYDRA_BLOCKS), hydra_layout),
 )

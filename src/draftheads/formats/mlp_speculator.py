@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,6 +20,7 @@ from draftheads.formats.layout import (
     Source,
     Written,
     check_keys,
+    has_names,
     numbers_in,
     partial_vocabulary,
     refuse,
@@ -44,11 +45,6 @@ _PARTS = {  # the project's names of our parts
     "norms": ("ln", ("weight", "bias")),
     "lm_heads.heads": ("head", ("weight",)),
 }
-
-
-def is_mlp_speculator(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the tensors have the project's names."""
-    return any(re.fullmatch(rf"({re.escape(_PREFIX)})?proj\.0\.weight", name) for name in shapes)
 
 
 def mlp_layout(source: Source, base: TargetModel) -> Layout:
@@ -201,7 +197,7 @@ def _are_equal(source: Source, names: Sequence[str]) -> bool:
 FORMATS = (
     Format(
         "mlp-speculator",
-        is_mlp_speculator,
+        has_names(rf"({re.escape(_PREFIX)})?proj\.0\.weight"),
         mlp_layout,
         methods=("mlp-speculator",),
         write=write_mlp,

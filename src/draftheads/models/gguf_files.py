@@ -29,14 +29,11 @@ def find_gguf_file(path: Path) -> Path | None:
         return path if path.suffix.lower() == ".gguf" else None
     if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
-    files = sorted(each for each in path.iterdir() if each.suffix.lower() == ".gguf" and _is_first(each))
+    own = (each for each in path.iterdir() if each.suffix.lower() == ".gguf")
+    files = sorted(each for each in own if (part := _PART.search(each.name)) is None or int(part[1]) == 1)
     if len(files) > 1:
         raise ModelNotFound(f"{path} has {len(files)} GGUF files: name one of {', '.join(each.name for each in files)}")
     return files[0] if files else None
-
-
-def _is_first(file: Path) -> bool:
-    return (part := _PART.search(file.name)) is None or int(part[1]) == 1
 
 
 def parts_of(file: Path) -> list[Path]:
@@ -49,10 +46,8 @@ def parts_of(file: Path) -> list[Path]:
         return [file]
     names = [f"{file.name[: part.start()]}-{i:05}-of-{part[2]}{file.suffix}" for i in range(1, int(part[2]) + 1)]
     if missing := [name for name in names if not (file.parent / name).is_file()]:
-        raise ModelNotFound(
-            f"{file} is a part of a model that is split into {len(names)} files; beside it are missing: "
-            f"{first_names(missing)}"
-        )
+        what = f"a part of a model that is split into {len(names)} files"
+        raise ModelNotFound(f"{file} is {what}; beside it are missing: {first_names(missing)}")
     return [file.parent / name for name in names]
 
 
@@ -80,27 +75,29 @@ class GgufFile:
         kind = self.keys.get("general.type", "model")
         if kind != "model" or self.architecture in _NOT_OF_MODELS:
             what = _NOT_OF_MODELS.get(self.architecture, f"of the type {kind} (general.type)")
-            raise UnsupportedModel(f"{self.name} is no language model but {what}: give the model's own file")
+            raise self.refused(f"is no language model but {what}: give the model's own file")
         if wrong := [key for key in self.keys if key.startswith(_PREFIXES)]:
-            raise UnsupportedModel(f"{self.name} has the key {printable(wrong[0])}, which no language model has")
+            raise self.refused(f"has the key {printable(wrong[0])}, which no language model has")
         if (count := self.keys.get("split.count", 0)) > 1 and count != len(readers):
-            raise UnsupportedModel(
-                f"{self.name} is part {self.keys.get('split.no', 0) + 1} of {count} of a split model: give the parts "
-                f"their own names, such as model-00001-of-{count:05}.gguf"
-            )
+            names = f"give the parts their own names, such as model-00001-of-{count:05}.gguf"
+            raise self.refused(f"is part {self.keys.get('split.no', 0) + 1} of {count} of a split model: {names}")
         if (told := self.keys.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
             raise ModelNotFound(f"{self.name} and its parts have {len(self.tensors)} tensors, not {told}")
+
+    def refused(self, what: str) -> UnsupportedModel:
+        """The error for what is wrong with the file."""
+        return UnsupportedModel(f"{self.name} {what}")
 
     def needed(self, key: str) -> Any:
         """The value of a key that must be there."""
         if key not in self.keys:
-            raise UnsupportedModel(f"{self.name} has no field {key}")
+            raise self.refused(f"has no field {key}")
         return self.keys[key]
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """A tensor's shape, as PyTorch has it."""
         if tensor not in self.tensors:
-            raise UnsupportedModel(f"{self.name} has no tensor {tensor}")
+            raise self.refused(f"has no tensor {tensor}")
         return tuple(int(size) for size in reversed(self.tensors[tensor].shape))
 
     def tensor(self, name: str) -> "Tensor":
@@ -113,7 +110,7 @@ class GgufFile:
             return torch.tensor(dequantize(tensor.data, tensor.tensor_type)).view(shape)
         except NotImplementedError:
             kind = tensor.tensor_type.name
-            raise UnsupportedModel(f"{self.name}: {name} has the type {kind}, which gguf does not unpack") from None
+            raise self.refused(f"has {name} in the type {kind}, which gguf does not unpack") from None
 
 
 def _open(path: Path) -> "GGUFReader":

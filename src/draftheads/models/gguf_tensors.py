@@ -84,11 +84,11 @@ def _check(file: GgufFile, config: Any, wanted: set[str]) -> None:
     have = set(file.tensors)
     if left := {name for name in have - wanted if not _NOT_WEIGHTS.fullmatch(name)}:
         what = f"a {file.architecture} model with {counted(len(left), 'tensor')} that no part of it takes"
-        raise UnsupportedModel(f"{file.name} has {what}: {first_names(left)}")
+        raise file.refused(f"has {what}: {first_names(left)}")
     optional = {f"{part}.bias" for name, parts in BIASES.items() if hasattr(config, name) for part in parts}
     optional -= {name.split(".", 2)[-1] for name in have}
     if missing := {name for name in wanted - have if name.split(".", 2)[-1] not in optional}:
-        raise UnsupportedModel(f"{file.name} has no tensor for {first_names(missing)}")
+        raise file.refused(f"has no tensor for {first_names(missing)}")
 
 
 def _undone(file: GgufFile, name: str, config: Any) -> Tensor:

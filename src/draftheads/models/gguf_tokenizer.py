@@ -54,11 +54,11 @@ _ENDS = {  # tokens that end an answer whatever the file says, as in llama.cpp
     *("<end_of_utterance>", "<turn|>", "<|tool_response>"),
 }
 _END_KEYS = ("eos", "eot", "eom", "eog", "fim_pad", "fim_rep", "fim_sep")
-_LLAMA_IDS = {"bos": 1, "eos": 2, "unk": 0}
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# our name of a role: the key's, and the id in files of Llama's kind without the key
+_ROLES = {"bos": ("bos", 1), "eos": ("eos", 2), "unk": ("unknown", 0), "pad": ("padding", None)}
 _TAKEN = {"model", "pre", "tokens", "token_type", "scores", "merges", "eog_token_ids"}
 _TAKEN |= {"add_bos_token", "add_eos_token", "add_space_prefix"}
-_TAKEN |= {f"{role}_token_id" for role in (*_ROLES.values(), *_END_KEYS)}
+_TAKEN |= {f"{role}_token_id" for role in (*(name for name, _ in _ROLES.values()), *_END_KEYS)}
 # of other tasks: texts in the middle of others, masks, kinds of texts; and the tokenizer once more
 _NOTES = {f"{role}_token_id" for role in ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")}
 _NOTES |= {f"{role}_token_id" for role in ("seperator", "cls", "mask")} | {"token_type_count", "huggingface.json"}
@@ -79,9 +79,8 @@ def tokenizer_of(file: GgufFile, most_tokens: int) -> "PreTrainedTokenizerFast":
     kinds = get("token_type", [_NORMAL] * len(tokens))
     if not len(set(tokens)) == len(tokens) == len(kinds):
         counts = f"{counted(len(tokens), 'token')}, {len(set(tokens))} of them different, and {len(kinds)} types"
-        raise UnsupportedModel(f"{file.name} has {counts}")
-    usual = _LLAMA_IDS if kind == "llama" else {}
-    ids = {role: get(f"{name}_token_id", usual.get(role)) for role, name in _ROLES.items()}
+        raise file.refused(f"has {counts}")
+    ids = {role: get(f"{name}_token_id", usual if kind == "llama" else None) for role, (name, usual) in _ROLES.items()}
     names = {role: tokens[i] for role, i in ids.items() if i is not None and i < len(tokens)}
     rule = get("pre", "gpt-2")
     if kind == "llama":
@@ -100,9 +99,7 @@ def tokenizer_of(file: GgufFile, most_tokens: int) -> "PreTrainedTokenizerFast":
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
     adds = {"bos": get("add_bos_token", kind == "llama" or rule in _WHOLE_WORDS), "eos": get("add_eos_token", False)}
     if missing := [role for role, is_added in adds.items() if is_added and role not in names]:
-        raise UnsupportedModel(
-            f"{file.name} adds {missing[0]} to texts, and tokenizer.ggml.{missing[0]}_token_id is missing"
-        )
+        raise file.refused(f"adds {missing[0]} to texts, and tokenizer.ggml.{missing[0]}_token_id is missing")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         **{f"{role}_token": token for role, token in names.items()},
@@ -120,12 +117,12 @@ def end_ids(file: GgufFile, *, by_name: bool = True) -> list[int]:
     """The ids of tokens that end an answer, the file's own end token first; ``by_name`` also those llama.cpp knows."""
     tokens = file.needed("tokenizer.ggml.tokens")
     keys = [f"tokenizer.ggml.{name}_token_id" for name in _END_KEYS] + ["tokenizer.ggml.eog_token_ids"]
-    values = [file.keys[key] for key in keys if key in file.keys]
+    values = (file.keys.get(key, []) for key in keys)
     found = [i for value in values for i in (value if isinstance(value, list) else [value])]
     ends = _ENDS - ({"<|end|>"} if {"<|return|>", "<|call|>"} <= set(tokens) else set())
     named = [i for i, token in enumerate(tokens) if token in ends] if by_name else []
     if wrong := [i for i in found if not 0 <= i < len(tokens)]:
-        raise UnsupportedModel(f"{file.name} has the end token {wrong[0]}; it must lie in 0 … {len(tokens) - 1}")
+        raise file.refused(f"has the end token {wrong[0]}; it must lie in 0 … {len(tokens) - 1}")
     return list(dict.fromkeys(found + named))
 
 
@@ -157,10 +154,9 @@ def _sentencepiece(get: Callable[..., Any], tokens: list[str], kinds: list[int],
     vocab = {text: i for i, text in enumerate(texts)}
     normal = [(score, text) for score, text, kind in zip(scores, texts, kinds, strict=True) if kind == _NORMAL]
     halves = ((score, text[:cut], text[cut:]) for score, text in normal for cut in range(1, len(text)))
-    known = sorted((each for each in halves if each[1] in vocab and each[2] in vocab), key=lambda each: -each[0])
+    known = sorted((each for each in halves if {*each[1:]} <= vocab.keys()), key=lambda each: -each[0])
     merges = [(left, right) for _, left, right in known]
-    bpe = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    backend = Tokenizer(bpe)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     start = [normalizers.Prepend(_SPACE)] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*start, normalizers.Replace(" ", _SPACE)])
     end = [decoders.Strip(" ", 1, 0)] if has_prefix else []
