@@ -216,28 +216,17 @@ def check_base(folder: Path, model_id: str, fingerprints: Fingerprints) -> None:
 
 def check_adapter_base(folder: Path, model_id: str, ours: Fingerprints) -> None:
     """Checks by its record that this is the model that the adapter of a joint run was tuned for."""
-    tuned, theirs = _read_base(folder / BASE_FILE)
+    path, parts = folder / BASE_FILE, {"model_id": str, "fingerprints": dict[str, Any]}
+    base = checked(read_object(path, newest=FORMAT_VERSION).get("base"), parts, path, "base")
+    theirs = read_dataclass(Fingerprints, {"layers": None, **base["fingerprints"]}, path, "base.fingerprints")
+    matrices = {name: (getattr(theirs, name), getattr(ours, name)) for name in ("embedding", "lm_head")}
+    apart = [name for name, pair in matrices.items() if not difference(*pair) <= MAX_DIFFERENCE]
+    what = f"{' and '.join(apart)} are those of another model" if apart else ""
     if theirs.tokenizer != ours.tokenizer:
         what = f"tokenizer is {ours.tokenizer}, not {theirs.tokenizer}"
-    elif apart := [
-        name
-        for name in ("embedding", "lm_head")
-        if not difference(getattr(theirs, name), getattr(ours, name)) <= MAX_DIFFERENCE
-    ]:
-        what = f"{' and '.join(apart)} are those of another model"
-    else:
-        return
-    raise CheckpointMismatch(
-        f"{folder} was tuned for {tuned}; this model is {model_id}, whose {what}: use it with {tuned}"
-    )
-
-
-def _read_base(path: Path) -> tuple[str, Fingerprints]:
-    """Model id and fingerprints of ``base.json``."""
-    parts = {"model_id": str, "fingerprints": dict[str, Any]}
-    base = checked(read_object(path, newest=FORMAT_VERSION).get("base"), parts, path, "base")
-    prints = {"layers": None, **base["fingerprints"]}
-    return base["model_id"], read_dataclass(Fingerprints, prints, path, "base.fingerprints")
+    if what:
+        is_now = f"this model is {model_id}, whose {what}: use it with {base['model_id']}"
+        raise CheckpointMismatch(f"{folder} was tuned for {base['model_id']}; {is_now}")
 
 
 def is_tied(model: Any) -> bool:

@@ -21,11 +21,8 @@ _VOCABULARIES = re.compile(r"\w*vocab_size\w*")
 _LAYERS = re.compile(r"n(um)?_(\w*_)?layers?")
 _POSITIONS = re.compile(r"max_position_embeddings|n_positions|n_ctx|max_seq_len")
 _MOST, _DEEPEST = 1 << 24, 64  # of any size or length; objects and lists inside each other
-_FEW, _FEW_TOKENS, _FEW_LAYERS = (
-    1 << 14,
-    1 << 20,
-    1024,
-)  # are possible whatever the tensors are: parts that are not read take no memory
+# are possible whatever the tensors are: parts that are not read take no memory
+_FEW, _FEW_TOKENS, _FEW_LAYERS = 1 << 14, 1 << 20, 1024
 _PACKED = 8  # weights in a number, where they are quantised
 _ENDLESS = "time_step_limit"  # of Mamba, whose upper end is infinite
 

@@ -181,17 +181,14 @@ class TargetModel:
     @cached_property
     def dtype(self) -> torch.dtype:
         """In which type the model computes."""
-        if self.facts is not None:
-            return self.facts.dtype
-        own: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        own: torch.dtype = (self.facts or self.model.get_input_embeddings().weight).dtype
         return own
 
     @cached_property
     def precision(self) -> str:
         """``fp32``, ``bf16``, ``fp16``, ``int8`` or ``int4``: the type in which linear layers compute."""
-        if self.facts is not None:
-            return self.facts.precision
-        return next((name for name, dtype in DTYPES.items() if dtype == self.dtype), str(self.dtype))
+        own = next((name for name, dtype in DTYPES.items() if dtype == self.dtype), str(self.dtype))
+        return own if self.facts is None else self.facts.precision
 
     @property
     def is_quantised(self) -> bool:

