@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from reprlib import repr as short_repr
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, FailFast, Field, Json, WithJsonSchema
 
@@ -21,7 +21,17 @@ from draftheads.models.chat_template import (
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
 from draftheads.serve.call import Call, DraftPieces, chat_logprobs, tokens_with_logprobs
-from draftheads.serve.fields import ApiError, Fields, NoEffect, api_error_of, text_or_list, wrong
+from draftheads.serve.fields import (
+    ApiError,
+    Fields,
+    NoEffect,
+    SentFields,
+    Unsupported,
+    api_error_of,
+    only,
+    text_or_list,
+    wrong,
+)
 from draftheads.serve.request_params import ChoiceFields, CommonFields, RequestParams, read_params
 from draftheads.serve.state import Service
 from draftheads.serve.tools import (
@@ -56,37 +66,51 @@ class _Function(Fields):
     arguments: Arguments = Field({})
 
 
-class _Call(Fields):
+class _Call(SentFields):
     """An earlier call."""
 
-    function: _Function
     type: Literal["function"] = "function"
+    function: _Function
     id: str | None = None
-    index: NoEffect = None  # of a stream
 
 
-class _TextPart(Fields):
-    type: Literal["text", "input_text", "output_text"]  # the model reads only text
+_TextKind = Literal["text", "input_text", "output_text", "refusal"]
+
+
+class _TextPart(SentFields):
+    type: Annotated[_TextKind, only(*get_args(_TextKind), fix="the model reads only text: leave this part out")]
     text: str
-    annotations: NoEffect = None  # of an answer that is sent back
-    logprobs: NoEffect = None
+
+
+class _RefusalPart(Fields):
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, dict) and part.keys() == _RefusalPart.model_fields.keys():
+        return {"type": part["type"], "text": part["refusal"]}
+    return {"type": "text", "text": part} if isinstance(part, str) else part
 
 
 def _parts(content: Any) -> list[Any]:
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in text_or_list(content)]
+    return list(map(_part, text_or_list(content)))
 
 
 Texts = Annotated[  # with all errors of a list, a request takes seconds
-    list[_TextPart], FailFast(), BeforeValidator(_parts, json_schema_input_type=str | list[str | _TextPart])
+    list[_TextPart],
+    FailFast(),
+    BeforeValidator(_parts, json_schema_input_type=str | list[str | _TextPart | _RefusalPart]),
 ]
 
 
 # what for_template reads
 _TEXT: Any = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
-_CALLS: Any = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # these roles need no content
+_EMPTY: Any = {"properties": {"role": {"enum": _MAY_BE_EMPTY}}}
 
 
-class Message(Fields, json_schema_extra={"required": ["role"], "anyOf": [_TEXT, _CALLS]}):
+class Message(SentFields, json_schema_extra={"required": ["role"], "anyOf": [_TEXT, _EMPTY]}):
     """One message."""
 
     role: Annotated[Any, WithJsonSchema({"enum": ROLES})] = None
@@ -96,19 +120,28 @@ class Message(Fields, json_schema_extra={"required": ["role"], "anyOf": [_TEXT, 
     reasoning: str | None = None  # newer servers' name of it
     tool_calls: Annotated[list[_Call], FailFast()] = Field([])
     tool_call_id: Any = None
-    annotations: NoEffect = None  # of an answer that is sent back
+    function_call: _Function | None = None  # the older form of a call
+    refusal: str | None = None  # a text that was said in place of the content
+    reasoning_details: NoEffect = None  # other servers' forms of the same thought
+    thinking_blocks: NoEffect = None
+    audio: Annotated[Any, Unsupported("the model reads only text; send what was said as content")] = None
 
     def for_template(self, place: str) -> dict[str, Any]:
         """The message as a chat template reads it."""
         if self.role not in ROLES:
             raise wrong(f"{place}.role", f"is {short_repr(self.role)}; it must be one of {', '.join(ROLES)}")
-        if not self.tool_calls and "content" not in self.model_fields_set:
+        if self.role not in _MAY_BE_EMPTY and "content" not in self.model_fields_set:
             raise wrong(f"{place}.content", "is missing; it must be a string or a list of text parts")
-        message = message_of(self.role, self.content, f"{place}.content")
+        content = (
+            self.content if self.refusal is None else [*self.content, _TextPart(type="refusal", text=self.refusal)]
+        )
+        message = message_of(self.role, content, f"{place}.content")
         message |= self.model_dump(include={"name", "reasoning_content"}, exclude_none=True)
         if self.reasoning is not None:
             message.setdefault("reasoning_content", self.reasoning)
-        if calls := [tool_call(call.function.name, call.function.arguments, call.id) for call in self.tool_calls]:
+        older = [] if self.function_call is None else [_Call(function=self.function_call)]
+        calls = [tool_call(call.function.name, call.function.arguments, call.id) for call in (*self.tool_calls, *older)]
+        if calls:
             message["tool_calls"] = calls
         if self.role == "tool" and isinstance(self.tool_call_id, str):
             message["tool_call_id"] = self.tool_call_id

@@ -16,7 +16,7 @@ from draftheads.models.chat_template import token_ids_of
 from draftheads.runners import runner_for
 from draftheads.serve.call import Call, DraftPieces, completion_logprobs, tokens_with_logprobs
 from draftheads.serve.fields import NoEffect, api_error_of, wrong
-from draftheads.serve.request_params import ChoiceFields, CommonFields, read_params
+from draftheads.serve.request_params import ChoiceFields, CommonFields, Unlimited, read_params
 from draftheads.serve.scheduler import Scheduler
 from draftheads.serve.state import Service
 from draftheads.settings import MOST_LOGPROBS
@@ -165,7 +165,7 @@ class CompletionFields(ChoiceFields, CommonFields):
     default_tokens: ClassVar = 16  # OpenAI's
 
     prompt: Annotated[Any, AfterValidator(_prompts_of), WithJsonSchema(_PROMPT_SCHEMA)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0, with echo: prompts are only scored
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, Unlimited] = None  # 0, with echo: prompts are only scored
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
     parallel_tool_calls: NoEffect = None

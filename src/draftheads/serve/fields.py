@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -172,6 +173,30 @@ class Fields(BaseModel):
             if null not in fields[name].get("anyOf", ()):
                 fields[name] = {"anyOf": [fields[name], null]}
         return schema
+
+
+class SentFields(Fields):
+    """The fields of a part of a chat, with what other servers and programs write on such parts."""
+
+    id: NoEffect = None
+    cache_control: NoEffect = None  # all beginnings of prompts are cached
+    prompt_cache_breakpoint: NoEffect = None
+    index: NoEffect = None  # of a stream
+    provider_specific_fields: NoEffect = None
+    extra_content: NoEffect = None
+    annotations: NoEffect = None
+    logprobs: NoEffect = None
+
+
+def only(*kinds: str, fix: str) -> BeforeValidator:
+    """For the field ``type``: an error says what other kinds need."""
+
+    def check(kind: Any) -> Any:
+        if kind not in kinds:
+            raise ValueError(f"is {short_repr(kind)}; {fix}")
+        return kind
+
+    return BeforeValidator(check)
 
 
 def wrong(field: str, problem: str) -> ApiError:

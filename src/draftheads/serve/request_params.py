@@ -33,6 +33,8 @@ _SAMPLING = [name for name in _SETTINGS if name not in _OTHERWISE | _NOT_SERVED]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Stops = Annotated[list[_Stop], Field(max_length=16)]
 _TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+# of the longest answer: -1 is no limit of the request's own
+Unlimited = BeforeValidator(lambda length: None if length == -1 else length, json_schema_input_type=int)
 _Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 
 
@@ -45,7 +47,7 @@ class NamedSchema(Fields):
 
 
 class _JsonSchema(NamedSchema):
-    of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] = Field(alias="schema")
+    of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] = Field({}, alias="schema")
 
 
 class ResponseFormat(Fields):
@@ -73,6 +75,15 @@ class StreamOptions(Fields):
     include_obfuscation: NoEffect = None
 
 
+class _CacheOptions(Fields):
+    """The server keeps what it has memory for."""
+
+    mode: NoEffect = None
+    ttl: NoEffect = None
+    comparison_response_id: NoEffect = None
+    prewarm: Annotated[Any, Unsupported("ask for an answer of one token", only=False)] = None
+
+
 def _field_of_setting(name: str) -> tuple[Any, bool | None]:
     """Its type and default; that of numbers is the model's."""
     setting = _SETTINGS[name]
@@ -98,8 +109,8 @@ class CommonFields(_OfSettings):
     stop: Annotated[_Stops, BeforeValidator(text_or_list, json_schema_input_type=_Stop | _Stops)] = Field([])
     stop_token_ids: Annotated[list[int], Field(max_length=128)] = Field([])
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024)] = Field({})
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Unlimited] = None
+    max_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Unlimited] = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     draft_nodes: int | None = None
     n: Annotated[int, Field(ge=1, le=HttpLimits.choices)] = 1  # answers to each prompt
@@ -108,10 +119,12 @@ class CommonFields(_OfSettings):
     store: bool = True  # the answers may be recorded
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches, whatever their keys
     prompt_cache_key: NoEffect = None
+    prompt_cache_options: _CacheOptions = _CacheOptions()
     prompt_cache_retention: NoEffect = None
     safety_identifier: NoEffect = None
     service_tier: NoEffect = None
     user: NoEffect = None
+    moderation: Annotated[Any, Unsupported("leave it out")] = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -223,7 +236,9 @@ def _max_tokens(fields: CommonFields, limit: int | None) -> int:
     for name, value in asked.items():
         if limit is not None and value > limit:
             raise wrong(name, f"is {value}; it must be at most {limit} on this server")
-    max_tokens = next(iter(asked.values()), min(fields.default_tokens, limit or fields.default_tokens))
+    is_open = fields.model_fields_set & set(names) and not asked  # -1: the default of chats
+    default = CommonFields.default_tokens if is_open else fields.default_tokens
+    max_tokens = next(iter(asked.values()), min(default, limit or default))
     if (fields.min_tokens or 0) > max_tokens:
         limit_name = next(iter(asked), "max_tokens")
         raise wrong("min_tokens", f"is {fields.min_tokens}; it must be at most {limit_name}, which is {max_tokens}")

@@ -28,25 +28,25 @@ from draftheads.serve.fields import (
     ApiError,
     Fields,
     NoEffect,
+    SentFields,
     Unsupported,
     check_schema,
     text_or_list,
     validation_error,
     wrong,
 )
-from draftheads.serve.request_params import NamedSchema, RequestParams, StreamOptions, grammar_of
+from draftheads.serve.request_params import NamedSchema, RequestParams, StreamOptions, Unlimited, grammar_of
 from draftheads.serve.state import Service
-from draftheads.serve.tools import ToolCall, ToolName, ToolUse, as_sent, use_of
+from draftheads.serve.tools import FunctionType, ToolCall, ToolName, ToolUse, as_sent, use_of
 from draftheads.settings import MOST_LOGPROBS, Effort, Grammar
 from draftheads.utils.messages import half_character
 
 LOGPROBS = "message.output_text.logprobs"  # in the field include
 
 
-class _Item(Fields):
-    """One part of the input; three fields are those of a part of an answer that is sent back."""
+class _Item(SentFields):
+    """One part of the input; these fields are those of a part of an answer that is sent back."""
 
-    id: NoEffect = None
     status: NoEffect = None
     phase: NoEffect = None
 
@@ -61,10 +61,43 @@ class _Message(_Item):
     content: Texts
 
     def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
-        messages.append(message_of(self.role, self.content, f"{place}.content"))
+        """A thought belongs to the message of the model behind it."""
+        message = message_of(self.role, self.content, f"{place}.content")
+        is_thought = messages and messages[-1].keys() == {"role", "content", "reasoning_content"}
+        if self.role == "assistant" and is_thought and not messages[-1]["content"]:
+            messages[-1] |= message
+        else:
+            messages.append(message)
 
 
-class _FunctionCall(_Item):
+class _ThoughtPart(SentFields):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Thought(_Item):
+    type: Literal["reasoning"]
+    content: Annotated[list[_ThoughtPart], FailFast()] = Field([])
+    summary: NoEffect = None
+    encrypted_content: NoEffect = None  # which only the server that wrote it can read
+
+    def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
+        text = "\n".join(part.text for part in self.content)
+        if problem := half_character(text):
+            raise wrong(f"{place}.content", problem)
+        if text:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+
+
+class _OfCalls(_Item):
+    """Of a call or its output."""
+
+    is_async: NoEffect = Field(None, alias="async")
+    caller: Annotated[Any, Unsupported("leave it out", only={"type": "direct"})] = None
+    namespace: Annotated[Any, Unsupported("functions have names alone; leave it out")] = None
+
+
+class _FunctionCall(_OfCalls):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -77,9 +110,10 @@ class _FunctionCall(_Item):
         messages[-1].setdefault("tool_calls", []).append(tool_call(self.name, self.arguments, self.call_id))
 
 
-class _FunctionCallOutput(_Item):
+class _FunctionCallOutput(_OfCalls):
     type: Literal["function_call_output"]
     call_id: str
+    name: NoEffect = None  # the call has it, too
     output: Texts
 
     def add_to(self, messages: list[dict[str, Any]], place: str) -> None:
@@ -89,6 +123,7 @@ class _FunctionCallOutput(_Item):
 
 _ITEMS: dict[Any, type[_Item]] = {
     "message": _Message,
+    "reasoning": _Thought,
     "function_call": _FunctionCall,
     "function_call_output": _FunctionCallOutput,
 }
@@ -99,11 +134,16 @@ def _items(value: Any) -> list[Any]:
 
 
 class _FunctionTool(Fields):
-    type: Literal["function"]
+    type: FunctionType
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] = Field({})
     strict: bool | None = None  # changes no answer: forced calls always follow the schema
+    output_schema: dict[str, Any] | None = None
+    cache_control: NoEffect = None
+    is_async: NoEffect = Field(None, alias="async")  # the client may send the output later
+    allowed_callers: Annotated[Any, Unsupported("leave it out", only=["direct"])] = None
+    defer_loading: Annotated[Any, Unsupported("all tools are shown; leave it out", only=False)] = None
 
 
 class _TextFormat(NamedSchema):
@@ -120,9 +160,12 @@ class _Reasoning(Fields):
     effort: Effort | None = None
     summary: NoEffect = None  # answers have no reasoning apart from their text
     generate_summary: NoEffect = None
+    context: Annotated[Any, Unsupported("the chat template decides; leave it out", only="auto")] = None
+    mode: Annotated[Any, Unsupported("leave it out", only="standard")] = None
 
 
 _ITS_USAGE = "the last event has the usage; leave it out"
+_WAITS = "an answer is made while its client waits; leave it out"
 _NOT_STORED = "nothing is stored; send the earlier items in input"
 
 
@@ -139,7 +182,9 @@ class ResponseFields(ChatBody):
 
     input: Annotated[list[dict[str, Any]], FailFast(), BeforeValidator(_items)] = Field(min_length=1, max_length=2048)
     instructions: str | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(None, alias="max_output_tokens")
+    max_completion_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Unlimited] = Field(
+        None, alias="max_output_tokens"
+    )
     text: _TextOptions = _TextOptions()
     reasoning: _Reasoning = _Reasoning()
     tools: Annotated[list[dict[str, Any]], as_sent(_FunctionTool)] = Field([])
@@ -152,7 +197,11 @@ class ResponseFields(ChatBody):
     truncation: Literal["disabled"] = "disabled"
     stream_options: _StreamOptions = _StreamOptions()
     max_tool_calls: NoEffect = None  # of tools that a server runs itself
-    background: Annotated[Any, Unsupported("an answer is made while its client waits; leave it out", only=False)] = None
+    access_programs: NoEffect = None
+    image: NoEffect = None
+    background: Annotated[Any, Unsupported(_WAITS, only=False)] = None
+    background_options: Annotated[Any, Unsupported(_WAITS)] = None
+    context_management: Annotated[Any, Unsupported("nothing is shortened; leave it out", only=[])] = None
     conversation: Annotated[Any, Unsupported(_NOT_STORED)] = None
     max_tokens: Annotated[Any, Unsupported("use max_output_tokens")] = None
     messages: Annotated[Any, Unsupported("use input")] = None
@@ -179,7 +228,7 @@ class ResponseFields(ChatBody):
     def tool_use(self) -> ToolUse | None:
         own = [{key: value for key, value in tool.items() if key != "type"} for tool in self.tools]
         tools = [{"type": "function", "function": function} for function in own]
-        return use_of(tools, self.tool_choice, parallel=self.parallel_tool_calls, flat=True)
+        return use_of(tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The instructions and the input as a chat template reads them."""

@@ -14,7 +14,7 @@ from draftheads.decode.text import TaggedText
 from draftheads.models.chat_template import CALL_TAGS, render
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import shown_name
-from draftheads.serve.fields import ApiError, Fields, check_schema, wrong
+from draftheads.serve.fields import ApiError, Fields, check_schema, only, wrong
 from draftheads.settings import Grammar
 from draftheads.utils.messages import short
 
@@ -23,7 +23,17 @@ _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _CHOSEN = {"type": {"const": "function"}, "function": _NAMED}
 _FUNCTION = {"type": "object", "properties": _CHOSEN, "required": ["type", "function"]}
-TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required"]}, _FUNCTION]}  # what is read of it
+_LISTED = {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _FUNCTION}}
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {"type": "object", "properties": _LISTED, "required": ["mode", "tools"]},
+    },
+    "required": ["type", "allowed_tools"],
+}
+TOOL_CHOICE: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required"]}, _FUNCTION, _ALLOWED]}  # what is read
+_NOT_SHOWN = {"async", "cache_control", "allowed_callers", "defer_loading"}  # to the model, of a tool
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -73,6 +83,11 @@ ToolName = Annotated[
 ]
 
 
+FunctionType = Annotated[
+    Literal["function"], only("function", fix="only functions can be called here: leave this tool out")
+]
+
+
 class _Function(Fields, extra="ignore"):
     name: ToolName
     parameters: dict[str, Any] = Field({})
@@ -81,7 +96,7 @@ class _Function(Fields, extra="ignore"):
 class Tool(Fields, extra="ignore"):
     """A tool of a chat."""
 
-    type: Literal["function"]
+    type: FunctionType
     function: _Function
 
 
@@ -102,10 +117,10 @@ def as_sent(kind: type[Fields]) -> BeforeValidator:
     return BeforeValidator(check, json_schema_input_type=tools)
 
 
-def use_of(tools: Sequence[dict[str, Any]], choice: Any, *, parallel: bool, flat: bool = False) -> ToolUse | None:
-    """What the field ``tool_choice`` says of tools; ``flat``: in the form of ``/v1/responses``."""
+def use_of(tools: Sequence[dict[str, Any]], choice: Any, *, parallel: bool) -> ToolUse | None:
+    """What the field ``tool_choice`` says of tools, in the form of either route."""
+    tools = list(map(_shown, tools))
     names = tuple(tool["function"]["name"] for tool in tools)
-    form = '{"type": "function", "name": …}' if flat else '{"type": "function", "function": {"name": …}}'
     match choice:
         case "none":
             return None
@@ -115,15 +130,37 @@ def use_of(tools: Sequence[dict[str, Any]], choice: Any, *, parallel: bool, flat
             raise wrong("tool_choice", "needs tools")
         case "required":
             return ToolUse(tuple(tools), names, parallel)
-        case {"type": "function", "name": str(name)} if flat:
-            pass
-        case {"type": "function", "function": {"name": str(name)}} if not flat:
-            pass
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*listed]}} | {
+            "type": "allowed_tools",
+            "mode": "auto" | "required" as mode,
+            "tools": [*listed],
+        }:
+            chosen = list(map(_name_of, listed))
         case _:
-            raise wrong("tool_choice", f'must be "none", "auto", "required" or {form}')
-    if name not in names:
-        raise wrong("tool_choice", f"names {short(repr(name))}, which is not among the tools: {', '.join(names)}")
+            mode, chosen = "", [_name_of(choice)]
+    if None in chosen:
+        form = '{"type": "function", "function": {"name": …}}'
+        raise wrong("tool_choice", f'must be "none", "auto", "required", {form} or a list of these in "allowed_tools"')
+    for name in chosen:
+        if name not in names:
+            raise wrong("tool_choice", f"names {short(repr(name))}, which is not among the tools: {', '.join(names)}")
+    if mode:  # the model is shown no others
+        return use_of([tool for tool in tools if tool["function"]["name"] in chosen], mode, parallel=parallel)
     return ToolUse(tuple(tools), (name,), parallel)
+
+
+def _name_of(chosen: Any) -> str | None:
+    """Of a function that ``tool_choice`` names."""
+    match chosen:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    return None
+
+
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """What the model is shown of a tool."""
+    shown = {key: value for key, value in tool.items() if key not in _NOT_SHOWN}
+    return {**shown, "function": _shown(shown["function"])} if "function" in shown else shown
 
 
 def check_template(model: TargetModel) -> None:
