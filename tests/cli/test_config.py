@@ -6,7 +6,7 @@ import pytest
 
 from cli_world import Run
 from draftheads.cli import help  # noqa: A004
-from draftheads.cli.config import as_yaml, flat, with_all_values
+from draftheads.cli.config import as_yaml, flat, in_order
 from draftheads.cli.main import COMMANDS, main, options_of, read_options
 from draftheads.train.options import TrainOptions
 
@@ -67,7 +67,7 @@ def test_an_option_that_is_given_twice_has_all_values(command: str, name: str):
     flag = f"--{name.replace('_', '-')}"
     words = ["a", flag, "1", "2", "--other", f"{flag}=3", "--last=4", f"--{name}", "5"]
     expected = ["a", flag, "1", "2", "3", "5", "--other", "--last=4"]
-    assert with_all_values(options_of(command)[0], words) == expected
+    assert in_order(options_of(command)[0], words) == expected
 
 
 def test_values_of_flags_that_are_given_twice_come_in_their_order(

@@ -156,12 +156,21 @@ def test_bash_completes(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "command",
-    ["tune there ./medusa", "tune there --head ./medusa", "tune --num-prompts 3 --head ./medusa --model there"],
+    [
+        *("tune there ./medusa", "tune there --head ./medusa", "tune --num-prompts 3 --head ./medusa --model there"),
+        *("tune --num-prompts 3 there ./medusa", "tune --num-prompts=3 there --temperature 0 ./medusa"),
+    ],
 )
-def test_model_and_head_may_come_first_without_their_names(command: str):
+def test_model_and_head_may_stand_anywhere_without_their_names(command: str):
     name, *words = command.split()
     options = read_options(name, words)
     assert (options.model, options.head) == ("there", "./medusa")
+
+
+def test_switches_take_no_word_and_lists_take_all():
+    words = "--transformers there --heads a b --fresh"
+    options = read_options("bench", words.split())
+    assert (options.model, options.heads, options.transformers, options.fresh) == ("there", ("a", "b"), True, True)
 
 
 # --- errors: one clear line ---

@@ -5,6 +5,7 @@ Wrong names and missing files are refused before anything slow is imported: torc
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -41,30 +42,43 @@ def with_config(kind: type, arguments: Sequence[str]) -> list[str]:
     return [*(words_of(kind, given.config) if given.config else ()), *others]
 
 
-def with_all_values(kind: type, words: Sequence[str]) -> list[str]:
-    """The words with all values of an option that takes several behind its first flag, where it is given twice."""
+def in_order(kind: type, words: Sequence[str], places: Sequence[str] = ()) -> list[str]:
+    """The words with all values of an option that takes several behind its first flag, where it is given twice.
+
+    Words that belong to no flag, wherever they are, become the options with the names in ``places``. SystemExit: one of
+    these is also given by its name.
+    """
+    options, endless = [*options_of(kind)], len(words)
     several = {
         option.name
-        for option in options_of(kind)
+        for option in options
         if any(get_origin(each) is tuple for each in (option.hint, *get_args(option.hint)))  # or None
     }
+    switches = {f"{no}{option.name}" for option in options if option.hint is bool for no in ("", "no_")}
     parts: list[list[str]] = [[]]  # what is before the first flag; then each flag with its values
-    found: dict[str, list[str]] = {}  # those of options that take several
-    part = parts[0]
+    found: dict[str, list[str]] = {}  # flags by their names
+    free: list[str] = []
+    part, room = parts[0], 0 if places else endless
     for word in words:
         flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_")
         if not word.startswith("--"):
-            part.append(word)
+            (part if room else free).append(word)
+            room = max(room - 1, 0)
             continue
-        if name in found:
+        room = endless if name in several or not places else int(not equals and name not in {*switches, "print_config"})
+        if name in several and name in found:
             part = found[name]
         else:
             parts.append(part := [flag if name in several else word])
-        if name in several:
-            found[name] = part
-            part += [value] if equals else []
-    return [word for part in parts for word in part]
+        found[name] = part
+        part += [value] if name in several and equals else []
+    for name, value in zip(places, free, strict=False):
+        if name in found:
+            print(f"error: {name} is {value} and --{name} is given, too: give one of them", file=sys.stderr)
+            raise SystemExit(2)
+        parts[0].append(f"--{name}={value}")
+    return [word for part in (*parts, free[len(places) :]) for word in part]
 
 
 def words_of(kind: type, path: Path) -> Iterator[str]:

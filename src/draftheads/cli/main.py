@@ -188,17 +188,10 @@ def read_options(name: str, arguments: Sequence[str]) -> Any:
     import tyro  # noqa: PLC0415 - slow to import
 
     command = commands_for(name)[name]
-    first = dict(zip(command.first.split(), takewhile(lambda word: word[:1] != "-", arguments), strict=False))
-    rest = arguments[len(first) :]
-    flags = {word.partition("=")[0].replace("_", "-") for word in rest}
-    for option, value in first.items():
-        if f"--{option.replace('_', '-')}" in flags:
-            print(f"error: {option} is {value} and --{option} is given, too: give one of them", file=sys.stderr)
-            raise SystemExit(2)
-    from draftheads.cli.config import with_all_values, with_config  # noqa: PLC0415 - slow to import
+    from draftheads.cli.config import in_order, with_config  # noqa: PLC0415 - slow to import
 
     kind = options_of(name)[0]
-    words = [*(f"--{option}={value}" for option, value in first.items()), *with_all_values(kind, rest)]
+    words = in_order(kind, arguments, command.first.split())
     if command.config:
         words = with_config(kind, words)
     kind, default = options_of(name, words)
