@@ -226,6 +226,10 @@ class AdapterWarning(DraftHeadsWarning):
     """An adapter has settings that the installed peft does not know; they are switched off."""
 
 
+class ConfigWarning(DraftHeadsWarning):
+    """A model's configuration has keys that nothing reads."""
+
+
 class GenerationWarning(DraftHeadsWarning):
     """The model's generation configuration changes texts of ``generate`` in ways that are not applied here."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftheads.errors import InvalidSettings
-from draftheads.models.chat_template import continuing_ids, read_template, render, template_of
+from draftheads.models.chat_template import continuing_ids, dated, read_template, render, template_of
 from draftheads.models.pretrained import ModelTokenizer
 from spaced_tokenizer import spaced_tokenizer
 from training_world import chat_tokenizer
@@ -23,6 +23,20 @@ VICUNA_SYSTEM = (
 def rendered(name: str, *messages: dict[str, str], prompt: bool = False) -> str:
     reader = ModelTokenizer(spaced_tokenizer(), frozenset({2}), read_template(name))
     return render(reader, messages, add_generation_prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", "03 Feb 2001"),
+        ("\n{% set form = '%d.%m.' %}{{ strftime_now(format=form) }}", "\n03.02."),
+        ("{%if strftime_now is defined%}{{ strftime_now('%d') | int + 1 }}{%endif%}", "4"),
+        ("{% macro day() %}{{ strftime_now('%A') }}{% endmacro %}{{ day() }}", "Saturday"),
+    ],
+)
+def test_the_date_of_a_run_is_written_wherever_its_format_stands(template: str, text: str):
+    with dated("2001-02-03T04:05:06"):
+        assert render(ModelTokenizer(spaced_tokenizer(), frozenset({2}), template), [USER]) == text
 
 
 def test_vicuna():

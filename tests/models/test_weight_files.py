@@ -1,5 +1,6 @@
 """A model's files hold its weights, all of them and no others, in types that can be read; anything else is refused."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -360,10 +363,43 @@ def test_a_configuration_beyond_its_tensors_is_refused_before_the_model_is_made(
         ask(folder)
 
 
-def test_a_configuration_that_is_nested_without_end_is_refused(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 10**6)
-    with pytest.raises(UnsupportedModel, match="nested too deep"):
-        ask(tmp_path)
+UNREADABLE = [
+    ("config.json", '{"model_type": "llama", "a": ' + "[" * 10**6, "nested too deep"),
+    ("config.json", "5", r"config\.json is 5; it must be an object"),
+    ("config.json", "null", r"config\.json is None; it must be an object"),
+    ("config.json", "{", r"config\.json cannot be read as JSON: Expecting"),
+    ("config.json", '{"model_type": "llama", "model_type": "gpt2"}', "the key 'model_type' is there twice"),
+    ("config.json", '{"model_type": "llama"}', "num_hidden_layers 32 and hidden_size 4,096"),  # 27 GB in fp32
+    ("generation_config.json", "{", r"generation_config\.json cannot be read as JSON: Expecting"),
+    ("generation_config.json", '{"eos_token_id": ["a"]}', "eos_token_id is 'a'; it must be the number of a token"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "message"), UNREADABLE)
+def test_a_configuration_that_cannot_be_read_is_refused(file: str, text: str, message: str, tmp_path: Path):
+    (written(tmp_path / "model") / file).write_text(text)
+    with pytest.raises(UnsupportedModel, match=message):
+        ask(tmp_path / "model")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@given(name=st.from_regex(r"[a-z]{3,9}_new", fullmatch=True), value=st.sampled_from([True, 3, "x", [1], False, None]))
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_keys_that_nothing_reads_are_named(file: str, name: str, value: Any, tmp_path: Path):
+    path = written(tmp_path / name) / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.warns() if value else contextlib.nullcontext([]) as told:  # type: ignore[attr-defined]
+        ask(path.parent)
+    assert [f"no {name}, so it is not read" in str(each.message) for each in told] == [True] * bool(value)
+
+
+def test_one_whole_file_is_read_and_checked_in_place_of_shards(tmp_path: Path):
+    folder = written(tmp_path / "model", max_shard_size="20KB")
+    whole = written(tmp_path / "whole") / WEIGHTS
+    whole.rename(folder / WEIGHTS)
+    change(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(UnsupportedModel, match=r"model\.norm\.weight in .*model\.safetensors has a NaN"):
+        ask(folder)
 
 
 def test_the_endless_time_steps_of_mamba_are_read(tmp_path: Path):

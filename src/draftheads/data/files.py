@@ -21,6 +21,7 @@ from typing import IO, Any
 from draftheads.data.lines import noted
 from draftheads.errors import DataError, MissingDependency, first_line
 from draftheads.utils.messages import short
+from draftheads.utils.strict_json import unique
 
 MOST_CHARACTERS = 1 << 26  # of a line; a small zipped file may expand to an endless line
 _ROWS = 256  # of a table, that are read at once
@@ -177,7 +178,7 @@ def _unreadable(reason: str, error: DataError) -> DataError:
 def _elements(source: _Source, file: IO[str], text: str, number: int) -> Iterator[tuple[int, Any]]:
     """The elements of an array, each with the line in which it begins; ``text`` is the beginning of the file."""
     place = before = 0  # in the text, and characters of its first line that come before it
-    start, is_all, decode = "", False, json.JSONDecoder().raw_decode
+    start, is_all, decode = "", False, json.JSONDecoder(object_pairs_hook=_object).raw_decode
     while True:
         begin, value, end = _BEFORE_ELEMENT.match(text, place), None, -1
         with suppress(ValueError, RecursionError):
@@ -209,7 +210,7 @@ def _column(text: str, place: int, before: int) -> int:
 def _json(source: _Source, text: str, line_number: int, *, rule: str = _RULE, before: int = 0) -> Any:
     """The JSON value of a text that begins in a line, after so many characters of it."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         column = error.colno + (before if error.lineno == 1 else 0)
         problem = f"not JSON: {error.msg} at character {column}; {rule}"
@@ -221,11 +222,22 @@ def _json(source: _Source, text: str, line_number: int, *, rule: str = _RULE, be
         raise source.error(problem, line_number) from None
 
 
+def _object(pairs: Sequence[tuple[str, Any]]) -> Any:
+    """A JSON object, or in its place the error of a line that cannot be used."""
+    try:
+        return unique(pairs)
+    except ValueError as error:
+        return DataError(str(error))
+
+
 def _csv_rows(source: _Source) -> Iterator[tuple[int, Any]]:
     """Rows by the names in the header. All cells are texts; an empty one is null."""
     csv.field_size_limit(MOST_CHARACTERS)
     rows = csv.DictReader((line for _, line in source.lines(source.text(newline=""))), strict=True)
     try:
+        names = rows.fieldnames or ()
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise source.error(f"the header has {twice[0]!r} twice", 1)
         for row in rows:
             if None in row:
                 problem = "the row has more cells than the header"

@@ -39,7 +39,12 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "▁"  # in place of a space in the tokens of SentencePiece
 _LETTERS = 16  # for each token that a model takes: a text that is longer is refused if its beginning has too many
 _DATE: ContextVar[datetime | None] = ContextVar("_DATE", default=None)
-_DATE_CALL = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(?P<form>.*?)\1\s*\)""")
+_DATE_CODE = re.compile(r"(?<!\{)%-?[A-Za-z]")
+# transformers' own function of that name knows no other day; the end keeps a line break behind it
+_DATE_MACRO = (
+    "{% macro strftime_now(format) %}{% set own = namespace(text=format) %}{% for code, text in CODES.items() %}"
+    "{% set own.text = own.text.replace(code, text) %}{% endfor %}{{ own.text }}{% endmacro %}{{ '' }}"
+)
 _EFFORT_SWITCHES = ("enable_thinking", "thinking")  # of templates without levels of effort
 
 
@@ -130,7 +135,8 @@ def render(
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
     if (date := _DATE.get()) is not None and reads_variable(reader, "strftime_now"):
         source = reader.tokenizer.get_chat_template(given.get("chat_template"), tools)
-        options["chat_template"] = _DATE_CALL.sub(lambda call: json.dumps(date.strftime(call["form"])), source)
+        codes = {code: date.strftime(code) for code in _DATE_CODE.findall(source)}
+        options["chat_template"] = _DATE_MACRO.replace("CODES", json.dumps(codes)) + source
     if continue_final_message:
         options["continue_final_message"] = True
     if tools:

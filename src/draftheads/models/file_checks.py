@@ -3,12 +3,14 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftheads.errors import UnsupportedModel
-from draftheads.utils.strict_json import depth_of
+from draftheads.utils.messages import short
+from draftheads.utils.strict_json import depth_of, unique
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,18 +33,13 @@ def check_config(folder: Path) -> None:
     """Refuses a ``config.json`` whose model would take more memory than its files explain.
 
     Raises:
-        UnsupportedModel: a size or number of layers is beyond the tensors, a number is not finite, or it is nested
-            too deep.
+        UnsupportedModel: a size or number of layers is beyond the tensors, a number is not finite, or it is no object
+            that can be read.
     """
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if (depth := depth_of(config)) > _DEEPEST:
-            raise UnsupportedModel(f"{path} is nested {depth} deep; {_DEEPEST} is allowed")
-    except RecursionError:
-        raise UnsupportedModel(f"{path} is nested too deep; {_DEEPEST} is allowed") from None
-    except (OSError, ValueError):  # transformers says what is wrong
+    if not path.is_file():  # transformers says what is wrong
         return
+    config = keys_in(path)
     shapes = list(_shapes_in(folder))
     largest = max((size for shape in shapes for size in shape), default=_MOST)
     packed = largest * (_PACKED if "quantization_config" in config else 1)
@@ -59,6 +56,48 @@ def check_config(folder: Path) -> None:
         for pattern, most, why in limits:
             if number > most and pattern.fullmatch(key):
                 raise UnsupportedModel(f"{path}: {key} is {number:,}; at most {most:,} is possible: {why}")
+
+
+def keys_in(path: Path) -> dict[str, Any]:
+    """The object in a file of a model.
+
+    Raises:
+        UnsupportedModel: it is no JSON or no object, a key is there twice, or it is nested too deep.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except RecursionError:
+        raise UnsupportedModel(f"{path} is nested too deep; {_DEEPEST} is allowed") from None
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} cannot be read as JSON: {error}") from None
+    if (depth := depth_of(value)) > _DEEPEST:
+        raise UnsupportedModel(f"{path} is nested {depth} deep; {_DEEPEST} is allowed")
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"{path} is {short(repr(value))}; it must be an object")
+    return value
+
+
+def check_size(config: Any, source: Path | str) -> None:
+    """Refuses a model that is far larger than its files: what ``config.json`` leaves out is as usual for its class.
+
+    Raises:
+        UnsupportedModel: each layer of a model has more weights than a square of its hidden size.
+    """
+    text = config.get_text_config()
+    layers, width = (getattr(text, name, None) or 0 for name in ("num_hidden_layers", "hidden_size"))
+    stored = sum(file.stat().st_size for file in weight_files(source))
+    is_quantised = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if layers * width**2 > stored * (_PACKED if is_quantised else 1) > 0:
+        sizes = f"num_hidden_layers {layers:,} and hidden_size {width:,}, as given or as usual"
+        raise UnsupportedModel(f"{source}: a {config.model_type} model has {sizes}; its files have {stored:,} bytes")
+
+
+def unread_keys(given: Mapping[str, Any], *kinds: type) -> list[str]:
+    """Keys that are not off, and that the source of no class of ``transformers`` among these and their bases names."""
+    modules = {base.__module__ for kind in kinds for base in kind.__mro__ if base.__module__.startswith("transformers")}
+    sources = (Path(sys.modules[name].__file__ or "").read_text(encoding="utf-8") for name in modules)
+    words = {word for source in sources for word in re.findall(r"\w+", source)}
+    return sorted(name for name, value in given.items() if value and name not in words)
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
@@ -113,8 +152,10 @@ def check_stored(name: str, source: Path | str) -> None:
 def weight_files(source: Path | str) -> list[Path]:
     """The files with a model's or an adapter's weights."""
     for single in ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin"):
+        if found := model_file(source, single):  # transformers reads it in place of shards
+            return [found]
         index = model_file(source, f"{single}.index.json")
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index else {single}
+        shards = set(keys_in(index)["weight_map"].values()) if index else ()
         if files := [file for shard in sorted(shards) if (file := model_file(source, shard))]:
             return files
     return []

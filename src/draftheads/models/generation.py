@@ -84,7 +84,9 @@ class GenerationRules:
             least = config.min_new_tokens
             least = (config.min_length or 0) - num_prompt_tokens if least is None else least
             least = min(max(least, 0), settings.max_new_tokens)
-        penalty = (config.repetition_penalty or 1.0) if penalty is None else penalty
+        penalty = (
+            (1.0 if config.repetition_penalty is None else config.repetition_penalty) if penalty is None else penalty
+        )
         return replace(settings, min_new_tokens=least, repetition_penalty=penalty)
 
     def processors(

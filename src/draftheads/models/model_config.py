@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftheads.cpu.kernels import native_bf16
-from draftheads.errors import InvalidSettings, LengthWarning, first_line, require_at_least
+from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel, first_line, require_at_least
 from draftheads.settings import ROUNDED_BITS
 
 _NOT_OF_A_LAYER = {  # settings of a whole model or of its texts
@@ -155,7 +155,10 @@ def eos_ids_of(*sources: Any, vocab_size: int | None = None) -> frozenset[int]:
     eos_ids: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if wrong := [each for each in ids if not isinstance(each, int)]:
+            raise UnsupportedModel(f"eos_token_id is {wrong[0]!r}; it must be the number of a token")
+        eos_ids.update(ids)
     return frozenset(token for token in eos_ids if 0 <= token < (vocab_size or math.inf))
 
 

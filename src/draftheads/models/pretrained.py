@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftheads.cpu.optimise import TYPICAL_TEXT
 from draftheads.errors import (
+    ConfigWarning,
     DraftHeadsError,
     InvalidSettings,
     MissingDependency,
@@ -31,7 +32,15 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.models.adapter import load_merged, require_peft
-from draftheads.models.file_checks import check_config, check_finite, model_file, weight_files
+from draftheads.models.file_checks import (
+    check_config,
+    check_finite,
+    check_size,
+    keys_in,
+    model_file,
+    unread_keys,
+    weight_files,
+)
 from draftheads.models.generation import generation_config
 from draftheads.models.gguf_models import config_of_gguf, without_bars, without_logs
 from draftheads.models.model_config import (
@@ -183,6 +192,7 @@ def _load_files(
         if path := model_file(source, "config.json"):
             check_config(path.parent)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
+        check_size(config, source)
         is_quantised = check_quantisation(name, config, options["quantization_config"], source=source)
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
@@ -203,6 +213,7 @@ def _load_files(
             check_series(name, source)
             raise
         model, report = loaded
+        _say_unread(source, config, model)
         unread = check_weights(name, model, report, source, is_quantised=is_quantised)
     if config.get_text_config() is not config:
         left_out = f" ({counted(len(unread), 'tensor')} left out: {first_names(unread)})" if unread else ""
@@ -215,6 +226,20 @@ def _load_files(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model, tokenizer
+
+
+def _say_unread(source: Path | str, config: Any, model: Any) -> None:
+    """Warns of keys that nothing reads."""
+    for file, *kinds in (
+        ("config.json", type(config), type(config.get_text_config()), type(model)),
+        ("generation_config.json", type(model.generation_config)),
+    ):
+        given = keys_in(path) if (path := model_file(source, file)) else {}
+        text = given.get("text_config")
+        if unread := unread_keys(given | (text if isinstance(text, dict) else {}), *kinds):
+            warnings.warn(
+                f"{path}: transformers knows no {first_names(unread)}, so it is not read", ConfigWarning, stacklevel=5
+            )
 
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:

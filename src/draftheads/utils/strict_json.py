@@ -7,7 +7,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,10 +30,25 @@ def depth_of(value: Any) -> int:
     return depth
 
 
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values, for ``json.loads``, which would keep the last value of a key.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
 def read_object(path: Path, *, newest: int) -> dict[str, Any]:
     """The JSON object of a file, whose ``format_version`` must lie in 1 … ``newest``."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_number, parse_float=_number)
+        value = json.loads(
+            path.read_text(encoding="utf-8"), parse_constant=_number, parse_float=_number, object_pairs_hook=unique
+        )
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8 is a ValueError as well
         raise CheckpointCorrupt(f"{path} cannot be read as JSON: {error}") from None
     version = _as_object(value, path).get("format_version")
